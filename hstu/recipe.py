@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
-from commons.datasets.random.times import random_times
+from commons.datasets.random.distribution import random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import HSTUAttentionTask

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.random.distribution import RandomDistribution
-from commons.datasets.random.times import random_times
+from commons.datasets.random.distribution import RandomDistribution, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
 

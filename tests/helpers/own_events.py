@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from commons.datasets.sequences.event_columns import EventColumns
 
 COLUMNS = EventColumns("uid", "iid", "ts", "s", ("click", "stars >= 4"), ("gender", "uid"))
@@ -13,3 +16,9 @@ EVENTS = {
     "stars": [5.0, 4.0, None, 1.0, 3.0],
     "gender": ["f", None, "m", "m", "f"],
 }
+
+
+def write(path, columns=None, **changes):
+    """A parquet file of these events, or of other columns, some of them changed."""
+    pq.write_table(pa.table((columns or EVENTS) | changes), path)
+    return path

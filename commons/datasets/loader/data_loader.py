@@ -1,14 +1,12 @@
 """Data sets by name, and the one function that makes a loader for any of them.
 
-To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: add its function to `_BUILDERS`. A
-builder takes the keyword arguments of `get_data_loader` that concern it and returns a data set whose items are batches.
+To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: a branch in `_make_dataset`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.random.dataset import RandomBatches, RandomHSTUDataset, user_like_dataset
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
-from commons.datasets.samplers.epoch import EpochSampler, RankShare
+from commons.datasets.samplers.epoch import BatchOrderSampler, EpochSampler, ShardedBatchSampler, check_rank
 from commons.datasets.sequences.dataset import SequenceDataset
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
@@ -31,147 +29,104 @@ from commons.datasets.sids.map import SIDMap
 from commons.datasets.sids.random import RandomSIDDataset
 
 BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDataset
-_Path = str | Path | None
+# By the kind of their batches: HSTUBatch and GPTSIDBatch; of the latter random items, any parquet file of item-id
+# histories, and preprocessed data sets.
+HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
+SID_DATASETS = ("sid-random", "sid", *(f"sid-{name}" for name in PUBLIC_DATASETS))
 
 
-def _build_random(*, split: str, share: RankShare, dataset_path: _Path, **options: Any) -> RandomHSTUDataset:
-    return user_like_dataset(**share.random_stream(split), **options)
+def _make_dataset(
+    name: str, split: str, path: str | Path | None, stream: dict[str, Any], **options: Any
+) -> BatchDataset:
+    """The data set of a name; `stream` is what random data are drawn with, options are those of `get_data_loader`."""
+    if name == "random":
+        return user_like_dataset(**stream, **options)
+    if name in SID_DATASETS:
+        return _make_sids(name, split, path, stream, **options)
+    return _make_sequences(name, split, path, **options)
 
 
-def _build_sequences(
-    schema: SequenceSchema,
+def _make_sequences(
+    name: str,
+    split: str,
+    path: str | Path | None,
     *,
-    share: RankShare,
-    dataset_path: _Path,
     contextual_feature_names: Sequence[str] | None = None,
+    columns: EventColumns | None = None,
     **options: Any,
 ) -> SequenceDataset:
-    path = _require_path(dataset_path, schema.dataset_name)
-    if contextual_feature_names is not None:
-        # A name given twice would be two tokens of one feature.
-        names = tuple(dict.fromkeys(contextual_feature_names))
-        schema = dataclasses.replace(schema, contextual_feature_names=names)
-    return SequenceDataset(path, schema, **options)
-
-
-def _build_own(*, dataset_path: _Path, columns: EventColumns | None = None, **options: Any) -> SequenceDataset:
-    given = columns or EventColumns()
-    path = _require_path(dataset_path, OWN_DATASET)
-    _require_preprocessed(path, given)
-    file = SequenceFile(path, OWN_DATASET, [])
-    made_with, timestamps_per_second = columns_of(file.metadata)
-    schema = schema_of(given.chosen_from(made_with, str(file.path)), made_with, timestamps_per_second)
-    return _build_sequences(schema, dataset_path=dataset_path, **options)
-
-
-def _require_path(path: _Path, name: str) -> Path:
     if path is None:
         raise ValueError(
             f"dataset_path is not set; {name!r} is read from files: set dataset_path to the output folder of `evenrank "
             f"preprocess {name}`"
         )
-    return Path(path)
+    schema = _own_schema(Path(path), columns or EventColumns()) if name == OWN_DATASET else PUBLIC_DATASETS[name].schema
+    if contextual_feature_names is not None:
+        # A name given twice would be two tokens of one feature.
+        names = tuple(dict.fromkeys(contextual_feature_names))
+        schema = dataclasses.replace(schema, contextual_feature_names=names)
+    return SequenceDataset(path, schema, split=split, **options)
 
 
-def _require_preprocessed(folder: Path, columns: EventColumns) -> None:
-    """Raise ValueError for raw parquet files, with the command that makes a data set of them."""
-    is_made = any((own / MANIFEST).is_file() for own in (folder, folder / f"{OWN_DATASET}.parquet"))
-    if not is_made and (folder.is_file() or any(folder.rglob("*.parquet"))):
+def _own_schema(path: Path, given: EventColumns) -> SequenceSchema:
+    """The schema of a user's own data set; ValueError for raw parquet files, with the command that makes it of them."""
+    is_made = any((own / MANIFEST).is_file() for own in (path, path / f"{OWN_DATASET}.parquet"))
+    if not is_made and (path.is_file() or any(path.rglob("*.parquet"))):
         raise ValueError(
-            f"dataset_path {folder} holds parquet files as they are; tables need dense ids, which are made once: run "
-            f"`evenrank preprocess parquet --source {folder} --output FOLDER {columns.as_flags()}".rstrip()
+            f"dataset_path {path} holds parquet files as they are; tables need dense ids, which are made once: run "
+            f"`evenrank preprocess parquet --source {path} --output FOLDER {given.as_flags()}".rstrip()
             + "` and give FOLDER as dataset_path"
         )
+    file = SequenceFile(path, OWN_DATASET, [])
+    made_with, timestamps_per_second = columns_of(file.metadata)
+    return schema_of(given.chosen_from(made_with, str(file.path)), made_with, timestamps_per_second)
 
 
-def _build_random_sids(
-    *,
+def _make_sids(
+    name: str,
     split: str,
-    share: RankShare,
-    dataset_path: _Path,
-    max_history_seqlen: int,
-    max_num_candidates: int,
-    num_tasks: int,
-    sid_map: SIDMap | None = None,
-    num_batches: int = 100,
-    length_distribution: LengthDistribution | None = None,
-    **options: Any,
-) -> RandomSIDDataset:
-    return RandomSIDDataset(
-        _require_map(sid_map, num_tasks),
-        num_batches=num_batches,
-        max_history_length=max_history_seqlen,
-        max_candidate_length=_candidates(split, max_num_candidates),
-        history_dist=(length_distribution or LengthDistribution()).within(max_history_seqlen),
-        **share.random_stream(split),
-        **options,
-    )
-
-
-def _build_sids(
-    schema: SequenceSchema | None,
+    path: str | Path | None,
+    stream: dict[str, Any],
     *,
-    split: str,
-    share: RankShare,
-    dataset_path: _Path,
     batch_size: int,
     max_history_seqlen: int,
     max_num_candidates: int,
     num_tasks: int,
     sid_map: SIDMap | None = None,
     history_column: str = DEFAULT_HISTORY_COLUMN,
-) -> SIDDataset:
-    """Histories of a preprocessed data set or, without a schema, of any parquet file."""
-    known = _require_map(sid_map, num_tasks)
-    if dataset_path is None:
-        made_by = "holds a list column of item ids" if schema is None else "is written by `evenrank preprocess`"
-        raise ValueError(f"dataset_path is not set; histories are read from a parquet file that {made_by}: set it")
-    histories: Histories = (
-        ParquetHistories(dataset_path, history_column, split)
-        if schema is None
-        else PreprocessedHistories(dataset_path, schema, split)
-    )
-    return SIDDataset(
-        histories,
-        known,
-        batch_size=batch_size,
-        max_history_length=max_history_seqlen,
-        max_candidate_length=_candidates(split, max_num_candidates),
-    )
-
-
-def _candidates(split: str, max_num_candidates: int) -> int | None:
-    """Of semantic IDs: None for all items; in evaluation the last item alone, so that a user is predicted once."""
-    return (max_num_candidates or None) if split == "train" else 1
-
-
-def _require_map(sid_map: SIDMap | None, num_tasks: int) -> SIDMap:
+    num_batches: int = 100,
+    length_distribution: LengthDistribution | None = None,
+    **options: Any,
+) -> SIDDataset | RandomSIDDataset:
     if sid_map is None:
         raise ValueError(
             "sid_map is not given; batches of semantic IDs need to know every item's SID: load one with SIDMap.load"
         )
     if num_tasks != 1:
         raise ValueError(f"num_tasks is {num_tasks}; the next item is the one task of semantic IDs: leave it at 1")
-    return sid_map
-
-
-_BUILDERS: dict[str, Callable[..., BatchDataset]] = {
-    "random": _build_random,
-    OWN_DATASET: _build_own,
-    **{name: partial(_build_sequences, dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
-    # Semantic IDs: random items, any parquet file of item-id histories, and preprocessed data sets.
-    "sid-random": _build_random_sids,
-    "sid": partial(_build_sids, None),
-    **{f"sid-{name}": partial(_build_sids, dataset.schema) for name, dataset in PUBLIC_DATASETS.items()},
-}
-# By the kind of their batches: HSTUBatch and GPTSIDBatch.
-HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
-SID_DATASETS = tuple(name for name in _BUILDERS if name not in HSTU_DATASETS)
+    sizes: dict[str, Any] = {
+        "batch_size": batch_size,
+        "max_history_length": max_history_seqlen,
+        # None for all items; in evaluation the last item alone, so that a user is predicted once.
+        "max_candidate_length": (max_num_candidates or None) if split == "train" else 1,
+    }
+    if name in RANDOM_DATASETS:
+        lengths = (length_distribution or LengthDistribution()).within(max_history_seqlen)
+        return RandomSIDDataset(sid_map, num_batches=num_batches, history_dist=lengths, **sizes, **stream, **options)
+    if path is None:
+        made_by = "holds a list column of item ids" if name == "sid" else "is written by `evenrank preprocess`"
+        raise ValueError(f"dataset_path is not set; histories are read from a parquet file that {made_by}: set it")
+    histories: Histories = (
+        ParquetHistories(path, history_column, split)
+        if name == "sid"
+        else PreprocessedHistories(path, PUBLIC_DATASETS[name.removeprefix("sid-")].schema, split)
+    )
+    return SIDDataset(histories, sid_map, **sizes, **options)
 
 
 def list_datasets() -> list[str]:
     """Names that `get_data_loader` knows."""
-    return sorted(_BUILDERS)
+    return sorted((*HSTU_DATASETS, *SID_DATASETS))
 
 
 def get_data_loader(
@@ -228,7 +183,7 @@ def get_data_loader(
     [4, 4, 4]
 
     """
-    if dataset_name not in _BUILDERS:
+    if dataset_name not in list_datasets():
         raise KeyError(
             f"dataset_name is {dataset_name!r}; known data sets are {', '.join(list_datasets())}: choose one of them"
         )
@@ -239,20 +194,30 @@ def get_data_loader(
     as_count(max_num_candidates, "max_num_candidates", 0)
     as_count(seed, "seed", 0)
     as_count(num_workers, "num_workers", 0)
-    share = RankShare(rank=rank, world_size=world_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
-    dataset = _BUILDERS[dataset_name](
-        split=split,
+    check_rank(rank, world_size)
+    dataset = _make_dataset(
+        dataset_name,
+        split,
+        dataset_path,
+        # Another stream for each split and rank.
+        {"seed": seed * 2 + (split != "train"), "rank": rank, "world_size": world_size},
         batch_size=batch_size,
         max_history_seqlen=max_history_seqlen,
-        dataset_path=dataset_path,
         max_num_candidates=max_num_candidates,
         num_tasks=num_tasks,
-        share=share,
         **options,
     )
-    sampler: EpochSampler[Any] = (
-        share.of_random(len(dataset), batch_size)
-        if isinstance(dataset, RandomBatches)
-        else share.of_rows(len(dataset), batch_size)
-    )
+    sampler: EpochSampler[Any]
+    if isinstance(dataset, RandomBatches):  # drawn full, for every rank its own
+        sampler = BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed)
+    else:
+        sampler = ShardedBatchSampler(
+            len(dataset),
+            batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
     return ResumableLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)

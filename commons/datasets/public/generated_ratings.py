@@ -97,9 +97,9 @@ def generate_ratings(
     """
     drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
 
-    def read(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
-        users, movies, ratings, times = (column.to_numpy() for column in drawn.table.columns)
-        store.add({"user": users, "item": movies, "action": ratings.astype(np.int16), "time": times})
+    def read(source: Path, store: EventStore) -> SequenceSource:
+        event = "user_id AS user, movie_id AS item, rating::SMALLINT AS action, timestamp AS time"
+        store.add(f"SELECT {event} FROM drawn", drawn=drawn.table)  # noqa: S608
         return ml_1m_of(drawn.users.table, pa.array(np.sort(drawn.movies.all_ids), pa.int32()), generated=True)
 
     preprocess = Preprocessor(SCHEMA.dataset_name, read)

@@ -11,19 +11,17 @@ these eight in order: the first is a click.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawKind, open_raw_files
-from commons.datasets.public.raw_tables import Column, CsvLayout, Listed, add_events, read_listing
+from commons.datasets.public.raw_tables import ID, Column, Listed, RawTables, TextLayout
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.file import HasAction, SequenceSchema
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
@@ -45,21 +43,19 @@ USER_FEATURES = (
 )
 # What a model gets unless it asks for others: each is one token in front of the history.
 _CONTEXTUAL = ("user_id", "user_active_degree", *USER_FEATURES[4:8])
-_LARGEST_ID = 99_999_999
-_ID_RULE = f"a number of 0 to {_LARGEST_ID:,}"
-_LOG = CsvLayout(
+_USER = Column("user_id", *ID)
+_LOG = TextLayout(
     "a KuaiRand log",
     (
-        Column("user_id", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
-        Column("video_id", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
-        Column("time_ms", pa.int64(), 0, 10**14, "a number of milliseconds since 1970"),
-        *(Column(name, pa.int16(), 0, 1, "0 or 1") for name in FEEDBACK_WEIGHTS),
+        *(_USER, Column("video_id", *ID)),
+        Column("time_ms", "BIGINT", r"\d{1,14}", "a number of milliseconds since 1970"),
+        *(Column(name, "SMALLINT", "0|1", "0 or 1") for name in FEEDBACK_WEIGHTS),
     ),
     may_be_empty=True,  # one of a few users may be
 )
-_USERS = CsvLayout(
-    "KuaiRand's user features", (_LOG.columns[0], *(Column(name, pa.string()) for name in USER_FEATURES))
-)
+_USERS = TextLayout("KuaiRand's user features", (_USER, *map(Column, USER_FEATURES)))
+_ACTION = " + ".join(f"{weight} * {name}" for name, weight in FEEDBACK_WEIGHTS.items())
+_EVENT = {"user": "user_id", "item": "video_id", "action": f"({_ACTION})::SMALLINT", "time": "time_ms"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class KuaiRandVersion:
             contextual_feature_names=_CONTEXTUAL,
             item_feature_name="video_id",
             action_feature_name="action_weights",
-            tasks=tuple(HasAction(weight) for weight in FEEDBACK_WEIGHTS.values()),
+            tasks=tuple(partial(np.bitwise_and, weight) for weight in FEEDBACK_WEIGHTS.values()),
             timestamps_per_second=1_000,
         )
 
@@ -114,31 +110,22 @@ def preprocess_kuairand(version: KuaiRandVersion, source: str | Path, output: st
     return Preprocessor(version.name, partial(_read, version))(source, output, **options)
 
 
-def _read(version: KuaiRandVersion, source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
+def _read(version: KuaiRandVersion, source: Path, store: EventStore) -> SequenceSource:
     names = (*version.log_names, version.user_file)
     kind = RawKind(version.folder, f"{version.folder}.tar.gz", f"{version.folder}/data", names)
-    files = open_raw_files(kind, source, store.folder, show_progress=show_progress)
-    users = read_listing(files, version.user_file, _USERS, "user_id")
+    files = open_raw_files(kind, source, store.folder, show_progress=store.show_progress)
+    tables = RawTables(files, store)
+    users = tables.listing(version.user_file, _USERS)
     listed = {"user": Listed(users["user_id"], "user_id", version.user_file)}
-    add_events(store, files, version.log_names, _LOG, _event, listed, show_progress=show_progress)
+    tables.add_events(version.log_names, _LOG, _EVENT, listed)
     if not store.num_rows:
         raise ValueError(f"{files.source} has no interactions in {', '.join(version.log_names)}: download it again")
-    # A missing value is a value of its own, the empty text.
-    context = {name: users[name].combine_chunks() for name in USER_FEATURES}
     return SequenceSource(
         schema=version.schema,
         users=users["user_id"].combine_chunks(),
-        context=context,
+        context={name: users[name].combine_chunks() for name in USER_FEATURES},
         items=store.values("item"),
         action_vocabulary_size=2 * max(FEEDBACK_WEIGHTS.values()),
         generated=files.is_generated,
         sha256=files.sha256,
     )
-
-
-def _event(batch: pa.RecordBatch) -> Mapping[str, Any]:
-    weights = np.zeros(batch.num_rows, np.int16)
-    for name, weight in FEEDBACK_WEIGHTS.items():
-        weights += batch.column(name).to_numpy() * np.int16(weight)
-    user, item, time = (batch.column(column.name) for column in _LOG.columns[:3])
-    return {"user": user, "item": item, "action": weights, "time": time}

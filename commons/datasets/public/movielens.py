@@ -8,17 +8,16 @@ rated or not. Ids are the ranks of the raw values among the sorted ones. Tasks: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
-from commons.datasets.public.raw_tables import Column, CsvLayout, LineLayout, Listed, add_events, read_listing
+from commons.datasets.public.raw_tables import ID, Column, Listed, RawTables, TextLayout
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.file import AtLeast, SequenceSchema
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
@@ -31,70 +30,70 @@ SCHEMA = SequenceSchema(
     contextual_feature_names=_CONTEXTUAL,
     item_feature_name="movie_id",
     action_feature_name="rating",
-    tasks=(AtLeast(4), AtLeast(5)),
+    tasks=(partial(np.less_equal, 4), partial(np.less_equal, 5)),
 )
 SCHEMA_20M = SequenceSchema(
     dataset_name="ml-20m",
     contextual_feature_names=("user_id",),
     item_feature_name="movie_id",
     action_feature_name="rating",
-    tasks=(AtLeast(8), AtLeast(10)),
+    tasks=(partial(np.less_equal, 8), partial(np.less_equal, 10)),
 )
 # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
 _RATING_VALUES, _RATINGS_20M = 6, 11
 
 _1M = RawKind("MovieLens-1M", "ml-1m.zip", "ml-1m", ("ratings.dat", "users.dat", "movies.dat"))
-# At most nine digits: they fit an int32.
-_ID = (r"\d{1,9}", pa.int32())
-_RATINGS = LineLayout(
+_INTEGER = ("INTEGER", r"\d{1,9}")
+_RATINGS = TextLayout(
     "UserID::MovieID::Rating::Timestamp with a rating of 1 to 5",
-    {"user": _ID, "item": _ID, "action": ("[1-5]", pa.int16()), "time": (r"\d{1,18}", pa.int64())},
+    (
+        *(Column("user", *_INTEGER), Column("item", *_INTEGER)),
+        *(Column("action", "SMALLINT", "1|2|3|4|5"), Column("time", "BIGINT", r"\d{1,18}")),
+    ),
+    "::",
 )
-_USERS = LineLayout(
+_USERS = TextLayout(
     "UserID::Gender::Age::Occupation::Zip-code with a gender of F or M",
-    {
-        **{"user_id": _ID, "gender": ("[FM]", pa.string()), "age": _ID},
-        **{"occupation": _ID, "zip": (r"[^:\r]+", pa.string())},
-    },
+    (
+        *(Column("user_id", *_INTEGER), Column("gender", "VARCHAR", "F|M"), Column("age", *_INTEGER)),
+        *(Column("occupation", *_INTEGER), Column("zip", "VARCHAR", r"[^:\r]+")),
+    ),
+    "::",
 )
-_MOVIES = LineLayout(
+_MOVIES = TextLayout(
     "MovieID::Title::Genres",
-    {"movie_id": _ID, "title": (".+", pa.string()), "genres": (r"[^:\r]+", pa.string())},
+    (Column("movie_id", *_INTEGER), Column("title", "VARCHAR", ".+"), Column("genres", "VARCHAR", r"[^:\r]+")),
+    "::",
 )
 
 _20M = RawKind("MovieLens-20M", "ml-20m.zip", "ml-20m", ("ratings.csv", "movies.csv"))
-_LARGEST_ID = 99_999_999
-_ID_RULE = f"a number of 0 to {_LARGEST_ID:,}"
-_MOVIE = Column("movieId", pa.int32(), 0, _LARGEST_ID, _ID_RULE)
-_RATINGS_CSV = CsvLayout(
+_MOVIE = Column("movieId", *ID)
+_RATINGS_CSV = TextLayout(
     "MovieLens-20M's ratings, userId,movieId,rating,timestamp",
     (
-        Column("userId", pa.int32(), 0, _LARGEST_ID, _ID_RULE),
-        _MOVIE,
-        Column("rating", pa.float32(), 0.5, 5, "0.5 to 5 in steps of 0.5", step=0.5),
-        Column("timestamp", pa.int64(), 0, 10**11, "a number of seconds since 1970"),
+        *(Column("userId", *ID), _MOVIE),
+        Column(
+            "rating",
+            "FLOAT",
+            r"0\.5|1|1\.0|1\.5|2|2\.0|2\.5|3|3\.0|3\.5|4|4\.0|4\.5|5|5\.0",
+            "0.5 to 5 in steps of 0.5",
+        ),
+        Column("timestamp", "BIGINT", r"\d{1,11}", "a number of seconds since 1970"),
     ),
 )
-_MOVIES_CSV = CsvLayout("MovieLens-20M's movies, movieId,title,genres", (_MOVIE,))
+_MOVIES_CSV = TextLayout("MovieLens-20M's movies, movieId,title,genres", (_MOVIE,))
 
 
-def _read_ml_1m(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
-    files = open_raw_files(_1M, source, store.folder, show_progress=show_progress)
-    users = read_listing(files, "users.dat", _USERS, "user_id")
-    movies = read_listing(files, "movies.dat", _MOVIES, "movie_id")["movie_id"].combine_chunks()
+def _read_ml_1m(source: Path, store: EventStore) -> SequenceSource:
+    files = open_raw_files(_1M, source, store.folder, show_progress=store.show_progress)
+    tables = RawTables(files, store)
+    users = tables.listing("users.dat", _USERS)
+    movies = tables.listing("movies.dat", _MOVIES)["movie_id"].combine_chunks()
     listed = {
         "user": Listed(users["user_id"], "user_id", "users.dat"),
         "item": Listed(movies, "movie_id", "movies.dat"),
     }
-    add_events(
-        store,
-        files,
-        ["ratings.dat"],
-        _RATINGS,
-        lambda batch: dict(zip(batch.schema.names, batch.columns)),
-        listed,
-        show_progress=show_progress,
-    )
+    tables.add_events(["ratings.dat"], _RATINGS, {column.name: column.name for column in _RATINGS.columns}, listed)
     return ml_1m_of(users, movies, generated=files.is_generated, sha256=files.sha256)
 
 
@@ -121,13 +120,14 @@ def ml_1m_of(users: pa.Table, movies: pa.Array, *, generated: bool, sha256: str 
     )
 
 
-def _read_ml_20m(source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
-    files = open_raw_files(_20M, source, store.folder, show_progress=show_progress)
+def _read_ml_20m(source: Path, store: EventStore) -> SequenceSource:
+    files = open_raw_files(_20M, source, store.folder, show_progress=store.show_progress)
     _require_20m(files)
+    tables = RawTables(files, store)
     # Titles have commas and quotes, but no line breaks.
-    movies = read_listing(files, "movies.csv", _MOVIES_CSV, "movieId")["movieId"].combine_chunks()
-    listed = {"item": Listed(movies, "movieId", "movies.csv")}
-    add_events(store, files, ["ratings.csv"], _RATINGS_CSV, _event_20m, listed, show_progress=show_progress)
+    movies = tables.listing("movies.csv", _MOVIES_CSV)["movieId"].combine_chunks()
+    event = {"user": "userId", "item": "movieId", "action": "(2 * rating)::SMALLINT", "time": "timestamp"}
+    tables.add_events(["ratings.csv"], _RATINGS_CSV, event, {"item": Listed(movies, "movieId", "movies.csv")})
     return SequenceSource(
         schema=SCHEMA_20M,
         users=store.values("user"),
@@ -136,11 +136,6 @@ def _read_ml_20m(source: Path, store: EventStore, show_progress: bool) -> Sequen
         generated=files.is_generated,
         sha256=files.sha256,
     )
-
-
-def _event_20m(batch: pa.RecordBatch) -> Mapping[str, Any]:
-    user, item, rating, time = (batch.column(column.name) for column in _RATINGS_CSV.columns)
-    return {"user": user, "item": item, "action": (rating.to_numpy() * 2).astype(np.int16), "time": time}
 
 
 def _require_20m(files: RawFiles) -> None:

@@ -1,7 +1,7 @@
 """Raw files of public data sets, from their folder, or unpacked from a zip file or a tar file.
 
 Files go by their name without folders, so that no name in an archive leads anywhere; those that are not wanted are
-passed over. An archive may expand to 100 times its size, and always to 64 MiB.
+passed over. What is unpacked may have 100 times the size of the archive, and always 64 MiB.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from commons.console import progress_bar
 GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
-_README_BYTES = 1 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
-# What damaged archives raise while they are listed or read; struct.error and IndexError for a zip file's directory.
+# What damaged archives raise while they are listed or read; RuntimeError for an encrypted or unknown kind of member,
+# struct.error and IndexError for a zip file's directory.
 _DAMAGE = (
-    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError),
+    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError),
     *(struct.error, IndexError),
 )
+# Path and size of a file in an archive, and how to open it.
+_Member = tuple[str, int, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ def open_raw_files(kind: RawKind, source: Path, scratch: Path, *, show_progress:
     hint = f"the source is {kind.archive} as published, or its unpacked folder: correct the path"
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist; {hint}")
+    inner = PurePosixPath(kind.folder).name
     if source.is_dir():
-        inner = [source / kind.folder, source / PurePosixPath(kind.folder).name]
-        root = next((folder for folder in inner if folder.is_dir()), source)
+        root = next((folder for folder in (source / kind.folder, source / inner) if folder.is_dir()), source)
         members = sorted(entry.name for entry in root.iterdir() if entry.is_file())
     elif source.is_file():
         root = scratch / "unpacked"
@@ -96,23 +98,18 @@ def open_raw_files(kind: RawKind, source: Path, scratch: Path, *, show_progress:
             f"{source} has no {', '.join(missing)}; {kind.title} has {', '.join(kind.names)}, found: "
             f"{shown or 'nothing'}: give the path of {kind.archive} or of its unpacked folder"
         )
+    sha256 = "" if source.is_dir() else _sha256_of(source)
     if source.is_dir():
         lines = "".join(f"{_sha256_of(paths[name])}  {name}\n" for name in sorted(kind.names))
         sha256 = hashlib.sha256(lines.encode()).hexdigest()
-    else:
-        sha256 = _sha256_of(source)
-    return RawFiles(source, paths, members, _readme(kind, root), sha256)
-
-
-def _readme(kind: RawKind, root: Path) -> bytes:
-    # It stands above an inner folder of data.
-    is_inner = "/" in kind.folder and root.resolve().name == PurePosixPath(kind.folder).name
-    folders = [root, root.resolve().parent] if is_inner else [root]
-    found = [folder / name for folder in folders for name in _READMES if (folder / name).is_file()]
-    if not found:
-        return b""
-    with found[0].open("rb") as file:
-        return file.read(_README_BYTES)
+    # A README stands above an inner folder of data.
+    above = [root.resolve().parent] if "/" in kind.folder and root.resolve().name == inner else []
+    readmes = [folder / name for folder in (root, *above) for name in _READMES if (folder / name).is_file()]
+    readme = b""
+    if readmes:
+        with readmes[0].open("rb") as file:
+            readme = file.read(_BLOCK)
+    return RawFiles(source, paths, members, readme, sha256)
 
 
 def _unpack(source: Path, names: tuple[str, ...], folder: Path, hint: str, show_progress: bool) -> list[str]:
@@ -122,89 +119,53 @@ def _unpack(source: Path, names: tuple[str, ...], folder: Path, hint: str, show_
     is_zip = source.suffix == ".zip" or start == _ZIP_MAGIC
     if start and start != _GZIP_MAGIC and not is_zip and not tarfile.is_tarfile(source):
         raise ValueError(f"{source} is neither a zip file nor a tar file; {hint}")
+    size = source.stat().st_size
     found: dict[str, str] = {}
     with (
         progress_bar(f"unpack {source.name}", None, "B", show=show_progress) as progress,
         _damage_named(source, "zip file" if is_zip else "tar file"),
     ):
-        budget = _Budget(source, progress.update)
-        for member, open_member in (_zip_members if is_zip else _tar_members)(source, budget):
+        expanded = 0
+        for member, num_bytes, open_member in (_zip_members if is_zip else _tar_members)(source):
             name = PurePosixPath(member).name
             # The first of several with one name counts. Archives made on macOS repeat names.
             if member.startswith("__MACOSX/") or name.startswith("._") or name in found:
                 continue
             found[name] = str(PurePosixPath(member))
-            if name in (*names, *_READMES):
-                with open_member() as stream, (folder / name).open("xb") as target:
-                    if name in names:
-                        shutil.copyfileobj(stream, target, _BLOCK)
-                    else:
-                        target.write(stream.read(_README_BYTES))
+            if name not in (*names, *_READMES):
+                continue
+            expanded += num_bytes  # no more comes of it
+            if expanded > max(_MOST_EXPANSION * size, _ALWAYS_ALLOWED):
+                raise ValueError(
+                    f"{source} has {size:,} bytes and expands to {expanded:,} or more; an archive may expand to "
+                    f"{_MOST_EXPANSION} times its size, and always to {_ALWAYS_ALLOWED:,}: download it again or, if "
+                    "you trust it, unpack it and give the folder"
+                )
+            with open_member() as stream, (folder / name).open("xb") as target:
+                shutil.copyfileobj(stream, target, _BLOCK)
+            progress.update(num_bytes)
     return list(found.values())
 
 
-def _zip_members(source: Path, budget: _Budget) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Paths of the files in a zip file, and how to open each."""
-
-    @contextlib.contextmanager
-    def open_member(info: zipfile.ZipInfo) -> Iterator[_LimitedStream]:
-        # Other methods expand a block as a whole, whatever its size; no data set has a password.
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
-            raise ValueError(
-                f"{source}: {info.filename} is encrypted or compressed by method {info.compress_type}; zip files are "
-                "read where members are stored or deflated: pack it again, or unpack it and give the folder"
-            )
-        with archive.open(info) as stream:
-            yield _LimitedStream(stream, budget)
-
+def _zip_members(source: Path) -> Iterator[_Member]:
     with zipfile.ZipFile(source) as archive:
         for info in archive.infolist():
             if not info.is_dir():
-                yield info.filename, partial(open_member, info)
+                yield info.filename, info.file_size, partial(archive.open, info)
 
 
-def _tar_members(source: Path, budget: _Budget) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Paths of the files in a tar file, and how to open each before the next one; links and devices are passed over."""
+def _tar_members(source: Path) -> Iterator[_Member]:
+    """Files of a tar file, each to be opened before the next one; links and devices are passed over."""
     with source.open("rb") as file:
         is_gzip = file.read(2) == _GZIP_MAGIC
         file.seek(0)
-        plain = _LimitedStream(gzip.GzipFile(fileobj=file) if is_gzip else file, budget)
-        with tarfile.open(fileobj=plain, mode="r|", bufsize=_BLOCK) as archive:  # type: ignore[call-overload]
+        plain: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
+        with tarfile.open(fileobj=plain, mode="r|", bufsize=_BLOCK) as archive:
             for info in archive:
                 if info.isfile() and not info.issparse():  # holes take no room in the archive
-                    yield info.name, partial(archive.extractfile, info)
+                    yield info.name, info.size, partial(archive.extractfile, info)
         while plain.read(_BLOCK):  # to the end of the file, where gzip compares its checksum
             pass
-
-
-class _Budget:
-    """How many bytes an archive has expanded to, and may."""
-
-    def __init__(self, source: Path, on_bytes: Callable[[int], object]) -> None:
-        self._source, self._on_bytes, self._spent = source, on_bytes, 0
-        self._most = max(_MOST_EXPANSION * source.stat().st_size, _ALWAYS_ALLOWED)
-
-    def spend(self, count: int) -> None:
-        self._spent += count
-        self._on_bytes(count)
-        if self._spent > self._most:
-            raise ValueError(
-                f"{self._source} has {self._source.stat().st_size:,} bytes and expands to {self._spent:,} or more; an "
-                f"archive may expand to {_MOST_EXPANSION} times its size, and always to {_ALWAYS_ALLOWED:,}: download "
-                "it again or, if you trust it, unpack it and give the folder"
-            )
-
-
-class _LimitedStream:
-    """A stream whose bytes are counted against a budget."""
-
-    def __init__(self, stream: Any, budget: _Budget) -> None:
-        self._stream, self._budget = stream, budget
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self._budget.spend(len(data))
-        return data
 
 
 @contextlib.contextmanager

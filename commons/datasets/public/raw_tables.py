@@ -1,213 +1,87 @@
-"""Text files of raw data sets, read by Arrow as a stream of checked batches: CSV, or lines that match a pattern.
+"""Text files of raw data sets, CSV or lines of fields, read by DuckDB and checked value by value.
 
-The first line that does not fit is named by its number, with its value and the rule. (DuckDB's own CSV reader would
-take "1.5", "0x1F" and "1_000" for integers, and pass over empty lines.)
+Where something does not fit, the file is read again line by line, to name the line, its value and the rule.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
+import glob
+import itertools
 import re
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar
+from typing import NamedTuple
 
+import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv as pcsv
 
-from commons.console import progress_bar
 from commons.datasets.public.raw_files import RawFiles
-from commons.datasets.sequences.event_store import EventStore
+from commons.datasets.sequences.event_store import EventStore, sql_text
 
-# A line lies within a block and the next one, so it has at least so many bytes; longer ones are refused by Arrow.
-_BLOCK = _LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 20
 _LONGEST_SHOWN = 80
 _MOST_IN_MEMORY = 256 << 20
-# What Arrow says of a row, with its number, the header line left out.
-_BAD_VALUE = re.compile(r"In CSV column #(\d+): Row #(\d+): .*?invalid value '(.*)'", re.DOTALL)
-_BAD_ROW = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 _REMEDY = "mend it or download the archive again"
 
-_Batches = Iterator[pa.RecordBatch]
-_OnBytes = Callable[[int], object]
+
+class Column(NamedTuple):
+    """A column of a text file."""
+
+    name: str  # in the header, if there is one
+    type: str = "VARCHAR"  # in SQL
+    pattern: str | None = None  # a regular expression that a value matches as a whole; None for any text
+    rule: str = "a text"  # the same in words, for errors: "seconds since 1970"
+
+    def fits(self, value: str) -> bool:
+        """Whether a text is a value of the column."""
+        return self.pattern is None or re.fullmatch(self.pattern, value, re.ASCII) is not None
+
+    def sql(self, value: str) -> str:
+        """The column, of SQL of its text; DuckDB's error for another text."""
+        if self.pattern is None:
+            return value
+        choices = self.pattern.replace(r"\.", ".").split("|")
+        fits = f"regexp_full_match({value}, {sql_text(self.pattern)})"
+        if all(choice.replace(".", "").isalnum() for choice in choices):  # is faster
+            fits = f"{value} IN ({', '.join(map(sql_text, choices))})"
+        return f"CASE WHEN {fits} THEN {value}::{self.type} ELSE error('no {self.name}') END"
+
+
+# Type, pattern and rule of ids.
+ID = ("INTEGER", r"\d{1,8}", "a number of 0 to 99,999,999")
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a CSV file: texts, or numbers within a range."""
+class TextLayout:
+    """A CSV file with a header, or lines in Latin-1 whose fields are parted otherwise, without one."""
 
-    name: str  # in the header
-    type: pa.DataType  # of the result
-    low: float = 0  # smallest number
-    high: float = 0  # largest number
-    rule: str = "a text"  # what the column holds, for errors: "seconds since 1970"
-    step: float = 0  # numbers are multiples of it; 0 for any
+    title: str  # what it is, for errors; of a file without a header, what a line is
+    columns: tuple[Column, ...]  # those that are read, others of a CSV file are passed over; all those of a line
+    separator: str = ","
+    may_be_empty: bool = False  # there need be no line, or none below the header
 
-    def first_wrong(self, column: pa.Array) -> int | None:
-        """The row of the first number out of range, NaN included; None if there is none."""
-        if pa.types.is_string(self.type) or not len(column):
-            return None
-        values = column.to_numpy()
-        right = (values >= self.low) & (values <= self.high)
-        if self.step:
-            right &= np.fmod(values, self.step) == 0
-        return None if right.all() else int(right.argmin())
+    @property
+    def has_header(self) -> bool:
+        """Whether it is a CSV file."""
+        return self.separator == ","
 
+    @property
+    def encoding(self) -> str:
+        """Of the text."""
+        return "utf-8" if self.has_header else "latin-1"
 
-@dataclass(frozen=True)
-class CsvLayout:
-    """A CSV file with a header line."""
-
-    title: str  # what it is, for errors
-    columns: tuple[Column, ...]  # those that are read; others are passed over
-    may_be_empty: bool = False  # there need be nothing below the header
-    first_line: ClassVar[int] = 2
-
-    def read(self, files: RawFiles, name: str, on_bytes: _OnBytes) -> _Batches:
-        """All rows, batch by batch.
-
-        Raises:
-            ValueError: a missing column, or a malformed or overlong line, which is named by its number.
-
-        """
-        where, line = files.where(name), 2
-        with files.paths[name].open("rb") as file:
-            header = self._header(file, where)
-            convert = pcsv.ConvertOptions(
-                include_columns=[column.name for column in self.columns],
-                column_types={column.name: column.type for column in self.columns},
-                null_values=[],
-            )
-            try:
-                for line, batch in _read_arrow(file, where, 2, header, pcsv.ParseOptions(), convert, on_bytes):
-                    for column in self.columns:
-                        index = column.first_wrong(batch.column(column.name))
-                        if index is not None:
-                            value = batch.column(column.name).to_numpy()[index]
-                            raise self._bad_value(where, line + index, column, value)
-                    yield batch
-                    line += batch.num_rows
-            except pa.ArrowInvalid as error:
-                raise self._described(str(error), where, header) from error
-        if line == 2 and not self.may_be_empty:
-            raise ValueError(
-                f"{where} has no line below its header; it is to be {self.title}: download the archive again"
-            )
-
-    def _header(self, file: IO[bytes], where: str) -> list[str]:
-        line = file.readline(_LONGEST_LINE + 1)
-        if len(line) > _LONGEST_LINE:
-            raise _overlong_line(where, 1)
-        try:
-            header = next(csv.reader([line.decode("utf-8-sig", errors="replace").rstrip("\r\n")]), [])
-        except csv.Error as error:
-            raise ValueError(
-                f"{where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by line "
-                "feeds: download the archive again"
-            ) from error
-        missing = [column.name for column in self.columns if header.count(column.name) != 1]
-        if missing:
-            raise ValueError(
-                f"{where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; it is "
-                f"to be {self.title}: give the archive as published"
-            )
-        return header
-
-    def _described(self, problem: str, where: str, header: list[str]) -> ValueError:
-        """The error for what Arrow says."""
-        if found := _BAD_ROW.match(problem):
-            row, expected, got, text = found.groups()
-            return ValueError(
-                f"{where} line {int(row) + 1} is {_shortened(text)}, {got} fields; the header has {expected}: {_REMEDY}"
-            )
-        if found := _BAD_VALUE.match(problem):
-            place, row, text = found.groups()
-            column = next(each for each in self.columns if each.name == header[int(place)])
-            return self._bad_value(where, int(row) + 1, column, text)
-        return ValueError(
-            f"{where} cannot be read ({problem.splitlines()[0]}); it is to be {self.title}: download the archive again"
-        )
-
-    def _bad_value(self, where: str, line: int, column: Column, value: object) -> ValueError:
-        return ValueError(
-            f"{where} line {line} has {column.name} {_shortened(str(value))}; {column.name} is {column.rule}: {_REMEDY}"
-        )
+    def split(self, line: bytes) -> list[str]:
+        """The fields of a line; csv.Error where it has none."""
+        text = line.decode(self.encoding, errors="replace").rstrip("\r\n")
+        return next(csv.reader([text], strict=True), []) if self.has_header else text.split(self.separator)
 
 
-@dataclass(frozen=True)
-class LineLayout:
-    """A file of lines without a header, in Latin-1."""
-
-    title: str  # what a line is, for errors
-    fields: Mapping[str, tuple[str, pa.DataType]]  # an RE2 pattern and a type for every field, by name
-    separator: str = "::"  # between fields
-    first_line: ClassVar[int] = 1
-
-    def read(self, files: RawFiles, name: str, on_bytes: _OnBytes) -> _Batches:
-        """All rows, batch by batch.
-
-        Raises:
-            ValueError: an empty file, or a malformed or overlong line, which is named by its number.
-
-        """
-        where, line = files.where(name), 1
-        pattern = self.separator.join(f"(?P<{field}>{pattern})" for field, (pattern, _) in self.fields.items())
-        # One column: no line has the delimiter.
-        parse = pcsv.ParseOptions(delimiter="\x01", quote_char=False, double_quote=False)
-        convert = pcsv.ConvertOptions(column_types={"line": pa.string()}, null_values=[])
-        with files.paths[name].open("rb") as file:
-            try:
-                for line, batch in _read_arrow(file, where, 1, ["line"], parse, convert, on_bytes, "latin-1"):
-                    found = pc.extract_regex(batch.column(0), f"^{pattern}$")
-                    if found.null_count:
-                        index = pc.index(found.is_null(), True).as_py()
-                        raise self._bad_line(where, line + index, batch.column(0)[index].as_py())
-                    yield pa.record_batch({key: found.field(key).cast(kind) for key, (_, kind) in self.fields.items()})
-                    line += batch.num_rows
-            except pa.ArrowInvalid as error:
-                bad = _BAD_ROW.match(str(error))
-                raise self._bad_line(where, int(bad[1]) if bad else line, bad[4] if bad else str(error)) from error
-        if line == 1:
-            raise ValueError(f"{where} is empty; its lines are {self.title}: download the archive again")
-
-    def _bad_line(self, where: str, line: int, text: str) -> ValueError:
-        return ValueError(f"{where} line {line} is {_shortened(text)}; a line is {self.title}: {_REMEDY}")
-
-
-def _read_arrow(
-    file: IO[bytes],
-    where: str,
-    line: int,
-    names: list[str],
-    parse: pcsv.ParseOptions,
-    convert: pcsv.ConvertOptions,
-    on_bytes: _OnBytes,
-    encoding: str = "utf8",
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches of the rest of a file with the number of their first line; the first one has the number `line`."""
-    # With threads the errors would not say which row.
-    read = pcsv.ReadOptions(block_size=_BLOCK, column_names=names, use_threads=False, encoding=encoding)
-    parse.ignore_empty_lines = False
-    done, is_first = 0, True
-    try:
-        for batch in pcsv.open_csv(file, read, parse, convert):
-            is_first = False
-            yield line, batch
-            line += batch.num_rows
-            on_bytes(file.tell() - done)
-            done = file.tell()
-    except pa.ArrowInvalid as error:
-        if "straddling" in str(error):
-            raise _overlong_line(where, line) from error
-        if not (is_first and "Empty CSV" in str(error)):
-            raise
-
-
-@dataclass(frozen=True)
-class Listed:
+class Listed(NamedTuple):
     """What users, or items, there are."""
 
     values: pa.Array | pa.ChunkedArray  # all of them
@@ -215,81 +89,178 @@ class Listed:
     listing: str  # the file that has them
 
 
-def add_events(
-    store: EventStore,
-    files: RawFiles,
-    names: Sequence[str],
-    layout: CsvLayout | LineLayout,
-    event_of: Callable[[pa.RecordBatch], Mapping[str, Any]],
-    listed: Mapping[str, Listed],
-    *,
-    show_progress: bool,
-) -> None:
-    """Put the events of files into a store.
+class RawTables:
+    """The text files of a data set, read into a store."""
 
-    Args:
-        store: where to.
-        files: of the data set.
-        names: of the files with events, in the order in which ties of time are broken.
-        layout: of these files.
-        event_of: makes the columns of the store of those of a batch.
-        listed: by column of the store, what values there may be.
-        show_progress: show a progress bar on stderr, if that is a terminal.
+    def __init__(self, files: RawFiles, store: EventStore) -> None:
+        self._files, self._store = files, store
 
-    Raises:
-        ValueError: a malformed line, or a value that is not listed, named by file and line.
+    def add_events(
+        self, names: Sequence[str], layout: TextLayout, event: Mapping[str, str], listed: Mapping[str, Listed]
+    ) -> None:
+        """Put the events of files into the store.
 
-    """
-    first_rows = []
-    size = sum(files.paths[name].stat().st_size for name in names)
-    with progress_bar("read", size, "B", show=show_progress) as progress:
-        for name in names:
-            first_rows.append(store.num_rows)
-            for batch in layout.read(files, name, progress.update):
-                store.add(event_of(batch))
-    for column, known in listed.items():
-        if (found := store.first_missing(column, known.values)) is not None:
-            row, value = found
-            index = bisect(first_rows, row) - 1
-            raise ValueError(
-                f"{files.where(names[index])} line {row - first_rows[index] + layout.first_line} has {known.name} "
-                f"{value}, which {known.listing} does not list; both files come from one archive: download it again"
+        Args:
+            names: of the files with events, in the order in which ties of time are broken.
+            layout: of these files.
+            event: SQL of the columns of the store, of those of the layout.
+            listed: by column of the store, what values there may be.
+
+        Raises:
+            ValueError: a malformed line, or a value that is not listed, named by file and line.
+
+        """
+        files = [_TextFile(self._files, name, layout) for name in names]
+        selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
+        first_rows = []
+        for file in files:
+            first_rows.append(self._store.num_rows)
+            with file.rows() as rows:
+                self._store.add(f"SELECT {selected} FROM {rows}")  # noqa: S608
+            file.require_lines(self._store.num_rows - first_rows[-1])
+        for column, known in listed.items():
+            found = self._store.query(
+                f"SELECT rowid AS number, {column} AS value FROM events ANTI JOIN known ON {column} = known.value "  # noqa: S608
+                "ORDER BY rowid LIMIT 1",
+                known=pa.table({"value": known.values}),
             )
+            if found.num_rows:
+                row = found["number"][0].as_py()
+                index = bisect(first_rows, row) - 1
+                raise ValueError(
+                    f"{files[index].line_of(row - first_rows[index])} has {known.name} {found['value'][0]}, which "
+                    f"{known.listing} does not list; both files come from one archive: download it again"
+                )
+
+    def listing(self, name: str, layout: TextLayout) -> pa.Table:
+        """All lines of a file that has one for each user or item, sorted by the first column of the layout, their ids.
+
+        Raises:
+            ValueError: a malformed line, a file of more than 256 MiB, or an id that stands twice.
+
+        """
+        file, key = _TextFile(self._files, name, layout), layout.columns[0].name
+        size = file.path.stat().st_size
+        if size > _MOST_IN_MEMORY:
+            raise ValueError(
+                f"{file.where} has {size:,} bytes; it is held in memory, and may have {_MOST_IN_MEMORY:,}: give the "
+                "archive as published"
+            )
+        with file.rows() as rows:
+            table = self._store.query(f"FROM {rows}")
+        file.require_lines(table.num_rows)
+        ids = table[key].to_numpy()
+        order = np.argsort(ids, kind="stable")
+        again = order[1:][ids[order[1:]] == ids[order[:-1]]]
+        if len(again):
+            row = int(again.min())
+            raise ValueError(
+                f"{file.line_of(row)} has {key} {ids[row]} again; every {key} has one line: remove the line"
+            )
+        return table.take(pa.array(order)).combine_chunks()
 
 
-def read_listing(files: RawFiles, name: str, layout: CsvLayout | LineLayout, key: str) -> pa.Table:
-    """All lines of a file that has one for each user or item, sorted by `key`, the column of their ids.
+class _TextFile:
+    """A text file, and what may be wrong with it."""
 
-    Raises:
-        ValueError: a file of more than 256 MiB, or an id that stands twice.
+    def __init__(self, files: RawFiles, name: str, layout: TextLayout) -> None:
+        self.path, self.where, self._layout = files.paths[name], files.where(name), layout
+        self._names = self._header() if layout.has_header else [column.name for column in layout.columns]
 
-    """
-    size = files.paths[name].stat().st_size
-    if size > _MOST_IN_MEMORY:
-        raise ValueError(
-            f"{files.where(name)} has {size:,} bytes; it is held in memory, and may have {_MOST_IN_MEMORY:,}: give the "
-            "archive as published"
-        )
-    table = pa.Table.from_batches(list(layout.read(files, name, lambda count: None))).combine_chunks()
-    ids = table[key].to_numpy()
-    order = np.argsort(ids, kind="stable")
-    again = order[1:][ids[order[1:]] == ids[order[:-1]]]
-    if len(again):
-        row = int(again.min())
-        raise ValueError(
-            f"{files.where(name)} line {row + layout.first_line} has {key} {ids[row]} again; every {key} has one line: "
-            "remove the line"
-        )
-    return table.take(pa.array(order)).combine_chunks()
+    @contextlib.contextmanager
+    def rows(self) -> Iterator[str]:
+        """SQL of the file's rows; errors of what is done with them name the line."""
+        layout = self._layout
+        options = {
+            "columns": "{" + ", ".join(f"'c{place}': 'VARCHAR'" for place in range(len(self._names))) + "}",
+            "delim": sql_text(layout.separator),
+            "header": layout.has_header,
+            "quote": sql_text('"' if layout.has_header else ""),
+            "escape": sql_text('"' if layout.has_header else ""),
+            "encoding": sql_text(layout.encoding),
+            "max_line_size": _LONGEST_LINE,
+            "auto_detect": False,
+        }
+        stated = ", ".join(f"{key} = {value}" for key, value in options.items())
+        texts = [f"coalesce(c{self._names.index(column.name)}, '')" for column in layout.columns]
+        values = ", ".join(f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts))
+        try:
+            yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
+        except duckdb.Error as error:
+            raise self._first_wrong() or ValueError(
+                f"{self.where} cannot be read ({str(error).splitlines()[0]}); it is to be {layout.title}: download the "
+                "archive again"
+            ) from error
+
+    def require_lines(self, num_rows: int) -> None:
+        """Raise ValueError for a file without rows, unless it may be one."""
+        if num_rows == 0 and not self._layout.may_be_empty:
+            found = "has no line below its header" if self._layout.has_header else "is empty"
+            raise ValueError(f"{self.where} {found}; it is to be {self._layout.title}: download the archive again")
+
+    def line_of(self, row: int) -> str:
+        """The line of a row, for errors; empty lines are no rows."""
+        with self.path.open("rb") as file:
+            lines = (number for number, line in enumerate(file, 1) if line.strip())
+            return f"{self.where} line {next(itertools.islice(lines, row + self._layout.has_header, None))}"
+
+    def _header(self) -> list[str]:
+        with self.path.open("rb") as file:
+            line = file.readline(_LONGEST_LINE + 1)
+        self._require_short(line, 1)
+        try:
+            header = self._layout.split(line.removeprefix(codecs.BOM_UTF8))
+        except csv.Error as error:
+            raise ValueError(
+                f"{self.where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by "
+                "line feeds: download the archive again"
+            ) from error
+        missing = [column.name for column in self._layout.columns if header.count(column.name) != 1]
+        if missing:
+            raise ValueError(
+                f"{self.where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; "
+                f"it is to be {self._layout.title}: give the archive as published"
+            )
+        return header
+
+    def _first_wrong(self) -> ValueError | None:
+        """The error of the first line that does not fit, if there is one."""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+                self._require_short(line, number)
+                rule = None
+                if line.strip() and (number > 1 or not self._layout.has_header):
+                    rule = self._broken_rule(line)
+                if rule is not None:
+                    return ValueError(f"{self.where} line {number} {rule}: {_REMEDY}")
+        return None
+
+    def _broken_rule(self, line: bytes) -> str | None:
+        """What is wrong with a line; None where nothing is."""
+        layout, num_fields = self._layout, len(self._names)
+        try:
+            fields = layout.split(line)
+        except csv.Error:
+            fields = []
+        values = dict(zip(self._names, fields))
+        wrong = [each for each in layout.columns if len(fields) == num_fields and not each.fits(values[each.name])]
+        if len(fields) == num_fields and not wrong:
+            return None
+        text = _shortened(line.decode(layout.encoding, errors="replace").rstrip("\r\n"))
+        if not layout.has_header:
+            return f"is {text}; a line is {layout.title}"
+        if not wrong:
+            return f"is {text}, {len(fields)} fields; the header has {num_fields}"
+        return f"has {wrong[0].name} {_shortened(values[wrong[0].name])}; {wrong[0].name} is {wrong[0].rule}"
+
+    def _require_short(self, line: bytes, number: int) -> None:
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(
+                f"{self.where} line {number} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may "
+                f"have: {_REMEDY}"
+            )
 
 
 def _shortened(text: str) -> str:
     """The beginning of a text from an archive, quoted."""
     return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"
-
-
-def _overlong_line(where: str, line: int) -> ValueError:
-    return ValueError(
-        f"{where} line {line} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may have: mend it "
-        "or download the archive again"
-    )

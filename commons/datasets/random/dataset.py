@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from commons.checks import as_count
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import LengthDistribution
-from commons.datasets.samplers.epoch import check_rank, lengths_unknown
+from commons.datasets.samplers.epoch import check_rank
 
 _Batch_co = TypeVar("_Batch_co", covariant=True)
 
@@ -70,7 +70,10 @@ class RandomBatches(Dataset[_Batch_co]):
 
     def outlines(self) -> Iterator[_Batch_co]:
         """Raise ValueError: no lengths are known beforehand."""
-        raise lengths_unknown()
+        raise ValueError(
+            "random data are drawn as they are read; the lengths of their rows are not known beforehand: balance "
+            "batches as they come (enable_balanced_shuffler, with a shuffle_window), or read a file"
+        )
 
     def _draw(self, index: int) -> _Batch_co:
         # Batch numbers are global, so that the streams of two ranks never meet.
@@ -107,11 +110,11 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         super().__init__(batch_size=batch_size, num_batches=num_batches, **options)
         self.feature_configs = list(feature_configs)
         self.item_feature_name = item_feature_name
+        self.num_tasks = num_tasks
         self.contextual_feature_names = list(contextual_feature_names)
         self.action_feature_name = action_feature_name
-        self.max_num_candidates = max_num_candidates
-        self.num_tasks = num_tasks
-        self.timestamps = timestamps
+        self._max_num_candidates = max_num_candidates
+        self._timestamps = timestamps
 
     def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> HSTUBatch:
         return HSTUBatch.random(
@@ -120,12 +123,12 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
             self.item_feature_name,
             self.contextual_feature_names,
             self.action_feature_name,
-            self.max_num_candidates,
+            self._max_num_candidates,
             self.num_tasks,
             actual_batch_size,
             device="cpu",
             generator=generator,
-            timestamps=self.timestamps,
+            timestamps=self._timestamps,
         )
 
     @property

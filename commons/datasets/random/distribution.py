@@ -1,16 +1,20 @@
-"""Random lengths: the distributions that benchmarks and tests draw sequence lengths from."""
+"""Random lengths of sequences, and random times of their items."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 # Data sets without a file, as long as one asks for: they take `num_batches`.
 RANDOM_DATASETS = ("random", "sid-random")
 
+# Numbers that the distributions need.
+_NEEDS = {"uniform": ("high",), "normal": ("mean", "std"), "zipf": ("alpha",), "lognormal": ("mean", "std")}
+# Times of items: histories begin in the years from 2000 on, and gaps are of a second to a month.
+_FIRST_SECOND, _STARTS, _LONGEST_GAP = 946_684_800, 10 * 365 * 86_400, 30 * 86_400
 # Draws are rounded and become int64: below its limit (9.2e18), and exact in float64 as a power of two.
 _LARGEST = float(2**62)
 
@@ -49,9 +53,9 @@ class RandomDistribution:
     alpha: float | None = None  # see above
 
     def __post_init__(self) -> None:
-        if self.dist_type not in _SAMPLERS:
+        if self.dist_type not in _NEEDS:
             raise ValueError(
-                f"dist_type is {self.dist_type!r}; known distributions are {', '.join(_SAMPLERS)}: choose one of them"
+                f"dist_type is {self.dist_type!r}; known distributions are {', '.join(_NEEDS)}: choose one of them"
             )
         for name, bound in (("low", self.low), ("high", self.high)):
             if isinstance(bound, bool):
@@ -87,9 +91,21 @@ class RandomDistribution:
                 device, so that `device` does not change them.
 
         """
-        drawn = _SAMPLERS[self.dist_type](self, size, generator)  # float64 (size,)
+        drawn = self._draw(size, generator)  # float64 (size,)
         high = _LARGEST if self.high is None else float(self.high)
         return drawn.round_().clamp_(float(self.low), high).to(torch.int64).to(device or drawn.device)
+
+    def _draw(self, size: int, generator: torch.Generator | None) -> torch.Tensor:
+        if self.dist_type == "zipf":
+            return _draw_zipf(size, float(self.alpha or 0), self.low, generator)
+        drawn = _empty(size, generator)
+        if self.dist_type == "uniform":
+            return drawn.random_(self.low, int(self.high or 0) + 1, generator=generator)
+        mean, std = float(self.mean or 0), float(self.std or 0)
+        if self.dist_type == "normal":
+            return drawn.normal_(mean, std, generator=generator)
+        variance = math.log1p((std / mean) ** 2)
+        return drawn.normal_(math.log(mean) - variance / 2, math.sqrt(variance), generator=generator).exp_()
 
 
 @dataclass(frozen=True)
@@ -151,28 +167,9 @@ class LengthDistribution:
         return RandomDistribution(self.dist_type, self.low, high, mean, std, self.alpha)
 
 
-def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.float64, device="cpu" if generator is None else generator.device)
-
-
-# Numbers that a distribution needs are there: they are checked when it is made.
-def _draw_uniform(dist: Any, size: int, generator: torch.Generator | None) -> torch.Tensor:
-    return _empty(size, generator).random_(dist.low, dist.high + 1, generator=generator)
-
-
-def _draw_normal(dist: Any, size: int, generator: torch.Generator | None) -> torch.Tensor:
-    return _empty(size, generator).normal_(dist.mean, dist.std, generator=generator)
-
-
-def _draw_lognormal(dist: Any, size: int, generator: torch.Generator | None) -> torch.Tensor:
-    variance = math.log1p((dist.std / dist.mean) ** 2)
-    log_mean = math.log(dist.mean) - variance / 2
-    return _empty(size, generator).normal_(log_mean, math.sqrt(variance), generator=generator).exp_()
-
-
-def _draw_zipf(dist: Any, size: int, generator: torch.Generator | None) -> torch.Tensor:
+def _draw_zipf(size: int, alpha: float, low: int, generator: torch.Generator | None) -> torch.Tensor:
     """Devroye's rejection method for the zeta distribution (Non-Uniform Random Variate Generation, 1986, X.6.1)."""
-    exponent = dist.alpha - 1
+    exponent = alpha - 1
     scale = 2.0**exponent
     parts: list[torch.Tensor] = []
     missing = size
@@ -184,8 +181,31 @@ def _draw_zipf(dist: Any, size: int, generator: torch.Generator | None) -> torch
         accepted = k[v * k * growth / (scale - 1) <= (1 + growth) / scale]
         parts.append(accepted)
         missing -= accepted.numel()
-    return torch.cat(parts) + (dist.low - 1) if parts else _empty(0, generator)
+    return torch.cat(parts) + (low - 1) if parts else _empty(0, generator)
 
 
-_SAMPLERS = {"uniform": _draw_uniform, "normal": _draw_normal, "zipf": _draw_zipf, "lognormal": _draw_lognormal}
-_NEEDS = {"uniform": ("high",), "normal": ("mean", "std"), "zipf": ("alpha",), "lognormal": ("mean", "std")}
+def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.float64, device="cpu" if generator is None else generator.device)
+
+
+def random_times(lengths: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Seconds since 1970, rising within a row: gaps of a second to a month, those of every order equally likely.
+
+    Args:
+        lengths: int64 `(num_rows,)`, items per row.
+        generator: source of randomness on the device of `lengths`; torch's global one if not given.
+
+    Returns:
+        int64 `(sum(lengths),)`, row after row.
+
+    >>> times = random_times(torch.tensor([2, 0, 1]), torch.Generator().manual_seed(0))
+    >>> times.shape, bool(times[1] > times[0])
+    (torch.Size([3]), True)
+
+    """
+    num_items, device = int(lengths.sum()), lengths.device
+    gaps = torch.rand(num_items, generator=generator, device=device).mul(math.log(_LONGEST_GAP)).exp().to(torch.int64)
+    elapsed = torch.nn.functional.pad(gaps.cumsum(0), (1, 0))  # (num_items + 1,)
+    starts = torch.randint(_STARTS, lengths.shape, generator=generator, device=device) + _FIRST_SECOND
+    starts = starts - elapsed[lengths.cumsum(0) - lengths]
+    return elapsed[1:] + torch.repeat_interleave(starts, lengths, output_size=num_items)

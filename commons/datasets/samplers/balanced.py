@@ -10,7 +10,8 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, Place
-from commons.datasets.samplers.planned import PlannedSampler, PlannedStep, logger, tokens_above
+from commons.datasets.samplers.planned import PlannedSampler, PlannedStep, logger
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import padded_groups, partition_grid
 
 
@@ -211,8 +212,8 @@ class BalancedBatchSampler(PlannedSampler):
     def _warn_above_cap(self, rows: np.ndarray, cells: np.ndarray, num_cells: int) -> None:
         if self._max_tokens is None or self._tokens is None or self._has_warned:
             return
-        excess = tokens_above(self._max_tokens, self._tokens[rows], cells, num_cells)
-        if excess:
+        excess = int(sum_by_rank(cells, self._tokens[rows], num_cells).max(initial=0)) - self._max_tokens
+        if excess > 0:
             self._has_warned = True
             logger.warning(
                 "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is taken, "

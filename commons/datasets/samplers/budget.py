@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -102,17 +101,12 @@ class BudgetBatchSampler(PlannedSampler):
             speeds=speeds,
         )
         self._has_exceeded = False
-        self._limits = _Limits(
-            self._num_ranks,
-            min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX),  # what it is compared with is int64
-            self._max_tokens,
-            self._most_groups(max_rows),
-            self._padded,
-            self._speeds,
-        )
+        # What it is compared with is int64.
+        self._budget = min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX)
+        self._most_groups = self._as_groups(max_rows)
         self._require_budget()
 
-    def _most_groups(self, max_rows: int | None) -> int | None:
+    def _as_groups(self, max_rows: int | None) -> int | None:
         """`max_rows`, which the identity names, in groups; None for any number."""
         self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
         if self._max_rows is None:
@@ -131,7 +125,7 @@ class BudgetBatchSampler(PlannedSampler):
         return self._max_rows // max(1, self._group_size)
 
     def _require_budget(self) -> None:
-        budget, order = self._limits.budget, np.arange(len(self._workloads))
+        budget, order = self._budget, np.arange(len(self._workloads))
         if self._groups is not None:
             order = np.argsort(self._groups, kind="stable")
         first = self.first_rows(order)
@@ -184,14 +178,14 @@ class BudgetBatchSampler(PlannedSampler):
         if self._max_tokens is not None and self._tokens is not None:
             tokens = self._sums(self._tokens, order, first)
         # Above the budget a row takes all of a rank's, and no more than that.
-        sums = [(_running_sums(np.minimum(workloads, self._limits.budget)), self._limits.budget)]
+        sums = [(_running_sums(np.minimum(workloads, self._budget)), self._budget)]
         if tokens is not None and self._max_tokens is not None:
             sums.append((_running_sums(tokens), self._max_tokens))
 
         def deal(begin: int, end: int) -> np.ndarray:
             most = min(_most_within(sums_of, begin, limit * self._num_ranks) for sums_of, limit in sums)
             end = min(end, begin + most)
-            return self._limits.deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
+            return self._deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
 
         begin = int(np.searchsorted(first, self._enough_rows_from(start.row, first)))
         ends = np.append(first, len(order))
@@ -199,7 +193,7 @@ class BudgetBatchSampler(PlannedSampler):
             ranks = self._leave_enough(deal, begin, len(first))
             if ranks is None:
                 self._warn_above_limits(int(len(order) - ends[begin]))
-                ranks = self._limits.deal_above(workloads[begin:], None if tokens is None else tokens[begin:])
+                ranks = self._deal_above(workloads[begin:], None if tokens is None else tokens[begin:])
             until = begin + len(ranks)
             sizes = np.diff(ends[begin : until + 1])
             yield PlannedStep(order[ends[begin] : ends[until]], np.repeat(ranks, sizes))
@@ -246,32 +240,20 @@ class BudgetBatchSampler(PlannedSampler):
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
-        return super().identity() | {"budget_per_rank": self._limits.budget, "max_rows": self._max_rows}
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """What every rank keeps in every step."""
-
-    num_ranks: int  # ranks
-    budget: int  # most that the rows of a rank cost, unless it is a single row
-    max_tokens: int | None  # most tokens of a rank; None for any number
-    max_rows: int | None  # most rows of a rank; None for any number
-    padded: bool = False  # whether a rank's rows cost their number times the heaviest
-    speeds: np.ndarray | None = None  # int64 `(num_ranks,)`; None where all ranks are equally fast
+        return super().identity() | {"budget_per_rank": self._budget, "max_rows": self._max_rows}
 
     @cached_property
-    def fastest_first(self) -> np.ndarray:
+    def _fastest_first(self) -> np.ndarray:
         """int64 `(num_ranks,)`, the ranks, those of one speed in order."""
-        return np.arange(self.num_ranks) if self.speeds is None else np.argsort(-self.speeds, kind="stable")
+        return np.arange(self._num_ranks) if self._speeds is None else np.argsort(-self._speeds, kind="stable")
 
     @cached_property
-    def budgets(self) -> np.ndarray:
+    def _budgets(self) -> np.ndarray:
         """int64 `(num_ranks,)`, by rank: all of the budget, or the part that its speed is of the largest."""
-        speeds = [1] * self.num_ranks if self.speeds is None else self.speeds.tolist()
-        return np.array([self.budget * speed // max(speeds) for speed in speeds], np.int64)
+        speeds = [1] * self._num_ranks if self._speeds is None else self._speeds.tolist()
+        return np.array([self._budget * speed // max(speeds) for speed in speeds], np.int64)
 
-    def deal_longest(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+    def _deal_longest(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
         """The ranks of the first rows, as many as the planner can deal.
 
         Args:
@@ -287,7 +269,7 @@ class _Limits:
             return self._deal(workloads[:size], None if tokens is None else tokens[:size])
 
         # One row on every rank keeps all limits. Beyond what they allow in number, there is nothing to plan.
-        low, high = min(self.num_ranks, len(workloads)), self._most_rows(workloads) + 1
+        low, high = min(self._num_ranks, len(workloads)), self._most_rows(workloads) + 1
         size, gap = high - 1, max(1, high // 64)
         while (ranks := deal(size)) is None:
             high, size, gap = size, max(low, size - gap), 2 * gap
@@ -301,46 +283,46 @@ class _Limits:
                 low, ranks = middle, found
         return ranks
 
-    def deal_above(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+    def _deal_above(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
         """The ranks of rows that no dealing keeps within the limits: int64 `(n,)`; without padding, as many on each."""
-        if self.padded:
-            return padded_groups(workloads, num_groups=self.num_ranks)
+        if self._padded:
+            return padded_groups(workloads, num_groups=self._num_ranks)
         return partition(
             workloads,
-            self.num_ranks,
+            self._num_ranks,
             tokens=tokens,
-            max_tokens=self.max_tokens,
+            max_tokens=self._max_tokens,
             best_effort=True,
-            speeds=self.speeds,
+            speeds=self._speeds,
         ).assignment
 
     def _most_rows(self, workloads: np.ndarray) -> int:
         """Rows at the front that leave every rank at most `max_rows`, and rows above the budget alone."""
         size = np.arange(1, len(workloads) + 1)
-        alone = np.cumsum(workloads > self.budget)
-        fits = (alone < self.num_ranks) | ((alone == self.num_ranks) & (alone == size))
-        if self.max_rows is not None:
-            fits &= size - alone <= (self.num_ranks - alone) * self.max_rows
+        alone = np.cumsum(workloads > self._budget)
+        fits = (alone < self._num_ranks) | ((alone == self._num_ranks) & (alone == size))
+        if self._most_groups is not None:
+            fits &= size - alone <= (self._num_ranks - alone) * self._most_groups
         return len(size) if fits.all() else int(fits.argmin())
 
     def _deal(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray | None:
         """The ranks of some rows; None if the planner finds no way to keep the limits."""
-        if len(workloads) <= self.num_ranks:
-            return self._one_each(workloads, self.fastest_first)
-        alone = np.flatnonzero(workloads > self.budget)
-        shared = np.flatnonzero(workloads <= self.budget)
-        others = self.fastest_first[len(alone) :]
+        if len(workloads) <= self._num_ranks:
+            return self._one_each(workloads, self._fastest_first)
+        alone = np.flatnonzero(workloads > self._budget)
+        shared = np.flatnonzero(workloads <= self._budget)
+        others = self._fastest_first[len(alone) :]
         parts = self._deal_shared(workloads[shared], None if tokens is None else tokens[shared], others)
         if parts is None:
             return None
         ranks = np.empty(len(workloads), np.int64)
-        ranks[alone], ranks[shared] = self._one_each(workloads[alone], self.fastest_first), others[parts]
+        ranks[alone], ranks[shared] = self._one_each(workloads[alone], self._fastest_first), others[parts]
         return ranks
 
     def _one_each(self, workloads: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """Of these ranks, one for every row: the fastest for the heaviest; without speeds, in order."""
         found = np.empty(len(workloads), np.int64)
-        heaviest = np.arange(len(workloads)) if self.speeds is None else np.argsort(-workloads, kind="stable")
+        heaviest = np.arange(len(workloads)) if self._speeds is None else np.argsort(-workloads, kind="stable")
         found[heaviest] = ranks[: len(workloads)]
         return found
 
@@ -349,33 +331,33 @@ class _Limits:
         num_parts = len(ranks)
         if len(workloads) <= num_parts:
             return self._one_each(workloads, np.arange(num_parts))
-        if self.padded:
+        if self._padded:
             return self._deal_padded(workloads, num_parts)
-        sizes, cap = tokens, self.max_tokens
-        if tokens is None and self.max_rows is not None:  # the planner's one cap is free for that on rows
-            sizes, cap = np.ones_like(workloads), self.max_rows
-        speeds = None if self.speeds is None else self.speeds[ranks]
+        sizes, cap = tokens, self._max_tokens
+        if tokens is None and self._most_groups is not None:  # the planner's one cap is free for that on rows
+            sizes, cap = np.ones_like(workloads), self._most_groups
+        speeds = None if self._speeds is None else self._speeds[ranks]
         plan = partial(partition, workloads, num_parts, tokens=sizes, max_tokens=cap, best_effort=True, speeds=speeds)
         for equal_size in (False, True):  # of equal sizes none is above the cap on rows
             parts = plan(equal_size=equal_size).assignment
             _fill_empty(parts, workloads, num_parts)
             counts, loads = np.bincount(parts, minlength=num_parts), sum_by_rank(parts, workloads, num_parts)
-            if ((loads > self.budgets[ranks]) & (counts > 1)).any():
+            if ((loads > self._budgets[ranks]) & (counts > 1)).any():
                 return None
             most = 0 if tokens is None else int(sum_by_rank(parts, tokens, num_parts).max())
-            if self.max_tokens is not None and most > self.max_tokens:
+            if self._max_tokens is not None and most > self._max_tokens:
                 return None
-            if self.max_rows is None or int(counts.max()) <= self.max_rows:
+            if self._most_groups is None or int(counts.max()) <= self._most_groups:
                 return parts
         return None
 
     def _deal_padded(self, workloads: np.ndarray, num_parts: int) -> np.ndarray | None:
-        if self.max_rows is not None and len(workloads) > num_parts * self.max_rows:
+        if self._most_groups is not None and len(workloads) > num_parts * self._most_groups:
             return None
-        parts = padded_groups(workloads, num_groups=num_parts, max_rows=self.max_rows)
+        parts = padded_groups(workloads, num_groups=num_parts, max_rows=self._most_groups)
         heaviest = np.zeros(num_parts, np.int64)
         np.maximum.at(heaviest, parts, workloads)
-        return parts if int((np.bincount(parts) * heaviest).max()) <= self.budget else None
+        return parts if int((np.bincount(parts) * heaviest).max()) <= self._budget else None
 
 
 def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> None:

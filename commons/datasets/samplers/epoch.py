@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -67,12 +66,7 @@ class EpochSampler(Sampler[T]):
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, from its first row.
-
-        Raises:
-            ValueError: a negative epoch.
-
-        """
+        """Choose the epoch of the next iteration, from its first row; ValueError for a negative one."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; epochs are counted from 0: give 0 or more")
         self.epoch = epoch
@@ -150,53 +144,6 @@ class EpochSampler(Sampler[T]):
 
     def require_fits(self, dataset: Any) -> None:
         """Raise ValueError where the rows that the sampler knows are not those of the data set that it is to read."""
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Which part of the data a rank reads, and in which order."""
-
-    rank: int  # this rank among those that share the data
-    world_size: int  # number of these ranks
-    shuffle: bool  # a new order in every epoch
-    drop_last: bool  # leave out an incomplete last batch
-    seed: int  # of the order, and of random data
-
-    def of_rows(self, num_rows: int, batch_size: int) -> ShardedBatchSampler:
-        """Batches of the rows of a data set."""
-        return ShardedBatchSampler(num_rows, batch_size, **vars(self))
-
-    def of_random(self, num_batches: int, batch_size: int) -> BatchOrderSampler:
-        """Batches that are drawn full, for every rank its own."""
-        return BatchOrderSampler(
-            num_batches, rows_per_step=batch_size * self.world_size, shuffle=self.shuffle, seed=self.seed
-        )
-
-    def random_stream(self, split: str) -> dict[str, Any]:
-        """Arguments of random data: another stream for each split and rank."""
-        return {"seed": self.seed * 2 + (split != "train"), "rank": self.rank, "world_size": self.world_size}
-
-
-def lengths_unknown() -> ValueError:
-    """What is raised where random data are asked for the lengths of all their rows."""
-    return ValueError(
-        "random data are drawn as they are read; the lengths of their rows are not known beforehand: balance batches "
-        "as they come (enable_balanced_shuffler, with a shuffle_window), or read a file"
-    )
-
-
-def check_rows(rows: int | Sequence[int], num_rows: int) -> np.ndarray:
-    """The rows that a batch is asked for, int64 `(n,)`.
-
-    Raises:
-        IndexError: a row outside the split.
-
-    """
-    selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
-    outside = selected[(selected < 0) | (selected >= num_rows)]
-    if outside.size:
-        raise IndexError(f"row {outside[0]} of a split of {num_rows} users")
-    return selected
 
 
 class BatchOrderSampler(EpochSampler[int]):
@@ -299,12 +246,7 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
 
     @property
     def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out, as of a torch BatchSampler.
-
-        Raises:
-            ValueError: the batches are those of one of several ranks, see `require_not_dealt_again`.
-
-        """
+        """Whether an incomplete last batch is left out; ValueError as `require_not_dealt_again`."""
         require_not_dealt_again(self, self._rank, self._world_size, "use torch's BatchSampler")
         return self._drop_last
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place, check_rank, require_not_dealt_again
-from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.arguments import refuse_above_cap
 from commons.perf_model.partitioner.core import SOURCES
@@ -38,25 +37,7 @@ class PlannedStep(NamedTuple):
 class PlannedSampler(EpochSampler[list[int]]):
     """Rows of the batches of one rank, or of all ranks in turn, by a plan of known workloads.
 
-    Args:
-        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
-            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
-            torch's DataLoader does not).
-        num_ranks: ranks that share the data.
-        rank: this one; None for the batches of all ranks: of rank 0, 1, … in the first step, then in the next one.
-        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
-        max_tokens: most tokens of a rank in a step.
-        shuffle: a new order in every epoch.
-        seed: of the order; the same on every rank.
-        drop_last: leave rows at the end of the order out that do not make a step.
-        padded: a batch costs its number of rows times its heaviest row, see `padded_groups`.
-        groups: integers `(num_rows,)`; rows with equal numbers are in one batch; None: a row is a group.
-        speeds: positive integers `(num_ranks,)`; None for ranks that are equally fast.
-
-    Raises:
-        ValueError: an argument out of its range or of another length, a row or group that breaks `max_tokens` alone,
-            or, without `drop_last`, fewer groups than ranks.
-
+    Arguments and errors as those of BalancedBatchSampler.
     """
 
     def __init__(
@@ -90,12 +71,9 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._group_size = 1 if self._groups is None else _size_of_all(self._groups)
         self._require_rows_below_cap()
         self._require_rows_for_ranks()
-        digest = hashlib.blake2b(self._workloads.tobytes(), digest_size=8)
-        if self._max_tokens is not None and self._tokens is not None:
-            digest.update(self._tokens.tobytes())
-        if self._groups is not None:
-            digest.update(self._groups.tobytes())
-        self._digest = digest.hexdigest()
+        known = (self._workloads, self._tokens if self._max_tokens is not None else None, self._groups)
+        content = b"".join(values.tobytes() for values in known if values is not None)
+        self._digest = hashlib.blake2b(content, digest_size=8).hexdigest()
         self._has_repeated = False
         self._kept: dict[tuple[int, Place], _OwnSteps] = {}
 
@@ -149,12 +127,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         return np.flatnonzero(np.concatenate([np.ones(len(groups[:1]), bool), groups[1:] != groups[:-1]]))
 
     def first_row(self, row: int, first_rows: np.ndarray) -> int:
-        """Where the steps from a place on begin: at its row, or earlier where fewer groups than ranks are left.
-
-        Args:
-            row: of the place.
-            first_rows: of the epoch's order.
-        """
+        """Where the steps from a row on begin: there, or earlier where fewer groups than ranks are left."""
         left = len(first_rows) - int(np.searchsorted(first_rows, row))
         return row if self._drop_last or not 0 < left < self._num_ranks else int(first_rows[-self._num_ranks])
 
@@ -179,12 +152,7 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     @property
     def drop_last(self) -> bool:
-        """Whether rows that do not make a step are left out, as of a torch BatchSampler.
-
-        Raises:
-            ValueError: the batches are those of one of several ranks, see `require_not_dealt_again`.
-
-        """
+        """Whether rows that do not make a step are left out; ValueError as `require_not_dealt_again`."""
         require_not_dealt_again(self, self._rank, self._num_ranks, "make it with rank=None")
         return self._drop_last
 
@@ -271,8 +239,3 @@ def _size_of_all(groups: np.ndarray) -> int:
     """Rows of each group; 0 where groups differ, or there are none."""
     sizes = np.unique(np.unique(groups, return_counts=True)[1])
     return int(sizes[0]) if len(sizes) == 1 else 0
-
-
-def tokens_above(cap: int, tokens: np.ndarray, cells: np.ndarray, num_cells: int) -> int:
-    """How far the fullest of some cells exceeds a cap on tokens; 0 if none does."""
-    return max(0, int(sum_by_rank(cells, tokens, num_cells).max(initial=0)) - cap)

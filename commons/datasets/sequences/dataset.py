@@ -6,8 +6,10 @@ cut to the last `max_history_seqlen + num_candidates`; the last `num_candidates`
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,14 +18,56 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.checks import as_count
 from commons.datasets.hstu_batch import HSTUBatch, outline_kjt, padded_kjt
-from commons.datasets.samplers.epoch import check_rows
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.metadata import TIMESTAMP
 
-ROWS_PER_OUTLINE = 2**16
+_ROWS_PER_OUTLINE = 2**16
+_Batch_co = TypeVar("_Batch_co", covariant=True)
 
 
-class SequenceDataset(Dataset[HSTUBatch]):
+class UserDataset(Dataset[_Batch_co]):
+    """Users of one split; an item of the data set is the batch of the rows it is asked for."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Users of the split."""
+
+    def __getitem__(self, rows: int | Sequence[int]) -> _Batch_co:
+        """The batch of `rows`, counted within the split, padded to the batch size; one of more rows has no padding.
+
+        Raises:
+            IndexError: a row outside the split.
+
+        """
+        selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
+        outside = selected[(selected < 0) | (selected >= len(self))]
+        if outside.size:
+            raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
+        return self._assemble(selected)
+
+    def outlines(self) -> Iterator[_Batch_co]:
+        """All users of the split in order, as batches with the right lengths whose values are zeros without memory.
+
+        A row's workload follows from its lengths, so these batches serve any shuffler's `get_workloads`. They have at
+        most 65,536 rows, and no padding.
+        """
+        lengths = self._item_counts()
+        for first in range(0, len(lengths), _ROWS_PER_OUTLINE):
+            yield self._outline(lengths[first : first + _ROWS_PER_OUTLINE])
+
+    @abstractmethod
+    def _assemble(self, rows: np.ndarray) -> _Batch_co: ...
+
+    @abstractmethod
+    def _item_counts(self) -> np.ndarray:
+        """Items of every user: int64 `(num_users,)`."""
+
+    @abstractmethod
+    def _outline(self, lengths: np.ndarray) -> _Batch_co:
+        """The outline of users with so many items."""
+
+
+class SequenceDataset(UserDataset[HSTUBatch]):
     """Users of one split; an item of the data set is the batch of the rows it is asked for.
 
     Meant for `DataLoader(dataset, batch_size=None, sampler=ShardedBatchSampler(len(dataset), ...))`.
@@ -134,32 +178,16 @@ class SequenceDataset(Dataset[HSTUBatch]):
         """The most tokens of a row: contextual features, items and, interleaved, their actions if there are any."""
         return sum(self._token_lengths.values())
 
-    def __getitem__(self, rows: int | Sequence[int]) -> HSTUBatch:
-        """The batch of `rows`, counted within the split, padded to the batch size; one of more rows has no padding.
+    def _item_counts(self) -> np.ndarray:
+        return self._file.list_lengths(self.schema.item_feature_name, self._rows)
 
-        Raises:
-            IndexError: a row outside the split.
-
-        """
-        return self._assemble(check_rows(rows, len(self)) + self._rows.start)
-
-    def outlines(self) -> Iterator[HSTUBatch]:
-        """All users of the split in order, as batches with the right lengths whose values are zeros without memory.
-
-        A row's workload follows from its lengths, so these batches serve any shuffler's `get_workloads`. They have at
-        most 65,536 rows, and no padding. Reads the items' column once.
-        """
-        lengths = self._file.list_lengths(self.schema.item_feature_name, self._rows)
-        for first in range(0, len(lengths), ROWS_PER_OUTLINE):
-            num_candidates, kept = self._cut(lengths[first : first + ROWS_PER_OUTLINE])
-            targets = kept if self.max_num_candidates == 0 else num_candidates
-            tasks = [f"task_{index}" for index in range(self.num_tasks)]
-            yield self._batch(
-                outline_kjt(_tensors(self._feature_lengths(kept))),
-                outline_kjt(_tensors(dict.fromkeys(tasks, targets)), torch.float32) if tasks else None,
-                num_candidates,
-                batch_size=len(kept),
-            )
+    def _outline(self, lengths: np.ndarray) -> HSTUBatch:
+        num_candidates, kept = self._cut(lengths)
+        tasks = [f"task_{index}" for index in range(self.num_tasks)]
+        targets = dict.fromkeys(tasks, kept if self.max_num_candidates == 0 else num_candidates)
+        features = outline_kjt(_tensors(self._feature_lengths(kept)))
+        labels = outline_kjt(_tensors(targets), torch.float32) if tasks else None
+        return self._batch(features, labels, num_candidates, batch_size=len(kept))
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Candidates of rows of so many items, and the items that are kept, candidates among them."""
@@ -173,7 +201,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
 
     def _assemble(self, rows: np.ndarray) -> HSTUBatch:
         schema = self.schema
-        users = self._file.select(rows)
+        users = self._file.select(rows + self._rows.start)
         num_candidates, kept = self._cut(users.lengths(schema.item_feature_name))  # (num_rows,)
         batch_size = max(self._batch_size, len(rows))
         values = {name: users.values(name) for name in schema.contextual_feature_names}
@@ -219,7 +247,7 @@ class SequenceDataset(Dataset[HSTUBatch]):
         if self.max_num_candidates > 0:
             actions, targets = actions[are_last(kept, num_candidates)], num_candidates
         return padded_kjt(
-            {name: torch.from_numpy(task(actions).astype(np.float32)) for name, task in tasks.items()},
+            {name: torch.from_numpy((task(actions) != 0).astype(np.float32)) for name, task in tasks.items()},
             _tensors(dict.fromkeys(tasks, targets)),
             batch_size,
         )

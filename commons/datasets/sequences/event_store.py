@@ -1,16 +1,17 @@
-"""Events of users in a DuckDB database on disk: put in row by row, taken out user by user, oldest first.
+"""Events of users in a DuckDB database on disk: read by SQL, taken out user by user, oldest first.
 
-DuckDB groups, joins and sorts out of core: beyond its memory limit it writes to files beside the database. Rows keep
-their number, in which ties of time are broken, so that the result does not depend on threads. Lists are cut by the
+DuckDB reads, groups, joins and sorts out of core: beyond its memory limit it writes to files beside the database. Rows
+keep their number, in which ties of time are broken, so that the result does not depend on threads. Lists are cut by the
 caller: DuckDB's own with ORDER BY do not spill.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,30 +19,29 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from commons.console import progress_bar
 from commons.whole_folder import NO_ROOM
 
 # Arrow's buffers and the rows that are written come on top.
 _MEMORY_LIMIT = "512MB"
 _MOST_THREADS = 4  # each needs a part of the memory
-_ROWS_PER_INSERT = 1 << 20
 _BATCH = 1 << 18
+_SECONDS_BETWEEN_UPDATES = 0.2
 _Result = TypeVar("_Result")
 
 
 class EventStore:
-    """Rows of user, item, action and time, and of context if there is any.
+    """A table `events` of user, item, action (SMALLINT) and time (BIGINT), and of context if there is any.
 
     Names of columns are part of the queries: the caller's own, never those of a file.
-    A row whose item is null stands for its user alone. All rows are added before the first query.
+    A row whose item is null stands for its user alone. All rows are added before the first query for them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, show_progress: bool = False) -> None:
         folder.mkdir()
         self.folder = folder  # for the database and what is spilled, made by the store and removed by its owner
         self.num_rows = 0  # that were added
-        self._waiting: list[pa.RecordBatch] = []
-        self._num_waiting = 0
-        self._last_insert: Future[Any] | None = None
+        self.show_progress = show_progress  # on stderr, if that is a terminal
         config: dict[str, Any] = {
             "memory_limit": _MEMORY_LIMIT,
             "threads": min(_MOST_THREADS, os.cpu_count() or 1),
@@ -53,6 +53,9 @@ class EventStore:
         }
         with _errors_named(folder):
             self._database = duckdb.connect(str(folder / "events.duckdb"), config=config)
+            self._database.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+            # Prefetching would hold whole columns of a row group.
+            self._database.execute("SET disable_parquet_prefetching = true")
         # DuckDB does not look at signals: the main thread waits for another one, and Ctrl-C interrupts the query.
         self._thread = ThreadPoolExecutor(1)
 
@@ -65,81 +68,44 @@ class EventStore:
         self._thread.shutdown(cancel_futures=True)
         self._database.close()
 
-    def add(self, columns: Mapping[str, Any]) -> None:
-        """Add rows: user, item, action (within int16), time (int64), and context."""
-        batch = pa.record_batch(dict(columns))
-        self.num_rows += batch.num_rows
-        self._num_waiting += batch.num_rows
-        self._waiting.append(batch)
-        if self._num_waiting >= _ROWS_PER_INSERT:
-            self._insert()
+    def add(self, select: str, **tables: pa.Table) -> None:
+        """Add the rows of a query, in their order; the first one decides the columns of `events`."""
+        create = "INSERT INTO events" if self.num_rows else "CREATE OR REPLACE TABLE events AS"
+        self._run(lambda: self._start(f"{create} {select}", tables), doing="read")
+        self.num_rows = self.query("SELECT count(*) AS number FROM events")["number"][0].as_py()
 
-    def _insert(self) -> None:
-        """Hand what is waiting to the thread, once it is done with what it had before."""
-        rows = pa.Table.from_batches(self._waiting)
-        self._waiting, self._num_waiting = [], 0
-        is_first = self._last_insert is None
-        self._wait()
-        self._last_insert = self._thread.submit(self._insert_now, rows, is_first)
+    def query(self, sql: str, **tables: pa.Table) -> pa.Table:
+        """The result of a query that may name Arrow tables."""
+        return self._run(lambda: self._start(sql, tables).to_arrow_table())
 
-    def _insert_now(self, rows: pa.Table, is_first: bool) -> None:
-        self._database.register("added", rows)
-        if is_first:
-            self._database.execute("BEGIN")
-        self._database.execute(("CREATE TABLE events AS " if is_first else "INSERT INTO events ") + "FROM added")
-        self._database.unregister("added")
+    def _start(self, sql: str, tables: Mapping[str, pa.Table]) -> duckdb.DuckDBPyRelation:
+        for name, table in tables.items():
+            self._database.register(name, table)
+        return self._database.sql(sql)
 
-    def _wait(self) -> None:
-        if self._last_insert is not None:
-            with _errors_named(self.folder):
-                self._last_insert.result()
-
-    def _finish(self) -> None:
-        """End adding."""
-        if self._waiting:
-            self._insert()
-        if self._last_insert is not None:
-            self._wait()
-            self._last_insert = None
-            self._run(lambda: self._database.execute("COMMIT"))
-
-    def _run(self, function: Callable[[], _Result]) -> _Result:
-        with _errors_named(self.folder):
-            return self._thread.submit(function).result()
-
-    def _query(self, sql: str, **tables: pa.Table) -> pa.Table:
-        self._finish()
-
-        def run() -> pa.Table:
-            for name, table in tables.items():
-                self._database.register(name, table)
-            return self._database.sql(sql).to_arrow_table()
-
-        return self._run(run)
+    def _run(self, function: Callable[[], _Result], doing: str | None = None) -> _Result:
+        with (
+            _errors_named(self.folder, of_files=doing is not None),
+            progress_bar(doing or "", 100, "%", show=self.show_progress and doing is not None) as bar,
+        ):
+            future = self._thread.submit(function)
+            while True:
+                with contextlib.suppress(concurrent.futures.TimeoutError):
+                    return future.result(_SECONDS_BETWEEN_UPDATES)
+                bar.update(max(self._database.query_progress() - bar.n, 0))
 
     def values(self, column: str) -> pa.Array:
         """The different values of a column, sorted; a null is the last."""
-        found = self._query(f"SELECT DISTINCT {column} AS value FROM events ORDER BY value NULLS LAST")  # noqa: S608
+        found = self.query(f"SELECT DISTINCT {column} AS value FROM events ORDER BY value NULLS LAST")  # noqa: S608
         return plain_array(found["value"])
 
     def lengths(self, users: pa.Array) -> np.ndarray:
         """How many events each of all users has: int64 `(num_users,)`."""
-        found = self._query(
+        found = self.query(
             "SELECT count(item) AS length FROM users LEFT JOIN events USING (user) GROUP BY user, place ORDER BY place",
             users=pa.table({"user": users, "place": np.arange(len(users))}),
         )
         return found["length"].to_numpy()
-
-    def first_missing(self, column: str, known: pa.Array | pa.ChunkedArray) -> tuple[int, Any] | None:
-        """The first row whose value of a column is none of those known, and the value; None if there is none."""
-        if not self.num_rows:
-            return None
-        found = self._query(
-            f"SELECT rowid AS number, {column} AS value FROM events ANTI JOIN known ON {column} = known.value "  # noqa: S608
-            "ORDER BY rowid LIMIT 1",
-            known=pa.table({"value": known}),
-        )
-        return (found["number"][0].as_py(), found["value"][0].as_py()) if found.num_rows else None
 
     def latest(self, names: list[str]) -> pa.Table:
         """For every user in order, the values of some columns in the row of the latest event, of several the last."""
@@ -147,7 +113,7 @@ class EventStore:
         # Rows without a time are those of users without events.
         key = f"coalesce(time, {-(2**63)})::HUGEINT * {2**42} + rowid"
         last = f"SELECT user, arg_max(rowid, {key}) AS number FROM events GROUP BY user"  # noqa: S608
-        return self._query(
+        return self.query(
             f"SELECT {columns} FROM events JOIN ({last}) AS last ON events.rowid = last.number ORDER BY last.user"  # noqa: S608
         )
 
@@ -163,19 +129,27 @@ class EventStore:
             Batches of item (int32 ids), action (int16) and time (int64).
 
         """
-        self._finish()
-
-        def start() -> pa.RecordBatchReader:
-            self._database.register("users", pa.table({"user": users, "place": places}))
-            self._database.register("items", pa.table({"item": items, "id": np.arange(len(items), dtype=np.int32)}))
-            return self._database.sql(
-                "SELECT id AS item, action, time FROM events JOIN users USING (user) JOIN items USING (item) "
-                "ORDER BY place, time, events.rowid"
-            ).to_arrow_reader(_BATCH)
-
-        reader = self._run(start)
+        tables = {
+            "users": pa.table({"user": users, "place": places}),
+            "items": pa.table({"item": items, "id": np.arange(len(items), dtype=np.int32)}),
+        }
+        sql = (
+            "SELECT id AS item, action, time FROM events JOIN users USING (user) JOIN items USING (item) "
+            "ORDER BY place, time, events.rowid"
+        )
+        reader = self._run(lambda: self._start(sql, tables).to_arrow_reader(_BATCH))
         while (batch := self._run(lambda: next(reader, None))) is not None:
             yield batch
+
+
+def sql_name(column: str | None) -> str:
+    """A column in SQL."""
+    return '"' + str(column).replace('"', '""') + '"'
+
+
+def sql_text(value: str) -> str:
+    """A text in SQL."""
+    return "'" + value.replace("'", "''") + "'"
 
 
 def plain_array(column: pa.ChunkedArray) -> pa.Array:
@@ -186,8 +160,11 @@ def plain_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 @contextlib.contextmanager
-def _errors_named(folder: Path) -> Iterator[None]:
-    """Raise an OSError for what DuckDB says of a full disk, or of memory or a disk that is too small."""
+def _errors_named(folder: Path, *, of_files: bool = False) -> Iterator[None]:
+    """Raise an OSError for what DuckDB says of a full disk, or of memory or a disk that is too small.
+
+    Others stay as they are while files are read, since they are of these.
+    """
     try:
         yield
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
@@ -195,4 +172,6 @@ def _errors_named(folder: Path) -> Iterator[None]:
         for number in NO_ROOM:
             if os.strerror(number) in text or "max_temp_directory_size" in text:
                 raise OSError(number, os.strerror(number), str(folder)) from error
+        if of_files and not isinstance(error, duckdb.OutOfMemoryException):
+            raise
         raise OSError(f"events cannot be sorted in {folder} ({text}): give an output on a disk with room") from error

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from commons.datasets.sequences.metadata import MANIFEST, VOCABULARIES, SequenceFileMetadata, load_metadata
 
-__all__ = ["AtLeast", "HasAction", "RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
+__all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
 
 
 @dataclass(frozen=True)
@@ -34,33 +34,11 @@ class SequenceSchema:
     contextual_feature_names: tuple[str, ...]  # plain columns, one token per user
     item_feature_name: str  # list column of item ids
     action_feature_name: str | None  # list column of actions, one per item; None where batches are to have none
-    # For each label, a function that can be pickled, from actions, int64 `(n,)`, to labels, bool `(n,)`.
+    # For each label, a function that can be pickled, from actions, int64 `(n,)`, to what is not 0 where they have it.
     tasks: tuple[Callable[[np.ndarray], np.ndarray], ...]
     # What a second counts in the list column "timestamp": 1,000 for milliseconds; None where that has no times.
     timestamps_per_second: int | None = 1
     user_feature_name: str = "user_id"  # plain column of user ids
-
-
-@dataclass(frozen=True)
-class HasAction:
-    """Labels of one kind of action, where an entry is the sum of a weight for each: whether it has this one."""
-
-    weight: int  # a power of two
-
-    def __call__(self, actions: np.ndarray) -> np.ndarray:
-        """Bool `(n,)` for integers `(n,)`."""
-        return actions & self.weight != 0
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """Labels of ratings: whether one is so good."""
-
-    least: int
-
-    def __call__(self, actions: np.ndarray) -> np.ndarray:
-        """Bool `(n,)` for integers `(n,)`."""
-        return actions >= self.least
 
 
 class SequenceFile:

@@ -1,8 +1,9 @@
 """Parquet files of a user's own: from an event log, or from a table of users with lists, to the columnar files.
 
-A row is an event, or a user with lists of items, times and actions; a user may have several such rows. Ids are the
-ranks of the raw values among the sorted ones, whatever those are. Events are kept as they are, equal ones too, sorted
-by time; of a context that changes, a user has the value of the latest event.
+A row is an event, or a user with lists of items, times and actions, which DuckDB unnests; a user may have several such
+rows. Types are checked first, values by the query that reads them. Ids are the ranks of the raw values among the sorted
+ones, whatever those are. Events are kept as they are, equal ones too, sorted by time; of a context that changes, a user
+has the value of the latest event.
 
 Memory holds the different users, items and values of context, and a batch.
 """
@@ -10,24 +11,35 @@ Memory holds the different users, items and values of context, and a batch.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dacite
+import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
-from commons.console import progress_bar
-from commons.datasets.sequences.event_columns import ACTIONS, EventColumns
-from commons.datasets.sequences.event_files import EventFiles
-from commons.datasets.sequences.event_store import EventStore, plain_array
-from commons.datasets.sequences.file import HasAction, SequenceSchema
+from commons.datasets.sequences.event_columns import ACTIONS, Action, EventColumns
+from commons.datasets.sequences.event_store import EventStore, plain_array, sql_name, sql_text
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.metadata import SequenceFileMetadata
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
 
 DATASET_NAME = "parquet"
+# Files that DuckDB reads by their names, as tables.
+_CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
+_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us({})", 1_000_000_000: "epoch_ns({})"}
+_YEAR_3000 = 32_503_680_000
+# Columns of the query beside those of the files: where a row is, and whether it is a user without events.
+_FILE, _ROW, _IS_EMPTY = "__file", "__row", "__is_empty"
+_NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 
 
 def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | Path, **options: Any) -> Path:
@@ -64,7 +76,7 @@ def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_sec
         contextual_feature_names=columns.context or (),
         item_feature_name=str(columns.item),
         action_feature_name=ACTIONS if actions else None,
-        tasks=tuple(HasAction(1 << (made_with.actions or ()).index(action)) for action in actions),
+        tasks=tuple(partial(np.bitwise_and, 1 << (made_with.actions or ()).index(action)) for action in actions),
         timestamps_per_second=timestamps_per_second,
         user_feature_name=str(columns.user),
     )
@@ -87,13 +99,10 @@ def columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None
     return columns, per_second
 
 
-def _read(columns: EventColumns, source: Path, store: EventStore, show_progress: bool) -> SequenceSource:
+def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSource:
     files = EventFiles(source, columns)
-    with progress_bar("read", files.num_bytes, "B", show=show_progress) as progress:
-        for batch in files.batches(progress.update):
-            store.add(batch)
-    no_values = pa.array([], pa.int64())
-    users, items = (store.values(part).drop_null() if store.num_rows else no_values for part in ("user", "item"))
+    files.add_to(store)
+    users, items = (store.values(part).drop_null() for part in ("user", "item"))
     for name, found in (("users", users), ("items", items)):
         if not len(found):
             raise ValueError(f"{source} has no {name} in any row; a data set has some: give other files")
@@ -111,3 +120,274 @@ def _read(columns: EventColumns, source: Path, store: EventStore, show_progress:
         generated=False,
         options={"columns": dataclasses.asdict(columns), "timestamps_per_second": files.timestamps_per_second},
     )
+
+
+class EventFiles:
+    """Parquet files, a file or a folder of them, whose columns have been checked.
+
+    Raises:
+        FileNotFoundError: nothing at `source`, or no file in it.
+        ValueError: no parquet file, a column that is missing, of another type, or a list where it may not be one.
+
+    """
+
+    def __init__(self, source: Path, columns: EventColumns) -> None:
+        self.source = source
+        self._columns = columns
+        self._paths = _find(source)
+        first = _schema_of(self._paths[0])
+        columns.require_complete(first.names, str(source))
+        self._actions = columns.parse_actions(first.names)
+        # The users are a context too if they are named as one; the writer has their column already.
+        names = [name for name in columns.context or () if name != columns.user]
+        self.context = {name: f"context_{index}" for index, name in enumerate(names)}  # its name in the store
+        listed = [columns.item, columns.time, *(action.column for action in self._actions)]
+        self._types = {str(name): first.field(name).type for name in (columns.user, *listed, *names) if name}
+        alike = [name for name in set(first.names) - set(self._types) if name.lower() in map(str.lower, self._types)]
+        if alike:
+            raise ValueError(
+                f"column {alike[0]!r} of {source} differs from one that is read in case alone, which SQL passes over: "
+                "rename one of them"
+            )
+        self._is_lists = _is_list(self._types[str(columns.item)])
+        self._listed = dict.fromkeys(str(name) for name in listed if name) if self._is_lists else {}
+        self._check_lists()
+        for path in self._paths[1:]:
+            self._require_same(path)
+        # Of the values, or of the entries of lists.
+        self._kinds = {name: kind.value_type if _is_list(kind) else kind for name, kind in self._types.items()}
+        self.timestamps_per_second = self._unit_of_times()  # what a second counts in the times of the store
+        self._selected = self._select()
+
+    def add_to(self, store: EventStore) -> None:
+        """Add all events in the order of the files' names.
+
+        The events of a row with lists are rows of their own; a row with empty lists is one whose item and time are
+        null.
+
+        Raises:
+            ValueError: a damaged file, a null, or a value that is none of its column.
+
+        """
+        paths = ", ".join(sql_text(glob.escape(str(path))) for path in self._paths)
+        # The shorter ones of lists that differ end with nulls.
+        values = [
+            f"unnest(CASE WHEN len({sql_name(name)}) > 0 THEN {sql_name(name)} ELSE [NULL] END) AS {sql_name(name)}"
+            if name in self._listed
+            else sql_name(name)
+            for name in self._types
+        ]
+        is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0" if self._is_lists else "false"
+        values += [f"filename AS {_FILE}", f"file_row_number AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
+        rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], union_by_name=true))"  # noqa: S608
+        try:
+            store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
+        except duckdb.Error as error:
+            _, is_ours, message = _one_line(error).partition("Error: column ")
+            if is_ours:
+                raise ValueError(f"column {message}") from None
+            raise ValueError(f"{self.source} is damaged ({_one_line(error)}): write it again") from error
+
+    def _select(self) -> str:
+        """SQL of the columns of the store, which raises DuckDB's error for a wrong value."""
+        columns = self._columns
+        plain = {"user": columns.user, "item": columns.item, **{key: name for name, key in self.context.items()}}
+        values = {key: self._plain(str(name)) for key, name in plain.items()}
+        bits = [
+            f"CASE WHEN {self._done_by(action)} THEN {1 << bit} ELSE 0 END" for bit, action in enumerate(self._actions)
+        ]
+        values["action"] = f"({' + '.join(bits) or '0'})::SMALLINT"
+        values["time"] = f"TRY_CAST({self._time()} AS BIGINT)"
+        return ", ".join(f"{value} AS {key}" for key, value in values.items())
+
+    def _plain(self, name: str) -> str:
+        """A user, an item or a context: BIGINT, VARCHAR or BLOB."""
+        value, kind = sql_name(name), self._kinds[name]
+        if not (pa.types.is_boolean(kind) or _family(kind) in ("integer", "text", "binary")):
+            raise ValueError(
+                f"{self._where(name)} is of type {kind}; such a column holds integers, strings or booleans: convert it"
+            )
+        if pa.types.is_uint64(kind):
+            value = _checked(
+                name, value, f"{value} >= {2**63}", f"' has the integer ' || {value}", "ids are below 2^63: convert it"
+            )
+        if _family(kind) not in ("text", "binary"):
+            value = f"{value}::BIGINT"
+        if name in self.context:
+            return value
+        return _without_nulls(name, value, "false" if name == self._columns.user else _IS_EMPTY)
+
+    def _time(self) -> str:
+        name, unit = self._columns.time, self.timestamps_per_second
+        if name is None or unit is None:
+            return f"CASE WHEN NOT {_IS_EMPTY} THEN 0 END"
+        value, kind, stated = sql_name(name), self._kinds[name], self._columns.time_unit
+        if not _is_number(kind):
+            return _without_nulls(name, _EPOCH[unit].format(value))
+        scaled = f"floor({value} * {unit // _PER_SECOND[stated]})" if pa.types.is_floating(kind) else value
+        found, most = f"' has the time ' || {value}", _YEAR_3000 * _PER_SECOND[stated]
+        rule = (
+            f"it is no number or lies beyond the year 3000 in {stated!r}: set columns.time_unit to 'ms', 'us' or 'ns', "
+            "or correct the times"
+        )
+        scaled = _checked(name, scaled, f"{value} < -{most}", found, "it is long before 1970: correct it")
+        # DuckDB believes a file's statistics, which leave NaN out: isnan() would be false.
+        late = f"{value} > {most}" + (f" OR {value} - {value} <> 0" if pa.types.is_floating(kind) else "")
+        return _without_nulls(name, _checked(name, scaled, late, found, rule))
+
+    def _done_by(self, action: Action) -> str:
+        """SQL that is true where an action was done; a condition does not hold for a null, nor for NaN."""
+        name, kind, where = action.column, self._kinds[action.column], self._where(action.column)
+        value = sql_name(name)
+        if action.operator is None:
+            if not (_is_number(kind) or pa.types.is_boolean(kind)):
+                raise ValueError(f"{where} is of type {kind}; {_NO_ACTION.format(name)}")
+            done = value if pa.types.is_boolean(kind) else f"{value} = 1"
+            wrong = "false" if pa.types.is_boolean(kind) else f"{value} NOT IN (0, 1)"
+            return _without_nulls(name, _checked(name, done, wrong, f"' has ' || {value}", _NO_ACTION.format(name)))
+        is_text, compares_number = _family(kind) == "text", isinstance(action.value, (int, float))
+        if is_text and compares_number and action.operator not in ("==", "!="):
+            raise ValueError(
+                f"{where} is of type {kind}, {action.text!r} compares with a number; texts have the order of the "
+                "alphabet, in which 10 is less than 9: make the column numbers, or correct the condition"
+            )
+        is_boolean = pa.types.is_boolean(kind) and action.value_text.lower() in ("true", "false")
+        if not (is_text or is_boolean or (_is_number(kind) and compares_number)):
+            raise ValueError(
+                f"{where} is of type {kind}, and cannot be compared as {action.text!r} says: correct the condition"
+            )
+        other = sql_text(action.value_text) + ("" if is_text or is_boolean else "::DOUBLE")
+        if isinstance(action.value, int) and not is_text:
+            other = str(action.value)
+        no_nan = f" AND {value} - {value} = 0" if pa.types.is_floating(kind) and action.operator != "!=" else ""
+        return f"coalesce({value} {action.operator} {other}{no_nan}, false)"
+
+    def _unit_of_times(self) -> int | None:
+        if self._columns.time is None:
+            return None
+        kind, stated = self._kinds[self._columns.time], _PER_SECOND[self._columns.time_unit]
+        if pa.types.is_timestamp(kind):
+            return _PER_SECOND[kind.unit]
+        if pa.types.is_date(kind):
+            return 1
+        if pa.types.is_integer(kind):
+            return stated
+        if pa.types.is_floating(kind):
+            # Fractions of a second are kept, others have none that matter.
+            return max(stated, 1_000)
+        raise ValueError(
+            f"{self._where(self._columns.time)} is of type {kind}; times are timestamps, dates or numbers since 1970: "
+            "convert it"
+        )
+
+    def _where(self, name: str) -> str:
+        return f"column {name!r} of {self.source}"
+
+    def _check_lists(self) -> None:
+        columns = self._columns
+        if not self._is_lists and columns.time is None:
+            raise ValueError(
+                f"columns.time is not given, and a row of {self.source} is an event; a user's events are sorted by "
+                "time: name the column with --columns.time"
+            )
+        for name, kind in self._types.items():
+            if _is_list(kind) and name not in self._listed:
+                others = "one row per user with lists" if self._is_lists else f"{columns.item!r} is not"
+                raise ValueError(
+                    f"{self._where(name)} is a list, and {others}; users and context are single values, and items, "
+                    "times and actions are all lists or none: name another column"
+                )
+            if name in self._listed and not _is_list(kind):
+                raise ValueError(f"{self._where(name)} is of type {kind}; it is a list, as the items are: convert it")
+
+    def _require_same(self, path: Path) -> None:
+        """Raise ValueError where a file has other columns than the first one."""
+        schema = _schema_of(path)
+        for name, kind in self._types.items():
+            if name not in schema.names:
+                raise ValueError(
+                    f"{path} has no column {name!r}, which other files of {self.source} have; its columns are "
+                    f"{', '.join(schema.names)}: write it again, or take it out"
+                )
+            found = schema.field(name).type
+            if _family(found) != _family(kind):
+                raise ValueError(
+                    f"{self._where(name)} is of type {kind} in one file and {found} in another; its values are of one "
+                    "type: convert one"
+                )
+
+
+def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
+    """SQL of a value; where `wrong` is true, of an error that says what was `found` in which row, and the rule."""
+    head, where = sql_text(f"column {name!r} of "), f"' in row ' || {_ROW} || {sql_text('; ' + rule)}"
+    return f"CASE WHEN {wrong} THEN error({head} || {_FILE} || {found} || {where}) ELSE {value} END"
+
+
+def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
+    rule = (
+        "every event has a user, an item, a time and its actions, and lists of a row are equally long: fill or remove "
+        "such rows"
+    )
+    return _checked(name, value, f"({sql_name(name)} IS NULL) <> {allowed}", "' has a null'", rule)
+
+
+def _find(source: Path) -> list[Path]:
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source} does not exist; the source is a parquet file or a folder of them: correct it"
+        )
+    if source.is_file():
+        return [source]
+    # Names that begin with a dot or an underscore are left out, as those of marks and logs.
+    files = sorted(ds.dataset(source, format="parquet").files) if source.is_dir() else []
+    if not files:
+        raise FileNotFoundError(f"{source} has no parquet file; the source is one, or a folder of them: correct it")
+    return list(map(Path, files))
+
+
+def _schema_of(path: Path) -> pa.Schema:
+    """Columns of a file, dictionaries resolved."""
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        if path.suffixes[:1] and path.suffixes[0] in _CONVERTIBLE:
+            copy = f"COPY '{path}' TO '{path.with_name(path.name.split('.')[0])}.parquet'"
+            raise ValueError(
+                f"{path} is no parquet file; DuckDB, which is installed, makes one of it: python -c "
+                f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
+            ) from error
+        raise ValueError(f"{path} is no parquet file, or damaged ({_one_line(error)}): write it again") from error
+    decoded = [
+        (
+            field.name,
+            getattr(field.type, "value_type", field.type) if pa.types.is_dictionary(field.type) else field.type,
+        )
+        for field in schema
+    ]
+    return pa.schema(decoded)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _family(kind: pa.DataType) -> str:
+    """What values of several types are read as."""
+    if _is_list(kind):
+        return f"list of {_family(kind.value_type)}"
+    families = {
+        "integer": pa.types.is_integer(kind),
+        "float": pa.types.is_floating(kind),
+        "text": pa.types.is_string(kind) or pa.types.is_large_string(kind),
+        "binary": pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind),
+        "timestamp": pa.types.is_timestamp(kind),
+    }
+    return next((name for name, holds in families.items() if holds), str(kind))
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

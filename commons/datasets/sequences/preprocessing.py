@@ -26,10 +26,10 @@ class Preprocessor:
     """Writes the columnar files of one data set."""
 
     dataset_name: str
-    # From the source, an empty store and whether to show progress to all that is known of the data set, whose events
-    # are then in the store. Raises FileNotFoundError for a source that is not there, ValueError for one that is damaged
-    # or foreign, or has a malformed line.
-    read: Callable[[Path, EventStore, bool], SequenceSource]
+    # From the source and an empty store to all that is known of the data set, whose events are then in the store.
+    # Raises FileNotFoundError for a source that is not there, ValueError for one that is damaged or foreign, or has a
+    # malformed line.
+    read: Callable[[Path, EventStore], SequenceSource]
 
     def __call__(
         self,
@@ -76,10 +76,8 @@ class Preprocessor:
         if seed < 0:
             raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
         with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
-            with EventStore(folder / _SCRATCH) as store:
-                sequences = self.read(Path(source), store, show_progress)
-                write_sequences(
-                    folder, sequences, store, test_fraction=test_fraction, seed=seed, show_progress=show_progress
-                )
+            with EventStore(folder / _SCRATCH, show_progress=show_progress) as store:
+                sequences = self.read(Path(source), store)
+                write_sequences(folder, sequences, store, test_fraction=test_fraction, seed=seed)
             shutil.rmtree(folder / _SCRATCH)
         return target

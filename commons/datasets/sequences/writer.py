@@ -70,7 +70,6 @@ def write_sequences(
     *,
     test_fraction: float,
     seed: int,
-    show_progress: bool = False,
 ) -> None:
     """Write the shards, the vocabularies and the manifest of a data set into an empty folder.
 
@@ -84,7 +83,7 @@ def write_sequences(
     places = np.empty_like(ids)
     places[order] = ids
     writer = _Writer(folder, source, lengths)
-    with progress_bar("write", int(lengths.sum()), "row", show=show_progress) as progress:
+    with progress_bar("write", int(lengths.sum()), "row", show=store.show_progress) as progress:
         events = _Events(store.histories(source.users, places, source.items))
         # Users who are written together: of one split and one part of it.
         for users in np.split(order, np.flatnonzero(np.diff(split[order]) | np.diff(part[order])) + 1):

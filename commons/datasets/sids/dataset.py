@@ -6,19 +6,16 @@ candidates, those before them the history; histories that are too long lose thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.checks import as_count
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
 from commons.datasets.hstu_batch import outline_kjt, padded_kjt
-from commons.datasets.samplers.epoch import check_rows
-from commons.datasets.sequences.dataset import ROWS_PER_OUTLINE, are_last
+from commons.datasets.sequences.dataset import UserDataset, are_last
 from commons.datasets.sids.histories import Histories, history_chunks
 from commons.datasets.sids.map import SIDMap
 from commons.sequence_batch.fields import make_batch
@@ -27,7 +24,7 @@ HISTORY, CANDIDATE = "history", "candidate"
 _SHOWN = 3
 
 
-class SIDDataset(Dataset[GPTSIDBatch]):
+class SIDDataset(UserDataset[GPTSIDBatch]):
     """Users of one split; an item of the data set is the batch of the rows it is asked for.
 
     All histories are read once at the start, to count what is cut and to find items without a SID.
@@ -74,26 +71,17 @@ class SIDDataset(Dataset[GPTSIDBatch]):
         self.num_cut_histories, self.num_cut_items = int(np.count_nonzero(excess)), int(excess.sum())
 
     def __len__(self) -> int:
-        """Users of the split."""
         return len(self._histories)
 
-    def __getitem__(self, rows: int | Sequence[int]) -> GPTSIDBatch:
-        """The batch of `rows`, padded to the batch size; one of more rows has no padding.
+    def _item_counts(self) -> np.ndarray:
+        return self._lengths
 
-        Raises:
-            IndexError: a row outside the split.
-
-        """
-        return self._assemble(check_rows(rows, len(self)))
-
-    def outlines(self) -> Iterator[GPTSIDBatch]:
-        """As `SequenceDataset.outlines`; nothing is read, for all lengths are known from the start."""
-        for first in range(0, len(self), ROWS_PER_OUTLINE):
-            candidates, kept = self._cut(self._lengths[first : first + ROWS_PER_OUTLINE])
-            lengths = self._code_lengths(candidates, kept)
-            fields = self._fields(outline_kjt(lengths), outline_kjt({LABEL_NAME: lengths[CANDIDATE]}), len(kept))
-            # Not by the constructor, which looks at the values: a code of 0 is no id in all hierarchies.
-            yield make_batch(GPTSIDBatch, fields | {"batch_size": len(kept)})
+    def _outline(self, lengths: np.ndarray) -> GPTSIDBatch:
+        candidates, kept = self._cut(lengths)
+        codes = self._code_lengths(candidates, kept)
+        fields = self._fields(outline_kjt(codes), outline_kjt({LABEL_NAME: codes[CANDIDATE]}), len(kept))
+        # Not by the constructor, which looks at the values: a code of 0 is no id in all hierarchies.
+        return make_batch(GPTSIDBatch, fields | {"batch_size": len(kept)})
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Candidates of rows of so many items, and the items that are kept, candidates among them."""

@@ -9,6 +9,7 @@ Every mistake in a map is reported with the number of items concerned and the fi
 
 from __future__ import annotations
 
+import itertools
 import json
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,8 +56,7 @@ class SIDMap:
         object.__setattr__(self, "item_ids", item_ids[order])
         object.__setattr__(self, "codes", np.ascontiguousarray(codes[order]))
         object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
-        self._check_items_and_codes()
-        self._check_sids()
+        self._check()
 
     @property
     def num_items(self) -> int:
@@ -126,41 +126,32 @@ class SIDMap:
         with whole_file(path) as file:
             pq.write_table(table, file, write_page_checksum=True)
 
-    def _check_items_and_codes(self) -> None:
+    def _check(self) -> None:
+        """Raise ValueError for items that are there twice, codes outside their codebooks, and items with one SID."""
         repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])
         if repeated.size:
             raise ValueError(
-                f"{repeated.size} items are listed more than once, the first ones {_first(map(str, repeated))}; an "
-                "item has one SID: keep one row of each"
+                f"{repeated.size} items are listed more than once, the first ones {_first(repeated)}; an item has one "
+                "SID: keep one row of each"
             )
-        outside = (self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))
-        rows = np.flatnonzero(outside.any(axis=1))
+        rows = np.flatnonzero(((self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))).any(axis=1))
         if rows.size:
-            shown = (f"item {self.item_ids[row]}: {self.codes[row].tolist()}" for row in rows)
+            shown = [f"item {self.item_ids[row]}: {self.codes[row].tolist()}" for row in rows[:_SHOWN]]
             raise ValueError(
                 f"{rows.size} of {self.num_items} items have a code outside its codebook, the first ones "
                 f"{_first(shown)}; codebook_sizes is {list(self.codebook_sizes)}, and codes lie in [0, size): correct "
                 "the codes or codebook_sizes"
             )
-
-    def _check_sids(self) -> None:
-        _, first_rows, sid_of_item, counts = np.unique(
-            self.codes, axis=0, return_index=True, return_inverse=True, return_counts=True
-        )
+        _, sid_of_item, counts = np.unique(self.codes, axis=0, return_inverse=True, return_counts=True)
         sid_of_item = sid_of_item.reshape(-1)  # numpy 2.0 gives it another shape
         sharing = np.flatnonzero(counts[sid_of_item] > 1)
         if sharing.size:
-            # By the first item that has it; an SID's items one after the other.
-            sids = sid_of_item[np.sort(first_rows[counts > 1])]
-            shown = (
-                f"items {_first(map(str, self.item_ids[sid_of_item == sid]))} have "
-                f"{self.codes[first_rows[sid]].tolist()}"
-                for sid in sids
-            )
+            alike = np.flatnonzero(sid_of_item == sid_of_item[sharing[0]])
             raise ValueError(
-                f"{sharing.size} of {self.num_items} items share their SID with another, the first ones: "
-                f"{_first(shown)}; an item that shares its SID cannot be told from the other: make the map with "
-                "`evenrank make-sids`, or tell them apart by a further code"
+                f"{sharing.size} of {self.num_items} items share their SID with another, the first ones "
+                f"{_first(self.item_ids[alike])} have {self.codes[alike[0]].tolist()}; an item that shares its SID "
+                "cannot be told from the other: make the map with `evenrank make-sids`, or tell them apart by a "
+                "further code"
             )
 
 
@@ -231,19 +222,8 @@ def is_sid_map(path: Path) -> bool:
         return False
 
 
-def _first(texts: Iterable[str]) -> str:
-    """The first few of some texts.
-
-    >>> _first(["1", "2", "3", "4"])
-    '1, 2, 3, …'
-
-    """
-    shown: list[str] = []
-    for text in texts:
-        if len(shown) == _SHOWN:
-            return ", ".join([*shown, "…"])
-        shown.append(text)
-    return ", ".join(shown)
+def _first(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, itertools.islice(values, _SHOWN)))
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import Place, ShardedBatchSampler
-from tests.unit.datasets.test_planned_samplers import Numbers, steps_of
+from tests.unit.datasets.test_planned_samplers import steps_of
 
 
 def test_steps_before_the_last_leave_a_row_for_every_rank(caplog):
@@ -96,4 +96,4 @@ def test_batches_of_one_rank_are_not_dealt_again(make, remedy):
 def test_our_loader_reads_the_batches_of_one_rank():
     sampler = BalancedBatchSampler([1] * 40, 4, num_ranks=2, rank=None)
     with pytest.raises(ValueError, match="rank is None, num_ranks is 2; this loader reads the batches of one rank"):
-        ResumableLoader(Numbers(), sampler)
+        ResumableLoader(range(40), sampler)

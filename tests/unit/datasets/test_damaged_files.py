@@ -17,9 +17,8 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.kuairand import preprocess_kuairand
 from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.sequences.event_columns import EventColumns
-from commons.datasets.sequences.event_files import EventFiles
 from commons.datasets.sequences.metadata import MANIFEST
-from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.datasets.sequences.own_parquet import EventFiles, preprocess_parquet
 from commons.datasets.sids.map import SIDMap, is_sid_map
 from tests.helpers import kuairand, movielens, movielens_20m
 from tests.helpers.fuzzing import (

@@ -145,21 +145,13 @@ def test_memory_does_not_grow_with_them(tmp_path):
         assert grown < 160, (source, grown)
 
 
-class TestZip:
-    @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-    def test_methods_that_expand_at_once(self, tmp_path, method):
-        with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
-            archive.writestr("ratings.csv", RATINGS_20M)
-        with pytest.raises(ValueError, match=f"ratings.csv is encrypted or compressed by method {method}; zip"):
-            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
-
-    def test_encrypted(self, tmp_path):
-        data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M}).read_bytes())
-        entry = data.index(b"PK\x01\x02")
-        data[entry + 8] |= 1
-        (tmp_path / "a.zip").write_bytes(bytes(data))
-        with pytest.raises(ValueError, match="is encrypted or"):
-            preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+def test_an_encrypted_zip_file(tmp_path):
+    data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M}).read_bytes())
+    entry = data.index(b"PK\x01\x02")
+    data[entry + 8] |= 1
+    (tmp_path / "a.zip").write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="is no complete zip file .*encrypted, password required"):
+        preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
 
 
 def tar_of(path, name, kind, size):
@@ -207,10 +199,9 @@ class TestNamesAndKinds:
         return self.num_rows(tmp_path / "folder", tmp_path)
 
     @pytest.mark.parametrize(
-        ("place", "folder"),
-        [("/etc", None), ("../../x", ".."), ("C:/x", "C:")],
+        ("write", "place", "folder"),
+        [(write_zip, "/etc", None), (write_tar, "../../x", ".."), (write_zip, "C:/x", "C:")],
     )
-    @pytest.mark.parametrize("write", [write_zip, write_tar])
     def test_names_that_lead_elsewhere(self, tmp_path, write, place, folder):
         members = {f"{place}/ratings.csv": RATINGS_20M, f"{place}/movies.csv": MOVIES_20M}
         source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
@@ -257,22 +248,14 @@ class TestNamesAndKinds:
         assert self.num_rows(source, tmp_path) == self.expected(tmp_path)
 
 
-class TestSizesThatLie:
-    """What a header declares and what is there differ."""
-
-    def zip_with_size(self, path, size):
-        data = bytearray(write_zip(path, {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}).read_bytes())
-        entry = data.index(b"PK\x01\x02")
-        data[entry + 24 : entry + 28] = size.to_bytes(4, "little")
-        path.write_bytes(bytes(data))
-        return path
-
-    @pytest.mark.parametrize("size", [0, 10, len(RATINGS_20M) - 1])
-    def test_a_zip_file_that_holds_more(self, tmp_path, size):
-        source = self.zip_with_size(tmp_path / "a.zip", size)
-        with pytest.raises(ValueError, match=r"a\.zip: ratings.csv is empty|a\.zip is no complete zip file") as caught:
-            preprocess_movielens_20m(source, tmp_path / "output")
-        assert "\n" not in str(caught.value) and not list(tmp_path.glob("output/*"))
+def test_a_zip_file_that_holds_more_than_it_says(tmp_path):
+    data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}).read_bytes())
+    entry = data.index(b"PK\x01\x02")
+    data[entry + 24 : entry + 28] = (10).to_bytes(4, "little")
+    (tmp_path / "a.zip").write_bytes(bytes(data))
+    with pytest.raises(ValueError, match=r"a\.zip is no complete zip file") as caught:
+        preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("output/*"))
 
 
 def test_what_is_neither_a_file_nor_a_folder(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.raw_data.kuairand import generate_kuairand
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public import raw_tables
 from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS, preprocess_kuairand
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.file import SequenceFile
@@ -189,11 +188,10 @@ class TestBadArchives:
         )
         assert "KuaiRand-Pure/data/log_standard_4_08_to_4_21_pure.csv" in message
 
-    def test_blocks_of_any_size_name_the_line(self, tmp_path):
+    def test_lines_are_counted_with_empty_ones(self, tmp_path):
         lines = "8,20,20220411,1900,1649675512388,0,0,0,0,0,0,0,1385,209900,0,0,0,0,1\n" * 300
-        with mock.patch.object(raw_tables, "_BLOCK", 1 << 12):
-            message = error_of(tmp_path, files_of(early=EARLY + lines + lines.replace("8,20,", "9,20,")))
-        assert "line 305 has user_id 9, which" in message
+        message = error_of(tmp_path, files_of(early=EARLY + "\n" + lines + lines.replace("8,20,", "9,20,")))
+        assert "line 306 has user_id 9, which" in message
 
 
 class TestGenerator:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.movielens import preprocess_movielens
@@ -26,9 +27,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def make(folder, **arguments):
+def make(folder, order="in turn", **arguments):
     settings = {"batch_size": 4, "max_history_seqlen": 8, "shuffle": True, "rank": 1, "world_size": 2, **arguments}
-    return get_data_loader("ml-1m", dataset_path=folder, **settings)
+    loader = get_data_loader("ml-1m", dataset_path=folder, **settings)
+    work, ranks = [20 + row**2 % 50 for row in range(len(loader.dataset))], {"num_ranks": 2, "rank": 1}
+    if order == "window":
+        return loader.with_sampler(BalancedBatchSampler(work, 4, window=3, **ranks))
+    if order == "budget":
+        return loader.with_sampler(BudgetBatchSampler(work, budget_per_rank=160, max_rows=5, **ranks))
+    return loader
 
 
 def contents(batch) -> tuple:
@@ -43,23 +50,31 @@ def epochs(loader, number: int) -> list[list[tuple]]:
     return [[contents(batch) for batch in loader] for _ in range(number)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [0, 1, 3, -1])
-def test_a_resumed_loader_gives_exactly_the_rest(folder, workers, stop):
-    first, second, third = epochs(make(folder), 3)
-    stop = len(first) - 1 if stop < 0 else stop
-    loader = make(folder, num_workers=workers)
+@pytest.mark.parametrize("order", ["in turn", "window", "budget"])
+@pytest.mark.parametrize(("workers", "stop"), [(0, 0), (2, 1), (0, 4), (2, -1)])
+def test_a_resumed_loader_gives_exactly_the_rest(folder, order, workers, stop):
+    first, second, third = epochs(make(folder, order), 3)
+    stop = len(second) - 1 if stop < 0 else stop
+    loader = make(folder, order, num_workers=workers)
     for _ in loader:  # the state lies within the second epoch
         pass
     iterator = iter(loader)
     assert [contents(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
     state = json.loads(json.dumps(loader.state_dict()))
     assert [contents(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
-    resumed = make(folder, num_workers=2 - workers)  # a place is one in the data, whoever reads them
+    resumed = make(folder, order, num_workers=2 - workers)  # a place is one in the data, whoever reads them
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert epochs(resumed, 2) == [second[stop:], third]
     assert first
+
+
+def test_a_state_of_a_version_without_windows(folder):
+    state = make(folder, "window").state_dict()
+    assert state.pop("steps") == 0
+    loader = make(folder, "window")
+    loader.load_state_dict(state | {"row": 18})
+    assert loader.sampler.start == Place(18)
 
 
 class DamagedRows(torch.utils.data.Dataset):

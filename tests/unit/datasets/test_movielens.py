@@ -187,7 +187,6 @@ class TestBadArchives:
             "7::50::3.5::200",
             "7::99999999999::3::200",
             "7::50::3::99999999999999999999",
-            "",
             "UserID::MovieID::Rating::Timestamp",
         ],
     )

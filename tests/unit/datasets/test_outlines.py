@@ -13,7 +13,6 @@ from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.sequences import dataset as sequence_dataset
 from commons.datasets.sequences import file as sequence_file
 from commons.datasets.sequences import writer as sequence_writer
-from commons.datasets.sids import dataset as sid_dataset
 from commons.datasets.sids.random import random_sid_map
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.sequence_batch.schema import BatchSchema
@@ -37,8 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small_outlines(monkeypatch):
-    for module in (sequence_dataset, sid_dataset):
-        monkeypatch.setattr(module, "ROWS_PER_OUTLINE", 25)
+    monkeypatch.setattr(sequence_dataset, "_ROWS_PER_OUTLINE", 25)
 
 
 def lengths_of(batches):

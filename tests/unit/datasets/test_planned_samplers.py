@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
-from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.perf_model.partitioner import padded_groups
 
@@ -297,70 +295,19 @@ def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
         assert list(sampler) != list(sampler) and sampler.epoch == 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_any_data_loader_takes_them(workers):
+def test_any_data_loader_takes_them():
     work = list(range(1, 24))
     loaders = [
         DataLoader(
             TensorDataset(torch.arange(23)),
             batch_sampler=BalancedBatchSampler(work, 4, num_ranks=2, rank=rank, window=2),
-            num_workers=workers,
+            num_workers=2,
         )
         for rank in range(2)
     ]
     assert [len(loader) for loader in loaders] == [3, 3]
     rows = [row for loader in loaders for (batch,) in loader for row in batch.tolist()]
     assert sorted(rows) == list(range(23))
-
-
-class Numbers(torch.utils.data.Dataset):
-    """A data set whose items are batches of row numbers."""
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, rows):
-        return list(rows)
-
-
-def loaders_of():
-    work = cost(user_like(40))
-    for options in ({"window": 3}, None):
-
-        def make(options=options, workers=0, work=work):
-            if options is None:
-                budget = 3 * int(work.mean())
-                sampler = BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=2, rank=1, max_rows=5)
-            else:
-                sampler = BalancedBatchSampler(work, 3, num_ranks=2, rank=1, **options)
-            return ResumableLoader(Numbers(), sampler, num_workers=workers)
-
-        yield make
-
-
-@pytest.mark.parametrize("make", list(loaders_of()), ids=["window", "budget"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_loader_gives_exactly_the_rest(make, workers):
-    whole = make()
-    first, second = list(whole), list(whole)
-    for stop in range(len(first) + 1):
-        loader = make(workers=workers) if stop == 2 else make()
-        batches = iter(loader)
-        given = [next(batches) for _ in range(stop)]
-        state = json.loads(json.dumps(loader.state_dict()))
-        resumed = make()
-        resumed.load_state_dict(state)
-        assert given + list(resumed) == first
-        assert list(resumed) == second
-
-
-def test_an_old_state_has_no_steps():
-    make = next(loaders_of())
-    state = make().state_dict()
-    assert state.pop("steps") == 0
-    loader = make()
-    loader.load_state_dict(state | {"row": 18})
-    assert loader.sampler.start == Place(18)
 
 
 @pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])
@@ -400,60 +347,3 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
     with_room = options | {"window": 3}  # a light row beside every heavy one
     rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
     assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 7]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
-        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
-        ({"window": 1.5}, "window is 1.5; it must be an integer of at least 1"),
-        ({"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
-        ({"rank": 2}, "rank is 2, num_ranks is 2; ranks are counted from 0"),
-        ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
-        ({"workloads": [1, -2]}, r"workloads\[1\] is -2; values must be non-negative"),
-        ({"tokens": [1]}, "tokens has 1 entries, there are 3 rows"),
-        ({"max_tokens": 4}, "max_tokens is 4, tokens is None; a cap needs the tokens of each row"),
-        (
-            {"max_tokens": 4, "padded": True},
-            "max_tokens is 4, padded is True; the tokens of a padded batch are its rows",
-        ),
-        ({"speeds": [1]}, r"speeds has shape \(1,\), num_ranks is 2; each has one speed: pass 2 positive integers"),
-        ({"speeds": [1, 0]}, r"speeds\[1\] is 0; a speed is a positive integer below 2\^31"),
-        ({"speeds": [1, 2], "padded": True}, "speeds are given, padded is True; .*: leave out one of them"),
-        ({"max_tokens": 4, "tokens": [1, 5, 2]}, "row 1 alone has 5 tokens, max_tokens is 4; no plan can keep that"),
-    ],
-)
-def test_a_wrong_argument(changes, message):
-    options = {"workloads": [1, 2, 3], "batch_size": 2, "num_ranks": 2, "rank": 0} | changes
-    with pytest.raises(ValueError, match=message):
-        BalancedBatchSampler(**options)
-    for name in ("batch_size", "window"):
-        options.pop(name, None)
-    if not changes.keys() & {"batch_size", "window"}:
-        with pytest.raises(ValueError, match=message):
-            BudgetBatchSampler(**options, budget_per_rank=4)
-
-
-def test_a_wrong_budget_or_place():
-    for changes, message in (
-        ({"budget_per_rank": 0}, "budget_per_rank is 0; it must be an integer of at least 1"),
-        ({"budget_per_rank": 1}, "budget_per_rank is 1, the lightest row costs 2; a step has room for some rows"),
-        ({"max_rows": 0}, "max_rows is 0; it must be an integer of at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            BudgetBatchSampler([2, 3], **{"budget_per_rank": 9, "num_ranks": 1, "rank": 0} | changes)
-    with pytest.raises(TypeError, match="equal_size"):
-        BudgetBatchSampler([2, 3], budget_per_rank=9, num_ranks=1, rank=0, equal_size=True)
-    sampler = BalancedBatchSampler([1, 2], 1, num_ranks=1, rank=0, window=2)
-    with pytest.raises(
-        ValueError, match="steps is 2, the window of this BalancedBatchSampler is 2; a place is behind 0"
-    ):
-        sampler.start_at(0, 2)
-
-
-@pytest.mark.parametrize("given", [39, 41])
-def test_workloads_of_another_data_set(given):
-    sampler = BalancedBatchSampler([1] * given, 2, num_ranks=1, rank=0)
-    with pytest.raises(ValueError, match=f"workloads has {given} entries, the data set has 40 rows"):
-        ResumableLoader(Numbers(), sampler)

@@ -107,14 +107,14 @@ class TestReports:
         with pytest.raises(ValueError) as caught:
             SIDMap(np.array([10, 20, 30, 40, 50]), codes, (3, 2))
         assert "4 of 5 items have a code outside its codebook" in str(caught.value)
-        assert "item 20: [3, 0], item 30: [1, 2], item 40: [0, -1], …" in str(caught.value)
+        assert "item 20: [3, 0], item 30: [1, 2], item 40: [0, -1];" in str(caught.value)
 
     def test_shared_sids(self):
         codes = np.array([[1, 1], [0, 1], [1, 1], [2, 0], [0, 1], [0, 1], [0, 1]])
         with pytest.raises(ValueError) as caught:
             SIDMap(np.arange(7), codes, (3, 2))
         assert "6 of 7 items share their SID with another" in str(caught.value)
-        assert "items 0, 2 have [1, 1], items 1, 4, 5, … have [0, 1];" in str(caught.value)
+        assert "the first ones 0, 2 have [1, 1];" in str(caught.value)
 
     def test_an_item_that_is_listed_twice(self):
         with pytest.raises(ValueError, match="1 items are listed more than once, the first ones 8"):

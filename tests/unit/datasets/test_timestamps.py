@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.kuairand import preprocess_kuairand
 from commons.datasets.public.movielens import preprocess_movielens_20m
-from commons.datasets.random.times import random_times
+from commons.datasets.random.distribution import random_times
 from commons.trainer import DatasetArgs, TrainerArgs
 from hstu.batch_shuffler import workload_lengths
 from hstu.recipe import HSTURecipe
