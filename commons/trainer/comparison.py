@@ -25,9 +25,9 @@ from tqdm import tqdm
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.perf_model.calibration import cpu_name
 from commons.perf_model.peak_rates import peak_flops_of
-from commons.pipeline import TrainPipelineFactory, balanced
+from commons.pipeline import balanced
 from commons.run_log.files import LOG_FILE, LOG_SCHEMA, SUMMARY_FILE, write_summary
-from commons.trainer.evaluation import evaluate
+from commons.trainer.evaluation import Evaluation
 from commons.trainer.observe.meter import StepMeter
 from commons.trainer.observe.sinks import JsonLines
 from commons.trainer.observe.train_log import TrainSummary
@@ -100,15 +100,8 @@ class Side:
     def finish(self, shuffler: IdentityBalancedBatchShuffler) -> None:
         """Evaluate on the users that are not trained on, and write the summary; training is over then."""
         self.pipeline.detach()
-        pipeline = TrainPipelineFactory.create(
-            "none",
-            model=self._model,
-            optimizer=None,  # type: ignore[arg-type]  # an evaluation takes no step
-            device=self._recipe.device,
-            batch_shuffler=shuffler,
-        )
         batches = tqdm(self._eval_loader, desc="evaluate", unit="batch", leave=False, disable=dist.get_rank() != 0)
-        metrics = evaluate(pipeline, self._model, iter(batches), self._recipe.metrics(self._model), self._recipe.device)
+        metrics = Evaluation(self._recipe, self._model, batches, shuffler).run()
         self._write({f"eval_{name}": value for name, value in metrics.items()})
         if self._log is not None:
             self._log.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.balanced import BalancedBatchSampler
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.datasets.samplers.planned import PlannedSampler
-from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.partitioner import as_int64_workloads
@@ -29,7 +28,7 @@ def train_and_eval_loaders(
     """Loaders of this rank's training and evaluation batches, on the host.
 
     Tensor-parallel peers load the same batches: the ranks that share the data are those of the data-parallel group.
-    With single_rank_load the training loader has the batches of all these ranks together, for `rank0_loader`.
+    With single_rank_load the training loader has the batches of all these ranks together, for a SingleRankLoader.
 
     Raises:
         KeyError: an unknown data set.
@@ -72,22 +71,6 @@ def _open(split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: in
         seed=trainer.seed,
         **dataset.loader_options(),
         **options,
-    )
-
-
-def rank0_loader(
-    train_loader: DataLoader[Any],
-    trainer: TrainerArgs,
-    device: torch.device,
-    get_workloads: Callable[[Any], torch.Tensor],
-) -> SingleRankLoader:
-    """This rank's batches out of those that the first rank loads for all; a collective call.
-
-    Row i goes to rank `i mod ranks`, as where every rank loads its own rows, or with balance_batch where it evens the
-    work, which `get_workloads` counts. The other ranks use the length and the sampler of their own `train_loader`.
-    """
-    return SingleRankLoader(
-        train_loader, get_workloads if trainer.balancing == "rank 0" else None, pin_memory=device.type == "cuda"
     )
 
 

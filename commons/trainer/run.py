@@ -1,4 +1,4 @@
-"""One run of a recipe: its ranks and its folder, its shufflers, who loads the data, the loop, and the end."""
+"""One run of a recipe: its ranks, its folder, the loop, and the end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commons.console import make_console
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config.load import load_config, make_config
-from commons.trainer.data import balanced_loader, rank0_loader
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe.train_log import TrainSummary
 from commons.trainer.ranks.collectives import limit_collectives
@@ -71,45 +69,8 @@ def run_training(recipe: Recipe) -> TrainSummary:
     Raises:
         KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
     """
-    args = recipe.config.trainer
     _divide_batch(recipe)
-    train_loader, eval_loader = recipe.loaders
-    if dist.get_rank() == 0:
-        for line in recipe.notes():
-            make_console(highlight=False).print(line)
-    model = recipe.build_model()
-    optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
-    shuffler = recipe.build_shuffler(balances=args.balancing != "none")
-    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=args.shuffle_eval)
-    in_turn, dealt_out = None, None
-    if args.balancing in ("sampler", "budget"):
-        train_loader, in_turn = balanced_loader(train_loader, recipe.config.dataset, args, shuffler)
-    elif args.single_rank_load:
-        dealt_out = rank0_loader(train_loader, args, recipe.device, shuffler.get_workloads)
-    loop = TrainingLoop(
-        args,
-        model=model,
-        optimizer=optimizer,
-        device=recipe.device,
-        shuffler=shuffler,
-        train_loader=train_loader if dealt_out is None else dealt_out,
-        eval_shuffler=eval_shuffler,
-        eval_loader=eval_loader,
-        metrics=metrics,
-        num_tokens=recipe.num_tokens,
-        fingerprint=recipe.fingerprint(),
-        flops=recipe.flops,
-        compute_dtype=recipe.compute_dtype,
-        loss_scaler=recipe.loss_scaler,
-        layers=recipe.layers(model),
-        in_turn=in_turn,
-    )
-    summary = loop.run()
-    # Not after a failure: a worker may then wait for a rank that is gone.
-    for user in (shuffler, eval_shuffler, dealt_out):
-        if user is not None:
-            user.close()
-    return summary
+    return TrainingLoop(recipe).run()
 
 
 def _divide_batch(recipe: Recipe) -> None:

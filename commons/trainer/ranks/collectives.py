@@ -82,19 +82,39 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
     all_reduce(sizes, "gather of text sizes", group=group)
     rows = torch.zeros(len(sizes), int(sizes.max()), dtype=torch.uint8, device=device)
     rows[rank, : own.numel()] = own
-    all_reduce(rows, "gather of texts", group=group)
+    if rows.numel():
+        all_reduce(rows, "gather of texts", group=group)
     return [bytes(row[:size]).decode() for row, size in zip(rows.tolist(), sizes.tolist())]
 
 
-def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
-    """The text of rank `src`, on all ranks; called on all of them together. What others give is ignored."""
-    own = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
+def broadcast_text(text: str, device: torch.device) -> str:
+    """The text of rank 0, on all ranks; called on all of them together. What others give is ignored."""
+    own = torch.tensor(list(text.encode()) if dist.get_rank() == 0 else [], dtype=torch.uint8, device=device)
     size = torch.tensor(own.numel(), device=device)
     all_reduce(size, "broadcast of a text's size")
-    encoded = own if dist.get_rank() == src else torch.zeros(int(size), dtype=torch.uint8, device=device)
+    encoded = own if dist.get_rank() == 0 else torch.zeros(int(size), dtype=torch.uint8, device=device)
     if encoded.numel():
         all_reduce(encoded, "broadcast of a text")  # the others add zeros
     return bytes(encoded.tolist()).decode()
+
+
+def first_text(text: str, device: torch.device) -> tuple[int, str]:
+    """The first rank whose text is not empty, and that text, -1 and "" if there is none; on all ranks together."""
+    return next(((rank, each) for rank, each in enumerate(gather_texts(text, device)) if each), (-1, ""))
+
+
+def problem_on_any_rank(work: Callable[[], object], device: torch.device, *, on_rank_0: bool = False) -> str:
+    """Do something on every rank, or on rank 0 alone; all ranks learn what went wrong on the first that failed, or "".
+
+    What is done is no collective, or one whose errors reach every rank.
+    """
+    problem = ""
+    try:
+        if dist.get_rank() == 0 or not on_rank_0:
+            work()
+    except Exception as error:  # a damaged file may end in any
+        problem = str(error) or type(error).__name__
+    return first_text(problem, device)[1]
 
 
 def limit_collectives(timeout: float) -> None:
