@@ -33,7 +33,7 @@ from commons.trainer.observe.sinks import JsonLines
 from commons.trainer.observe.train_log import TrainSummary
 from commons.trainer.ranks.collectives import all_reduce
 from commons.trainer.recipe import Recipe
-from commons.trainer.run_folder import open_run_folder
+from commons.trainer.run import open_run_folder
 
 # Folders of the two runs, within that of the comparison.
 AS_LOADED, BALANCED = "as-loaded", "balanced"
@@ -88,9 +88,9 @@ class Side:
         dist.barrier()
         self._meter.step(output, None if self._shuffler is None else self.pipeline.last_stats)
         self._step += 1
-        numbers = self._meter.take()
+        numbers, details = self._meter.take()
         if is_measured:
-            self._write({**numbers, **self._meter.details()})
+            self._write({**numbers, **details})
         return numbers
 
     def _write(self, record: dict[str, Any]) -> None:

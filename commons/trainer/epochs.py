@@ -25,8 +25,7 @@ from commons.pipeline import windowed_iter
 from commons.pipeline.windows import WindowedBatches
 from commons.trainer.checkpoint.random_state import kept_random_state
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.data import balanced_loader
-from commons.trainer.observe.rows_in_turn import RowsInTurn
+from commons.trainer.data import RowsInTurn, balanced_loader
 from commons.trainer.ranks.collectives import all_reduce
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe

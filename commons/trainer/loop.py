@@ -257,9 +257,9 @@ class TrainingLoop:
 
     def _write_line(self) -> None:
         self._guard.check()
-        if numbers := self._meter.take():
+        numbers, details = self._meter.take()
+        if numbers:
             self._report_forward_times()  # the meter has waited for the end of the last step
-            details = self._meter.details()
             if self._forward_timer.is_on and "loads_after" in details:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from commons.distributed.process_group import resolve_process_group
+from commons.run_log.files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    TRACKERS_FILE,
+    write_whole,
+)
+from commons.trainer.checkpoint.folder import holds_checkpoint
+from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config, make_config
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.observe.sinks import require_sinks
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import limit_collectives
+from commons.trainer.ranks.collectives import limit_collectives, problem_on_any_rank
+from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
-from commons.trainer.run_folder import open_run_folder
 
 
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
@@ -71,6 +86,71 @@ def run_training(recipe: Recipe) -> TrainSummary:
     """
     _divide_batch(recipe)
     return TrainingLoop(recipe).run()
+
+
+def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
+    """Let a run have its folder, write config.json there and, with `logs_to_file`, log there; called on all ranks.
+
+    A run that resumes (ckpt_load_dir) goes on with the run in the folder; with `overwrite` that run is removed.
+
+    Raises:
+        ValueError: the folder holds another run, or cannot be written.
+        ImportError: a sink's library is not installed.
+    """
+    args = config.trainer
+    require_sinks(args.sinks)
+    if problem := problem_on_any_rank(lambda: _make_room(args), device, on_rank_0=True):
+        raise ValueError(problem)
+    if logs_to_file:
+        log_to_file(args.run_dir)
+    if dist.get_rank() == 0:
+        Path(args.run_dir).mkdir(parents=True, exist_ok=True)
+        write_whole(Path(args.run_dir) / CONFIG_FILE, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def _make_room(args: TrainerArgs) -> None:
+    """Raise ValueError unless the folder may take the run."""
+    folder = Path(args.run_dir)
+    try:
+        if args.overwrite:
+            _remove_run(folder)
+        log = folder / LOG_FILE
+        # One that ended before its first line has left no results.
+        holds_run = (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
+    except OSError as error:
+        raise ValueError(
+            f"run_dir is {args.run_dir!r}, which cannot be looked through ({error}): give a folder of yours"
+        ) from None
+    if holds_run and not _goes_on(folder, args):
+        empty = f", and ckpt_load_dir {args.ckpt_load_dir} no checkpoint" if args.ckpt_load_dir else ""
+        raise ValueError(
+            f"run_dir {args.run_dir} holds a run already{empty}; two runs in one folder would be taken for one: give "
+            "another --trainer.run-dir, remove that run with --trainer.overwrite, or go on with it from its "
+            "checkpoints, --trainer.ckpt-load-dir"
+        )
+
+
+def _goes_on(folder: Path, args: TrainerArgs) -> bool:
+    """Whether the run that the settings describe is a later part of the one in the folder."""
+    if not args.ckpt_load_dir or holds_checkpoint(args.ckpt_load_dir):
+        return bool(args.ckpt_load_dir)
+    # Given again, a command whose run ended before its first checkpoint begins it anew.
+    try:
+        before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]["ckpt_save_dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return Path(before).resolve() == Path(args.ckpt_save_dir).resolve()
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove what a run writes, and nothing else."""
+    scalars = folder / TENSORBOARD_FOLDER
+    patterns = [LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"]
+    # What a link leads to is not the run's alone.
+    patterns.append(scalars.name if scalars.is_symlink() else f"{scalars.name}/events.out.tfevents.*")
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _divide_batch(recipe: Recipe) -> None:

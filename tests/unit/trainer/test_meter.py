@@ -41,7 +41,7 @@ def test_stats_are_averaged_over_steps():
 def test_of_many_ranks_every_tenth_line_has_each(monkeypatch, ranks, lines):
     monkeypatch.setattr(meters, "resolve_process_group", lambda: None)
     monkeypatch.setattr(meters.dist, "get_world_size", lambda group=None: ranks)
-    meter = StepMeter(torch.device("cpu"), count_values)
+    meter = StepMeter(torch.device("cpu"), count_values, count_values)
     meter._stats = [make_stats(lookups_before=(3, 4), lookups_after=(3, 4))]
     told = [meter._describe([1.0]) for _ in range(12)]
     assert [line for line, details in enumerate(told) if set(SNAPSHOTS) <= details.keys()] == lines

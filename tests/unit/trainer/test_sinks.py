@@ -19,7 +19,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from commons.trainer import TrainerArgs
 from commons.trainer.config.sink_options import OpenTelemetryOptions, PrometheusOptions, SinkOptions
 from commons.trainer.observe import sinks as sinks_module
-from commons.trainer.observe.exporters import OpenTelemetry, Prometheus
+from commons.trainer.observe.libraries import OpenTelemetry, Prometheus
 from commons.trainer.observe.sinks import BackgroundSink, JsonLines, close_sinks, figures_of, open_sinks, require_sinks
 
 RECORD = {
