@@ -31,7 +31,7 @@ from commons.trainer.evaluation import Evaluation
 from commons.trainer.observe.meter import StepMeter
 from commons.trainer.observe.sinks import JsonLines
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.recipe import Recipe
 from commons.trainer.run import open_run_folder
 
@@ -121,12 +121,12 @@ def compare(recipe: Recipe, run_dir: Path, *, steps: int, warmup_steps: int) -> 
     Raises:
         ValueError: fewer batches than are needed to measure a step.
     """
-    shortest = torch.tensor(len(recipe.loaders[0]), device=recipe.device)
-    all_reduce(shortest, "count of batches", op=dist.ReduceOp.MIN)
-    num_steps = min(warmup_steps + steps, int(shortest))
+    own_batches = torch.tensor([len(recipe.loaders[0])], device=recipe.device)
+    shortest = int(gather_numbers(own_batches, "count of batches").min())
+    num_steps = min(warmup_steps + steps, shortest)
     if num_steps <= warmup_steps:
         raise ValueError(
-            f"the data have {int(shortest)} full batches of {recipe.batch_size} users per rank, warmup_steps is "
+            f"the data have {shortest} full batches of {recipe.batch_size} users per rank, warmup_steps is "
             f"{warmup_steps}; at least one step is measured: lower batch_size or raise num_users"
         )
     shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()

@@ -26,7 +26,7 @@ from commons.pipeline.windows import WindowedBatches
 from commons.trainer.checkpoint.random_state import kept_random_state
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.data import RowsInTurn, balanced_loader
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
 
@@ -78,9 +78,8 @@ class Epochs:
         # A user's own sampler may be anything that gives items.
         self._epoch_sampler = self._sampler if isinstance(self._sampler, EpochSampler) else None
         self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
-        most_batches = torch.tensor(len(loader), device=recipe.device)
-        all_reduce(most_batches, "count of batches", op=dist.ReduceOp.MAX)
-        self.most_batches = int(most_batches)
+        own_batches = torch.tensor([len(loader)], device=recipe.device)
+        self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
         # Of the epoch that is open.
         self._epoch, self._start = 0, EPOCH_START
         self._windows: WindowedBatches | None = None
@@ -226,10 +225,8 @@ class Epochs:
 
 def _require_equal(identity: dict[str, Any], device: torch.device) -> None:
     """Raise ValueError on all ranks unless all of them plan by the same."""
-    digest = zlib.crc32(repr(sorted(identity.items())).encode())
-    extremes = torch.tensor([digest, -digest], device=device)
-    all_reduce(extremes, "comparison of plans of the epoch", op=dist.ReduceOp.MAX)
-    if extremes[0] != -extremes[1]:
+    digest = torch.tensor([zlib.crc32(repr(sorted(identity.items())).encode())], device=device)
+    if len(gather_numbers(digest, "comparison of plans of the epoch").unique()) > 1:
         raise ValueError(
             f"ranks plan by different settings or workloads, here by {identity}; each reads its own rows of one plan: "
             "give all ranks the same workloads, such as those of one calibration, and the same sizes and seed"

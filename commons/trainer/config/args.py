@@ -228,11 +228,12 @@ class TrainerArgs:
                 "balance_batch is True and single_rank_load is False; it balances what a single rank loads: set "
                 "enable_balanced_shuffler instead, which balances what all ranks load, or set single_rank_load too"
             )
-        if self.balance_batch and self.enable_balanced_shuffler:
-            raise ValueError(
-                "balance_batch and enable_balanced_shuffler are both True; rows that rank 0 has dealt out by their "
-                "work need no shuffle: set one of them"
-            )
+        for name, who in (("balance_batch", "rank 0 has dealt out"), ("balance_sampler", "every rank has read")):
+            if getattr(self, name) and self.enable_balanced_shuffler:
+                raise ValueError(
+                    f"{name} and enable_balanced_shuffler are both True; rows that {who} by their work need no "
+                    "shuffle: set one of them"
+                )
         self._check_balancing_beyond_a_batch()
         for name in ("eval_interval", "ckpt_save_interval"):
             if self.schedule_in == "rows" and 0 < getattr(self, name) < self.train_batch_size:
@@ -258,11 +259,6 @@ class TrainerArgs:
         return self.balancing in ("rank 0", "sampler", "budget")
 
     def _check_balancing_beyond_a_batch(self) -> None:
-        if self.balance_sampler and self.enable_balanced_shuffler:
-            raise ValueError(
-                "balance_sampler and enable_balanced_shuffler are both True; rows that every rank has read by their "
-                "work need no shuffle: set one of them"
-            )
         if self.single_rank_load and (self.balance_sampler or self.shuffle_window > 1):
             asked = "balance_sampler is True" if self.balance_sampler else f"shuffle_window is {self.shuffle_window}"
             raise ValueError(

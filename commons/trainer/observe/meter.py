@@ -17,7 +17,7 @@ from commons.distributed.stats import ShuffleStats
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.observe.times import StepClock
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.collectives import gather_numbers
 
 # Fields of ShuffleStats with a number of every rank.
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
@@ -244,8 +244,8 @@ class StepSums:
         )
         if self.loss_sum is not None:
             counts[0] = self.loss_sum
-        all_reduce(counts, "sums of a line of the log", group=resolve_process_group())
-        loss_sum, *others = counts.tolist()
+        gathered = gather_numbers(counts, "sums of a line of the log", group=resolve_process_group())
+        loss_sum, *others = gathered.sum(0).tolist()
         return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
 
     @property
@@ -256,11 +256,9 @@ class StepSums:
 
 def of_all_ranks(value: float | None, device: torch.device) -> list[float | None]:
     """A positive number of every data-parallel rank, None for a rank without; called on all of them together."""
-    group = resolve_process_group()
-    values = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
-    values[dist.get_rank(group)] = 0.0 if value is None else value
-    all_reduce(values, "a number of every rank", group=group)
-    return [each if each > 0 else None for each in values.tolist()]
+    own = torch.tensor([value or 0.0], dtype=torch.float64, device=device)
+    values = gather_numbers(own, "a number of every rank", group=resolve_process_group())
+    return [each if each > 0 else None for each in values[:, 0].tolist()]
 
 
 def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
@@ -268,13 +266,10 @@ def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
 
     `loads` has one of this rank per step; as many on all data-parallel ranks.
     """
-    total = torch.tensor(loads, dtype=torch.float64, device=device)
-    largest = total.clone()
-    group = resolve_process_group()
-    all_reduce(total, "sums of loads", group=group)
-    all_reduce(largest, "largest loads", op=dist.ReduceOp.MAX, group=group)
-    ratios = largest * dist.get_world_size(group) / total
-    return (ratios[total > 0] - 1.0).tolist()
+    own = torch.tensor(loads, dtype=torch.float64, device=device)
+    of_ranks = gather_numbers(own, "loads of steps", group=resolve_process_group())
+    mean = of_ranks.mean(0)
+    return (of_ranks.amax(0) / mean - 1.0)[mean > 0].tolist()
 
 
 def _not_balanced(imbalances: list[float]) -> dict[str, float]:

@@ -18,11 +18,10 @@ from commons.distributed.spans import RecordedSpan, SpanRecorder
 from commons.distributed.stats import ShuffleStats
 from commons.run_log.files import write_whole
 from commons.trainer.config.args import TrainerArgs
+from commons.trainer.observe.sinks import by_rank
 
 logger = logging.getLogger(__name__)
 
-# Ranks whose loads have a track each; of more, the smallest, the mean and the largest load have.
-_MOST_TRACKS = 32
 # Nanoseconds since 1970, and from then on the values of every track.
 _Counters = tuple[int, Mapping[str, Mapping[str, float]]]
 _RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
@@ -126,14 +125,5 @@ def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: 
     return events
 
 
-def _series(loads: Sequence[Any]) -> dict[str, float]:
-    """The loads of single ranks or, of many, what they lie between.
-
-    >>> _series([3, 5])
-    {'rank 0': 3, 'rank 1': 5}
-    >>> _series(range(100))
-    {'smallest': 0, 'mean': 49.5, 'largest': 99}
-    """
-    if len(loads) > _MOST_TRACKS:
-        return {"smallest": min(loads), "mean": sum(loads) / len(loads), "largest": max(loads)}
-    return {f"rank {rank}": load for rank, load in enumerate(loads)}
+def _series(loads: Sequence[int]) -> dict[str, float]:
+    return {f"rank {name}" if name.isdigit() else name: load for name, load in by_rank(loads).items()}

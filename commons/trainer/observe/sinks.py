@@ -75,8 +75,7 @@ def figures_of(record: Mapping[str, Any]) -> list[Figure]:
             continue
         named = {"": value}
         if isinstance(value, (list, tuple)):
-            known = {str(rank): each for rank, each in enumerate(value) if each is not None}
-            named = known if len(value) <= _MOST_RANKS else _between(known.values())
+            named = by_rank(value)
         figures += [
             Figure(_tag(name), rank, float(each)) for rank, each in named.items() if isinstance(each, (int, float))
         ]
@@ -201,6 +200,14 @@ def _tag(name: str) -> str:
     return f"{'shuffle' if name in AVERAGED or name in PER_RANK else 'train'}/{name}"
 
 
-def _between(values: Iterable[float]) -> dict[str, float]:
-    known = list(values)
-    return {"smallest": min(known), "mean": sum(known) / len(known), "largest": max(known)} if known else {}
+def by_rank(values: Sequence[float | None]) -> dict[str, float]:
+    """The numbers of single ranks that have one or, of more than 64 ranks, what they lie between.
+
+    >>> by_rank([3, None, 5]), by_rank(range(100))
+    ({'0': 3, '2': 5}, {'smallest': 0, 'mean': 49.5, 'largest': 99})
+    """
+    known = {str(rank): value for rank, value in enumerate(values) if value is not None}
+    if not known or len(values) <= _MOST_RANKS:
+        return known
+    numbers = known.values()
+    return {"smallest": min(numbers), "mean": sum(numbers) / len(numbers), "largest": max(numbers)}

@@ -395,7 +395,5 @@ def _left_and_dropped(first, second):
 def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(two_ranks):
     for first, second in itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist]):
         for message in two_ranks.run(_left_and_dropped, first, second, timeout=60):
-            assert (
-                message.startswith("ValueError")
-                and f"already drives a Balanced{first.__name__} whose data has not ended" in message
-            )
+            assert message.startswith("ValueError")
+            assert f"already drives a Balanced{first.__name__} whose data has not ended" in message

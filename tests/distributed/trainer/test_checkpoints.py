@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.checkpoint import folder
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress, list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.optimizers import OptimizerArgs
@@ -272,19 +273,32 @@ def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
+def _vouch_for(checkpoint, name):
+    """As if the file had been written like this: by a torch whose files this one cannot read."""
+    path = checkpoint / "state.json"
+    state = json.loads(path.read_text())
+    state["digests"] |= folder.digests_of(checkpoint, [name], rank=0, ranks=1)
+    state["digest"] = folder._digest_of_state(state)
+    path.write_text(json.dumps(state))
+
+
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("name", "damage", "is_vouched_for", "said"),
     [
-        ("__1_0.distcp", _zero_block, "is damaged (__1_0.distcp is not as it was written)"),
-        ("state.json", _zero, "is damaged (state.json: "),
-        ("__1_0.distcp", _truncate, "is damaged (__1_0.distcp has"),
+        ("__1_0.distcp", _zero_block, False, "is damaged (__1_0.distcp is not as it was written)"),
+        ("state.json", _zero, False, "is damaged (state.json: "),
+        ("__1_0.distcp", _truncate, False, "is damaged (__1_0.distcp has"),
+        ("__0_0.distcp", _zero, True, "cannot be read (rank "),
+        (".metadata", _zero, True, "cannot be read (.metadata: "),
     ],
 )
 def test_what_the_disk_has_spoilt_is_passed_over(
-    two_ranks, data, tmp_path, first_checkpoints, saved, name, damage, said
+    two_ranks, data, tmp_path, first_checkpoints, saved, name, damage, is_vouched_for, said
 ):
     """The run goes on from the checkpoint before, saves to the same folder, and is the run that never stopped."""
     damage(saved / "step_00000004" / name)
+    if is_vouched_for:
+        _vouch_for(saved / "step_00000004", name)
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved), ckpt_save_interval=2)
     (steps, warned), (also, silent) = two_ranks.run(_warnings, data, str(tmp_path / "run"), **changes)
     assert steps == also == 6 and not silent
