@@ -161,8 +161,7 @@ def _claim_report() -> bool:
                 return first.decode() == rank
             ask_store(lambda store: store.check(["evenrank"]))  # torch would print forty lines of C++ of one that ended
         # On another thread: a store whose host stands still never answers, whatever the timeout.
-        claim = _claim_in_store if by_torchrun else lambda: True
-        return DaemonWorker("evenrank-report").submit(claim).result(2 * _STORE_SECONDS)
+        return not by_torchrun or DaemonWorker("evenrank-report").submit(_claim_in_store).result(2 * _STORE_SECONDS)
     except Exception:
         return True
 
