@@ -27,7 +27,7 @@ class Library(NamedTuple):
     """A sink by what a library does with a record, and at the end."""
 
     write: Callable[[Mapping[str, Any]], None]
-    close: Callable[[], object]
+    close: Callable[[], None]
 
 
 def tensorboard(args: TrainerArgs, first_step: int) -> Library:

@@ -31,11 +31,6 @@ AVERAGED = [
 ]
 
 
-def count_values(batch: Any) -> int:
-    """Tokens of a host batch: the values of its features, contextual ones too."""
-    return int(batch.features.values().numel())
-
-
 class StepOutput(Protocol):
     """What the model returns beside the loss to call `backward` on."""
 
