@@ -58,6 +58,9 @@ def train(
         ranks: which rank this is, where there is no process group and torchrun has not started the process.
         logs_to_file: let the logging of this process go to the run's folder.
 
+    Returns:
+        What came out of the run.
+
     Raises:
         KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
     """
