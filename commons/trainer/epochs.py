@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place
+from commons.datasets.samplers.epoch import EPOCH_START, BatchOrderSampler, EpochSampler, Place
 from commons.datasets.samplers.planned import PlannedSampler
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
@@ -75,22 +75,24 @@ class Epochs:
         self.in_windows = self._args.balancing == "windows"
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
-        # A user's own sampler may be anything that gives items.
-        self._epoch_sampler = self._sampler if isinstance(self._sampler, EpochSampler) else None
         self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
         own_batches = torch.tensor([len(loader)], device=recipe.device)
         self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
         # Of the epoch that is open.
         self._epoch, self._start = 0, EPOCH_START
         self._windows: WindowedBatches | None = None
-        if self._epoch_sampler is not None and isinstance(loader, DataLoader):
-            self._epoch_sampler.require_fits(loader.dataset)
-        if self._epoch_sampler is None and self._args.schedule_in == "rows":
+        # A user's own sampler may be anything that gives items.
+        self._steps: EpochSampler[Any] = BatchOrderSampler(self.most_batches, rows_per_step=self.rows_per_step)
+        if isinstance(self._sampler, EpochSampler):
+            self._steps = self._sampler
+            if isinstance(loader, DataLoader):
+                self._steps.require_fits(loader.dataset)
+        elif self._args.schedule_in == "rows":
             raise ValueError(
                 f"schedule_in is 'rows' and the sampler is a {type(self._sampler).__name__}, which does not tell the "
                 "rows of each step beforehand: use one of commons.datasets.samplers, or set schedule_in to 'steps'"
             )
-        if isinstance(self._epoch_sampler, PlannedSampler):
+        if isinstance(self._sampler, PlannedSampler):
             _require_equal(self._identity(), recipe.device)
 
     def open(self, epoch: int, start: Place) -> Iterator[Any]:
@@ -140,40 +142,36 @@ class Epochs:
         return {} if self._in_turn is None else {"before_in_turn": 1}
 
     def step_rows(self) -> Iterator[int]:
-        """Rows of every step of the open epoch, over all ranks; without end where they are not known.
+        """Rows of every step of the open epoch, over all ranks.
 
         An exchanged window has as many steps and rows as the loader; how many rows each of its steps has is known once
         the window is open.
         """
-        if self._epoch_sampler is None:
-            return itertools.repeat(self.rows_per_step)
         if not self.in_windows:
-            return self._epoch_sampler.step_rows(self._epoch, self._start)
-        of_loader = self._epoch_sampler.step_rows(self._epoch, Place(self._start.row))
+            return self._steps.step_rows(self._epoch, self._start)
+        of_loader = self._steps.step_rows(self._epoch, Place(self._start.row))
         return itertools.starmap(self._exchanged_rows, itertools.islice(enumerate(of_loader), self._start.steps, None))
 
     def num_steps(self, epoch: int, start: Place) -> int:
-        """Steps from a place to the end of an epoch; an estimate where rows are not known."""
-        if self._epoch_sampler is None:
-            return max(0, self.most_batches - start.row // self.rows_per_step)
+        """Steps from a place to the end of an epoch."""
         if not self.in_windows:
-            return sum(1 for _ in self._epoch_sampler.step_rows(epoch, start))
-        return sum(1 for _ in self._epoch_sampler.step_rows(epoch, Place(start.row))) - start.steps
+            return sum(1 for _ in self._steps.step_rows(epoch, start))
+        return sum(1 for _ in self._steps.step_rows(epoch, Place(start.row))) - start.steps
 
     @property
-    def num_rows(self) -> int | None:
-        """Rows of an epoch, over all ranks; None where that is not known."""
-        return None if self._epoch_sampler is None else self._epoch_sampler.num_rows
+    def num_rows(self) -> int:
+        """Rows of an epoch, over all ranks."""
+        return self._steps.num_rows
 
     def place_after(self, steps: int) -> Place:
         """The place behind so many steps of the open epoch, those from its start on."""
         if not self.in_windows:
-            return self._loader_place(steps, self._start)
+            return self._steps.place_after(steps, self._epoch, self._start)
         windows, steps = divmod(self._start.steps + steps, self._args.shuffle_window)
-        row = self._loader_place(windows * self._args.shuffle_window, Place(self._start.row)).row
-        end = self._loader_place(steps, Place(row))
-        at_end = self._epoch_sampler is not None and next(self._epoch_sampler.step_rows(self._epoch, end), None) is None
-        return end if at_end else Place(row, steps)
+        whole = windows * self._args.shuffle_window
+        row = self._steps.place_after(whole, self._epoch, Place(self._start.row)).row
+        end = self._steps.place_after(steps, self._epoch, Place(row))
+        return end if next(self._steps.step_rows(self._epoch, end), None) is None else Place(row, steps)
 
     def order(self) -> dict[str, Any]:
         """What decides the order in which all ranks together read the data, JSON-ready; empty where it is not known."""
@@ -182,7 +180,7 @@ class Epochs:
     def window_of(self) -> dict[str, Any]:
         """What decides which rows of a window share a step, JSON-ready; empty without windows."""
         if not self.in_windows:
-            return self._identity() if self._epoch_sampler is not None and self._epoch_sampler.window > 1 else {}
+            return self._identity() if self._steps.window > 1 else {}
         options = asdict(self._shuffler.options)
         names = ("mode", "partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank")
         calibration = options["calibration"]
@@ -200,11 +198,6 @@ class Epochs:
         """Rows of a step counted from the first window; those of the loader in mode "off", which moves none."""
         exchanged = None if self._windows is None else self._windows.num_rows(step)
         return of_loader if exchanged is None else exchanged
-
-    def _loader_place(self, steps: int, start: Place) -> Place:
-        if self._epoch_sampler is None:
-            return Place(start.row + steps * self.rows_per_step)
-        return self._epoch_sampler.place_after(steps, self._epoch, start)
 
     def _identity(self) -> dict[str, Any]:
         identity: dict[str, Any] = getattr(self._sampler, "identity", dict)()

@@ -325,7 +325,7 @@ class TrainingLoop:
 
     def _total_rows(self) -> int:
         """Rows of the run, those before a checkpoint included."""
-        progress, of_epoch = self._progress, self._data.num_rows or 0
+        progress, of_epoch = self._progress, self._data.num_rows
         limits = [] if self._args.max_train_iters is None else [self._args.max_train_iters]
         if self._num_epochs is not None:
             left = max(0, of_epoch - progress.rows_in_epoch - progress.window_rows)
