@@ -22,18 +22,9 @@ from hstu.train_config import TrainConfig
 
 
 def train(config: TrainConfig | Mapping[str, Any], *, ranks: RankInfo | None = None) -> TrainSummary:
-    """One rank of a run, called on all ranks: by Ray Train's TorchTrainer, a notebook or any script.
+    """One rank of a run, called on all ranks by Ray Train's TorchTrainer, a notebook or any script.
 
-    Args:
-        config: the settings, or nested dictionaries of such, as a config file holds them.
-        ranks: which rank this is; None where a process group exists, which is joined and left as it is, or where
-            torchrun has started this process.
-
-    Returns:
-        What came out of the run.
-
-    Raises:
-        KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
+    Arguments, what it returns and errors are those of `commons.trainer.run.train`.
     """
     return run.train(HSTURecipe, config, ranks=ranks)
 

@@ -13,8 +13,7 @@ from commons.checks import require_at_least
 from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.config.fields import same_fields
-from commons.trainer.config.load import require_shuffler
+from commons.trainer.config.load import require_shuffler, same_fields
 from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.sharding import Sharding
 from hstu.model import ExecutionConfig, HSTUConfig, RankingConfig, RetrievalConfig

@@ -13,8 +13,7 @@ from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sids.map import SIDMap
 from commons.datasets.sids.random import random_sid_map
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.config.fields import same_fields
-from commons.trainer.config.load import require_shuffler
+from commons.trainer.config.load import require_shuffler, same_fields
 from commons.trainer.optimize.optimizers import OptimizerArgs
 from sid_gr.metrics import parse_metric
 from sid_gr.model.config import HeadKind, SIDGRConfig

@@ -25,15 +25,15 @@ from tqdm import tqdm
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.perf_model.calibration import cpu_name
 from commons.perf_model.peak_rates import peak_flops_of
-from commons.pipeline import TrainPipelineFactory, balanced
+from commons.pipeline import balanced
 from commons.run_log.files import LOG_FILE, LOG_SCHEMA, SUMMARY_FILE, write_summary
-from commons.trainer.evaluation import evaluate
+from commons.trainer.evaluation import Evaluation
 from commons.trainer.observe.meter import StepMeter
 from commons.trainer.observe.sinks import JsonLines
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.recipe import Recipe
-from commons.trainer.run_folder import open_run_folder
+from commons.trainer.run import open_run_folder
 
 # Folders of the two runs, within that of the comparison.
 AS_LOADED, BALANCED = "as-loaded", "balanced"
@@ -88,9 +88,9 @@ class Side:
         dist.barrier()
         self._meter.step(output, None if self._shuffler is None else self.pipeline.last_stats)
         self._step += 1
-        numbers = self._meter.take()
+        numbers, details = self._meter.take()
         if is_measured:
-            self._write({**numbers, **self._meter.details()})
+            self._write({**numbers, **details})
         return numbers
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -100,15 +100,8 @@ class Side:
     def finish(self, shuffler: IdentityBalancedBatchShuffler) -> None:
         """Evaluate on the users that are not trained on, and write the summary; training is over then."""
         self.pipeline.detach()
-        pipeline = TrainPipelineFactory.create(
-            "none",
-            model=self._model,
-            optimizer=None,  # type: ignore[arg-type]  # an evaluation takes no step
-            device=self._recipe.device,
-            batch_shuffler=shuffler,
-        )
         batches = tqdm(self._eval_loader, desc="evaluate", unit="batch", leave=False, disable=dist.get_rank() != 0)
-        metrics = evaluate(pipeline, self._model, iter(batches), self._recipe.metrics(self._model), self._recipe.device)
+        metrics = Evaluation(self._recipe, self._model, batches, shuffler).run()
         self._write({f"eval_{name}": value for name, value in metrics.items()})
         if self._log is not None:
             self._log.close()
@@ -128,12 +121,12 @@ def compare(recipe: Recipe, run_dir: Path, *, steps: int, warmup_steps: int) -> 
     Raises:
         ValueError: fewer batches than are needed to measure a step.
     """
-    shortest = torch.tensor(len(recipe.loaders[0]), device=recipe.device)
-    all_reduce(shortest, "count of batches", op=dist.ReduceOp.MIN)
-    num_steps = min(warmup_steps + steps, int(shortest))
+    own_batches = torch.tensor([len(recipe.loaders[0])], device=recipe.device)
+    shortest = int(gather_numbers(own_batches, "count of batches").min())
+    num_steps = min(warmup_steps + steps, shortest)
     if num_steps <= warmup_steps:
         raise ValueError(
-            f"the data have {int(shortest)} full batches of {recipe.batch_size} users per rank, warmup_steps is "
+            f"the data have {shortest} full batches of {recipe.batch_size} users per rank, warmup_steps is "
             f"{warmup_steps}; at least one step is measured: lower batch_size or raise num_users"
         )
     shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.balanced import BalancedBatchSampler
 from commons.datasets.samplers.budget import BudgetBatchSampler
+from commons.datasets.samplers.epoch import Place
 from commons.datasets.samplers.planned import PlannedSampler
-from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
+from commons.distributed.stats import ShuffleStats
+from commons.perf_model.loads import imbalance, sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.trainer.config.args import DatasetArgs, TrainerArgs
-from commons.trainer.observe.rows_in_turn import RowsInTurn
 
 
 def train_and_eval_loaders(
@@ -29,7 +31,7 @@ def train_and_eval_loaders(
     """Loaders of this rank's training and evaluation batches, on the host.
 
     Tensor-parallel peers load the same batches: the ranks that share the data are those of the data-parallel group.
-    With single_rank_load the training loader has the batches of all these ranks together, for `rank0_loader`.
+    With single_rank_load the training loader has the batches of all these ranks together, for a SingleRankLoader.
 
     Raises:
         KeyError: an unknown data set.
@@ -72,22 +74,6 @@ def _open(split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: in
         seed=trainer.seed,
         **dataset.loader_options(),
         **options,
-    )
-
-
-def rank0_loader(
-    train_loader: DataLoader[Any],
-    trainer: TrainerArgs,
-    device: torch.device,
-    get_workloads: Callable[[Any], torch.Tensor],
-) -> SingleRankLoader:
-    """This rank's batches out of those that the first rank loads for all; a collective call.
-
-    Row i goes to rank `i mod ranks`, as where every rank loads its own rows, or with balance_batch where it evens the
-    work, which `get_workloads` counts. The other ranks use the length and the sampler of their own `train_loader`.
-    """
-    return SingleRankLoader(
-        train_loader, get_workloads if trainer.balancing == "rank 0" else None, pin_memory=device.type == "cuda"
     )
 
 
@@ -146,3 +132,61 @@ def _costs(outlines: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> 
         counted = [index for index, key in enumerate(keys) if key in (shuffler.token_feature_names or keys)]
         tokens.append(lengths[counted].sum(0).numpy())
     return np.concatenate(workloads), np.concatenate(tokens)
+
+
+class RowsInTurn:
+    """What a sampler by work gains: the loads of its rows, had a loader dealt row i of every step to rank i mod W.
+
+    A sampler deals rows as they are read, so the shuffler sees ranks that are even already and cannot measure what
+    that gained. The sampler knows what each row costs and the order it dealt from.
+
+    A step has as many rows as the sampler's. With a window above 1 they are other rows than those that the sampler
+    trains in that step; the rows of the whole window are the same, so that sums over the window compare.
+
+    Args:
+        sampler: deals the rows by their work.
+        workloads: int64 `(num_rows,)`, what each row of the data set costs, in the shuffler's unit.
+        num_ranks: ranks that share the data.
+    """
+
+    def __init__(self, sampler: PlannedSampler, workloads: np.ndarray, num_ranks: int) -> None:
+        self._sampler, self._workloads, self._num_ranks = sampler, workloads, num_ranks
+        self._steps: Iterator[np.ndarray] = iter(())
+
+    def open(self, epoch: int, start: Place) -> None:
+        """Begin an epoch at a place; the next `beside` is of the step there."""
+        self._steps = self.loads(epoch, start)
+
+    def loads(self, epoch: int, start: Place) -> Iterator[np.ndarray]:
+        """int64 `(num_ranks,)` for each step of an epoch from a place on: the load of every rank, dealt in turn."""
+        order = self._sampler.order(len(self._workloads), epoch)
+        begin = self._sampler.first_row(start.row, self._sampler.first_rows(order))
+        # The place may lie within a window, whose first steps have taken their share of its rows.
+        for index, num_rows in enumerate(self._sampler.step_rows(epoch, Place(start.row))):
+            rows = order[begin : begin + num_rows]
+            begin += num_rows
+            if index >= start.steps:
+                ranks = np.arange(num_rows) % self._num_ranks
+                yield sum_by_rank(ranks, self._workloads[rows], self._num_ranks)
+
+    def beside(self, stats: ShuffleStats | None) -> ShuffleStats | None:
+        """The stats of the next step, "before" being its rows dealt in turn and "after" its rows as they were read.
+
+        `stats` are what a shuffler that moves nothing has observed; None where it has not looked.
+        """
+        loads = next(self._steps, None)
+        if stats is None or loads is None:
+            return stats
+        before, after = loads.tolist(), max(stats.loads_after, default=0)
+        return dataclasses.replace(
+            stats,
+            window=self._sampler.window,
+            loads_before=tuple(before),
+            imbalance_before=imbalance(before),
+            imbalance_after=imbalance(list(stats.loads_after)),
+            largest_load_before=max(before),
+            largest_load_after=after,
+            optimality_gap=after / stats.lower_bound - 1.0 if stats.lower_bound else 0.0,
+            predicted_saving=(max(before) - after) / max(before) if max(before) else 0.0,
+            predicted_saving_ms=None,  # it was of the plan that was not carried out
+        )

@@ -62,6 +62,7 @@ class DemoOptions:
         config = load_config_file(config_class, path)
         size = self.batch_size
         trainer = {"train_batch_size": size, "eval_batch_size": size, "run_dir": str(self.run_dir), "seed": self.seed}
+        trainer["max_eval_iters"] = None  # both replicas are evaluated once, on all users that are not trained on
         dataset = {"max_history_seqlen": self.max_history_seqlen, "dataset_path": str(self.data_dir)}
         return replace(
             config,

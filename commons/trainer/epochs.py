@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place
+from commons.datasets.samplers.epoch import EPOCH_START, BatchOrderSampler, EpochSampler, Place
 from commons.datasets.samplers.planned import PlannedSampler
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
@@ -22,10 +22,13 @@ from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.partitioner.core import SOURCES
 from commons.pipeline import windowed_iter
+from commons.pipeline.windows import WindowedBatches
 from commons.trainer.checkpoint.random_state import kept_random_state
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.data import RowsInTurn, balanced_loader
+from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.ranks.launch import seed_all
+from commons.trainer.recipe import Recipe
 
 # Which part of the order a rank reads, how much of it at a time, and in which batches.
 _PER_LAUNCH = (
@@ -37,59 +40,79 @@ _PER_LAUNCH = (
 class Epochs:
     """The epochs of a run: their batches, the rows of their steps, and the place behind each step.
 
+    Called on all ranks together. A sampler of commons.datasets knows the rows of every step beforehand; with another
+    one all steps are taken for full ones.
+
     Args:
-        loader: host batches of this rank; its sampler has `set_epoch` if epochs differ. One of commons.datasets knows
-            the rows of every step beforehand; otherwise all steps are taken for full ones.
-        args: settings; the loader draws the seed of its workers from `seed`.
-        shuffler: balances `args.shuffle_window` batches at a time; None where batches are trained as they are loaded.
-        device: of this rank.
+        loader: host batches of this rank, or with single_rank_load of all of them; it has a length, and a sampler with
+            `set_epoch` if epochs differ.
+        recipe: of the run.
+        shuffler: of the training.
+
+    Attributes:
+        loader: what this rank reads; its sampler balances the rows, where the settings say so.
+        in_windows: whether batches come out of windows that are exchanged.
+        rows_per_step: rows of a full step, over all ranks.
+        most_batches: batches of an epoch on the rank that has the most.
 
     Raises:
-        ValueError: ranks that would plan differently, a sampler made for another data set, or a schedule in rows with a
-            sampler that does not know them.
+        ValueError: ranks that would plan differently, a sampler made for another data set, a schedule in rows with a
+            sampler that does not know them, or data that cannot be read by their work.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any] | SingleRankLoader,
-        args: TrainerArgs,
-        shuffler: BaseTaskBalancedBatchShuffler | None,
-        device: torch.device,
-    ) -> None:
-        self._loader = loader
-        self._args = args
+    def __init__(self, loader: DataLoader[Any], recipe: Recipe, shuffler: BaseTaskBalancedBatchShuffler) -> None:
+        self._args: TrainerArgs = recipe.config.trainer
         self._shuffler = shuffler
+        self._in_turn: RowsInTurn | None = None
+        if self._args.balancing in ("sampler", "budget"):
+            loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
+        self.loader = loader
+        self._dealt_out: SingleRankLoader | None = None
+        if self._args.single_rank_load:
+            # Row i goes to rank i mod ranks, as where every rank loads its own rows, or where it evens the work.
+            get_workloads = shuffler.get_workloads if self._args.balancing == "rank 0" else None
+            self._dealt_out = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
+        self.in_windows = self._args.balancing == "windows"
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
+        self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
+        own_batches = torch.tensor([len(loader)], device=recipe.device)
+        self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
+        # Of the epoch that is open.
+        self._epoch, self._start = 0, EPOCH_START
+        self._windows: WindowedBatches | None = None
         # A user's own sampler may be anything that gives items.
-        self._epoch_sampler = self._sampler if isinstance(self._sampler, EpochSampler) else None
-        self._rows_per_step = args.train_batch_size * dist.get_world_size(resolve_process_group())
-        self._windows: Any = None
-        if self._epoch_sampler is not None and isinstance(loader, DataLoader):
-            self._epoch_sampler.require_fits(loader.dataset)
-        if self._epoch_sampler is None and args.schedule_in == "rows":
+        self._steps: EpochSampler[Any] = BatchOrderSampler(self.most_batches, rows_per_step=self.rows_per_step)
+        if isinstance(self._sampler, EpochSampler):
+            self._steps = self._sampler
+            if isinstance(loader, DataLoader):
+                self._steps.require_fits(loader.dataset)
+        elif self._args.schedule_in == "rows":
             raise ValueError(
                 f"schedule_in is 'rows' and the sampler is a {type(self._sampler).__name__}, which does not tell the "
                 "rows of each step beforehand: use one of commons.datasets.samplers, or set schedule_in to 'steps'"
             )
-        if isinstance(self._epoch_sampler, PlannedSampler):
-            _require_equal(self._identity(), device)
+        if isinstance(self._sampler, PlannedSampler):
+            _require_equal(self._identity(), recipe.device)
 
     def open(self, epoch: int, start: Place) -> Iterator[Any]:
-        """The batches of an epoch, counted from 0, from a place on; called on all ranks together.
+        """The batches of an epoch, counted from 0, from a place on.
 
         Random states stay as they are: the loader draws more or less often where a run has just been resumed.
 
         Raises:
             ValueError: the sampler cannot begin within an epoch.
         """
-        skipped = 0 if self._shuffler is None else start.steps
-        self._set_place(epoch, Place(start.row) if skipped else start)
+        self._epoch, self._start = epoch, start
+        skipped = start.steps if self.in_windows else 0
+        self._set_place(Place(start.row) if skipped else start)
         with kept_random_state():
             entropy = np.random.SeedSequence([self._args.seed, epoch, dist.get_rank()])
             seed_all(int(entropy.generate_state(1)[0]))
-            batches = iter(self._loader)
-        if self._shuffler is None:
+            batches = iter(self.loader if self._dealt_out is None else self._dealt_out)
+        if self._in_turn is not None:
+            self._in_turn.open(epoch, start)
+        if not self.in_windows:
             return batches
         self._windows = windowed_iter(batches, self._shuffler, self._args.shuffle_window)
         for _ in range(skipped):  # the window is exchanged as a whole
@@ -97,55 +120,58 @@ class Epochs:
             self._windows.take_stats()
         return self._windows
 
-    def take_stats(self) -> ShuffleStats | None:
-        """Stats of the batch that was trained next in windows; once for each."""
-        return self._windows.take_stats()
-
-    @property
-    def in_windows(self) -> bool:
-        """Whether batches come out of windows that are exchanged."""
-        return self._shuffler is not None
-
-    def close(self) -> None:
-        """End the epoch that is open; called on all ranks together."""
+    def leave(self) -> None:
+        """End the epoch that is open."""
         if self._windows is not None:
             self._windows.close()
         self._windows = None
 
-    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
-        """Rows of every step from a place on, over all ranks; without end where they are not known.
+    def close(self) -> None:
+        """Give back what loading has taken, after a run."""
+        if self._dealt_out is not None:
+            self._dealt_out.close()
+
+    def stats_of_step(self, of_pipeline: ShuffleStats | None) -> ShuffleStats | None:
+        """Stats of the step that was trained next, once for each; `of_pipeline` are those that its pipeline has."""
+        if self._windows is not None:
+            return self._windows.take_stats()
+        return of_pipeline if self._in_turn is None else self._in_turn.beside(of_pipeline)
+
+    def details(self) -> dict[str, int]:
+        """What a line of the log says of its stats: 1 where "before" is of the rows that the sampler chose from."""
+        return {} if self._in_turn is None else {"before_in_turn": 1}
+
+    def step_rows(self) -> Iterator[int]:
+        """Rows of every step of the open epoch, over all ranks.
 
         An exchanged window has as many steps and rows as the loader; how many rows each of its steps has is known once
         the window is open.
         """
-        if self._epoch_sampler is None:
-            return itertools.repeat(self._rows_per_step)
-        if self._shuffler is None:
-            return self._epoch_sampler.step_rows(epoch, start)
-        return self._exchanged_rows(self._epoch_sampler.step_rows(epoch, Place(start.row)), start.steps)
+        if not self.in_windows:
+            return self._steps.step_rows(self._epoch, self._start)
+        of_loader = self._steps.step_rows(self._epoch, Place(self._start.row))
+        return itertools.starmap(self._exchanged_rows, itertools.islice(enumerate(of_loader), self._start.steps, None))
 
-    def num_steps(self, epoch: int, start: Place) -> int | None:
-        """Steps from a place to the end of an epoch; None where that is not known."""
-        if self._epoch_sampler is None:
-            return None
-        if self._shuffler is None:
-            return sum(1 for _ in self._epoch_sampler.step_rows(epoch, start))
-        return sum(1 for _ in self._epoch_sampler.step_rows(epoch, Place(start.row))) - start.steps
+    def num_steps(self, epoch: int, start: Place) -> int:
+        """Steps from a place to the end of an epoch."""
+        if not self.in_windows:
+            return sum(1 for _ in self._steps.step_rows(epoch, start))
+        return sum(1 for _ in self._steps.step_rows(epoch, Place(start.row))) - start.steps
 
     @property
-    def num_rows(self) -> int | None:
-        """Rows of an epoch, over all ranks; None where that is not known."""
-        return None if self._epoch_sampler is None else self._epoch_sampler.num_rows
+    def num_rows(self) -> int:
+        """Rows of an epoch, over all ranks."""
+        return self._steps.num_rows
 
-    def place_after(self, steps: int, epoch: int, start: Place) -> Place:
-        """The place behind so many steps that were trained from `start` on."""
-        if self._shuffler is None:
-            return self._loader_place(steps, epoch, start)
-        windows, steps = divmod(start.steps + steps, self._args.shuffle_window)
-        row = self._loader_place(windows * self._args.shuffle_window, epoch, Place(start.row)).row
-        end = self._loader_place(steps, epoch, Place(row))
-        at_end = self._epoch_sampler is not None and next(self._epoch_sampler.step_rows(epoch, end), None) is None
-        return end if at_end else Place(row, steps)
+    def place_after(self, steps: int) -> Place:
+        """The place behind so many steps of the open epoch, those from its start on."""
+        if not self.in_windows:
+            return self._steps.place_after(steps, self._epoch, self._start)
+        windows, steps = divmod(self._start.steps + steps, self._args.shuffle_window)
+        whole = windows * self._args.shuffle_window
+        row = self._steps.place_after(whole, self._epoch, Place(self._start.row)).row
+        end = self._steps.place_after(steps, self._epoch, Place(row))
+        return end if next(self._steps.step_rows(self._epoch, end), None) is None else Place(row, steps)
 
     def order(self) -> dict[str, Any]:
         """What decides the order in which all ranks together read the data, JSON-ready; empty where it is not known."""
@@ -153,8 +179,8 @@ class Epochs:
 
     def window_of(self) -> dict[str, Any]:
         """What decides which rows of a window share a step, JSON-ready; empty without windows."""
-        if self._shuffler is None:
-            return self._identity() if self._epoch_sampler is not None and self._epoch_sampler.window > 1 else {}
+        if not self.in_windows:
+            return self._identity() if self._steps.window > 1 else {}
         options = asdict(self._shuffler.options)
         names = ("mode", "partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank")
         calibration = options["calibration"]
@@ -168,40 +194,32 @@ class Epochs:
             **{name: options[name] for name in names},
         }
 
-    def _exchanged_rows(self, of_loader: Iterator[int], first: int) -> Iterator[int]:
-        """Rows of every step from the first on; those of the loader in mode "off", which moves none."""
-        for step, rows in itertools.islice(enumerate(of_loader), first, None):
-            exchanged = None if self._windows is None else self._windows.num_rows(step)
-            yield rows if exchanged is None else exchanged
-
-    def _loader_place(self, steps: int, epoch: int, start: Place) -> Place:
-        if self._epoch_sampler is None:
-            return Place(start.row + steps * self._rows_per_step)
-        return self._epoch_sampler.place_after(steps, epoch, start)
+    def _exchanged_rows(self, step: int, of_loader: int) -> int:
+        """Rows of a step counted from the first window; those of the loader in mode "off", which moves none."""
+        exchanged = None if self._windows is None else self._windows.num_rows(step)
+        return of_loader if exchanged is None else exchanged
 
     def _identity(self) -> dict[str, Any]:
         identity: dict[str, Any] = getattr(self._sampler, "identity", dict)()
         return {name: value for name, value in identity.items() if name != "rank"}
 
-    def _set_place(self, epoch: int, start: Place) -> None:
+    def _set_place(self, start: Place) -> None:
         if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
+            self._sampler.set_epoch(self._epoch)
         if start == EPOCH_START:
             return
         if not hasattr(self._sampler, "start_at"):
             raise ValueError(
-                f"the checkpoint ends within epoch {epoch}, and {type(self._sampler).__name__} cannot begin there; "
-                "resuming needs a sampler with start_at(row): use one of commons.datasets.samplers.epoch"
+                f"the checkpoint ends within epoch {self._epoch}, and {type(self._sampler).__name__} cannot begin "
+                "there; resuming needs a sampler with start_at(row): use one of commons.datasets.samplers.epoch"
             )
         self._sampler.start_at(*(start if start.steps else start[:1]))
 
 
 def _require_equal(identity: dict[str, Any], device: torch.device) -> None:
     """Raise ValueError on all ranks unless all of them plan by the same."""
-    digest = zlib.crc32(repr(sorted(identity.items())).encode())
-    extremes = torch.tensor([digest, -digest], device=device)
-    all_reduce(extremes, "comparison of plans of the epoch", op=dist.ReduceOp.MAX)
-    if extremes[0] != -extremes[1]:
+    digest = torch.tensor([zlib.crc32(repr(sorted(identity.items())).encode())], device=device)
+    if len(gather_numbers(digest, "comparison of plans of the epoch").unique()) > 1:
         raise ValueError(
             f"ranks plan by different settings or workloads, here by {identity}; each reads its own rows of one plan: "
             "give all ranks the same workloads, such as those of one calibration, and the same sizes and seed"

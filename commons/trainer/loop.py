@@ -11,139 +11,86 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
+from commons.console import make_console
 from commons.datasets.samplers.epoch import EPOCH_START, Place
-from commons.dispatch import SingleRankLoader
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.distributed.process_group import resolve_process_group
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
-from commons.trainer.config.args import TrainerArgs
 from commons.trainer.epochs import Epochs
-from commons.trainer.evaluation import Evaluations, Metrics
-from commons.trainer.observe.meter import StepMeter, StepOutput, count_values, of_all_ranks
+from commons.trainer.evaluation import Evaluation
+from commons.trainer.observe.meter import StepMeter, StepOutput, of_all_ranks
 from commons.trainer.observe.profiling import StepProfiler
-from commons.trainer.observe.rows_in_turn import RowsInTurn
 from commons.trainer.observe.times import ForwardTimer
 from commons.trainer.observe.train_log import TrainLog, TrainSummary
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.optimize.updates import DeferredOptimizer, FiniteLossGuard, StepUpdate
-from commons.trainer.ranks.collectives import all_reduce, broadcast_text, missing_ranks_named
+from commons.trainer.ranks.collectives import broadcast_text, missing_ranks_named
 from commons.trainer.ranks.launch import describe_ranks
 from commons.trainer.ranks.stop import StopSignal, keep_workers
+from commons.trainer.recipe import Recipe
 
 
 class TrainingLoop:
-    """Trains one model.
+    """One run of a recipe: its loaders, model, optimizer and shufflers; made and run on all ranks together.
 
-    Args:
-        args: settings.
-        model: returns the loss to call `backward` on and a StepOutput.
-        optimizer: of the dense parameters, or all.
-        device: of this rank.
-        shuffler: for training; `IdentityBalancedBatchShuffler` for batches as they are loaded.
-        train_loader: host batches of this rank; it has a length.
-        eval_shuffler: for evaluation, another one than `shuffler`; needed with an `eval_loader`.
-        eval_loader: host batches of this rank; None for no evaluation.
-        metrics: what an evaluation measures besides the loss.
-        num_tokens: of a host batch, for the log.
-        fingerprint: what must be equal to load a checkpoint, JSON-ready; needed for checkpoints.
-        flops: operations of forward and backward pass on a host batch; None leaves TFLOPS and MFU out of the log.
-        compute_dtype: of the model's matrix products, for MFU.
-        loss_scaler: of a model that scales its loss, as training in float16 needs it.
-        layers: the module whose forward pass is a rank's own work, see `Recipe.layers`; None for no rank speeds.
-        in_turn: where a sampler has dealt the rows by their work, what they would cost dealt in turn; None elsewhere.
+    Raises:
+        KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
     """
 
-    def __init__(
-        self,
-        args: TrainerArgs,
-        *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        shuffler: BaseTaskBalancedBatchShuffler,
-        train_loader: DataLoader[Any] | SingleRankLoader,
-        eval_shuffler: BaseTaskBalancedBatchShuffler | None = None,
-        eval_loader: DataLoader[Any] | None = None,
-        metrics: Metrics | None = None,
-        num_tokens: Callable[[Any], int] = count_values,
-        fingerprint: Mapping[str, Any] | None = None,
-        flops: Callable[[Any], int] | None = None,
-        compute_dtype: torch.dtype = torch.float32,
-        loss_scaler: LossScaler | None = None,
-        layers: torch.nn.Module | None = None,
-        in_turn: RowsInTurn | None = None,
-    ) -> None:
-        if (eval_loader is None) != (eval_shuffler is None) or eval_shuffler is shuffler:
-            raise ValueError(
-                "eval_loader and eval_shuffler go together, and eval_shuffler is not the shuffler of training; an "
-                "evaluation agrees on the end of its own data: give both or none"
-            )
-        if args.single_rank_load and not isinstance(train_loader, SingleRankLoader):
-            raise ValueError(
-                f"single_rank_load is True and train_loader is a {type(train_loader).__name__}; every rank would train "
-                "the batches of all: pass the loader of commons.trainer.data.rank0_loader"
-            )
+    def __init__(self, recipe: Recipe) -> None:
+        args, device = recipe.config.trainer, recipe.device
         if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
             raise ValueError(
                 f"pipeline_type is {args.pipeline_type!r}, the device is the CPU; TorchRec's pipeline of that name "
                 "needs CUDA streams: choose 'native' or 'none'"
             )
-        self._args = args
-        self._model = model
-        self._optimizer = optimizer
-        self._device = device
-        self._train_loader = train_loader
-        self._shuffler = shuffler
-        self._shufflers = [each for each in (shuffler, eval_shuffler) if each is not None]
-        self._forward_timer = ForwardTimer(layers, device)
-        self._in_turn = in_turn
-        self._loss_scaler = loss_scaler
-        # What comes out of a window needs no further shuffle.
-        in_windows = args.balancing == "windows"
-        self._after_windows = IdentityBalancedBatchShuffler(options=args.shuffler) if in_windows else None
-        self._data = Epochs(train_loader, args, shuffler if in_windows else None, device)
-        pipeline: dict[str, Any] = {"model": model, "optimizer": DeferredOptimizer(optimizer), "device": device}
+        self._args, self._device = args, device
+        train_loader, eval_loader = recipe.loaders
+        if dist.get_rank() == 0:
+            for line in recipe.notes():
+                make_console(highlight=False).print(line)
+        self._model = recipe.build_model()
+        self._optimizer = recipe.build_optimizer(self._model)
+        self._shuffler = recipe.build_shuffler(balances=args.balancing != "none")
+        self._data = Epochs(train_loader, recipe, self._shuffler)
+        self._shufflers = [self._shuffler]
+        if self._data.in_windows:  # what comes out of a window needs no further shuffle
+            self._shufflers.append(IdentityBalancedBatchShuffler(options=args.shuffler))
         self._pipeline = TrainPipelineFactory.create(
-            args.pipeline_type, batch_shuffler=self._after_windows or shuffler, **pipeline
+            args.pipeline_type,
+            model=self._model,
+            optimizer=DeferredOptimizer(self._optimizer),  # type: ignore[arg-type]  # stands in for one
+            device=device,
+            batch_shuffler=self._shufflers[-1],
         )
-        eval_pipeline = None
-        if eval_shuffler is not None:
-            eval_pipeline = TrainPipelineFactory.create("none", batch_shuffler=eval_shuffler, **pipeline)
-        self._evaluations = Evaluations(
-            args, pipeline=eval_pipeline, batches=eval_loader, metrics=metrics, device=device
-        )
+        self._evaluation: Evaluation | None = None
+        if eval_loader is not None:
+            self._shufflers.append(recipe.build_shuffler(balances=args.shuffle_eval))
+            self._evaluation = Evaluation(recipe, self._model, eval_loader, self._shufflers[-1])
+        # What the latest evaluation has found, by names of the log, and after which step.
+        self._evaluated_at, self._results = -1, dict[str, Any]()
         # Where only the number of steps is limited, the data repeats.
         self._num_epochs = args.num_epochs or (None if args.max_train_iters else 1)
-        self._checkpoints = Checkpointer(
-            args,
-            model=model,
-            optimizer=optimizer,
-            fingerprint=fingerprint or {},
-            device=device,
-            order=self._data.order(),
-            loss_scaler=loss_scaler,
-            shuffler=shuffler,
-        )
+        self._loss_scaler = recipe.loss_scaler
+        self._checkpoints = Checkpointer(recipe, self._model, self._optimizer, self._shuffler, self._data.order())
         self._stop = StopSignal(enabled=self._checkpoints.saves, timeout=args.shuffler.timeout)
         if self._checkpoints.saves:
-            for loader in (getattr(train_loader, "loader", train_loader), eval_loader):
+            for loader in (self._data.loader, eval_loader):
                 keep_workers(loader)
-        peak_flops = peak_flops_of(device, compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
-        self._meter = StepMeter(device, num_tokens, flops, peak_flops)
-        self._guard = FiniteLossGuard(device, in_float16=loss_scaler is not None)
-        steps_per_update = args.optimization.accumulation_steps
-        self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=steps_per_update)
+        peak_flops = (
+            peak_flops_of(device, recipe.compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
+        )
+        self._meter = StepMeter(device, recipe.num_tokens, recipe.flops, peak_flops)
+        self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
+        self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)
+        self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=args.optimization.accumulation_steps)
         self._step = 0
 
     def run(self) -> TrainSummary:
@@ -157,15 +104,17 @@ class TrainingLoop:
         """
         with missing_ranks_named(lambda: self._step + 1, self._shufflers), self._stop:
             summary = self._run()
-        if self._after_windows is not None:  # not after a failure, when a worker may wait for a rank that is gone
-            self._after_windows.close()
+        # Not after a failure: a worker may then wait for a rank that is gone.
+        for shuffler in self._shufflers:
+            shuffler.close()
+        self._data.close()
         return summary
 
     def _run(self) -> TrainSummary:
         self._progress, resumed = self._checkpoints.resume()
         self._step = self._progress.step
         start, again = self._start()
-        self._schedule.resume(self._step, self._progress.rows or 0)
+        self._schedule.resume(self._step, self._progress.rows)
         total_steps = self._total_steps(start)
         self._update = StepUpdate(
             self._args.optimization,
@@ -180,15 +129,15 @@ class TrainingLoop:
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
             self._log.say(line)
         # A run that was complete is not evaluated once more.
-        logged = json.loads(broadcast_text(json.dumps(self._log.evaluated), self._device))
-        self._evaluations.restore(self._step, logged)
+        self._results = json.loads(broadcast_text(json.dumps(self._log.evaluated), self._device))
+        self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
         try:
             epochs = self._train(start)
             self._update.flush()
             self._write_line()
             self._save()
-            if not (self._stop.agreed or self._evaluations.has_evaluated(self._step)):
+            if self._evaluated_at != self._step:
                 self._evaluate()
             if self._stop.agreed:
                 self._log.say(
@@ -198,7 +147,7 @@ class TrainingLoop:
             self._forward_timer.close()
             self._profiler.close()
             self._log.close()
-        summary = TrainSummary(self._step, epochs, metrics=self._evaluations.results, **self._meter.totals())
+        summary = TrainSummary(self._step, epochs, metrics=self._results, **self._meter.totals())
         self._log.summary(str(self._args.run_dir), summary)
         self._checkpoints.require_saved(self._step)
         return summary
@@ -206,9 +155,6 @@ class TrainingLoop:
     def _start(self) -> tuple[Place, str]:
         """Where the current epoch goes on, and a line about rows that are trained a second time, or ""."""
         progress = self._progress
-        if progress.rows is None:  # a checkpoint of an earlier version
-            rows = progress.epoch * (self._data.num_rows or 0) + progress.rows_in_epoch
-            self._progress = progress = replace(progress, rows=rows)
         if not progress.window_steps:
             return Place(progress.rows_in_epoch), ""
         # Rank 0 decides for all, because it wrote the checkpoint.
@@ -235,38 +181,35 @@ class TrainingLoop:
         """Train what is left of an epoch from a place on: segments, and what is due between them."""
         first_step = self._step
         behind_window = self._progress.window_rows if start.steps else 0
-        self._schedule.begin_epoch(first_step, self._data.step_rows(epoch, start))
-        first_rows = self._schedule.rows_after(first_step)
         batches = self._data.open(epoch, start)
-        if self._in_turn is not None:
-            self._in_turn.open(epoch, start)
+        self._schedule.begin_epoch(first_step, self._data.step_rows())
+        first_rows = self._schedule.rows_after(first_step)
         while not self._is_done():
             trained = self._train_segment(self._segment(batches, self._step + 1))
-            place = self._data.place_after(self._step - first_step, epoch, start)
+            place = self._data.place_after(self._step - first_step)
             if place == EPOCH_START:
                 raise ValueError(
                     f"epoch {epoch} has no batch on any rank; training needs at least one: check the data set, its "
                     "split and drop_last"
                 )
             rows = self._schedule.rows_after(self._step)
-            in_window = start.row + behind_window + rows - first_rows - place.row
-            self._progress = TrainProgress(
-                self._step,
-                epoch,
-                place.row,
-                place.steps,
-                in_window if place.steps else 0,
-                self._data.window_of() if place.steps else {},
-                rows,
-            )
+            self._progress = TrainProgress(self._step, epoch, place.row, rows=rows)
+            if place.steps:
+                in_window = start.row + behind_window + rows - first_rows - place.row
+                self._progress = replace(
+                    self._progress,
+                    window_steps=place.steps,
+                    window_rows=in_window,
+                    window_of=self._data.window_of(),
+                )
             if trained and self._saves_after(self._step):
                 self._save()
-            if trained and self._evaluates_after(self._step) and not self._stop.agreed:
+            if trained and self._evaluates_after(self._step):
                 self._evaluate()
             # The same on all ranks: they train together until the last has ended.
             if not trained or not self._pauses_after(self._step):
                 break
-        self._data.close()
+        self._data.leave()
 
     def _segment(self, batches: Iterator[Any], first_step: int) -> Iterator[Any]:
         """Batches of this rank until something else than training is due, or until the data end."""
@@ -295,9 +238,7 @@ class TrainingLoop:
             self._after_step(output)
 
     def _after_step(self, output: StepOutput) -> None:
-        stats = self._data.take_stats() if self._data.in_windows else self._pipeline.last_stats
-        if self._in_turn is not None:
-            stats = self._in_turn.beside(stats)
+        stats = self._data.stats_of_step(self._pipeline.last_stats)
         self._update.after_step(self._step, output.num_loss_tokens)
         self._step += 1
         self._guard.look(self._step, output.loss_sum)
@@ -316,14 +257,13 @@ class TrainingLoop:
 
     def _write_line(self) -> None:
         self._guard.check()
-        if numbers := self._meter.take():
+        numbers, details = self._meter.take()
+        if numbers:
             self._report_forward_times()  # the meter has waited for the end of the last step
-            details = self._meter.details()
             if self._forward_timer.is_on and "loads_after" in details:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}
-            if self._in_turn is not None:  # without it, "before" is of rows that a sampler had made even already
-                details |= {"before_in_turn": 1}
+            details |= self._data.details()
             self._log.line({"step": self._step, **numbers, **scale}, details)
 
     def _save(self) -> None:
@@ -333,8 +273,21 @@ class TrainingLoop:
             self._checkpoints.save(self._progress)
 
     def _evaluate(self) -> None:
-        if self._evaluations.evaluate(self._step, self._model, self._pipeline, self._stop):
-            self._log.line({"step": self._step, **self._evaluations.results})
+        """Evaluate the state after this step, unless the run ends early; the training pipeline has nothing in flight.
+
+        Meanwhile the changes that this pipeline has made to the model are undone.
+        """
+        if self._evaluation is None or self._stop.agreed:
+            return
+        if hasattr(self._pipeline, "detach"):
+            self._pipeline.detach()
+        results = self._evaluation.run(self._stop)
+        if hasattr(self._pipeline, "attach"):
+            self._pipeline.attach(self._model)
+        if not self._stop.agreed:
+            self._evaluated_at = self._step
+            self._results = {f"eval_{name}": value for name, value in results.items()}
+            self._log.line({"step": self._step, **self._results})
 
     def _pauses_after(self, step: int) -> bool:
         """Whether something else than training is due after a step; the same on all ranks."""
@@ -346,7 +299,7 @@ class TrainingLoop:
         return self._checkpoints.saves and self._schedule.is_due(self._args.ckpt_save_interval, step, every=every)
 
     def _evaluates_after(self, step: int) -> bool:
-        return self._evaluations.enabled and self._schedule.is_due(self._args.eval_interval, step)
+        return self._evaluation is not None and self._schedule.is_due(self._args.eval_interval, step)
 
     def _has_trained_all(self, step: int) -> bool:
         limit = self._args.max_train_iters
@@ -361,26 +314,20 @@ class TrainingLoop:
 
     def _total_steps(self, start: Place) -> int:
         """Steps of the run, those before a checkpoint included; an estimate where steps differ in their rows."""
-        batches = torch.tensor(len(self._train_loader), device=self._device)
-        all_reduce(batches, "count of batches", op=dist.ReduceOp.MAX)
-        rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
-        limits = []
-        if self._args.max_train_iters is not None:
-            limit = self._args.max_train_iters
-            limits.append(-(-limit // rows_per_step) if self._schedule.in_rows else limit)
+        limits, limit = [], self._args.max_train_iters
+        if limit is not None:
+            limits.append(-(-limit // self._data.rows_per_step) if self._schedule.in_rows else limit)
         if self._num_epochs is not None:
-            epochs = self._num_epochs - self._progress.epoch
-            left = self._data.num_steps(self._progress.epoch, start) if epochs else 0
-            if left is None:
-                left = max(0, int(batches) - start.row // rows_per_step)
-            limits.append(self._step + (left + (epochs - 1) * int(batches) if epochs else 0))
+            left = self._data.num_steps(self._progress.epoch, start)
+            following = self._num_epochs - self._progress.epoch - 1
+            limits.append(self._step + (left + following * self._data.most_batches if following >= 0 else 0))
         return max(self._step, min(limits))
 
     def _total_rows(self) -> int:
         """Rows of the run, those before a checkpoint included."""
-        progress, of_epoch = self._progress, self._data.num_rows or 0
+        progress, of_epoch = self._progress, self._data.num_rows
         limits = [] if self._args.max_train_iters is None else [self._args.max_train_iters]
         if self._num_epochs is not None:
             left = max(0, of_epoch - progress.rows_in_epoch - progress.window_rows)
-            limits.append((progress.rows or 0) + left + (self._num_epochs - progress.epoch - 1) * of_epoch)
+            limits.append(progress.rows + left + (self._num_epochs - progress.epoch - 1) * of_epoch)
         return min(limits)

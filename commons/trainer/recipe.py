@@ -26,7 +26,6 @@ from commons.perf_model.task_estimator import AttentionTask, training_flops
 from commons.trainer.config.load import load_config_file
 from commons.trainer.data import single_process_loader, train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
-from commons.trainer.observe.meter import count_values
 from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.optimizers import build_optimizer
 from commons.trainer.ranks.launch import seed_all
@@ -72,7 +71,7 @@ class Recipe(ABC):
 
     def num_tokens(self, batch: Any) -> int:
         """Tokens of a host batch, for the log: the values of its features, contextual ones too."""
-        return count_values(batch)
+        return int(batch.features.values().numel())
 
     def flops(self, batch: Any) -> int:
         """Forward and backward operations of the layers on a host batch; embeddings and heads are left out."""

@@ -1,24 +1,37 @@
-"""One run of a recipe: its ranks and its folder, its shufflers, who loads the data, the loop, and the end."""
+"""One run of a recipe: its ranks, its folder, the loop, and the end."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from commons.console import make_console
 from commons.distributed.process_group import resolve_process_group
+from commons.run_log.files import (
+    CONFIG_FILE,
+    LOG_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    TRACKERS_FILE,
+    write_whole,
+)
+from commons.trainer.checkpoint.folder import holds_checkpoint
+from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config, make_config
-from commons.trainer.data import balanced_loader, rank0_loader
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.observe.sinks import require_sinks
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import limit_collectives
+from commons.trainer.ranks.collectives import limit_collectives, problem_on_any_rank
+from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
-from commons.trainer.run_folder import open_run_folder
 
 
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
@@ -44,6 +57,9 @@ def train(
         config: an instance of its `config_class`, or nested dictionaries of such, as a config file holds them.
         ranks: which rank this is, where there is no process group and torchrun has not started the process.
         logs_to_file: let the logging of this process go to the run's folder.
+
+    Returns:
+        What came out of the run.
 
     Raises:
         KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
@@ -71,45 +87,73 @@ def run_training(recipe: Recipe) -> TrainSummary:
     Raises:
         KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
     """
-    args = recipe.config.trainer
     _divide_batch(recipe)
-    train_loader, eval_loader = recipe.loaders
+    return TrainingLoop(recipe).run()
+
+
+def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
+    """Let a run have its folder, write config.json there and, with `logs_to_file`, log there; called on all ranks.
+
+    A run that resumes (ckpt_load_dir) goes on with the run in the folder; with `overwrite` that run is removed.
+
+    Raises:
+        ValueError: the folder holds another run, or cannot be written.
+        ImportError: a sink's library is not installed.
+    """
+    args = config.trainer
+    require_sinks(args.sinks)
+    if problem := problem_on_any_rank(lambda: _make_room(args), device, on_rank_0=True):
+        raise ValueError(problem)
+    if logs_to_file:
+        log_to_file(args.run_dir)
     if dist.get_rank() == 0:
-        for line in recipe.notes():
-            make_console(highlight=False).print(line)
-    model = recipe.build_model()
-    optimizer, metrics = recipe.build_optimizer(model), recipe.metrics(model)
-    shuffler = recipe.build_shuffler(balances=args.balancing != "none")
-    eval_shuffler = None if eval_loader is None else recipe.build_shuffler(balances=args.shuffle_eval)
-    in_turn, dealt_out = None, None
-    if args.balancing in ("sampler", "budget"):
-        train_loader, in_turn = balanced_loader(train_loader, recipe.config.dataset, args, shuffler)
-    elif args.single_rank_load:
-        dealt_out = rank0_loader(train_loader, args, recipe.device, shuffler.get_workloads)
-    loop = TrainingLoop(
-        args,
-        model=model,
-        optimizer=optimizer,
-        device=recipe.device,
-        shuffler=shuffler,
-        train_loader=train_loader if dealt_out is None else dealt_out,
-        eval_shuffler=eval_shuffler,
-        eval_loader=eval_loader,
-        metrics=metrics,
-        num_tokens=recipe.num_tokens,
-        fingerprint=recipe.fingerprint(),
-        flops=recipe.flops,
-        compute_dtype=recipe.compute_dtype,
-        loss_scaler=recipe.loss_scaler,
-        layers=recipe.layers(model),
-        in_turn=in_turn,
-    )
-    summary = loop.run()
-    # Not after a failure: a worker may then wait for a rank that is gone.
-    for user in (shuffler, eval_shuffler, dealt_out):
-        if user is not None:
-            user.close()
-    return summary
+        Path(args.run_dir).mkdir(parents=True, exist_ok=True)
+        write_whole(Path(args.run_dir) / CONFIG_FILE, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def _make_room(args: TrainerArgs) -> None:
+    """Raise ValueError unless the folder may take the run."""
+    folder = Path(args.run_dir)
+    try:
+        if args.overwrite:
+            _remove_run(folder)
+        log = folder / LOG_FILE
+        # One that ended before its first line has left no results.
+        holds_run = (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
+    except OSError as error:
+        raise ValueError(
+            f"run_dir is {args.run_dir!r}, which cannot be looked through ({error}): give a folder of yours"
+        ) from None
+    if holds_run and not _goes_on(folder, args):
+        empty = f", and ckpt_load_dir {args.ckpt_load_dir} no checkpoint" if args.ckpt_load_dir else ""
+        raise ValueError(
+            f"run_dir {args.run_dir} holds a run already{empty}; two runs in one folder would be taken for one: give "
+            "another --trainer.run-dir, remove that run with --trainer.overwrite, or go on with it from its "
+            "checkpoints, --trainer.ckpt-load-dir"
+        )
+
+
+def _goes_on(folder: Path, args: TrainerArgs) -> bool:
+    """Whether the run that the settings describe is a later part of the one in the folder."""
+    if not args.ckpt_load_dir or holds_checkpoint(args.ckpt_load_dir):
+        return bool(args.ckpt_load_dir)
+    # Given again, a command whose run ended before its first checkpoint begins it anew.
+    try:
+        before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]["ckpt_save_dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return Path(before).resolve() == Path(args.ckpt_save_dir).resolve()
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove what a run writes, and nothing else."""
+    scalars = folder / TENSORBOARD_FOLDER
+    patterns = [LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"]
+    # What a link leads to is not the run's alone.
+    patterns.append(scalars.name if scalars.is_symlink() else f"{scalars.name}/events.out.tfevents.*")
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _divide_batch(recipe: Recipe) -> None:

@@ -18,6 +18,7 @@ from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import ROWS, own_ids
 from tests.helpers.models import SampleBatch, make_batch
+from tests.helpers.trainer_loops import Parts
 
 WINDOW = 2
 
@@ -138,15 +139,9 @@ def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
         sinks=(),
         shuffler=shuffler.options,
     )
-    loop = TrainingLoop(
-        args,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-6),
-        device=torch.device("cpu"),
-        shuffler=shuffler,
-        train_loader=DataLoader(LoaderRows(injector), batch_size=None),
-    )
-    loop.run()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loader = DataLoader(LoaderRows(injector), batch_size=None)
+    TrainingLoop(Parts(args, model, optimizer, [shuffler], loader)).run()
     return model.seen
 
 

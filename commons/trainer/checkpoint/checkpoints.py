@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,18 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.trainer.checkpoint.folder import (
-    DIGEST_BYTES,
     STATE_FILE,
     checkpoint_path,
     claim,
     complete_checkpoint,
-    digest_of,
+    digests_of,
     discard,
     holds_checkpoint,
     latest_whole,
@@ -38,16 +34,10 @@ from commons.trainer.checkpoint.folder import (
     warn_of_damage,
 )
 from commons.trainer.checkpoint.random_state import set_random_state
-from commons.trainer.checkpoint.state import (
-    describe_failure,
-    first_not_finite,
-    load_state,
-    read_entries,
-    state_to_save,
-)
+from commons.trainer.checkpoint.state import first_not_finite, load_state, read_entries, state_to_save, write_state
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.optimize.loss_scaling import LossScaler
-from commons.trainer.ranks.collectives import all_reduce, broadcast_text
+from commons.trainer.ranks.collectives import broadcast_text, first_text, gather_texts, problem_on_any_rank
+from commons.trainer.recipe import Recipe
 
 __all__ = ["Checkpointer", "TrainProgress", "list_checkpoints"]
 
@@ -66,45 +56,37 @@ class TrainProgress:
     window_rows: int = 0  # rows trained in these steps, over all ranks
     # What the window was planned for, JSON-ready: `window_steps` tells a place in this plan alone.
     window_of: Mapping[str, Any] = field(default_factory=dict)
-    rows: int | None = 0  # rows trained since the run began; None in checkpoints of earlier versions
+    rows: int = 0  # rows trained since the run began
 
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run; `resume` and `save` are called on all ranks together.
 
     Args:
-        args: when to save and to which folder, which all ranks share; what to go on from.
+        recipe: of the run; its fingerprint must be equal to load a checkpoint, its loss scale is saved and loaded.
         model: on a TorchRec DistributedModelParallel, sharded tables are saved as they lie.
         optimizer: of the dense parameters.
-        fingerprint: what must be equal to load a checkpoint, JSON-ready: dimensions of the model, kinds of optimizers.
-        device: of this rank.
+        shuffler: whose state is saved and loaded.
         order: what decides the order of the data, JSON-ready; another one than a checkpoint's is warned of.
-        loss_scaler: whose scale is saved and, where the checkpoint has one, loaded; None for no scale.
-        shuffler: whose state is saved and loaded; None for none.
     """
 
     def __init__(
         self,
-        args: TrainerArgs,
-        *,
+        recipe: Recipe,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        fingerprint: Mapping[str, Any],
-        device: torch.device,
-        order: Mapping[str, Any] | None = None,
-        loss_scaler: LossScaler | None = None,
-        shuffler: BaseTaskBalancedBatchShuffler | None = None,
+        shuffler: BaseTaskBalancedBatchShuffler,
+        order: Mapping[str, Any],
     ) -> None:
-        self.folder = Path(args.ckpt_save_dir)  # to save to
-        self.saves = args.ckpt_save_interval > 0  # whether the run saves
-        self._args = args
+        self._args: TrainerArgs = recipe.config.trainer
+        self.folder = Path(self._args.ckpt_save_dir)  # to save to
+        self.saves = self._args.ckpt_save_interval > 0  # whether the run saves
         self._saved_at = -1
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._device = model, optimizer, recipe.device
         # As it will be read: tuples become lists, keys strings.
-        self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._device = device
-        self._order = dict(order or {})
-        self._loss_scaler, self._shuffler = loss_scaler, shuffler
+        self._fingerprint = json.loads(json.dumps(recipe.fingerprint()))
+        self._order = order
+        self._loss_scaler, self._shuffler = recipe.loss_scaler, shuffler
         self._loaded_from: Path | None = None
         # Found to be damaged when this run wanted to load them; rank 0 keeps them.
         self._damaged: list[Path] = []
@@ -115,9 +97,8 @@ class Checkpointer:
         Returns how far the run has come, and a line about that, or "".
 
         Raises:
-            FileNotFoundError: no checkpoint where the settings say.
-            ValueError: the checkpoint is damaged, of another model, or of another version; or the folder to save to
-                cannot be made or written, or holds checkpoints of later steps.
+            ValueError: no checkpoint where the settings say, or one that is damaged, of another model, or of another
+                version; or the folder to save to cannot be made or written, or holds checkpoints of later steps.
         """
         progress, said = TrainProgress(), ""
         if self._args.ckpt_load_dir:
@@ -129,8 +110,7 @@ class Checkpointer:
             else:
                 progress, said = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
         if self.saves:
-            if problem := self._on_rank_0(lambda: claim(self.folder, progress.step, self._damaged)):
-                raise ValueError(problem)
+            self._on_rank_0(lambda: claim(self.folder, progress.step, self._damaged))
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
         return progress, said
@@ -160,7 +140,7 @@ class Checkpointer:
             ArithmeticError: a weight is not finite, so that nobody could go on from this state.
         """
         state = state_to_save(self._model, self._optimizer)
-        rank, name = self._first_text(first_not_finite(state, self._model))
+        rank, name = first_text(first_not_finite(state, self._model), self._device)
         if name:
             raise ArithmeticError(
                 f"{name} of rank {rank} is not finite after step {progress.step}; no checkpoint is made of that, those "
@@ -168,20 +148,20 @@ class Checkpointer:
             )
         final = checkpoint_path(self.folder, progress.step)
         unfinished = unfinished_path(final)
-        digests: dict[str, str] = {}
-        problem = self._on_rank_0(lambda: make_empty(unfinished))
-        if not problem:
-            try:
-                dcp.save(state, checkpoint_id=unfinished)
-            except CheckpointException as error:  # of any rank, on every rank
-                problem = describe_failure(error)
-        if not problem:
-            digests, problem = self._digests_of(unfinished)
-        if not problem:
-            problem = self._on_rank_0(
+        try:
+            self._on_rank_0(lambda: make_empty(unfinished))
+            self._on_all_ranks(lambda: write_state(unfinished, state))
+            own: dict[str, str] = {}
+            self._on_all_ranks(
+                lambda: own.update(self._digests_of(unfinished, (file.name for file in unfinished.iterdir())))
+            )
+            digests: dict[str, str] = {}
+            for of_rank in gather_texts(json.dumps(own), self._device):
+                digests |= json.loads(of_rank)
+            self._on_rank_0(
                 lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._args.ckpt_keep, digests)
             )
-        if problem:
+        except ValueError as problem:
             self._on_rank_0(lambda: discard(unfinished))
             if dist.get_rank() == 0:
                 logger.warning(
@@ -200,94 +180,63 @@ class Checkpointer:
         a warning. None for a folder that may be empty and is.
         """
         while True:
-            mine = json.dumps(self._choose(path, may_be_empty)) if dist.get_rank() == 0 else ""
-            answer = json.loads(broadcast_text(mine, self._device))
-            if "error" in answer:
-                raise (FileNotFoundError if answer["kind"] == "FileNotFoundError" else ValueError)(answer["error"])
-            if answer["path"] is None:
+            found: dict[str, Any] = {}
+            self._on_rank_0(lambda: found.update(self._choose(path, may_be_empty)))  # noqa: B023  called here alone
+            found = json.loads(broadcast_text(json.dumps(found), self._device))
+            if not found:
                 return None
-            chosen, state = Path(answer["path"]), answer["state"]
-            problem = self._load_from(chosen, state["digests"])
-            if not problem:
+            chosen, state = Path(found["path"]), found["state"]
+            try:
+                self._load_from(chosen, state["digests"])
                 break
-            if chosen == path:
-                raise ValueError(problem)
-            if dist.get_rank() == 0:
-                self._damaged.append(chosen)
-                warn_of_damage(problem)
+            except ValueError as problem:
+                if chosen == path:
+                    raise
+                if dist.get_rank() == 0:
+                    self._damaged.append(chosen)
+                    warn_of_damage(problem)
         self._loaded_from = chosen
-        if self._loss_scaler is not None and state.get("loss_scaler"):
+        if self._loss_scaler is not None and state["loss_scaler"]:
             self._loss_scaler.load_state_dict(state["loss_scaler"])
-        if self._shuffler is not None:
-            self._shuffler.load_state_dict(state.get("shuffler") or {})
-        return TrainProgress(**{"rows": None} | state["progress"])
+        self._shuffler.load_state_dict(state["shuffler"])
+        return TrainProgress(**state["progress"])
 
-    def _load_from(self, path: Path, digests: Mapping[str, str]) -> str:
-        """Load a checkpoint; returns on all ranks why that could not be done, or ""."""
+    def _load_from(self, path: Path, digests: Mapping[str, str]) -> None:
+        """Load a checkpoint; ValueError on all ranks if that cannot be done."""
         saved: dict[str, Any] = {}
         random: dict[str, torch.Tensor] = {}
 
         def read() -> None:
-            for name in self._own_files(digests):
-                if digest_of(path / name).hex() != digests[name]:
+            for name, digest in self._digests_of(path, digests).items():
+                if digest != digests[name]:
                     raise ValueError(f"{path} is damaged ({name} is not as it was written): load another checkpoint")
             saved.update(read_entries(path))
 
-        problem = self._on_all_ranks(read) or self._on_all_ranks(
-            lambda: random.update(load_state(path, saved, self._model, self._optimizer))
-        )
-        if not problem:
-            set_random_state(random)
-        return problem
-
-    def _digests_of(self, folder: Path) -> tuple[dict[str, str], str]:
-        """Digests of a folder's files by name, and on all ranks what went wrong, or ""."""
-        found: list[str] = []
-        if problem := self._on_rank_0(lambda: found.extend(sorted(file.name for file in folder.iterdir()))):
-            return {}, problem
-        names = json.loads(broadcast_text(json.dumps(found), self._device))
-        table = torch.zeros(len(names), DIGEST_BYTES, dtype=torch.uint8)
-
-        def fill() -> None:
-            for name in self._own_files(names):
-                table[names.index(name)] = torch.frombuffer(bytearray(digest_of(folder / name)), dtype=torch.uint8)
-
-        problem = self._on_all_ranks(fill)
-        table = table.to(self._device)
-        all_reduce(table, "digests of a checkpoint")  # every row is one rank's
-        return {name: bytes(row).hex() for name, row in zip(names, table.tolist())}, problem
-
-    def _own_files(self, names: Iterable[str]) -> list[str]:
-        """The files that this rank reads to compute digests: those it wrote, where they are written now."""
-        ranks = dist.get_world_size()
-        written_by = [re.match(r"__(\d+)_", name) for name in names]
-        readers = [index if match is None else int(match[1]) for index, match in enumerate(written_by)]
-        return [name for name, reader in zip(names, readers) if reader % ranks == dist.get_rank()]
+        self._on_all_ranks(read)
+        self._on_all_ranks(lambda: random.update(load_state(path, saved, self._model, self._optimizer)))
+        set_random_state(random)
 
     def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any]:
-        """The checkpoint to load and what its state file says; or the error, for all ranks to raise."""
+        """The checkpoint to load and what its state file says; nothing where there may be none and is none."""
         if may_be_empty and not (path.is_file() or holds_checkpoint(path)):
-            return {"path": None}
-        try:
-            chosen = path if (path / STATE_FILE).is_file() else latest_whole(path, self._damaged)
-            state = read_state(chosen)
-            differences = list(_differences(state["fingerprint"], self._fingerprint))
-            if differences:
-                name, written, here = differences[0]
-                more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-                raise ValueError(
-                    f"{chosen} was written with {name} = {written!r}, here it is {here!r}{more}; a checkpoint fits the "
-                    "model that wrote it: use that config, or another checkpoint"
-                )
-            self._warn_of_other_order(chosen, state)
-        except (OSError, ValueError, TypeError, AttributeError) as error:  # the latter of a state file of odd types
-            return {"error": str(error), "kind": type(error).__name__}
+            return {}
+        chosen = path if (path / STATE_FILE).is_file() else latest_whole(path, self._damaged)
+        state = read_state(chosen)
+        differences = list(_differences(state["fingerprint"], self._fingerprint))
+        if differences:
+            name, written, here = differences[0]
+            more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+            raise ValueError(
+                f"{chosen} was written with {name} = {written!r}, here it is {here!r}{more}; a checkpoint fits the "
+                "model that wrote it: use that config, or another checkpoint"
+            )
+        self._warn_of_other_order(chosen, state)
         return {"path": str(chosen), "state": state}
 
     def _warn_of_other_order(self, path: Path, state: dict[str, Any]) -> None:
-        differences = list(_differences(state.get("order", self._order), self._order))
+        differences = list(_differences(state["order"], self._order))
         progress = state["progress"]
-        if differences and (progress["rows_in_epoch"] or progress.get("window_steps")):
+        if differences and (progress["rows_in_epoch"] or progress["window_steps"]):
             name, written, here = differences[0]
             logger.warning(
                 "%s is within an epoch that was read with %s = %r, here it is %r; in what is left of that epoch some "
@@ -305,35 +254,20 @@ class Checkpointer:
             "fingerprint": self._fingerprint,
             "order": self._order,
             "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
-            "shuffler": None if self._shuffler is None else self._shuffler.state_dict(),
+            "shuffler": self._shuffler.state_dict(),
         }
 
-    def _on_rank_0(self, work: Any) -> str:
-        """Do something on rank 0; returns on all ranks what went wrong, or ""."""
-        problem = ""
-        if dist.get_rank() == 0:
-            try:
-                work()
-            except (OSError, ValueError) as error:
-                problem = str(error)
-        return broadcast_text(problem, self._device)
+    @staticmethod
+    def _digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+        return digests_of(folder, names, rank=dist.get_rank(), ranks=dist.get_world_size())
 
-    def _on_all_ranks(self, work: Callable[[], None]) -> str:
-        """Do something on every rank; returns on all ranks what went wrong on the first that failed, or ""."""
-        problem = ""
-        try:
-            work()
-        except Exception as error:  # a damaged file may end in any
-            problem = str(error) or type(error).__name__
-        return self._first_text(problem)[1]
+    def _on_rank_0(self, work: Callable[[], object]) -> None:
+        self._on_all_ranks(work, on_rank_0=True)
 
-    def _first_text(self, mine: str) -> tuple[int, str]:
-        """The first rank whose text is not empty, and that text; called on all ranks together."""
-        found = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=self._device)
-        found[dist.get_rank()] = int(bool(mine))
-        all_reduce(found, "outcome of a checkpoint")
-        ranks = found.nonzero().flatten().tolist()
-        return (ranks[0], broadcast_text(mine, self._device, src=ranks[0])) if ranks else (-1, "")
+    def _on_all_ranks(self, work: Callable[[], object], *, on_rank_0: bool = False) -> None:
+        """Do something on every rank, or on rank 0 alone; ValueError on all ranks if it fails on any."""
+        if problem := problem_on_any_rank(work, self._device, on_rank_0=on_rank_0):
+            raise ValueError(problem)
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Any:

@@ -13,9 +13,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.json"
-DIGEST_BYTES = 32
+_DIGEST_BYTES = 32
 _PREFIX, _UNFINISHED = "step_", ".tmp"
 _BLOCK_BYTES = 1 << 20
 
@@ -59,17 +60,25 @@ def make_empty(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def digest_of(file: Path) -> bytes:
-    """Digest of a file's content (BLAKE2b), read once in blocks: about a second per GB."""
-    digest, block = hashlib.blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(_BLOCK_BYTES))
-    with file.open("rb", buffering=0) as content:
-        while size := content.readinto(block):
-            digest.update(block[:size])
-    return digest.digest()
+def digests_of(folder: Path, names: Iterable[str], *, rank: int, ranks: int) -> dict[str, str]:
+    """Digests (BLAKE2b, hexadecimal) by name of the files that are a rank's to read; about a second per GB.
+
+    Every file has one rank that reads it: the one that wrote it where there are as many ranks, and some rank elsewhere.
+    """
+    digests = {}
+    for name in names:
+        written_by = re.match(r"__(\d+)_", name)  # torch's name of a rank's file
+        if (int(written_by[1]) if written_by else 0) % ranks == rank:
+            digest, block = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(_BLOCK_BYTES))
+            with (folder / name).open("rb", buffering=0) as content:
+                while size := content.readinto(block):
+                    digest.update(block[:size])
+            digests[name] = digest.hexdigest()
+    return digests
 
 
 def complete_checkpoint(
-    unfinished: Path, final: Path, state: Mapping[str, Any], keep: int, digests: Mapping[str, str] | None = None
+    unfinished: Path, final: Path, state: Mapping[str, Any], keep: int, digests: Mapping[str, str]
 ) -> None:
     """Write the state file, give the folder its name, remove what is too old.
 
@@ -78,7 +87,7 @@ def complete_checkpoint(
         final: its name from now on.
         state: JSON-ready, besides version and sizes of files.
         keep: checkpoints to keep, this one included; those of later steps do not count.
-        digests: of every file, hexadecimal, by name; None computes them here.
+        digests: of every file, by name.
 
     Raises:
         OSError: a file is missing or cannot be written.
@@ -91,8 +100,6 @@ def complete_checkpoint(
             f"{missing[0]} (and {len(missing) - 1} more) is not on rank 0's disk; all ranks write into one folder, on "
             "a disk that they share"
         )
-    if digests is None:
-        digests = {name: digest_of(unfinished / name).hex() for name in sizes}
     content = {"version": FORMAT_VERSION, **state, "files": sizes, "digests": dict(digests)}
     content = json.loads(json.dumps(content))  # as it will be read: tuples become lists, keys strings
     content["digest"] = _digest_of_state(content)
@@ -116,15 +123,14 @@ def discard(path: Path) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """What the state file of a checkpoint says, once all files have the sizes that were written.
 
-    Comparing the files' digests, `state["digests"]`, is left to the caller; evenrank 0.1 wrote none.
+    Comparing the files' digests, `state["digests"]`, is left to the caller.
 
     Raises:
         ValueError: damaged, or of another version.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        version, files, _, _ = state["version"], dict(state["files"]), state["progress"], state["fingerprint"]
-        digest, digests = state.get("digest"), dict(state.setdefault("digests", {}))
+        version, files, digest = state["version"], dict(state["files"]), state["digest"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({STATE_FILE}: {error}): load another checkpoint") from None
     if version != FORMAT_VERSION:
@@ -132,7 +138,7 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path} has version {version}; this evenrank reads version {FORMAT_VERSION}: load it with the version "
             "that wrote it"
         )
-    if (digest is not None or digests) and digest != _digest_of_state(state):
+    if digest != _digest_of_state(state):
         raise ValueError(f"{path} is damaged ({STATE_FILE} is not as it was written): load another checkpoint")
     for name, size in files.items():
         file = path / name
@@ -210,7 +216,7 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
 def _digest_of_state(state: Mapping[str, Any]) -> str:
     """Digest of a state file's content but for the digest itself, however it is formatted."""
     content = json.dumps({name: value for name, value in state.items() if name != "digest"}, sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _step_of(path: Path) -> int:

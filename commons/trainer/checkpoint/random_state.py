@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,16 +13,10 @@ import torch
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """The states by generator, 1-dimensional: bytes of torch's, float64 of the others, which hold their integers."""
-    version, numbers, next_gauss = random.getstate()
+    """The states by generator: uint8, 1-dimensional."""
     twister: dict[str, Any] = np.random.get_state(legacy=False)
-    state = {
-        "cpu": torch.get_rng_state(),
-        "python": _numbers([version, *numbers, *([] if next_gauss is None else [next_gauss])]),
-        "numpy": _numbers(
-            [*twister["state"]["key"].tolist(), twister["state"]["pos"], twister["has_gauss"], twister["gauss"]]
-        ),
-    }
+    twister["state"] = {"key": twister["state"]["key"].tolist(), "pos": twister["state"]["pos"]}
+    state = {"cpu": torch.get_rng_state(), "python": _as_bytes(random.getstate()), "numpy": _as_bytes(twister)}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -34,12 +29,10 @@ def set_random_state(state: dict[str, torch.Tensor]) -> None:
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     if "python" in state:
-        version, *numbers = state["python"].tolist()
-        words, gauss = [int(number) for number in numbers[:625]], numbers[625:]
-        random.setstate((int(version), tuple(words), gauss[0] if gauss else None))
+        version, numbers, next_gauss = json.loads(bytes(state["python"].tolist()))
+        random.setstate((version, tuple(numbers), next_gauss))
     if "numpy" in state:
-        *words, position, has_gauss, gauss = state["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss))
+        np.random.set_state(json.loads(bytes(state["numpy"].tolist())))
 
 
 @contextlib.contextmanager
@@ -52,5 +45,5 @@ def kept_random_state() -> Iterator[None]:
         set_random_state(state)
 
 
-def _numbers(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def _as_bytes(state: Any) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commons.trainer.checkpoint.random_state import random_state
 
@@ -26,9 +25,7 @@ _MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimiz
 
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything of this rank."""
-    state: dict[str, Any] = {_MODEL + name: value for name, value in model.state_dict().items()}
-    for table, slots in _tables_optimizer_state(model).items():
-        state |= {f"{_TABLES}{table}/{slot}": value for slot, value in slots.items()}
+    state = _in_place(model.state_dict(), _tables_optimizer_state(model))
     for name, parameter in _dense_names(model, optimizer).items():
         slots = optimizer.state.get(parameter, {})
         state |= {f"{_DENSE}{name}/{slot}": torch.as_tensor(value) for slot, value in slots.items()}
@@ -84,11 +81,8 @@ def load_state(
     Raises:
         ValueError: the checkpoint lacks something that the model has, or cannot be read.
     """
-    model_state = model.state_dict()
-    state: dict[str, Any] = {_MODEL + name: value for name, value in model_state.items()}
-    tables = _tables_optimizer_state(model)
-    for table, slots in tables.items():
-        state |= {f"{_TABLES}{table}/{slot}": value for slot, value in slots.items()}
+    model_state, tables = model.state_dict(), _tables_optimizer_state(model)
+    state = _in_place(model_state, tables)
     missing = sorted(name for name in state if name not in saved)
     if missing:
         raise ValueError(
@@ -104,14 +98,11 @@ def load_state(
     }
     random = {name: found for name, found in saved.items() if name in _own_random_state()}
     for name, found in (dense | random).items():
-        if not isinstance(found, TensorStorageMetadata):
-            kind = type(found).__name__
-            raise ValueError(f"a checkpoint entry is {kind}, where a tensor is expected: load another one")
         state[name] = torch.empty(found.size, dtype=found.properties.dtype)
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:  # of any rank, on every rank
-        raise ValueError(f"{path} cannot be read ({describe_failure(error)}): load another checkpoint") from None
+        raise ValueError(f"{path} cannot be read ({_describe_failure(error)}): load another checkpoint") from None
     model.load_state_dict(model_state)
     if tables:
         fused: Any = model.fused_optimizer
@@ -124,11 +115,29 @@ def load_state(
     return {name.rsplit("/", 1)[1]: state[name] for name in random}
 
 
-def describe_failure(error: CheckpointException) -> str:
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write what `state_to_save` gave into a folder; called on all ranks together.
+
+    Raises:
+        OSError: a rank could not write its part.
+    """
+    try:
+        dcp.save(state, checkpoint_id=path)
+    except CheckpointException as error:  # of any rank, on every rank
+        raise OSError(_describe_failure(error)) from None
+
+
+def _describe_failure(error: CheckpointException) -> str:
     """The first rank that failed and why, in one line."""
     rank, failure = next(iter(error.failures.items()))
     cause = failure[0] if isinstance(failure, tuple) else failure
     return f"rank {rank}: {textwrap.shorten(str(cause), 160, placeholder=' …') or type(cause).__name__}"
+
+
+def _in_place(model_state: dict[str, Any], tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is saved, and loaded, where it lies: the model, and the state of the optimizers of its tables."""
+    of_tables = {f"{_TABLES}{table}/{slot}": value for table, slots in tables.items() for slot, value in slots.items()}
+    return {_MODEL + name: value for name, value in model_state.items()} | of_tables
 
 
 def _tables_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:

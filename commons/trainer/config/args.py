@@ -16,9 +16,6 @@ from commons.trainer.config.sink_options import SinkName, SinkOptions
 # work; or the sampler, in steps of as many rows or of constant cost.
 Balancing = Literal["none", "batches", "windows", "rank 0", "sampler", "budget"]
 
-# What 64-bit counters, torch's seeds among them, can hold.
-_MOST = 2**63 - 1
-
 
 @dataclass
 class OptimizationArgs:
@@ -35,8 +32,8 @@ class OptimizationArgs:
     def __post_init__(self) -> None:
         require_at_least("accumulation_steps", self.accumulation_steps, 1)
         require_at_least("warmup_steps", self.warmup_steps, 0)
-        if self.max_grad_norm is not None and not is_positive(self.max_grad_norm):
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; a norm is positive: raise it, or leave it out")
+        if self.max_grad_norm is not None:
+            require_positive("max_grad_norm", self.max_grad_norm, "a norm is positive: raise it, or leave it out")
         if isinstance(self.min_lr_ratio, bool) or not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a part of the learning rate: give 0 to 1")
 
@@ -176,12 +173,13 @@ class TrainerArgs:
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
             require_at_least(name, getattr(self, name), 1)
+        for name in ("top_k_for_generation", "ckpt_keep"):
+            require_at_least(name, getattr(self, name), 1)
         for name in ("global_batch_size", "num_epochs", "max_train_iters", "max_eval_iters"):
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
-        require_at_least("seed", self.seed, 0)
-        require_at_least("top_k_for_generation", self.top_k_for_generation, 1)
-        require_at_least("ckpt_keep", self.ckpt_keep, 1)
+        for name in ("seed", "profile_step_start", "profile_step_end"):
+            require_at_least(name, getattr(self, name), 0)
         if self.ckpt_save_interval != -1:
             require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
             in_steps = self.schedule_in == "steps"  # in rows, it waits for the end of an accumulation
@@ -200,15 +198,13 @@ class TrainerArgs:
                 f"overwrite is True and ckpt_load_dir is {self.ckpt_load_dir!r}; one removes the run in run_dir, the "
                 "other goes on with it: give one of them, or another run_dir"
             )
-        if self.peak_tflops is not None and not is_positive(self.peak_tflops):
-            raise ValueError(
-                f"peak_tflops is {self.peak_tflops}; it is the positive rate of a device's data sheet: correct it"
+        if self.peak_tflops is not None:
+            require_positive(
+                "peak_tflops", self.peak_tflops, "it is the positive rate of a device's data sheet: correct it"
             )
         unknown = [name for name in self.sinks if name not in get_args(SinkName)]
         if unknown:
             raise ValueError(f"sinks has {unknown[0]!r}; there are {', '.join(get_args(SinkName))}: choose of these")
-        require_at_least("profile_step_start", self.profile_step_start, 0)
-        require_at_least("profile_step_end", self.profile_step_end, 0)
         if self.profile_step_end <= self.profile_step_start:
             raise ValueError(
                 f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "
@@ -232,11 +228,12 @@ class TrainerArgs:
                 "balance_batch is True and single_rank_load is False; it balances what a single rank loads: set "
                 "enable_balanced_shuffler instead, which balances what all ranks load, or set single_rank_load too"
             )
-        if self.balance_batch and self.enable_balanced_shuffler:
-            raise ValueError(
-                "balance_batch and enable_balanced_shuffler are both True; rows that rank 0 has dealt out by their "
-                "work need no shuffle: set one of them"
-            )
+        for name, who in (("balance_batch", "rank 0 has dealt out"), ("balance_sampler", "every rank has read")):
+            if getattr(self, name) and self.enable_balanced_shuffler:
+                raise ValueError(
+                    f"{name} and enable_balanced_shuffler are both True; rows that {who} by their work need no "
+                    "shuffle: set one of them"
+                )
         self._check_balancing_beyond_a_batch()
         for name in ("eval_interval", "ckpt_save_interval"):
             if self.schedule_in == "rows" and 0 < getattr(self, name) < self.train_batch_size:
@@ -262,11 +259,6 @@ class TrainerArgs:
         return self.balancing in ("rank 0", "sampler", "budget")
 
     def _check_balancing_beyond_a_batch(self) -> None:
-        if self.balance_sampler and self.enable_balanced_shuffler:
-            raise ValueError(
-                "balance_sampler and enable_balanced_shuffler are both True; rows that every rank has read by their "
-                "work need no shuffle: set one of them"
-            )
         if self.single_rank_load and (self.balance_sampler or self.shuffle_window > 1):
             asked = "balance_sampler is True" if self.balance_sampler else f"shuffle_window is {self.shuffle_window}"
             raise ValueError(
@@ -280,10 +272,7 @@ class TrainerArgs:
             )
         if self.budget_per_rank is None:
             return
-        if not is_positive(self.budget_per_rank):
-            raise ValueError(
-                f"budget_per_rank is {self.budget_per_rank!r}; it is a positive number of average rows: correct it"
-            )
+        require_positive("budget_per_rank", self.budget_per_rank, "it is a positive number of average rows: correct it")
         if not self.balance_sampler or self.shuffle_window > 1:
             raise ValueError(
                 f"budget_per_rank is {self.budget_per_rank}, balance_sampler is {self.balance_sampler} and "
@@ -365,10 +354,14 @@ class DatasetArgs:
         return {"columns": self.columns} if self.columns.is_given else {}
 
 
-def is_positive(value: Any, most: float = sys.float_info.max) -> bool:
-    """Whether a value is a number above 0 and at most `most`; NaN, infinity and switches are none.
+def require_positive(name: str, value: Any, rule: str) -> None:
+    """Raise ValueError, with the rule and its remedy, unless a value is a finite number above 0.
 
-    >>> [is_positive(value) for value in (0.5, 3, 0, -1.0, float("inf"), float("nan"), True)]
-    [True, True, False, False, False, False, False]
+    >>> require_positive("lr", float("nan"), "a learning rate is positive: raise it")
+    Traceback (most recent call last):
+        ...
+    ValueError: lr is nan; a learning rate is positive: raise it
     """
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= most
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 < value <= sys.float_info.max):
+        raise ValueError(f"{name} is {value!r}; {rule}")

@@ -6,11 +6,16 @@ no default.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
+import difflib
 import io
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +25,10 @@ import tyro
 
 from commons.console import parser_error
 from commons.switches import without_boolean_values
-from commons.trainer.config.fields import field_paths, missing_fields, path_elsewhere, require_known_fields
 from commons.trainer.config.files import GIN_REMEDY, find_config, read_config_file
 from commons.user_package import import_user_modules
 
-__all__ = ["load_config", "load_config_file", "make_config", "read_config_file", "require_shuffler"]
+__all__ = ["load_config", "load_config_file", "make_config", "read_config_file", "require_shuffler", "same_fields"]
 
 C = TypeVar("C")
 
@@ -50,11 +54,11 @@ def load_config(
         ValueError: a file that is no config, an unknown field or flag, a missing or wrong value.
         SystemExit: after `--help`.
     """
-    path, flags = _take_config_flag(list(argv))
+    path, flags = _take_config_flag(argv)
     options: dict[str, Any] = {}
     if path is not None:
         # What is imported may register what the file names.
-        imports = _values_of("--import", flags)
+        imports = _parse_known(flags, "--import", nargs="*")[0]
         options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)
     about = (
         f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file of the fields below, such as a run's "
@@ -103,15 +107,8 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
         ValueError: unknown fields, a missing or wrong value.
     """
     try:
-        require_known_fields(config_class, content)
+        _require_fields(config_class, content)
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
-    except dacite.MissingValueError:
-        missing = missing_fields(config_class, content)
-        is_one = len(missing) == 1
-        raise ValueError(
-            f"{where}: {', '.join(missing)} {'is' if is_one else 'are'} missing; {'it has' if is_one else 'they have'} "
-            f"no default: add {'it' if is_one else 'them'}"
-        ) from None
     except dacite.WrongTypeError as error:
         hint = error.field_type
         kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
@@ -134,42 +131,40 @@ def require_shuffler(name: str, imports: Sequence[str] = ()) -> None:
         )
 
 
-def _take_config_flag(argv: list[str]) -> tuple[Path | None, list[str]]:
+def same_fields(config_class: Any, source: Any) -> dict[str, Any]:
+    """The values of a config that are fields of another dataclass too: what is stated in both has one name.
+
+    >>> @dataclasses.dataclass
+    ... class Model:
+    ...     width: int
+    ...     weights: object = None
+    >>> same_fields(Model, dataclasses.make_dataclass("Args", [("width", int), ("seed", int)])(8, 1))
+    {'width': 8}
+    """
+    return {name: getattr(source, name) for name in _fields(config_class) if hasattr(source, name)}
+
+
+def _take_config_flag(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The value of `--config FILE` or `--config=FILE`, and the other arguments."""
-    path: Path | None = None
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
+    for argument in argv:
+        name = argument.partition("=")[0]
         if name.replace("_", "-") == "--gin-config-file":
             raise ValueError(f"{name} is recsys-examples'; here --config names a config, and {GIN_REMEDY}")
-        if name != "--config":
-            rest.append(argument)
-            continue
-        if not equals:
-            value = next(arguments, "")
-        if not value or path is not None:
-            raise ValueError(
-                f"--config is {'without a value' if not value else 'given twice'}; it names one TOML, YAML or JSON "
-                "file: write --config FILE"
-            )
-        path = Path(value)
-    return path, rest
+    paths, rest = _parse_known(argv, "--config", nargs="?", const="", action="append")
+    if len(paths) > 1 or "" in paths:
+        raise ValueError(
+            f"--config is {'given twice' if len(paths) > 1 else 'without a value'}; it names one TOML, YAML or JSON "
+            "file: write --config FILE"
+        )
+    return (Path(paths[0]) if paths else None), rest
 
 
-def _values_of(flag: str, flags: list[str]) -> list[str]:
-    """The values of the last flag of this name, as the parser takes them: up to the next flag."""
-    values: list[str] = []
-    taking = False
-    for argument in flags:
-        if argument.startswith("-"):
-            name, equals, value = argument.partition("=")
-            taking = name == flag
-            if taking:
-                values = [value] if equals else []
-        elif taking:
-            values.append(argument)
-    return values
+def _parse_known(argv: Sequence[str], flag: str, **options: Any) -> tuple[list[str], list[str]]:
+    """The values of one flag, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="values", default=[], **options)
+    known, rest = parser.parse_known_args(argv)
+    return known.values, rest
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
@@ -193,12 +188,92 @@ def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
 
 def _renamed_flags(config_class: Any, flags: list[str]) -> str:
     """What to write for flags that are known by another name, if there are some; else ""."""
-    paths = field_paths(config_class)
+    paths = _field_paths(config_class)
     said = []
     for flag in flags:
         name = flag.partition("=")[0]
         path = name.removeprefix("--").replace("-", "_")
-        written = path_elsewhere(path, paths) if flag.startswith("--") and path not in paths else None
+        written = _path_elsewhere(path, paths) if flag.startswith("--") and path not in paths else None
         if written is not None:
             said.append(f"{name} (write --{written.replace('_', '-')})")
     return f"no such flag: {', '.join(said)}" if said else ""
+
+
+def _require_fields(config_class: Any, content: Mapping[str, Any]) -> None:
+    """Raise ValueError with all fields that the dataclass does not have, or else with all that have to be given.
+
+    dacite stops at the first.
+    """
+    differences = list(_differences(config_class, content))
+    missing = [path for path, is_unknown in differences if not is_unknown]
+    if unknown := [path for path, is_unknown in differences if is_unknown]:
+        paths = _field_paths(config_class)
+        written = {path: _replacement_of(path, paths) for path in unknown}
+        said = [f"{path} ({f'write {written[path]}' if written[path] else 'remove it'})" for path in unknown]
+        for section in dict.fromkeys(path.rpartition(".")[0] for path in unknown if not written[path]):
+            valid = [path.removeprefix(f"{section}.") for path in paths if path.rpartition(".")[0] == section]
+            if valid:
+                said.append(f"{section or 'the config'} has {', '.join(valid)}")
+        subject = "this field does" if len(unknown) == 1 else "these fields do"
+        raise ValueError(f"{subject} not exist: {'; '.join(said)}")
+    if missing:
+        are, they_have, them = ("is", "it has", "it") if len(missing) == 1 else ("are", "they have", "them")
+        raise ValueError(f"{', '.join(missing)} {are} missing; {they_have} no default: add {them}")
+
+
+def _differences(config_class: Any, content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Paths that only the content has (True), and those without a default that it lacks (False)."""
+    hints, fields = typing.get_type_hints(config_class), _fields(config_class)
+    for name, value in content.items():
+        if name not in fields:
+            yield f"{prefix}{name}", True
+        elif (nested := _dataclass_in(hints[name])) is not None and isinstance(value, Mapping):
+            yield from _differences(nested, value, f"{prefix}{name}.")
+    for name, field in fields.items():
+        if name not in content and field.default is field.default_factory is dataclasses.MISSING:
+            yield f"{prefix}{name}", False
+
+
+def _field_paths(config_class: Any) -> list[str]:
+    """Paths of all fields, those of nested dataclasses below theirs.
+
+    >>> @dataclasses.dataclass
+    ... class Inner:
+    ...     width: int
+    >>> _field_paths(dataclasses.make_dataclass("Outer", [("seed", int), ("model", Inner)]))
+    ['seed', 'model', 'model.width']
+    """
+    hints = typing.get_type_hints(config_class)
+    paths = []
+    for name in _fields(config_class):
+        nested = _dataclass_in(hints[name])
+        paths += [name, *(f"{name}.{path}" for path in ([] if nested is None else _field_paths(nested)))]
+    return paths
+
+
+def _path_elsewhere(path: str, paths: list[str]) -> str | None:
+    """Where a field is set that stands in another section; None if there is none of that name, or several.
+
+    >>> [_path_elsewhere(path, ["trainer.seed", "model.dropout"]) for path in ("seed", "trainer.sed")]
+    ['trainer.seed', None]
+    """
+    elsewhere = [each for each in paths if each.rpartition(".")[2] == path.rpartition(".")[2]]
+    return elsewhere[0] if len(elsewhere) == 1 else None
+
+
+def _replacement_of(path: str, paths: list[str]) -> str | None:
+    """The path to write for one that is not among `paths`; None where nothing comes near it."""
+    section, _, name = path.rpartition(".")
+    siblings = {each.rpartition(".")[2]: each for each in paths if each.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(name, siblings, n=1)
+    return _path_elsewhere(path, paths) or (siblings[close[0]] if close else None)
+
+
+def _fields(config_class: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(config_class) if field.init}
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass that a type is, or that it is together with None; None for other types."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)

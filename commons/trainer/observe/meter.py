@@ -17,7 +17,7 @@ from commons.distributed.stats import ShuffleStats
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.observe.times import StepClock
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.collectives import gather_numbers
 
 # Fields of ShuffleStats with a number of every rank.
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
@@ -29,11 +29,6 @@ PER_RANK = (*SNAPSHOTS, *SPEEDS)
 AVERAGED = [
     field.name for field in dataclasses.fields(ShuffleStats) if field.name not in ("step", "step_ms", *PER_RANK)
 ]
-
-
-def count_values(batch: Any) -> int:
-    """Tokens of a host batch: the values of its features, contextual ones too."""
-    return int(batch.features.values().numel())
 
 
 class StepOutput(Protocol):
@@ -56,7 +51,7 @@ class StepMeter:
     Args:
         device: of this rank.
         num_tokens: tokens of a host batch.
-        flops: operations of forward and backward pass on a host batch; None for unknown ones.
+        flops: operations of forward and backward pass on a host batch.
         peak_flops: operations per second of the device, for MFU; None if unknown.
     """
 
@@ -64,7 +59,7 @@ class StepMeter:
         self,
         device: torch.device,
         num_tokens: Callable[[Any], int],
-        flops: Callable[[Any], int] | None = None,
+        flops: Callable[[Any], int],
         peak_flops: float | None = None,
     ) -> None:
         self._device = device
@@ -78,8 +73,6 @@ class StepMeter:
         self._sums = StepSums()
         self._stats: list[ShuffleStats | None] = []
         self._step_flops: list[int] = []
-        # Of the last line.
-        self._details: dict[str, Any] = {}
         # Of all steps.
         self._lines = 0
         self._loss = 0.0
@@ -90,8 +83,7 @@ class StepMeter:
 
     def loaded(self, batch: Any) -> None:
         """Take a host batch that this rank has loaded."""
-        flops = 0 if self._flops is None else self._flops(batch)
-        self._loaded.append((real_rows(batch), self._num_tokens(batch), flops))
+        self._loaded.append((real_rows(batch), self._num_tokens(batch), self._flops(batch)))
 
     def begin(self) -> None:
         """Begin to measure; what has passed since the last step belongs to none."""
@@ -105,14 +97,17 @@ class StepMeter:
         self._step_flops.append(flops)
         self._stats.append(stats)
 
-    def take(self) -> dict[str, Any]:
-        """Numbers of the steps since the last call; empty without steps. Called on all ranks together.
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Numbers of the steps since the last call, and what they describe; empty without steps. On all ranks together.
 
-        `rank_speeds` and `speeds`, where they are known, are lists.
+        `rank_speeds` and `speeds`, where they are known, are lists. What the numbers describe is for readers of the log
+        and not worth a series: `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is
+        known; and of the last step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and
+        `lookups_after` of every rank. Of more than 256 ranks, the first line and every tenth after it have these.
         """
         step_ms = self._clock.take()
         if not step_ms:
-            return {}
+            return {}, {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
         numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
@@ -124,21 +119,12 @@ class StepMeter:
             **self._shuffle(step_ms),
             **self._speeds(),
         }
-        self._details = self._describe(step_ms)
+        details = self._describe(step_ms)
         self._sums, self._stats, self._step_flops = StepSums(), [], []
         self._loss = sums.mean_loss
         self._tokens += sums.tokens
         self._step_ms += step_ms
-        return numbers
-
-    def details(self) -> dict[str, Any]:
-        """What the numbers of the last `take` describe, for readers of the log; not worth a series.
-
-        `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is known; and of the last
-        step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and `lookups_after` of every rank. Of
-        more than 256 ranks, the first line and every tenth after it have these.
-        """
-        return self._details
+        return numbers, details
 
     def _describe(self, step_ms: list[float]) -> dict[str, Any]:
         ms_per_load, last = self._ms_per_load, self._stats[-1]
@@ -168,15 +154,13 @@ class StepMeter:
 
     def _rates(self, flops: float, total_ms: float) -> dict[str, float]:
         """TFLOPS per rank and, where the device's peak is known, the utilisation of the model."""
-        if self._flops is None:
-            return {}
         rate = flops / dist.get_world_size() / total_ms * 1e3
         utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
         return {"tflops_per_rank": rate / 1e12, **utilisation}
 
     def _imbalance(self) -> dict[str, float]:
         """Mean imbalance of the operations since the last line, where no shuffler has looked at the rows."""
-        if self._flops is None or any(stats is not None for stats in self._stats):
+        if any(stats is not None for stats in self._stats):
             return {}
         found = step_imbalances(self._step_flops, self._device)
         self._imbalances += found
@@ -255,8 +239,8 @@ class StepSums:
         )
         if self.loss_sum is not None:
             counts[0] = self.loss_sum
-        all_reduce(counts, "sums of a line of the log", group=resolve_process_group())
-        loss_sum, *others = counts.tolist()
+        gathered = gather_numbers(counts, "sums of a line of the log", group=resolve_process_group())
+        loss_sum, *others = gathered.sum(0).tolist()
         return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
 
     @property
@@ -267,11 +251,9 @@ class StepSums:
 
 def of_all_ranks(value: float | None, device: torch.device) -> list[float | None]:
     """A positive number of every data-parallel rank, None for a rank without; called on all of them together."""
-    group = resolve_process_group()
-    values = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
-    values[dist.get_rank(group)] = 0.0 if value is None else value
-    all_reduce(values, "a number of every rank", group=group)
-    return [each if each > 0 else None for each in values.tolist()]
+    own = torch.tensor([value or 0.0], dtype=torch.float64, device=device)
+    values = gather_numbers(own, "a number of every rank", group=resolve_process_group())
+    return [each if each > 0 else None for each in values[:, 0].tolist()]
 
 
 def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
@@ -279,13 +261,10 @@ def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
 
     `loads` has one of this rank per step; as many on all data-parallel ranks.
     """
-    total = torch.tensor(loads, dtype=torch.float64, device=device)
-    largest = total.clone()
-    group = resolve_process_group()
-    all_reduce(total, "sums of loads", group=group)
-    all_reduce(largest, "largest loads", op=dist.ReduceOp.MAX, group=group)
-    ratios = largest * dist.get_world_size(group) / total
-    return (ratios[total > 0] - 1.0).tolist()
+    own = torch.tensor(loads, dtype=torch.float64, device=device)
+    of_ranks = gather_numbers(own, "loads of steps", group=resolve_process_group())
+    mean = of_ranks.mean(0)
+    return (of_ranks.amax(0) / mean - 1.0)[mean > 0].tolist()
 
 
 def _not_balanced(imbalances: list[float]) -> dict[str, float]:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,14 +16,14 @@ import torch.distributed as dist
 
 from commons.distributed.spans import RecordedSpan, SpanRecorder
 from commons.distributed.stats import ShuffleStats
+from commons.run_log.files import write_whole
 from commons.trainer.config.args import TrainerArgs
+from commons.trainer.observe.sinks import by_rank
 
 logger = logging.getLogger(__name__)
 
-# Ranks whose loads have a track each; of more, the smallest, the mean and the largest load have.
-_MOST_TRACKS = 32
-# What torch writes before the events of a trace fits into so many characters: its devices.
-_HEAD = 1 << 20
+# Nanoseconds since 1970, and from then on the values of every track.
+_Counters = tuple[int, Mapping[str, Mapping[str, float]]]
 _RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 
 
@@ -41,7 +40,7 @@ class StepProfiler:
         self._path = Path(args.run_dir) / f"trace-rank{dist.get_rank()}.json"
         self._profile: torch.profiler.profile | None = None
         self._is_written = not args.profile
-        self._counters: list[tuple[int, Mapping[str, Mapping[str, float]]]] = []
+        self._counters: list[_Counters] = []
         self._recorder = SpanRecorder()
         self._step_began = time.time_ns()
         before = max(0, args.profile_step_start - first_step)
@@ -54,11 +53,7 @@ class StepProfiler:
             schedule = torch.profiler.schedule(
                 skip_first=before - warmup, wait=0, warmup=warmup, active=num_steps, repeat=1
             )
-            self._profile = torch.profiler.profile(
-                activities=activities,
-                schedule=schedule,
-                on_trace_ready=self._write,
-            )
+            self._profile = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=self._write)
             self._profile.start()
             self._record_other_threads()
 
@@ -104,36 +99,17 @@ class StepProfiler:
         self._is_written = True
 
 
-def add_to_trace(
-    path: Path,
-    counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]],
-    spans: Sequence[RecordedSpan] = (),
-) -> None:
-    """Add counter tracks, and spans of threads that torch did not record, to a trace that torch has written.
-
-    `counters` are nanoseconds since 1970, and from then on the values of every track. The trace is copied once,
-    whatever its size.
-    """
-    with path.open(encoding="utf-8") as trace:
-        head = trace.read(_HEAD)
-        events = re.search(r'"traceEvents"\s*:\s*\[', head)
-        base = re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', head)
-        added = _events(counters, spans, 0 if base is None else int(base[1]))
-        if events is None or not added:
-            return
-        partial = path.with_suffix(".part")
-        with partial.open("w", encoding="utf-8") as copy:
-            copy.write(head[: events.end()])
-            copy.write(",\n".join(json.dumps(each) for each in added))
-            rest = head[events.end() :]
-            copy.write(rest if rest.lstrip().startswith("]") else f",{rest}")
-            shutil.copyfileobj(trace, copy, _HEAD)
-    partial.replace(path)
+def add_to_trace(path: Path, counters: Sequence[_Counters], spans: Sequence[RecordedSpan] = ()) -> None:
+    """Add counter tracks, and spans of threads that torch did not record, to a trace that torch has written."""
+    text = path.read_text(encoding="utf-8")
+    begin, base = re.search(r'"traceEvents"\s*:\s*\[', text), re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', text)
+    added = _events(counters, spans, 0 if base is None else int(base[1]))
+    if begin is not None and added:
+        events = "".join(f"{json.dumps(each)},\n" for each in added)
+        write_whole(path, f"{text[: begin.end()]}{events}{text[begin.end() :]}")
 
 
-def _events(
-    counters: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], spans: Sequence[RecordedSpan], zero: int
-) -> list[dict[str, Any]]:
+def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: int) -> list[dict[str, Any]]:
     """Events of a trace whose time begins `zero` nanoseconds after 1970."""
     pid = os.getpid()
     events: list[dict[str, Any]] = [
@@ -149,14 +125,5 @@ def _events(
     return events
 
 
-def _series(loads: Sequence[Any]) -> dict[str, float]:
-    """The loads of single ranks or, of many, what they lie between.
-
-    >>> _series([3, 5])
-    {'rank 0': 3, 'rank 1': 5}
-    >>> _series(range(100))
-    {'smallest': 0, 'mean': 49.5, 'largest': 99}
-    """
-    if len(loads) > _MOST_TRACKS:
-        return {"smallest": min(loads), "mean": sum(loads) / len(loads), "largest": max(loads)}
-    return {f"rank {rank}": load for rank, load in enumerate(loads)}
+def _series(loads: Sequence[int]) -> dict[str, float]:
+    return {f"rank {name}" if name.isdigit() else name: load for name, load in by_rank(loads).items()}

@@ -1,12 +1,13 @@
 """Where the numbers of a run go: one protocol for what `ShuffleStats.to_dict()` gives, and for a line of the log.
 
-A record is a mapping with `step`, numbers by name, and under some names a list with a number of every rank. Files of
-the run folder are written at once. What lies outside (`OPTIONAL`) is opened and written by a thread of its own, so
-that training never waits for it; the first failure of each is logged.
+A record is a mapping with `step`, numbers by name, and under some names a list with a number of every rank. log.jsonl
+is written at once. Every other sink is opened and written by a thread of its own, so that training never waits for it;
+the first failure of each is logged.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from commons.distributed.worker import DaemonWorker
-from commons.run_log.files import CONFIG_FILE, without_nan
+from commons.run_log.files import without_nan
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.meter import AVERAGED, PER_RANK
@@ -74,8 +75,7 @@ def figures_of(record: Mapping[str, Any]) -> list[Figure]:
             continue
         named = {"": value}
         if isinstance(value, (list, tuple)):
-            known = {str(rank): each for rank, each in enumerate(value) if each is not None}
-            named = known if len(value) <= _MOST_RANKS else _between(known.values())
+            named = by_rank(value)
         figures += [
             Figure(_tag(name), rank, float(each)) for rank, each in named.items() if isinstance(each, (int, float))
         ]
@@ -98,36 +98,16 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
-    """Scalars for TensorBoard; what an earlier run has written of steps after `first_step` is hidden."""
-
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
-        # Imported here: it takes half a second, and only rank 0 needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """As in Sink."""
-        for figure in figures_of(record):
-            self._writer.add_scalar(figure.path, figure.value, record["step"])
-
-    def close(self) -> None:
-        """As in Sink."""
-        self._writer.close()
-
-
 class BackgroundSink:
     """A sink that is opened and written on a thread of its own: its failures do not reach the training."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self._name = name
         self._worker = DaemonWorker(f"evenrank-sink-{name}")
-        self._sink: Sink | None = None
         self._room = threading.Semaphore(_MOST_WAITING)
         self._has_warned = False
         self._closed_by: float | None = None
-        self._worker.submit(lambda: self._try(lambda: self._open(open_sink)))
+        self._sink = self._worker.submit(open_sink)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """As in Sink; returns at once, and raises nothing."""
@@ -135,13 +115,18 @@ class BackgroundSink:
             self._warn(f"{_MOST_WAITING} records wait for it")
             return
         kept = dict(record)
-        self._worker.submit(lambda: self._try(lambda: self._write(kept)))
+
+        def write(sink: Sink) -> None:
+            self._room.release()
+            sink.write(kept)
+
+        self._submit(write)
 
     def begin_closing(self) -> None:
         """Let it write what is not written yet, and end; does not wait."""
         if self._closed_by is None:
             self._closed_by = time.monotonic() + _CLOSE_SECONDS
-            self._worker.submit(lambda: self._try(self._close))
+            self._submit(lambda sink: sink.close())
             self._worker.finish()
 
     def close(self) -> None:
@@ -151,23 +136,14 @@ class BackgroundSink:
         if not self._worker.stop(max(0.0, self._closed_by - time.monotonic())):
             self._warn(f"it has not ended after {_CLOSE_SECONDS:g} s")
 
-    def _open(self, open_sink: Callable[[], Sink]) -> None:
-        self._sink = open_sink()
+    def _submit(self, act: Callable[[Sink], None]) -> None:
+        def job() -> None:
+            try:
+                act(self._sink.result())
+            except Exception as error:  # of the library, or of a sink that could not be opened
+                self._warn(f"{type(error).__name__}: {error}")
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._room.release()
-        if self._sink is not None:
-            self._sink.write(record)
-
-    def _close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
-
-    def _try(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:
-            self._warn(f"{type(error).__name__}: {error}")
+        self._worker.submit(job)
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:
@@ -192,11 +168,17 @@ def require_sinks(names: Iterable[SinkName]) -> None:
 
 
 def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
-    """The sinks outside of the run folder that the settings name; called on rank 0.
+    """The sinks that the settings name; called on rank 0.
 
     A resumed run has `first_step` steps behind it, and goes on in the same run of a tracker.
     """
-    return [BackgroundSink(name, _opener(name, args, first_step)) for name in args.sinks if name in OPTIONAL]
+
+    def open_sink(name: SinkName) -> Sink:
+        from commons.trainer.observe.libraries import OPENERS
+
+        return OPENERS[name](args, first_step)
+
+    return [BackgroundSink(name, functools.partial(open_sink, name)) for name in args.sinks]
 
 
 def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
@@ -205,28 +187,6 @@ def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
         sink.begin_closing()
     for sink in sinks:
         sink.close()
-
-
-def _opener(name: SinkName, args: TrainerArgs, first_step: int) -> Callable[[], Sink]:
-    options, run_dir = args.sink_options, Path(args.run_dir)
-
-    def make() -> Sink:
-        if name in ("wandb", "mlflow"):
-            from commons.trainer.observe.trackers import Mlflow, Run, Wandb
-
-            path = run_dir / CONFIG_FILE
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            run = Run(run_dir, config, goes_on=first_step > 0)
-            return Wandb(run, options.wandb) if name == "wandb" else Mlflow(run, options.mlflow)
-        if name == "opentelemetry":
-            from commons.trainer.observe.exporters import OpenTelemetry
-
-            return OpenTelemetry.over_http(options.opentelemetry, str(run_dir))
-        from commons.trainer.observe.exporters import Prometheus
-
-        return Prometheus(options.prometheus.host, options.prometheus.port)
-
-    return make
 
 
 def _tag(name: str) -> str:
@@ -240,6 +200,14 @@ def _tag(name: str) -> str:
     return f"{'shuffle' if name in AVERAGED or name in PER_RANK else 'train'}/{name}"
 
 
-def _between(values: Iterable[float]) -> dict[str, float]:
-    known = list(values)
-    return {"smallest": min(known), "mean": sum(known) / len(known), "largest": max(known)} if known else {}
+def by_rank(values: Sequence[float | None]) -> dict[str, float]:
+    """The numbers of single ranks that have one or, of more than 64 ranks, what they lie between.
+
+    >>> by_rank([3, None, 5]), by_rank(range(100))
+    ({'0': 3, '2': 5}, {'smallest': 0, 'mean': 49.5, 'largest': 99})
+    """
+    known = {str(rank): value for rank, value in enumerate(values) if value is not None}
+    if not known or len(values) <= _MOST_RANKS:
+        return known
+    numbers = known.values()
+    return {"smallest": min(numbers), "mean": sum(numbers) / len(numbers), "largest": max(numbers)}

@@ -24,7 +24,6 @@ from commons.run_log.files import (
     LOG_FILE,
     LOG_SCHEMA,
     SUMMARY_FILE,
-    TENSORBOARD_FOLDER,
     evaluation_in,
     keep_lines_until,
     without_nan,
@@ -32,7 +31,7 @@ from commons.run_log.files import (
 )
 from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.observe.sinks import BackgroundSink, JsonLines, Sink, TensorBoard, close_sinks, open_sinks
+from commons.trainer.observe.sinks import BackgroundSink, JsonLines, close_sinks, open_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ class TrainLog:
         # What an earlier part of a resumed run has logged of its evaluation after `first_step` steps; on rank 0.
         self.evaluated: dict[str, float] = {}
         self._lines: JsonLines | None = None
-        self._scalars: Sink | None = None
         self._sinks: list[BackgroundSink] = []
         if self._enabled:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,8 +92,6 @@ class TrainLog:
             if first_step and path.exists():
                 self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
             self._lines = JsonLines(path, append=first_step > 0)
-            if "tensorboard" in args.sinks:
-                self._scalars = TensorBoard(self.run_dir / TENSORBOARD_FOLDER, first_step)
             self._sinks = open_sinks(args, first_step)
         self._has_failed = False
 
@@ -120,9 +116,6 @@ class TrainLog:
             return
         with self._unless_disk_full():
             self._lines.write({"schema": LOG_SCHEMA, **record, **(details or {})})
-        if self._scalars is not None:
-            with self._unless_disk_full():
-                self._scalars.write(record)
         for sink in self._sinks:
             sink.write(record)
         if "loss" in record:
@@ -142,10 +135,9 @@ class TrainLog:
     def close(self) -> None:
         """End the bar and all sinks."""
         self._bar.close()
-        for file in (self._lines, self._scalars):
-            if file is not None:
-                with self._unless_disk_full():
-                    file.close()
+        if self._lines is not None:
+            with self._unless_disk_full():
+                self._lines.close()
         close_sinks(self._sinks)
 
     @contextlib.contextmanager

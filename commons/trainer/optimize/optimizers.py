@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from commons.trainer.config.args import is_positive
+from commons.trainer.config.args import require_positive
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters
 
 
@@ -31,16 +31,12 @@ class OptimizerArgs:
 
     def __post_init__(self) -> None:
         for name in ("dense_lr", "embedding_lr"):
-            if not is_positive(getattr(self, name)):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; a learning rate is positive and finite: correct it"
-                )
+            require_positive(name, getattr(self, name), "a learning rate is positive and finite: correct it")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(
                 f"adam_betas is {self.adam_betas}; they are two numbers of at least 0 and below 1: correct it"
             )
-        if not is_positive(self.adam_eps):
-            raise ValueError(f"adam_eps is {self.adam_eps!r}; it is a small positive number: correct it")
+        require_positive("adam_eps", self.adam_eps, "it is a small positive number: correct it")
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:

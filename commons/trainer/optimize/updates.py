@@ -11,13 +11,12 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.schedule import Schedule
-from commons.trainer.ranks.collectives import all_reduce
+from commons.trainer.ranks.collectives import all_reduce, gather_numbers
 
 
 class DeferredOptimizer:
@@ -189,10 +188,7 @@ class FiniteLossGuard:
             ArithmeticError: names the first step, and the ranks that saw it there.
             RankMissingError: a rank did not take part; names it.
         """
-        first = torch.full((dist.get_world_size(),), int(self._never), device=self._device)
-        first[dist.get_rank()] = self._first
-        all_reduce(first, "look at the losses", op=dist.ReduceOp.MIN, step=self._step)
-        steps = first.tolist()
+        steps = gather_numbers(self._first.view(1), "look at the losses", step=self._step)[:, 0].tolist()
         if min(steps) == int(self._never):
             return
         ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]

@@ -70,31 +70,56 @@ def all_reduce(
         named.wait(work, step, what)
 
 
+def gather_numbers(
+    own: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
+) -> torch.Tensor:
+    """Numbers `(n,)` of all ranks of a group (default all), `(ranks, n)` on the host; called on all of them together.
+
+    `what` names the collective in messages, and so does `step`, where it belongs to one.
+    """
+    table = own.new_zeros(dist.get_world_size(group), len(own))
+    table[dist.get_rank(group)] = own
+    all_reduce(table, what, group=group, step=step)  # the others add zeros
+    return table.cpu()
+
+
 def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
     """The texts of all ranks of a group (default all), in their order; called on all of them together.
 
     The group serves `device`, which is this rank's.
     """
-    own = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=device)
-    rank = dist.get_rank(group)
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    sizes[rank] = own.numel()
-    all_reduce(sizes, "gather of text sizes", group=group)
-    rows = torch.zeros(len(sizes), int(sizes.max()), dtype=torch.uint8, device=device)
-    rows[rank, : own.numel()] = own
-    all_reduce(rows, "gather of texts", group=group)
-    return [bytes(row[:size]).decode() for row, size in zip(rows.tolist(), sizes.tolist())]
+    encoded = text.encode(errors="backslashreplace")
+    own = torch.tensor([len(encoded)], device=device)
+    sizes = gather_numbers(own, "gather of text sizes", group=group)[:, 0].tolist()
+    texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    texts.split(sizes)[dist.get_rank(group)].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    if texts.numel():
+        all_reduce(texts, "gather of texts", group=group)
+    return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
 
 
-def broadcast_text(text: str, device: torch.device, src: int = 0) -> str:
-    """The text of rank `src`, on all ranks; called on all of them together. What others give is ignored."""
-    own = torch.tensor(list(text.encode()) if dist.get_rank() == src else [], dtype=torch.uint8, device=device)
-    size = torch.tensor(own.numel(), device=device)
-    all_reduce(size, "broadcast of a text's size")
-    encoded = own if dist.get_rank() == src else torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if encoded.numel():
-        all_reduce(encoded, "broadcast of a text")  # the others add zeros
-    return bytes(encoded.tolist()).decode()
+def broadcast_text(text: str, device: torch.device) -> str:
+    """The text of rank 0, on all ranks; called on all of them together. What others give is ignored."""
+    return gather_texts(text if dist.get_rank() == 0 else "", device)[0]
+
+
+def first_text(text: str, device: torch.device) -> tuple[int, str]:
+    """The first rank whose text is not empty, and that text, -1 and "" if there is none; on all ranks together."""
+    return next(((rank, each) for rank, each in enumerate(gather_texts(text, device)) if each), (-1, ""))
+
+
+def problem_on_any_rank(work: Callable[[], object], device: torch.device, *, on_rank_0: bool = False) -> str:
+    """Do something on every rank, or on rank 0 alone; all ranks learn what went wrong on the first that failed, or "".
+
+    What is done is no collective, or one whose errors reach every rank.
+    """
+    problem = ""
+    try:
+        if dist.get_rank() == 0 or not on_rank_0:
+            work()
+    except Exception as error:  # a damaged file may end in any
+        problem = str(error) or type(error).__name__
+    return first_text(problem, device)[1]
 
 
 def limit_collectives(timeout: float) -> None:

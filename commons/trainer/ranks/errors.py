@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from commons.distributed.channel.store import StoreUnavailableError, ask_store
+from commons.distributed.channel.store import ask_store
 from commons.distributed.errors import first_line
 from commons.distributed.worker import DaemonWorker
 
@@ -151,24 +151,18 @@ def _hosts_store() -> bool:
 
 
 def _claim_report() -> bool:
-    """Whether this is the first rank to fail."""
+    """Whether this is the first rank to fail; two reports are better than none where no store answers."""
     by_torchrun = dist.is_torchelastic_launched()
-    if dist.is_initialized():
-        try:
+    try:
+        if dist.is_initialized():
             if not by_torchrun:
                 rank = str(dist.get_rank())
                 first = ask_store(lambda store: store.compare_set(_FIRST_FAILURE, "", rank), _STORE_SECONDS)
                 return first.decode() == rank
-            ask_store(lambda store: store.check(["evenrank"]))
-        except StoreUnavailableError:  # torch would print forty lines of C++ about it; two reports are better than none
-            return True
-    if not by_torchrun:
-        return True
-    # On another thread: a store whose host stands still never answers, whatever the timeout.
-    claimed = DaemonWorker("evenrank-report").submit(_claim_in_store)
-    try:
-        return claimed.result(2 * _STORE_SECONDS)
-    except Exception:  # torchrun's store is gone: two reports are better than none
+            ask_store(lambda store: store.check(["evenrank"]))  # torch would print forty lines of C++ of one that ended
+        # On another thread: a store whose host stands still never answers, whatever the timeout.
+        return not by_torchrun or DaemonWorker("evenrank-report").submit(_claim_in_store).result(2 * _STORE_SECONDS)
+    except Exception:
         return True
 
 

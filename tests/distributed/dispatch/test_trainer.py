@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -12,19 +11,21 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 
 from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.public.movielens import preprocess_movielens
+from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.data import rank0_loader, train_and_eval_loaders
+from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.loop import TrainingLoop
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model
 from tests.helpers.batches import rows_as_values
-from tests.helpers.faults import error_of
 from tests.helpers.hstu_jobs import TINY, run
 from tests.helpers.models import AveragedSGD, weights_of
 from tests.helpers.run_folders import losses
+from tests.helpers.trainer_loops import Parts
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"
@@ -50,11 +51,14 @@ def trainer_args(how, **changes):
     )
 
 
+def dataset(data):
+    return DatasetArgs("ml-1m", 200, data, max_num_candidates=2, shuffle=True)
+
+
 def make_loader(data, trainer, shuffler):
-    dataset = DatasetArgs("ml-1m", 200, data, max_num_candidates=2, shuffle=True)
-    loader, _ = train_and_eval_loaders(dataset, trainer, CPU)
-    dealt = rank0_loader(loader, trainer, CPU, shuffler.get_workloads) if trainer.single_rank_load else None
-    return loader, dealt
+    loader, _ = train_and_eval_loaders(dataset(data), trainer, CPU)
+    get_workloads = shuffler.get_workloads if trainer.balance_batch else None
+    return loader, SingleRankLoader(loader, get_workloads) if trainer.single_rank_load else None
 
 
 def make_config(loader, dropout=0.0):
@@ -115,9 +119,9 @@ def test_the_weights_do_not_depend_on_who_loads(ranks, data):
 
 def run_loop(data, run_dir, how, **changes):
     torch.manual_seed(7)
-    workloads, shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 1), IdentityBalancedBatchShuffler()
+    shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 1, options=ShufflerOptions(mode="observe"))
     trainer = trainer_args(how, run_dir=run_dir, **changes)
-    loader, dealt = make_loader(data, trainer, workloads)
+    loader, _ = train_and_eval_loaders(dataset(data), trainer, CPU)
     model = build_distributed_model(
         HSTURankingModel(make_config(loader, dropout=0.2)),
         device=CPU,
@@ -128,38 +132,8 @@ def run_loop(data, run_dir, how, **changes):
     optimizer = torch.optim.Adam(
         [parameter for name, parameter in model.named_parameters() if "embedding" not in name], lr=0.01
     )
-    try:
-        TrainingLoop(
-            trainer,
-            model=model,
-            optimizer=optimizer,
-            device=CPU,
-            shuffler=shuffler,
-            train_loader=loader if dealt is None else dealt,
-            fingerprint={},
-        ).run()
-        return [weight.tolist() for weight in weights_of(model).values()]
-    finally:
-        for user in (workloads, shuffler, dealt):
-            if user is not None:
-                user.close()
-
-
-def train_without_dealing_out(data, run_dir):
-    trainer = trainer_args(IN_TURN, run_dir=run_dir)
-    loader, _ = train_and_eval_loaders(DatasetArgs("ml-1m", 20, data), trainer, CPU)
-    shuffler = IdentityBalancedBatchShuffler()
-    model = torch.nn.Linear(1, 1)
-    try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        TrainingLoop(trainer, model=model, optimizer=optimizer, device=CPU, shuffler=shuffler, train_loader=loader)
-    finally:
-        shuffler.close()
-
-
-def test_a_program_without_the_loader_of_rank_0(two_ranks, data, tmp_path):
-    for error in two_ranks.run(error_of, train_without_dealing_out, data, str(tmp_path)):
-        assert re.search("single_rank_load is True and train_loader is a .*commons.trainer.data.rank0_loader", error)
+    TrainingLoop(Parts(trainer, model, optimizer, [shuffler], loader)).run()
+    return [weight.tolist() for weight in weights_of(model).values()]
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path):

@@ -108,7 +108,7 @@ def _broadcast(folder):
         pytest.param(_realign, "realignment of step 1", marks=pytest.mark.slow),
         pytest.param(_compare_checksums, "comparison of checksums of step 0", marks=pytest.mark.slow),
         (_look_at_losses, "look at the losses of step 8"),
-        pytest.param(_broadcast, "broadcast of a text's size", marks=pytest.mark.slow),
+        pytest.param(_broadcast, "gather of text sizes", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_has_died_is_named(tmp_path, work, what):

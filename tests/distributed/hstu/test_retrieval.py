@@ -19,9 +19,9 @@ from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.samplers.epoch import ShardedBatchSampler
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.pipeline.factory import TrainPipelineFactory
+from commons.trainer import TrainerArgs
 from commons.trainer.config.load import load_config
-from commons.trainer.evaluation import evaluate
+from commons.trainer.evaluation import Evaluation
 from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
 from hstu import HSTUBalancedBatchShuffler, recipe
@@ -33,6 +33,7 @@ from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import build_distributed_model
 from hstu.train_config import TrainConfig
+from tests.helpers.trainer_loops import Parts
 
 CPU = torch.device("cpu")
 NUM_ROWS, NUM_ITEMS = 45, 37
@@ -115,11 +116,8 @@ def evaluate_rows(task, sharding, balanced=False):
                 metrics.update(model(batch)[1])
         return metrics.compute()
     shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2) if balanced else IdentityBalancedBatchShuffler()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = TrainPipelineFactory.create(
-        "none", model=model, optimizer=optimizer, device=CPU, batch_shuffler=shuffler
-    )
-    results = evaluate(pipeline, model, iter(loader), metrics, CPU)
+    recipe = Parts(TrainerArgs(1, 1), model, None, (), None, metrics=metrics)
+    results = Evaluation(recipe, model, loader, shuffler).run()
     shuffler.close()
     assert results.pop("rows") == NUM_ROWS
     if task == "ranking":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from tests.helpers import models
@@ -397,70 +395,5 @@ def _left_and_dropped(first, second):
 def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(two_ranks):
     for first, second in itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist]):
         for message in two_ranks.run(_left_and_dropped, first, second, timeout=60):
-            assert (
-                message.startswith("ValueError")
-                and f"already drives a Balanced{first.__name__} whose data has not ended" in message
-            )
-
-
-@dataclasses.dataclass
-class DenseBatch:
-    """A batch that cannot state padding, and no more than TorchRec asks of one."""
-
-    sample_id: torch.Tensor
-
-    def to(self, device, non_blocking=False):
-        return DenseBatch(self.sample_id.to(device))
-
-    def record_stream(self, stream):
-        pass
-
-
-class _Sum(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-        self.seen = []
-
-    def forward(self, batch):
-        self.seen.append(batch.sample_id.tolist())
-        return (self.weight * batch.sample_id.sum()), None
-
-
-class _DenseShuffler(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch.sample_id**2
-
-
-def _runs_dry(mode):
-    """Rank 1 ends after two steps, rank 0 after five; twice, for the second epoch goes on as the first."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("commons").addHandler(handler)
-    rank = dist.get_rank()
-    model = _Sum()
-    shuffler = _DenseShuffler(ShufflerOptions(mode=mode, timeout=30.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    epochs = []
-    try:
-        for epoch in range(2):
-            sizes = [2, 0, 3] if rank == 1 and epoch else [2, 2] if rank == 1 else [3] * 5
-            source = (DenseBatch(torch.arange(size) + 100 * step + 1000 * rank) for step, size in enumerate(sizes))
-            model.seen.clear()
-            list(steps_of(trainer, source))
-            epochs.append([len(ids) for ids in model.seen])
-    finally:
-        logging.getLogger("commons").removeHandler(handler)
-        shuffler.close()
-    return epochs, records
-
-
-@pytest.mark.parametrize("mode", ["observe", "off"])
-def test_where_nothing_moves_the_data_ends_with_the_first_rank(two_ranks, mode):
-    (first, told), (second, silent) = two_ranks.run(_runs_dry, mode)
-    assert first == [[3, 3], [3, 3, 3]]
-    assert second == [[2, 2], [2, 0, 3]]  # an empty batch that a loader brings is its own affair
-    assert silent == [] and len(told) == 1  # once, on one rank
-    assert "the data of ranks [1] ended at step 2" in told[0] and "the 3 rows" in told[0]
+            assert message.startswith("ValueError")
+            assert f"already drives a Balanced{first.__name__} whose data has not ended" in message

@@ -42,7 +42,7 @@ from tests.helpers.pretended_streams import (
     with_streams,
 )
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.trainer_loops import Output
+from tests.helpers.trainer_loops import Output, Parts
 
 CPU = torch.device("cpu")
 STEPS = 7
@@ -181,16 +181,9 @@ def _training_loop(run_dir: str, pipeline_type: str, accumulation_steps: int) ->
     ):
         model, optimizer = make_model()
         optimization = OptimizationArgs(accumulation_steps=accumulation_steps)
-        training = loop.TrainingLoop(
-            TrainerArgs(6, 6, run_dir=run_dir, pipeline_type=pipeline_type, optimization=optimization),
-            model=model,
-            optimizer=optimizer,
-            device=CPU,
-            shuffler=shuffler,
-            train_loader=DataLoader(list(batches()), batch_size=None),
-        )
-        assert training.run().steps == STEPS
-    shuffler.close()
+        args = TrainerArgs(6, 6, run_dir=run_dir, pipeline_type=pipeline_type, optimization=optimization)
+        recipe = Parts(args, model, optimizer, [shuffler], DataLoader(list(batches()), batch_size=None))
+        assert loop.TrainingLoop(recipe).run().steps == STEPS
     return weights_of(model)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tempfile
 from collections import Counter
 from unittest import mock
 
@@ -15,13 +14,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.checkpoint.checkpoints import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
-from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe.train_log import TrainLog
 from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.run import run_training
@@ -29,6 +26,7 @@ from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.faults import error_of
 from tests.helpers.run_folders import lines, losses
+from tests.helpers.trainer_loops import Parts
 
 CPU = torch.device("cpu")
 ROWS = 59  # in training, of 70 users
@@ -215,7 +213,7 @@ def _open(workloads, **changes):
     work = workloads[rank] if isinstance(workloads[0], list) else workloads
     sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
     loader = DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)
-    epochs = Epochs(loader, TrainerArgs(2, 2, schedule_in="rows"), None, CPU)
+    epochs = Epochs(loader, Parts(TrainerArgs(2, 2, schedule_in="rows"), None, None, (), loader), None)
     return epochs.num_rows, [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
 
 
@@ -231,41 +229,9 @@ def test_a_loader_of_the_users_own(two_ranks):
 
 def _schedule_without_rows():
     loader = DataLoader([0], batch_size=None)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        pytest.raises(ValueError, match="schedule_in is 'rows' and the sampl"),
-    ):
-        TrainingLoop(
-            TrainerArgs(2, 2, schedule_in="rows", run_dir=folder),
-            model=torch.nn.Linear(1, 1),
-            optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters()),
-            device=CPU,
-            shuffler=IdentityBalancedBatchShuffler(),
-            train_loader=loader,
-        )
+    with pytest.raises(ValueError, match="schedule_in is 'rows' and the sampl"):
+        Epochs(loader, Parts(TrainerArgs(2, 2, schedule_in="rows"), None, None, (), loader), None)
 
 
 def test_a_schedule_in_rows_needs_a_sampler_that_knows_them(two_ranks):
     two_ranks.run(_schedule_without_rows)
-
-
-def test_an_old_checkpoint_counts_the_rows_that_it_does_not_tell(two_ranks, data, tmp_path):
-    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints")}
-    first = two_ranks.run(train, data, str(tmp_path / "run"), max_train_iters=3, **saving)
-    path = tmp_path / "checkpoints" / "step_00000003" / "state.json"
-    state = json.loads(path.read_text())
-    for name in ("rows", "window_steps", "window_rows", "window_of"):
-        del state["progress"][name]
-    del state["digests"], state["digest"]
-    path.write_text(json.dumps(state))
-    loading = {
-        "ckpt_load_dir": saving["ckpt_save_dir"],
-        "schedule_in": "rows",
-        "max_train_iters": 48,
-        "eval_interval": 16,
-    }
-    rest = two_ranks.run(train, data, str(tmp_path / "rest"), **loading)
-    assert rest[0][0] == 6 and users_of(first) + users_of(rest) == Counter(
-        dict.fromkeys(users_of(first) + users_of(rest), 1)
-    )
-    assert [line["step"] for line in lines(tmp_path / "rest") if "eval_loss" in line] == [4, 6]

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.checkpoint import folder
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress, list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.optimizers import OptimizerArgs
@@ -29,6 +31,7 @@ from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.faults import raised_by
 from tests.helpers.models import build_sharded, weights_of
 from tests.helpers.run_folders import lines, losses
+from tests.helpers.trainer_loops import Parts
 
 CPU = torch.device("cpu")
 SAVE_AT = 4  # at an evaluation, too
@@ -270,31 +273,32 @@ def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def _forget_digests(checkpoint):
-    """Make it one of the version before."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["digests"], state["digest"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
+def _vouch_for(checkpoint, name):
+    """As if the file had been written like this: by a torch whose files this one cannot read."""
+    path = checkpoint / "state.json"
+    state = json.loads(path.read_text())
+    state["digests"] |= folder.digests_of(checkpoint, [name], rank=0, ranks=1)
+    state["digest"] = folder._digest_of_state(state)
+    path.write_text(json.dumps(state))
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "keeps_digests", "said"),
+    ("name", "damage", "is_vouched_for", "said"),
     [
-        ("__1_0.distcp", _zero_block, True, "is damaged (__1_0.distcp is not as it was written)"),
-        ("state.json", _zero, True, "is damaged (state.json: "),
-        ("__1_0.distcp", _truncate, True, "is damaged (__1_0.distcp has"),
-        ("__0_0.distcp", _zero, False, "cannot be read (rank "),
-        (".metadata", _zero, False, "cannot be read (.metadata: "),
+        ("__1_0.distcp", _zero_block, False, "is damaged (__1_0.distcp is not as it was written)"),
+        ("state.json", _zero, False, "is damaged (state.json: "),
+        ("__1_0.distcp", _truncate, False, "is damaged (__1_0.distcp has"),
+        ("__0_0.distcp", _zero, True, "cannot be read (rank "),
+        (".metadata", _zero, True, "cannot be read (.metadata: "),
     ],
 )
 def test_what_the_disk_has_spoilt_is_passed_over(
-    two_ranks, data, tmp_path, first_checkpoints, saved, name, damage, keeps_digests, said
+    two_ranks, data, tmp_path, first_checkpoints, saved, name, damage, is_vouched_for, said
 ):
     """The run goes on from the checkpoint before, saves to the same folder, and is the run that never stopped."""
     damage(saved / "step_00000004" / name)
-    if not keeps_digests:
-        for checkpoint in list_checkpoints(saved):
-            _forget_digests(checkpoint)
+    if is_vouched_for:
+        _vouch_for(saved / "step_00000004", name)
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved), ckpt_save_interval=2)
     (steps, warned), (also, silent) = two_ranks.run(_warnings, data, str(tmp_path / "run"), **changes)
     assert steps == also == 6 and not silent
@@ -320,13 +324,9 @@ def test_a_spoilt_checkpoint_that_is_named_is_an_error(rank_pools, data, tmp_pat
 def _save_weights_that_are(value, folder):
     """Save a good state, then one with a spoilt weight in the shard of rank 1; what is said of that."""
     model = build_sharded()[0]
-    checkpoints = Checkpointer(
-        TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_keep=1),
-        model=model,
-        optimizer=torch.optim.SGD(dense_parameters(model).values(), lr=0.1, momentum=0.9),
-        fingerprint={},
-        device=CPU,
-    )
+    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1, momentum=0.9)
+    recipe = Parts(TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_keep=1), model, optimizer, (), None)
+    checkpoints = Checkpointer(recipe, model, optimizer, IdentityBalancedBatchShuffler(), {})
     checkpoints.save(TrainProgress(1))
     if dist.get_rank() == 1:
         shards = [

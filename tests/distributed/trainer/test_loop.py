@@ -21,10 +21,9 @@ from commons.trainer.observe import times
 from tests.helpers import models
 from tests.helpers.faults import error_of
 from tests.helpers.models import Head, head_of, rank_batches, weights_of
-from tests.helpers.trainer_loops import CubicShuffler, Output
+from tests.helpers.trainer_loops import CubicShuffler, Output, Parts
 
 SIZES = [6, 3, 1, 2]
-CPU = torch.device("cpu")
 
 
 class StatedHead(Head):
@@ -95,21 +94,19 @@ def run_loop(
     head_of(model).linear.__class__ = linear
     metrics = SeenRows()
     shufflers = [by() if balance else IdentityBalancedBatchShuffler(), IdentityBalancedBatchShuffler()]
+    loaders = loader(counts[0][dist.get_rank()], 0, sizes), loader(counts[1][dist.get_rank()], 10)
+    recipe = Parts(
+        trainer,
+        model,
+        optimizer,
+        shufflers,
+        loaders,
+        metrics=metrics,
+        flops=lambda batch: 10**15 * batch.actual_batch_size,
+        layers=head_of(model).linear,
+    )
     try:
-        loop = TrainingLoop(
-            trainer,
-            model=model,
-            optimizer=optimizer,
-            device=CPU,
-            shuffler=shufflers[0],
-            train_loader=loader(counts[0][dist.get_rank()], 0, sizes),
-            eval_shuffler=shufflers[1],
-            eval_loader=loader(counts[1][dist.get_rank()], 10),
-            metrics=metrics,
-            flops=lambda batch: 10**15 * batch.actual_batch_size,
-            layers=head_of(model).linear,
-        )
-        summary = loop.run()
+        summary = TrainingLoop(recipe).run()
     finally:
         for shuffler in shufflers:
             shuffler.close()

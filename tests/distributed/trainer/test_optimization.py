@@ -29,7 +29,7 @@ from tests.helpers.models import (
     rank_batches,
     weights_of,
 )
-from tests.helpers.trainer_loops import CubicShuffler, Output
+from tests.helpers.trainer_loops import CubicShuffler, Output, Parts
 
 CPU = torch.device("cpu")
 SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms
@@ -83,7 +83,7 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
         def __iter__(self):
             return source()
 
-    loop = TrainingLoop(
+    recipe = Parts(
         TrainerArgs(
             6,
             6,
@@ -95,15 +95,14 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
             pipeline_type="native" if build is build_sharded else "none",
             optimization=OptimizationArgs(**optimization),
         ),
-        model=model,
-        optimizer=optimizer,
-        device=CPU,
-        shuffler=shuffler,
-        train_loader=Source(batches, batch_size=None),
+        model,
+        optimizer,
+        [shuffler],
+        Source(batches, batch_size=None),
         loss_scaler=scaler,
     )
     try:
-        summary = loop.run()
+        summary = TrainingLoop(recipe).run()
     finally:
         shuffler.close()
     fused = [group["lr"] for group in getattr(model, "fused_optimizer", optimizer).param_groups]

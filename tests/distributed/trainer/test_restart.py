@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from commons.trainer.checkpoint.checkpoints import list_checkpoints
 from commons.trainer.config.load import load_config
-from commons.trainer.run import run_training
-from commons.trainer.run_folder import require_run_folder
+from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.run_folders import losses
@@ -48,7 +47,7 @@ def flags(data, folder):
 
 def _train(arguments):
     config = load_config(TrainConfig, arguments)
-    require_run_folder(config.trainer, torch.device("cpu"))
+    open_run_folder(config, torch.device("cpu"), logs_to_file=False)
     run_training(HSTURecipe(config, torch.device("cpu")))
 
 

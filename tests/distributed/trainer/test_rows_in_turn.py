@@ -14,8 +14,7 @@ from commons.run_log.advice import advice_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.run import run_training
-from commons.trainer.run_folder import open_run_folder
+from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 

@@ -14,8 +14,7 @@ from commons.run_log.comparison import compare_runs
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
 from commons.trainer.config.load import load_config
-from commons.trainer.run import run_training
-from commons.trainer.run_folder import require_run_folder, write_config
+from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.run_folders import lines
@@ -33,10 +32,9 @@ def command(*flags):
     """What a run of hstu.train returns on this rank: its summary, or the one line that it ends with."""
     config = load_config(TrainConfig, [*RUN.split(), *flags])
     try:
-        require_run_folder(config.trainer, CPU)
+        open_run_folder(config, CPU, logs_to_file=False)
     except ValueError as error:
         return str(error)
-    write_config(config, config.trainer.run_dir)
     return run_training(HSTURecipe(config, CPU)).to_dict()
 
 

@@ -13,20 +13,16 @@ from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from hstu.sharding import dense_parameters
 from tests.helpers.models import build_sharded
 from tests.helpers.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.trainer_loops import Parts
 
 
 def _resume(folder, begin=None):
     """The speeds of a batch after loading a checkpoint, or saving one of these speeds."""
     model = build_sharded()[0]
     with closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler:
-        checkpoints = Checkpointer(
-            TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_load_dir=None if begin else folder),
-            model=model,
-            optimizer=torch.optim.SGD(dense_parameters(model).values(), lr=0.1),
-            fingerprint={},
-            device=torch.device("cpu"),
-            shuffler=shuffler,
-        )
+        optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1)
+        args = TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_load_dir="" if begin else folder)
+        checkpoints = Checkpointer(Parts(args, model, optimizer, (), None), model, optimizer, shuffler, {})
         if begin:
             shuffler.load_state_dict({"speeds": begin})
             checkpoints.save(TrainProgress(1))

@@ -14,7 +14,7 @@ from commons.trainer.checkpoint.folder import (
     checkpoint_path,
     claim,
     complete_checkpoint,
-    digest_of,
+    digests_of,
     latest_whole,
     list_checkpoints,
     make_empty,
@@ -28,7 +28,8 @@ def save(folder, step, keep=9):
     unfinished = unfinished_path(final)
     make_empty(unfinished)
     dcp.save({"x": torch.arange(step)}, checkpoint_id=unfinished, no_dist=True)
-    complete_checkpoint(unfinished, final, {"progress": {"step": step}, "fingerprint": {}}, keep)
+    digests = digests_of(unfinished, (file.name for file in unfinished.iterdir()), rank=0, ranks=1)
+    complete_checkpoint(unfinished, final, {"progress": {"step": step}}, keep, digests)
     return final
 
 
@@ -93,11 +94,11 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     dcp.save({"x": torch.arange(3)}, checkpoint_id=unfinished_path(final), no_dist=True)
     next(unfinished_path(final).glob("*.distcp")).unlink()
     with pytest.raises(OSError, match=r"__0_0\.distcp .* is not on rank 0's disk; all ranks write into one folder"):
-        complete_checkpoint(unfinished_path(final), final, {}, 3)
+        complete_checkpoint(unfinished_path(final), final, {}, 3, {})
     assert steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("missing", ["version", "fingerprint"])
+@pytest.mark.parametrize("missing", ["version", "digest"])
 def test_a_state_file_without_something(tmp_path, missing, caplog):
     first, second = save(tmp_path, 2), save(tmp_path, 4)
     state = json.loads((second / "state.json").read_text())
@@ -130,7 +131,9 @@ def test_digests_are_those_of_the_files(tmp_path):
         assert digest == hashlib.blake2b((path / name).read_bytes(), digest_size=32).hexdigest()
     large = tmp_path / "large"
     large.write_bytes(bytes(range(256)) * 12289)  # three blocks and a bit
-    assert digest_of(large) == hashlib.blake2b(large.read_bytes(), digest_size=32).digest()
+    assert digests_of(tmp_path, ["large"], rank=0, ranks=1) == {
+        "large": hashlib.blake2b(large.read_bytes(), digest_size=32).hexdigest()
+    }
 
 
 def test_where_there_is_none(tmp_path):

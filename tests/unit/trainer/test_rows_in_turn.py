@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import Place
-from commons.trainer.observe.rows_in_turn import RowsInTurn
+from commons.trainer.data import RowsInTurn
 
 
 @pytest.mark.parametrize("kind", ["balanced", "budget"])

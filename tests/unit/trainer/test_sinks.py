@@ -6,6 +6,7 @@ import gzip
 import http.server
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from commons.trainer import TrainerArgs
 from commons.trainer.config.sink_options import OpenTelemetryOptions, PrometheusOptions, SinkOptions
 from commons.trainer.observe import sinks as sinks_module
-from commons.trainer.observe.exporters import OpenTelemetry, Prometheus
+from commons.trainer.observe.libraries import OPENERS, opentelemetry
 from commons.trainer.observe.sinks import BackgroundSink, JsonLines, close_sinks, figures_of, open_sinks, require_sinks
 
 RECORD = {
@@ -61,12 +62,15 @@ def test_lines_of_json(tmp_path):
     assert lines == [{"step": 1, "eval_auc": None, "rank_speeds": [1.0, None]}] * 2
 
 
-def test_prometheus_scrapes_the_latest_numbers():
-    sink = Prometheus("127.0.0.1", 0)
+def test_prometheus_scrapes_the_latest_numbers(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sink = OPENERS["prometheus"](args_for(tmp_path, "prometheus", prometheus=PrometheusOptions(port=port)), 0)
     try:
         sink.write(RECORD)
         sink.write(RECORD | {"step": 8, "loss": 0.25})
-        found = scrape(sink.port)
+        found = scrape(port)
     finally:
         sink.close()
     assert {name: float(found[name]) for name in found} == {
@@ -82,7 +86,7 @@ def test_prometheus_scrapes_the_latest_numbers():
 
 def test_opentelemetry_has_gauges():
     reader = InMemoryMetricReader()
-    sink = OpenTelemetry(MeterProvider([reader]))
+    sink = opentelemetry(MeterProvider([reader]))
     sink.write(RECORD)
     (resource,) = reader.get_metrics_data().resource_metrics
     points = {
