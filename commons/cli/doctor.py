@@ -11,7 +11,6 @@ import logging
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -82,9 +81,6 @@ def examine() -> list[Finding]:
 
 
 def _native_core() -> Iterator[Finding]:
-    compiler = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
-    found = "none; to build the native core, one comes from the package index"
-    yield Finding("compiler", OK, found if compiler is None else _compiler_version(compiler))
     try:
         core = import_module(_CORE)
     except ModuleNotFoundError as error:  # of what the planner needs, found above
@@ -94,15 +90,6 @@ def _native_core() -> Iterator[Finding]:
         yield Finding("native core", WRONG, found, remedy)
     else:
         yield Finding("native core", OK, f"built by {core.COMPILER}, sources {core.SOURCES}")
-
-
-def _compiler_version(name: str) -> str:
-    """The first line of what a compiler prints as its version."""
-    try:
-        done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10)  # noqa: S603  found in PATH
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{name}, whose version is not known ({error})"
-    return next(iter(done.stdout.splitlines()), name)
 
 
 def _backends(torch: Any) -> Iterator[Finding]:

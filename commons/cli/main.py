@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from commons.cli.interrupts import INTERRUPTED, ended_by_ctrl_c
+from commons.cli.interrupts import ended_by_ctrl_c
 from commons.cli.outputs import command_line
 from commons.console import accept_all_text, parser_error, print_error, wrapped_help
 from commons.switches import without_boolean_values
@@ -56,8 +56,7 @@ _COMPLETION, _SHELLS = "--tyro-print-completion", ("bash", "zsh", "fish")
 # Our own packages: one of these that cannot be imported is our mistake; any other has to be installed.
 _OURS = ("commons", "evenrank", "hstu", "sid_gr")
 
-_CLOSED_PIPE = 1
-_USAGE_ERROR = 2
+_CLOSED_PIPE, _USAGE_ERROR, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")
-        return INTERRUPTED
+        return _INTERRUPTED
     return status or 0
 
 

@@ -17,11 +17,13 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
+from commons.cli.answer import print_answer
 from commons.cli.row_cost import RowCost
-from commons.cli.simulate_answer import print_answer, simulate
-from commons.cli.simulate_sources import Source, constant_cost, describe
+from commons.cli.simulate_answer import answer_of
+from commons.cli.simulation import Source, describe, simulate
 from commons.console import make_console, print_error
-from commons.perf_model.gain import DealtRows, LoadedRows, StepCost, compare_ways
+from commons.perf_model.gain import LoadedRows, StepCost
+from commons.run_log.step_time import fit_times
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.whole_folder import whole_file
 
@@ -30,10 +32,6 @@ if TYPE_CHECKING:
 
 # Seconds that rank 0 waits for the files of the other ranks.
 _PATIENCE = 60.0
-# Fewer steps, or less of the variance of their times than this explained by the loads, give no milliseconds.
-_FEWEST_STEPS, _FOLLOWS = 20, 0.5
-# Steps whose time is this many times the median have waited for something else, such as a checkpoint.
-_STALLED = 3.0
 
 
 @dataclass
@@ -65,26 +63,6 @@ class Observe:
         self.cost.check()
         for window in self.window:
             require_at_least("window", window, 2)
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedRows(Source):
-    """The rows that ranks have trained, where they trained them."""
-
-    rows: LoadedRows  # of all steps
-
-    def load(self, num_ranks: int, steps: int) -> LoadedRows:
-        """See Source."""
-        return self.rows.first_steps(steps)
-
-    def summary(self) -> tuple[np.ndarray, np.ndarray]:
-        """See Source."""
-        return self.rows.tokens, self.rows.workloads
-
-    def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
-        """See Source."""
-        yield from compare_ways(rows, windows)
-        yield constant_cost(rows, self.batch_size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,29 +147,28 @@ def _report(options: Observe, world_size: int | None) -> int:
     try:
         ranks = _read(options.folder, world_size)
         rows, seconds = _as_loaded(ranks, options.cost)
-        cost, note = step_cost(rows, seconds)
-        source = ObservedRows(
-            name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
-            num_rows=len(rows.tokens),
-            batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
-            task=describe(options.cost.model()),
-            of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
-            cost=cost,
-            bytes_per_token=None,
-            remedy="observe more steps",
-            rows=rows,
-        )
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed, which waits for no other; start the script with torchrun")
+        cost, note = step_cost(rows, seconds)
+        source = Source(
+            name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
+            load=lambda num_ranks, steps: rows.first_steps(steps),
+            num_rows=len(rows.tokens),
+            batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
+            tokens=rows.tokens,
+            costs=rows.workloads,
+            task=describe(options.cost.model()),
+            remedy="observe more steps",
+            of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
+            cost=cost,
+        )
         windows = [window for window in options.window if window <= rows.num_steps]
-        answer = simulate(source, [rows.num_ranks], windows, rows.num_steps)
+        print_answer(answer_of(simulate(source, [rows.num_ranks], windows, rows.num_steps)))
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2
-    print_answer(answer)
-    console = make_console(highlight=False)
-    for line in _lost(rows, seconds, cost, note):
-        console.print(line)
+    for line in (note, *_lost(rows, seconds, cost)):
+        make_console(highlight=False).print(line)
     return 0
 
 
@@ -249,28 +226,21 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
     """Milliseconds of a step by its largest load, where the recorded seconds follow it; and what to say of that."""
-    largest = rows.as_loaded.loads.max(axis=1).astype(np.float64)
-    kept = np.isfinite(seconds) & (seconds <= _STALLED * np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
-    if kept is None or np.count_nonzero(kept) < _FEWEST_STEPS:
-        known = 0 if kept is None else np.count_nonzero(kept)
-        return None, f"{known} steps have times; from {_FEWEST_STEPS} on they say what a load costs."
-    x, y = largest[kept], seconds[kept] * 1e3
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None, "Loads or times are all the same; ratios are those of loads."
-    slope, fixed = np.polyfit(x, y, 1)
-    explained = max(0.0, float(np.corrcoef(x, y)[0, 1])) ** 2
-    if explained < _FOLLOWS or slope <= 0:
+    fit = fit_times("steps", rows.as_loaded.loads.max(axis=1).astype(np.float64), seconds * 1e3)
+    if fit is None:
+        known = np.count_nonzero(np.isfinite(seconds))
+        return None, f"{known} steps have times; 20 of them, of different loads, say what a load costs."
+    if not fit.follows:
         return None, (
-            f"Step times do not follow the largest loads (they explain {explained:.0%} of their variance): ratios are "
-            "those of loads, and --task may say better what a row costs."
+            f"Step times do not follow the largest loads (they explain {fit.r_squared:.0%} of their variance): ratios "
+            "are those of loads, and --task may say better what a row costs."
         )
-    note = f"The largest loads explain {explained:.0%} of the step times' variance."
-    return StepCost(float(slope), max(0.0, float(fixed))), note
+    note = f"The largest loads explain {fit.r_squared:.0%} of the step times' variance."
+    return StepCost(fit.ms_per_load, max(0.0, fit.fixed_ms)), note
 
 
-def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost | None, note: str) -> Iterator[str]:
-    """What steps lost to uneven ranks, and the worst of them."""
-    yield note
+def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost | None) -> Iterator[str]:
+    """What steps lost to uneven ranks, and the worst of them, where milliseconds are known."""
     if cost is None:
         return
     loads = rows.as_loaded.loads

@@ -72,6 +72,10 @@ class Picture:
     height: int = 300  # in pixels
 
 
+# Colours, line styles and markers of lines, different in each of the three.
+LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
+
+
 def whole_steps(axes: Axes) -> None:
     """Let the axis of steps have whole numbers alone; there is no step 2.5."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))

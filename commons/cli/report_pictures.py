@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, as_text, legend_above, whole_steps
-from commons.run_log.reading import RunLog
+from commons.cli.pictures import COLORS, LOOKS, Picture, as_text, legend_above, whole_steps
+from commons.run_log.reading import RunLog, short_names
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
 
@@ -22,8 +20,6 @@ _MOST_RANKS = 64
 _MOST_POINTS = 300
 # What an axis shows at least: of an imbalance from 0 on, of others as a part of the values.
 _LEAST_IMBALANCE, _LEAST_SPAN = 0.01, 0.01
-# Colours, line styles and markers of curves, different in each of the three.
-_LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
 # Of the parts of a step, their colour and hatch.
 _NOT_SPLIT = "a step, not split"
 _PART_LOOKS = dict(
@@ -34,20 +30,11 @@ _PART_LOOKS = dict(
 )
 
 
-def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """The names of runs without the folder that they share."""
-    names = [Path(report.log.name) for report in reports]
-    if len({name.is_absolute() for name in names}) > 1:
-        return list(map(str, names))
-    shared = os.path.commonpath([name.parent for name in names])
-    return [str(name.relative_to(shared)) for name in names]
-
-
 def pictures_of(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
     """Of one run all that its log knows; of several three pictures in which they stand together."""
     # The first has the colour of what is not balanced, and stands above the others.
     reports = sorted(reports, key=lambda report: not report.is_as_loaded)
-    names = [_short(name, 24) for name in short_names(reports)]
+    names = [_short(name, 24) for name in short_names([report.log.name for report in reports])]
     pictures = [_imbalance_of(reports[0]), *_of_ranks(reports[0])]
     if len(reports) > 1:
         pictures = [_imbalance_as_trained(reports, names)]
@@ -105,12 +92,12 @@ def _curves(
 
     def draw(axes: Axes) -> None:
         for place, label, steps, values in curves:
-            (color, _, marker), style = _LOOKS[place % len(_LOOKS)], (place + place // len(_LOOKS)) % len(_LOOKS)
+            (color, _, marker), style = LOOKS[place % len(LOOKS)], (place + place // len(LOOKS)) % len(LOOKS)
             axes.plot(
                 steps,
                 values,
                 color=COLORS[color],
-                linestyle=_LOOKS[style][1],
+                linestyle=LOOKS[style][1],
                 # The first is seen where another one covers it.
                 linewidth=3.2 if place == 0 and len(curves) > 1 else 1.8,
                 marker=marker if len(values) <= 20 else "",  # one point alone would not be seen as a curve
@@ -185,7 +172,7 @@ def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
     count = next(iter(shown.values())).shape[1]
 
     def draw(axes: Axes) -> None:
-        for place, ((label, values), (color, style, marker)) in enumerate(zip(shown.items(), _LOOKS)):
+        for place, ((label, values), (color, style, marker)) in enumerate(zip(shown.items(), LOOKS)):
             looks: dict[str, Any] = {"color": COLORS[color], "label": label}
             if count > _MOST_RANKS:
                 values = -np.sort(-values, axis=1)
@@ -213,7 +200,7 @@ def _parts(reports: Sequence[RunReport]) -> Picture | None:
         return None
     times = [parts if len(parts) > 1 else {_NOT_SPLIT: sum(parts.values())} for parts in times]
     saved = [report.step_time.saved if report.step_time and _is_balanced(report) else None for report in reports]
-    names, places = short_names(reports), np.arange(len(reports))[::-1]
+    names, places = short_names([report.log.name for report in reports]), np.arange(len(reports))[::-1]
 
     def draw(axes: Axes) -> None:
         begins = np.zeros(len(reports))
