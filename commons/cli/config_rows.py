@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +33,7 @@ def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions,
     calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
     batches = []  # workloads and tokens of the real rows of each, as a single rank reads them
     wanted = itertools.islice(target.host_batches(), num_batches)
-    for batch in tqdm(wanted, "read", num_batches, unit="batch", leave=False, disable=not sys.stderr.isatty()):
+    for batch in tqdm(wanted, "read", num_batches, unit="batch", leave=False, disable=None):
         rows = target.row_tokens(batch)
         tokens, _ = target.task.tokens_and_pairs(*rows)
         batches.append(((calibrated or target.task).get_workloads(*rows).numpy(), tokens.numpy()))

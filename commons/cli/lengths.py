@@ -165,9 +165,10 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
         )
     if len(rows.columns) == 1 and path.suffix in (".csv", ".jsonl"):  # an empty line is no row
         rows = rows.filter(f"{_quoted(names[0])} IS NOT NULL")
-    # Numbers by way of text, because DuckDB takes a truth value for one.
+    # By way of text, because DuckDB takes a truth value for a number; trimmed, or its csv reader would cast, and raise.
     numbers = [
-        f"len({_quoted(name)})" if name in lists else f"try_cast({_quoted(name)}::VARCHAR AS DOUBLE)" for name in names
+        f"len({_quoted(name)})" if name in lists else f"try_cast(trim({_quoted(name)}::VARCHAR) AS DOUBLE)"
+        for name in names
     ]
     found = _fetch(path, rows.project(", ".join(f'{number} AS "{at}"' for at, number in enumerate(numbers))))
     return [_whole(path, rows, name, found[str(at)]) for at, name in enumerate(names)]

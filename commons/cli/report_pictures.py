@@ -35,12 +35,18 @@ def pictures_of(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
     # The first has the colour of what is not balanced, and stands above the others.
     reports = sorted(reports, key=lambda report: not report.is_as_loaded)
     names = [_short(name, 24) for name in short_names([report.log.name for report in reports])]
-    pictures = [_imbalance_of(reports[0]), *_of_ranks(reports[0])]
+    pictures: list[Picture | None] = []
     if len(reports) > 1:
-        pictures = [_imbalance_as_trained(reports, names)]
+        trained = ["imbalance_after" if _is_balanced(report) else "imbalance_before" for report in reports]
+        lines = list(zip(names, (report.log for report in reports), trained))
+        pictures.append(_imbalance("Imbalance as trained", ", as each run trained its rows", lines))
     else:
+        (report,) = reports
+        after = "balanced" if _is_balanced(report) else "planned"
+        columns = {"as loaded": "imbalance_before", after: "imbalance_after"}
+        pictures.append(_imbalance("Imbalance", "", [(label, report.log, name) for label, name in columns.items()]))
         text = "Median of the steps of each line of the log, in milliseconds."
-        pictures.append(_curves("Time of a step", text, [("", reports[0].log, "step_ms")], _finish_ms))
+        pictures += [*_of_ranks(report), _curves("Time of a step", text, [("", report.log, "step_ms")], _finish_ms)]
     pictures.append(_parts([report for report in reports if report.step_time is not None]))
     losses = [(name, report.log, "loss") for name, report in zip(names, reports)]
     pictures.append(_curves("Loss", "Mean of the steps of each line of the log.", losses, _finish_loss))
@@ -51,34 +57,12 @@ def _is_balanced(report: RunReport) -> bool:
     return report.balancing == "balanced"
 
 
-def _imbalance_of(report: RunReport) -> Picture | None:
-    """Of one run, before and after."""
-    carried_out = _is_balanced(report)
-    after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
-    return _curves(
-        "Imbalance",
-        f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of the steps of each line of the "
-        "log. 0 % is a step in which nobody waits.",
-        [
-            ("as loaded", report.log, "imbalance_before"),
-            ("balanced" if carried_out else "planned", report.log, "imbalance_after"),
-        ],
-        _finish_imbalance,
+def _imbalance(title: str, of: str, lines: Sequence[tuple[str, RunLog, str]]) -> Picture | None:
+    text = (
+        f"Largest load ÷ mean − 1 of the ranks{of}: mean of the steps of each line of the log. 0 % is a step in which "
+        "nobody waits."
     )
-
-
-def _imbalance_as_trained(reports: Sequence[RunReport], names: Sequence[str]) -> Picture | None:
-    """Of every run as it trained its rows."""
-    return _curves(
-        "Imbalance as trained",
-        "Largest load ÷ mean − 1 of the ranks, as each run trained its rows: mean of the steps of each line of the "
-        "log. 0 % is a step in which nobody waits.",
-        [
-            (name, report.log, "imbalance_after" if _is_balanced(report) else "imbalance_before")
-            for name, report in zip(names, reports)
-        ],
-        _finish_imbalance,
-    )
+    return _curves(title, text, lines, _finish_imbalance)
 
 
 def _curves(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from commons.perf_model.gain import TRAINED_SLACK, Comparison, DealtRows
 
 
 class _Column(NamedTuple):
-    """A number of every way, by its name in `Simulation.numbers_of`; left out where no way has it."""
+    """A number of every way, by its name in the JSON; left out where no way has it."""
 
     heading: str
     number: str
@@ -62,18 +62,15 @@ _HOW_TO_READ = (
 
 def answer_of(simulation: Simulation) -> Answer:
     """All that a simulation has to say."""
-    source, advice = simulation.source, simulation.advice()
+    source, advice, content = simulation.source, simulation.advice(), simulation.to_dict()
     rows = "" if source.num_rows is None else f"{source.num_rows:,} rows, "
     tokens = ", ".join(f"{name} {value:,.0f}" for name, value in simulation.quantiles().items())
     of_rows = f"{rows}{source.batch_size} rows per rank; tokens of a row: {tokens}"
-    numbers = [[simulation.numbers_of(result, way) for way in result.ways] for result in simulation.comparisons]
+    numbers = [of_ranks["ways"] for of_ranks in content["ranks"]]
     of_ways = list(itertools.chain(*numbers))
     columns = [column for column in _COLUMNS if any(way[column.number] for way in of_ways)]
     slacks = ", ".join(dict.fromkeys(f"{float(slack):.0%}" for way in of_ways for slack in way["tokens_moved"]))
-    tables = [
-        _table(simulation, result, [(column, [way[column.number] for way in ways]) for column in columns])
-        for result, ways in zip(simulation.comparisons, numbers)
-    ]
+    tables = [_table(simulation, result, columns, ways) for result, ways in zip(simulation.comparisons, numbers)]
 
     def pictures() -> Sequence[Any]:
         from commons.cli.simulate_pictures import pictures_of  # draws: a table needs none of it
@@ -99,7 +96,7 @@ def answer_of(simulation: Simulation) -> Answer:
             ),
             Section("How to read it", notes=(_HOW_TO_READ,)),
         ),
-        content=simulation.to_dict(),
+        content=content,
     )
 
 
@@ -123,14 +120,16 @@ def _figures(simulation: Simulation, largest: Comparison) -> tuple[tuple[str, st
     )
 
 
-def _table(simulation: Simulation, result: Comparison, columns: Sequence[tuple[_Column, Sequence[Any]]]) -> AnswerTable:
+def _table(
+    simulation: Simulation, result: Comparison, columns: Sequence[_Column], numbers: Sequence[Mapping[str, Any]]
+) -> AnswerTable:
     names = [way.name for way in result.ways]
     advised = simulation.advice(result).way
     return AnswerTable(
-        ("", *(column.heading for column, _ in columns)),
+        ("", *(column.heading for column in columns)),
         tuple(
-            (_marked(result.ways, place), *(column.shown(values[place]) for column, values in columns))
-            for place in range(len(names))
+            (_marked(result.ways, place), *(column.shown(of_way[column.number]) for column in columns))
+            for place, of_way in enumerate(numbers)
         ),
         f"{result.num_ranks} ranks × {simulation.source.batch_size} rows, {result.rows.num_steps} steps: "
         f"{result.equal:.2f}× with equal ranks",

@@ -6,7 +6,6 @@ lengths, a config or a record ─► Source ─► simulate ─► Simulation: a
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -160,11 +159,11 @@ class Simulation:
             "dominated_steps": result.dominated,
             "largest_share": float(result.rows.largest_share.max()),
             "advice": asdict(self.advice(result)),
-            "ways": [self.numbers_of(result, way) for way in result.ways],
+            "ways": [self._of_way(result, way) for way in result.ways],
         }
 
-    def numbers_of(self, result: Comparison, way: DealtRows) -> dict[str, Any]:
-        """What a way gives the ranks of a comparison, by name; None for what is not known."""
+    def _of_way(self, result: Comparison, way: DealtRows) -> dict[str, Any]:
+        """What a way gives the ranks, by name; None for what is not known."""
         per_token, gbps = self.source.bytes_per_token, self.source.link_gbps
         size = None if way.sent_tokens is None or per_token is None else way.sent_tokens * per_token
         return {
@@ -223,9 +222,7 @@ def _compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int])
             f"{longest} as many times that; a plan counts to {MOST_LOAD:.2g}: lower --num-layers, which changes no "
             "ratio, or the rows of a step"
         )
-    ways = tqdm(
-        source.ways(rows, longer), f"{num_ranks} ranks", unit="way", leave=False, disable=not sys.stderr.isatty()
-    )
+    ways = tqdm(source.ways(rows, longer), f"{num_ranks} ranks", unit="way", leave=False, disable=None)
     return Comparison(rows, tuple(ways), source.cost)
 
 

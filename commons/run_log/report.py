@@ -128,13 +128,9 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON, with None for what is not known."""
-        content = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "log"}
-        for name in ("slow_ranks", "given_less"):
-            content[name] = [dataclasses.asdict(each) for each in content[name]]
+        content = dataclasses.asdict(dataclasses.replace(self, log=None))  # type: ignore[arg-type]  # it is no number
+        del content["log"]
         content["step_time_ms"] = content.pop("step_time")
-        for name, value in content.items():
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                content[name] = dataclasses.asdict(value)
         evaluated = self.log.evaluations[-1][0] if self.log.evaluations else None
         content["evaluation"] = None if evaluated is None else {"step": evaluated, **without_nan(self.evaluation)}
         return {"run": self.log.name, **content}
