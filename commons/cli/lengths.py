@@ -224,8 +224,8 @@ def _open(path: Path) -> tuple[duckdb.DuckDBPyRelation, bool]:
             names = _HISTOGRAM if is_histogram else [f"column {place}" for place in range(1, len(names) + 1)]
         # As text: users 7 and 007 are two, and an error shows what is written.
         columns = dict.fromkeys(names, "VARCHAR")
-        options = {"columns": columns, "header": has_names, "sep": delimiter, "auto_detect": False}
-        return database.read_csv(str(path), **options), has_names
+        rows = database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
+        return rows, has_names
 
 
 @contextlib.contextmanager

@@ -6,10 +6,11 @@ Every rank leaves `rank<r>.npz` in a folder when its script has ended; rank 0 wa
 from __future__ import annotations
 
 import runpy
+import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +18,11 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.answer import print_answer
+from commons.cli.outputs import AnswerOutputs, command_line
 from commons.cli.row_cost import RowCost
 from commons.cli.simulate_answer import answer_of
 from commons.cli.simulation import Source, describe, simulate
-from commons.console import make_console, print_error
+from commons.console import print_error
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times
 from commons.trainer.ranks.rank_info import RankInfo
@@ -43,7 +44,7 @@ class Observe:
     For example:
       torchrun --nproc-per-node 8 -m evenrank.observe train.py --epochs 1
       torchrun --nproc-per-node 8 -m evenrank.observe --task hstu --hidden-size 512 -m my.train --config a.toml
-      python -m evenrank.observe --report
+      python -m evenrank.observe --report --html observed.html
     """
 
     folder: Path = Path("observed")
@@ -58,9 +59,15 @@ class Observe:
     cost: Annotated[RowCost, tyro.conf.OmitArgPrefixes] = field(default_factory=lambda: RowCost(task="tokens"))
     """What a row costs."""
 
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=AnswerOutputs
+    )
+    """Where the answer goes, on rank 0."""
+
     def check(self) -> None:
-        """Raise ValueError for a value out of its range."""
+        """Raise ValueError for a value out of its range, or an output that cannot be written."""
         self.cost.check()
+        self.of_output.require({})
         for window in self.window:
             require_at_least("window", window, 2)
 
@@ -69,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a script and record it, or report on a record; returns the script's status, or 2 for a mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, script = _split(arguments)
+    command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
     try:
         options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
         options.check()
@@ -163,12 +171,12 @@ def _report(options: Observe, world_size: int | None) -> int:
             cost=cost,
         )
         windows = [window for window in options.window if window <= rows.num_steps]
-        print_answer(answer_of(simulate(source, [rows.num_ranks], windows, rows.num_steps)))
+        simulation = simulate(source, [rows.num_ranks], windows, rows.num_steps)
+        lost = [] if cost is None else [_lost(rows, seconds, cost)]
+        options.of_output.give(answer_of(replace(simulation, notes=(note, *lost))))
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2
-    for line in (note, *_lost(rows, seconds, cost)):
-        make_console(highlight=False).print(line)
     return 0
 
 
@@ -239,15 +247,13 @@ def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, s
     return StepCost(fit.ms_per_load, max(0.0, fit.fixed_ms)), note
 
 
-def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost | None) -> Iterator[str]:
-    """What steps lost to uneven ranks, and the worst of them, where milliseconds are known."""
-    if cost is None:
-        return
+def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost) -> str:
+    """What steps lost to uneven ranks, and the worst of them."""
     loads = rows.as_loaded.loads
     lost = cost.per_load * (loads.max(axis=1) - loads.mean(axis=1))
     worst = np.argsort(-lost)[:3].tolist()
     steps = ", ".join(f"step {step} {lost[step]:.1f} ms (rank {int(loads[step].argmax())})" for step in worst)
-    yield (
+    return (
         f"Uneven ranks cost {lost.mean():.1f} ms of a step of {np.nanmedian(seconds) * 1e3:.1f} ms; 99th percentile "
         f"{np.quantile(lost, 0.99):.1f} ms; most: {steps}."
     )
