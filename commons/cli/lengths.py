@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,68 +49,70 @@ class Lengths(NamedTuple):
         return self.take(_SOME_ROWS if self.num_rows is None else self.num_rows, rng)
 
 
-def find_lengths(
-    source: str,
-    column: str | None,
-    *,
-    group_by: str | None = None,
-    in_order: bool = False,
-    with_replacement: bool = False,
-) -> Lengths:
-    """Lengths as a user names them.
+@dataclass
+class LengthReading:
+    """How lengths are read from what a user names."""
 
-    Args:
-        source: a parquet, csv, npy or jsonl file, a folder of parquet files, or a distribution: "zipf:1.2:4096",
-            "lognormal:130:1.4". A file with the columns `length` and `count` is a histogram.
-        column: of lengths, or of lists whose items count; None if there is one column only.
-        group_by: column of users, where rows are events: a user's length is the number of them.
-        in_order: rows are loaded as they lie in the file.
-        with_replacement: rows are drawn as often as needed, where the file is a sample of more data.
+    column: str | None = None
+    """The column of lengths, or of lists whose items count; None where there is one column."""
 
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: an unknown distribution, file type or column, or lengths that are no counts.
-    """
-    if not source:
-        raise ValueError(f"lengths is ''; it names a file or a distribution: {_DISTRIBUTIONS}")
-    path = Path(source)
-    if re.fullmatch(r"[A-Za-z_]+:[^/\\]*", source) and not path.exists():
-        if column is not None or group_by is not None or in_order or with_replacement:
+    group_by: str | None = None
+    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
+
+    in_order: bool = False
+    """Rows are loaded as they lie in the file, not in a random order."""
+
+    with_replacement: bool = False
+    """Rows are drawn as often as needed, where the file is a sample of more data."""
+
+    def find(self, source: str) -> Lengths:
+        """Lengths of a parquet, csv, npy or jsonl file, a folder of parquet files, or a distribution ("zipf:1.2:4096").
+
+        A file with the columns `length` and `count` is a histogram.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: an unknown distribution, file type or column, or lengths that are no counts.
+        """
+        if not source:
+            raise ValueError(f"lengths is ''; it names a file or a distribution: {_DISTRIBUTIONS}")
+        path = Path(source)
+        if re.fullmatch(r"[A-Za-z_]+:[^/\\]*", source) and not path.exists():
+            if self.column is not None or self.group_by is not None or self.in_order or self.with_replacement:
+                raise ValueError(
+                    f"lengths is {source!r}, a distribution; --column, --group-by, --in-order and --with-replacement "
+                    "belong to a file: leave them out"
+                )
+            return Lengths(source, _distribution(source))
+        if not path.exists():
+            known = "" if path.suffix else f"; distributions are {_DISTRIBUTIONS}"
+            known = " on this machine: copy it here" if "://" in source else known
+            raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths{known}")
+        if self.column is not None and self.group_by is not None:
             raise ValueError(
-                f"lengths is {source!r}, a distribution; --column, --group-by, --in-order and --with-replacement "
-                "belong to a file: leave them out"
+                f"--column is {self.column} and --group-by is {self.group_by}; the one holds lengths, of the other "
+                "they are counted: give one of them"
             )
-        return Lengths(source, _distribution(source))
-    if not path.exists():
-        known = "" if path.suffix else f"; distributions are {_DISTRIBUTIONS}"
-        known = " on this machine: copy it here" if "://" in source else known
-        raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths{known}")
-    if column is not None and group_by is not None:
-        raise ValueError(
-            f"--column is {column} and --group-by is {group_by}; the one holds lengths, of the other they are counted: "
-            "give one of them"
-        )
-    columns = _read_lengths(path, column) if group_by is None else [_count_events(path, group_by)]
-    if len(columns) > 1:
-        if in_order or with_replacement:
+        if self.with_replacement and self.in_order:
+            raise ValueError("with_replacement and in_order exclude each other: choose one")
+        columns = [_count_events(path, self.group_by)] if self.group_by else _read_lengths(path, self.column)
+        if len(columns) == 1:
+            return self.of(source, *columns)
+        if self.in_order or self.with_replacement:
             raise ValueError(
                 f"{source} is a histogram, from which rows are drawn; --in-order and --with-replacement belong to a "
                 "file with one length per row: leave them out"
             )
         return Lengths(source, _histogram(source, *columns))
-    if with_replacement and in_order:
-        raise ValueError("with_replacement and in_order exclude each other: choose one")
-    return lengths_of(source, *columns, in_order=in_order, with_replacement=with_replacement)
 
-
-def lengths_of(name: str, values: np.ndarray, *, in_order: bool = False, with_replacement: bool = False) -> Lengths:
-    """Lengths that are known, int64 `(rows,)`; `in_order` and `with_replacement` as for `find_lengths`."""
-    rows = len(values)
-    if with_replacement:
-        return Lengths(name, lambda count, rng: values[rng.integers(0, rows, count)])
-    if in_order:
-        return Lengths(name, lambda count, rng: values[:count], rows)
-    return Lengths(name, lambda count, rng: values[rng.permutation(rows)[:count]], rows)
+    def of(self, name: str, values: np.ndarray) -> Lengths:
+        """Lengths that are known, int64 `(rows,)`."""
+        rows = len(values)
+        if self.with_replacement:
+            return Lengths(name, lambda count, rng: values[rng.integers(0, rows, count)])
+        if self.in_order:
+            return Lengths(name, lambda count, rng: values[:count], rows)
+        return Lengths(name, lambda count, rng: values[rng.permutation(rows)[:count]], rows)
 
 
 def _distribution(source: str) -> _Take:

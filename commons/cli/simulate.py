@@ -10,7 +10,7 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.lengths import Lengths, find_lengths
+from commons.cli.lengths import LengthReading, Lengths
 from commons.cli.outputs import AnswerOutputs
 from commons.cli.row_cost import RowCost
 from commons.cli.simulate_answer import answer_of
@@ -27,28 +27,16 @@ _MOST_ROWS = 1 << 28
 
 
 @dataclass
-class LengthOptions(RowCost):
+class LengthOptions(RowCost, LengthReading):
     """What belongs to `--lengths`."""
 
     _remedy: ClassVar[str] = ", or cut rows by --max-length"
-
-    column: str | None = None
-    """The column of lengths, or of lists whose items count; None where there is one column."""
-
-    group_by: str | None = None
-    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
 
     batch_size: int = 32
     """Rows of a rank in a step."""
 
     max_length: int | None = None
     """Longer rows are cut to it; None for no limit."""
-
-    in_order: bool = False
-    """Rows are loaded as they lie in the file, not in a random order."""
-
-    with_replacement: bool = False
-    """Rows are drawn as often as needed, where the file is a sample of more data."""
 
     seed: int = 0
     """Of the random order, and of draws."""
@@ -103,15 +91,7 @@ class LengthOptions(RowCost):
             ValueError: an option out of its range, or lengths that are none.
         """
         self.check()
-        return self.deal(
-            find_lengths(
-                source,
-                self.column,
-                group_by=self.group_by,
-                in_order=self.in_order,
-                with_replacement=self.with_replacement,
-            )
-        )
+        return self.deal(self.find(source))
 
     def deal(self, lengths: Lengths) -> Source:
         """Rows of these lengths, row i of all on rank i modulo the ranks."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commons.cli.lengths import find_lengths
+from commons.cli.lengths import LengthReading
 from commons.cli.main import main
 
 VALUES = [5, 0, 17, 300]
@@ -29,7 +29,7 @@ def write(path, text):
 
 def read(name, column=None, **options):
     """All lengths, in the order of the file."""
-    lengths = find_lengths(name, column, in_order=True, **options)
+    lengths = LengthReading(column, in_order=True, **options).find(name)
     return lengths.take(lengths.num_rows, np.random.default_rng(0)).tolist()
 
 
@@ -60,7 +60,7 @@ def test_every_kind_of_file_reads_alike(here):
         ("lists.jsonl", "n"),
     ):
         assert read(name, column) == VALUES, name
-        shuffled = find_lengths(name, column).take(4, np.random.default_rng(0))
+        shuffled = LengthReading(column).find(name).take(4, np.random.default_rng(0))
         assert sorted(shuffled.tolist()) == sorted(VALUES) and shuffled.dtype == np.int64
 
 
@@ -82,16 +82,16 @@ def test_files_of_other_programs(here, name, content, column):
 def test_drawn_lengths_follow_what_was_named(here):
     rng = np.random.default_rng(0)
     write(here / "h.csv", "length,count\n3,0\n10,3\n20,1\n")
-    drawn = find_lengths("h.csv", None).take(40_000, rng)
+    drawn = LengthReading().find("h.csv").take(40_000, rng)
     assert set(drawn.tolist()) == {10, 20} and 0.24 < (drawn == 20).mean() < 0.26
     write(here / "unnamed.csv", "10,3\n20,1\n")
-    assert set(find_lengths("unnamed.csv", None).take(100, rng).tolist()) == {10, 20}
+    assert set(LengthReading().find("unnamed.csv").take(100, rng).tolist()) == {10, 20}
     np.save("a.npy", np.array([4, 5]))
-    assert set(find_lengths("a.npy", None, with_replacement=True).take(100, rng).tolist()) == {4, 5}
-    normal = np.log(find_lengths("lognormal:130:1.4", None).take(100_000, rng))
+    assert set(LengthReading(with_replacement=True).find("a.npy").take(100, rng).tolist()) == {4, 5}
+    normal = np.log(LengthReading().find("lognormal:130:1.4").take(100_000, rng))
     assert abs(np.median(normal) - np.log(130)) < 0.02 and abs(normal.std() - 1.4) < 0.02
-    assert find_lengths("lognormal:130:1.4:512", None).take(1000, rng).max() == 512
-    zipf = find_lengths("zipf:1.2:4096", None).take(100_000, rng)
+    assert LengthReading().find("lognormal:130:1.4:512").take(1000, rng).max() == 512
+    zipf = LengthReading().find("zipf:1.2:4096").take(100_000, rng)
     assert zipf.min() == 1 and zipf.max() == 4096
     assert abs((zipf == 1).mean() - 0.179) < 0.01  # 1 ÷ ζ(1.2)
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.cli.lengths import lengths_of
 from commons.cli.simulate import LengthOptions
 from commons.cli.simulation import Advice, Simulation, simulate
 from commons.datasets.samplers.budget import BudgetBatchSampler
@@ -46,7 +45,8 @@ def answer_of(loaded, refined, free, windows, constant):
 
 
 def answer_to(rows, ways):
-    source = LengthOptions(task="tokens", batch_size=4).deal(lengths_of("x.csv", rows))
+    options = LengthOptions(task="tokens", batch_size=4)
+    source = options.deal(options.of("x.csv", rows))
     return Simulation(source, (Comparison(LoadedRows.in_turn(rows, rows, 2, 4), tuple(ways)),))
 
 
