@@ -51,7 +51,7 @@ class Answer:
     answer: str  # the one sentence to remember
     sections: tuple[Section, ...]
     content: dict[str, Any]  # all of it as JSON
-    subtitle: str = ""  # what was looked at; "" where a table says it
+    subtitle: str = ""  # the rows or runs in a line; "" where a table has them
     copy: tuple[str, ...] = ()  # lines to copy, such as options
     figures: tuple[
         tuple[str, str], ...

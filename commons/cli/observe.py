@@ -233,7 +233,7 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
 
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
-    """Milliseconds of a step by its largest load, where the recorded seconds follow it; and what to say of that."""
+    """Milliseconds of a step by its largest load, where the recorded seconds follow it; and a note on the fit."""
     fit = fit_times("steps", rows.as_loaded.loads.max(axis=1).astype(np.float64), seconds * 1e3)
     if fit is None:
         known = np.count_nonzero(np.isfinite(seconds))

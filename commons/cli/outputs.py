@@ -44,7 +44,7 @@ def require_output(
         what: that kind, for errors.
 
     Raises:
-        ValueError: `output` is one of the inputs, by whatever path.
+        ValueError: `output` is one of the inputs, also by a link.
         FileExistsError: something else is at `output`.
         OSError: `output` cannot be written.
     """

@@ -36,7 +36,7 @@ _TERMS = (
 
 
 def answer_of(reports: Sequence[RunReport]) -> Answer:
-    """What to say of runs, at least one; all but the first are compared with it."""
+    """The answer on runs, at least one; all but the first are compared with it."""
     beside = compare_runs(reports)
     notes, advice = _notes(reports, beside), _advice(reports, beside)
 
@@ -122,7 +122,7 @@ def _advice(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> li
     """What to make of every run, and of several, last, all of them compared."""
     if not beside:
         return [line for line in (warning_of(reports[0]), advice_of(reports[0])) if line]
-    # Beside a run that is balanced, nobody needs the advice to turn that on.
+    # Beside a balanced run, the advice to turn balancing on is of no use.
     advised = [report for report in reports if report.balancing != "off"] or reports
     over_as_loaded = beside_as_loaded(reports)
     of_runs = [

@@ -1,4 +1,4 @@
-"""What a row of a given length costs, as options of a command say it."""
+"""Options of a command that state what a row of a given length costs."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Simulation:
         return {"mean": float(tokens.mean()), "median": float(median), "p99": float(most), "max": float(tokens.max())}
 
     def dominated(self) -> list[str]:
-        """What to say of steps in which one row is more than an even share, and what lifts it."""
+        """By number of ranks, a line on steps in which one row is more than an even share, and the remedy."""
         lines = []
         for result in self.comparisons:
             if not result.dominated:

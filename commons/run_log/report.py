@@ -64,7 +64,7 @@ class Background:
     gather_ms: float  # the metadata of rows
     plan_ms: float
     exchange_ms: float | None  # of windows, whose rows are exchanged beside the steps; None without
-    hidden: float  # fraction of gather and plan that nobody waited for
+    hidden: float  # fraction of gather and plan that no step waited for
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         predicted = _step_gain(step_time, log.mean("predicted_saving_ms", log.timed), balancing)
     before, after, bound = (log.mean(name) for name in ("largest_load_before", "largest_load_after", "lower_bound"))
     if bound is not None and after is not None:
-        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        # Where no row moves, counts may stay unequal, which the bound of equal counts does not allow for.
         bound = min(bound, after)
     return Gain(
         imbalance_before=log.mean("imbalance_before"),

@@ -29,7 +29,7 @@ class StepTime:
     total: float
     work: float | None  # the slowest rank's work if the plan were as even as can be; None without a slope
     uneven: float | None  # what it works longer than that; None without a slope
-    exchange: float | None  # of rows, as seen by the host; None where nobody exchanges, or beside the steps
+    exchange: float | None  # of rows, as seen by the host; None where no rows move, or beside the steps
     waiting: float | None  # for the plan; None without a shuffler
     rest: float  # everything else, which does not grow with the slowest rank's load
     # What balancing takes off the slowest rank's work (in a run that only observes: would take), at the milliseconds
