@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,7 +77,7 @@ class Calibrate:
             target,
             mixes,
             repeats=self.repeats,
-            progress=lambda steps: tqdm(steps, desc="measure", unit="step", disable=not sys.stderr.isatty()),
+            progress=lambda steps: tqdm(steps, desc="measure", unit="step", disable=None),
         )
         calibration = fit_calibration(measurements, target.task, describe_device(target.device))
         calibration.save(self.output)

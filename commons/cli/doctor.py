@@ -11,7 +11,6 @@ import logging
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from commons.cli.interrupts import ended_by_ctrl_c
 from commons.console import make_console
 from commons.releases import LEAST_DRIVER, NEWEST_TORCH, RELEASES, index_option, minor, old_driver_command
 from commons.version import __version__
@@ -60,8 +58,7 @@ class Doctor:
 
     def run(self) -> int:
         """Look, and print; returns the exit status."""
-        with ended_by_ctrl_c():  # which some packages take for being broken
-            findings = examine()
+        findings = examine()
         _print(findings)
         return int(any(finding.state == WRONG for finding in findings))
 
@@ -75,16 +72,13 @@ def examine() -> list[Finding]:
         Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
         *looked_at,
         *_native_core(),
-        *([] if torch is None else _backends(torch)),
+        *([] if torch is None else [_backends(torch)]),
         *_driver(torch),
         *([] if torch is None else _devices(torch)),
     ]
 
 
 def _native_core() -> Iterator[Finding]:
-    compiler = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
-    found = "none; to build the native core, one comes from the package index"
-    yield Finding("compiler", OK, found if compiler is None else _compiler_version(compiler))
     try:
         core = import_module(_CORE)
     except ModuleNotFoundError as error:  # of what the planner needs, found above
@@ -96,27 +90,14 @@ def _native_core() -> Iterator[Finding]:
         yield Finding("native core", OK, f"built by {core.COMPILER}, sources {core.SOURCES}")
 
 
-def _compiler_version(name: str) -> str:
-    """The first line of what a compiler prints as its version."""
-    try:
-        done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10)  # noqa: S603  found in PATH
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{name}, whose version is not known ({error})"
-    return next(iter(done.stdout.splitlines()), name)
-
-
-def _backends(torch: Any) -> Iterator[Finding]:
-    if not torch.distributed.is_available():
-        yield Finding("torch.distributed", WRONG, "this build of torch has none", "install a build that has it")
-        return
-    there = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+def _backends(torch: Any) -> Finding:
+    """Ranks agree over gloo, and GPUs exchange over NCCL."""
+    has_any = torch.distributed.is_available()
+    there = {name: has_any and getattr(torch.distributed, f"is_{name}_available")() for name in ("gloo", "nccl")}
     found = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in there.items())
-    if not there["gloo"]:
-        yield Finding("backends", WRONG, found, "ranks agree over gloo: install a build of torch that has it")
-    elif torch.version.cuda is not None and not there["nccl"]:
-        yield Finding("backends", WRONG, found, "GPUs exchange over NCCL: install a build of torch that has it")
-    else:
-        yield Finding("backends", OK, found)
+    missing = [name for name, has in there.items() if not has and (name == "gloo" or torch.version.cuda is not None)]
+    remedy = f"install a build of torch that has {' and '.join(missing)}" if missing else ""
+    return Finding("backends", WRONG if missing else OK, found, remedy)
 
 
 def _driver(torch: Any) -> Iterator[Finding]:
@@ -215,20 +196,13 @@ class Packages:
         yield self._torch()
         yield from self._dependencies()
         yield from self._fbgemm_and_torchrec()
-        version = installed("megatron-core")
-        if version is None:
-            yield Finding("megatron-core", NOTE, "not installed; SID-GR needs it", _MEGATRON)
-        else:
-            yield self._imported("megatron-core", "megatron.core", version, _MEGATRON)
+        yield self._package("megatron-core", "megatron.core", _MEGATRON, NOTE, "not installed; SID-GR needs it")
 
     def _torch(self) -> Finding:
         mended = f'pip install "torch=={NEWEST_TORCH}.*"'
         version = installed("torch")
-        if version is None:
-            self._absent.add("torch")
-            return Finding("torch", WRONG, "not installed", mended)
-        remedy = f'pip install --force-reinstall "torch=={minor(version)}.*"'
-        finding = self._imported("torch", "torch", version, remedy)
+        again = f'pip install --force-reinstall "torch=={minor(version or "")}.*"'
+        finding = self._package("torch", "torch", mended if version is None else again)
         if finding.state != OK:
             return finding
         self.torch = import_module("torch")
@@ -280,12 +254,10 @@ class Packages:
             yield self._imported("fbgemm", "fbgemm_gpu", found, mended)
         else:
             yield Finding("fbgemm", WRONG, found, mended)
-        version = installed("torchrec")
         mended = f'pip install --force-reinstall --no-deps "torchrec=={wanted}.*"'
-        if version is None:
-            yield Finding("torchrec", WRONG, "not installed", mended)
+        yield self._package("torchrec", "torchrec", mended)
+        if installed("torchrec") is None:
             return
-        yield self._imported("torchrec", "torchrec", version, mended)
         for name, requirement in _requirements("torchrec"):
             other = installed(name)
             if other is not None and not _satisfies(other, requirement):
@@ -298,6 +270,16 @@ class Packages:
                 f"torch {of_torch} was not released with torchrec and fbgemm {' and '.join(sorted(releases))}",
                 f'pip install --no-deps "torchrec=={wanted}.*" "{build}=={wanted}.*"{index_option(cuda)}',
             )
+
+    def _package(
+        self, name: str, module: str, remedy: str, without: str = WRONG, absent: str = "not installed"
+    ) -> Finding:
+        """Whether a package is installed, else the state `without` it, and whether its module can be imported."""
+        version = installed(name)
+        if version is not None:
+            return self._imported(name, module, version, remedy)
+        self._absent.add(module)
+        return Finding(name, without, absent, remedy)
 
     def _imported(self, name: str, module: str, found: str, remedy: str) -> Finding:
         """Whether a module can be imported: a build for another torch fails only then."""

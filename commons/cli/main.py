@@ -15,12 +15,12 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from commons.cli.interrupts import INTERRUPTED, ended_by_ctrl_c
 from commons.cli.outputs import command_line
 from commons.console import accept_all_text, parser_error, print_error, wrapped_help
 from commons.switches import without_boolean_values
@@ -56,8 +56,7 @@ _COMPLETION, _SHELLS = "--tyro-print-completion", ("bash", "zsh", "fish")
 # Our own packages: one of these that cannot be imported is our mistake; any other has to be installed.
 _OURS = ("commons", "evenrank", "hstu", "sid_gr")
 
-_CLOSED_PIPE = 1
-_USAGE_ERROR = 2
+_CLOSED_PIPE, _USAGE_ERROR, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")
-        return INTERRUPTED
+        return _INTERRUPTED
     return status or 0
 
 
@@ -107,9 +106,22 @@ def _quiet_torch() -> None:
             handler.setLevel(logging.ERROR)
 
 
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end the process at once: some modules take KeyboardInterrupt for a failed import of their own."""
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
     """The classes of some subcommands."""
-    with ended_by_ctrl_c():
+    with _ended_by_ctrl_c():
         return {
             name: getattr(importlib.import_module(f"commons.cli.{_COMMANDS[name][0]}"), _COMMANDS[name][1])
             for name in names
@@ -119,7 +131,7 @@ def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
 def _parse(argv: list[str]) -> Command | None:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
     try:
-        with ended_by_ctrl_c():
+        with _ended_by_ctrl_c():
             import tyro
     except ImportError:
         if argv == ["doctor"]:  # it has no options, and finds what is missing

@@ -6,10 +6,11 @@ Every rank leaves `rank<r>.npz` in a folder when its script has ended; rank 0 wa
 from __future__ import annotations
 
 import runpy
+import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +18,13 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
+from commons.cli.outputs import AnswerOutputs, command_line
 from commons.cli.row_cost import RowCost
-from commons.cli.simulate_answer import print_answer, simulate
-from commons.cli.simulate_sources import Source, constant_cost, describe
-from commons.console import make_console, print_error
-from commons.perf_model.gain import DealtRows, LoadedRows, StepCost, compare_ways
+from commons.cli.simulate_answer import answer_of
+from commons.cli.simulation import Source, describe, simulate
+from commons.console import print_error
+from commons.perf_model.gain import LoadedRows, StepCost
+from commons.run_log.step_time import fit_times
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.whole_folder import whole_file
 
@@ -30,10 +33,6 @@ if TYPE_CHECKING:
 
 # Seconds that rank 0 waits for the files of the other ranks.
 _PATIENCE = 60.0
-# Fewer steps, or less of the variance of their times than this explained by the loads, give no milliseconds.
-_FEWEST_STEPS, _FOLLOWS = 20, 0.5
-# Steps whose time is this many times the median have waited for something else, such as a checkpoint.
-_STALLED = 3.0
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Observe:
     For example:
       torchrun --nproc-per-node 8 -m evenrank.observe train.py --epochs 1
       torchrun --nproc-per-node 8 -m evenrank.observe --task hstu --hidden-size 512 -m my.train --config a.toml
-      python -m evenrank.observe --report
+      python -m evenrank.observe --report --html observed.html
     """
 
     folder: Path = Path("observed")
@@ -60,37 +59,24 @@ class Observe:
     cost: Annotated[RowCost, tyro.conf.OmitArgPrefixes] = field(default_factory=lambda: RowCost(task="tokens"))
     """What a row costs."""
 
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=AnswerOutputs
+    )
+    """Where the answer goes, on rank 0."""
+
     def check(self) -> None:
-        """Raise ValueError for a value out of its range."""
+        """Raise ValueError for a value out of its range, or an output that cannot be written."""
         self.cost.check()
+        self.of_output.require({})
         for window in self.window:
             require_at_least("window", window, 2)
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedRows(Source):
-    """The rows that ranks have trained, where they trained them."""
-
-    rows: LoadedRows  # of all steps
-
-    def load(self, num_ranks: int, steps: int) -> LoadedRows:
-        """See Source."""
-        return self.rows.first_steps(steps)
-
-    def summary(self) -> tuple[np.ndarray, np.ndarray]:
-        """See Source."""
-        return self.rows.tokens, self.rows.workloads
-
-    def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
-        """See Source."""
-        yield from compare_ways(rows, windows)
-        yield constant_cost(rows, self.batch_size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script and record it, or report on a record; returns the script's status, or 2 for a mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, script = _split(arguments)
+    command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
     try:
         options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
         options.check()
@@ -169,29 +155,28 @@ def _report(options: Observe, world_size: int | None) -> int:
     try:
         ranks = _read(options.folder, world_size)
         rows, seconds = _as_loaded(ranks, options.cost)
-        cost, note = step_cost(rows, seconds)
-        source = ObservedRows(
-            name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
-            num_rows=len(rows.tokens),
-            batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
-            task=describe(options.cost.model()),
-            of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
-            cost=cost,
-            bytes_per_token=None,
-            remedy="observe more steps",
-            rows=rows,
-        )
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed, which waits for no other; start the script with torchrun")
+        cost, note = step_cost(rows, seconds)
+        source = Source(
+            name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
+            load=lambda num_ranks, steps: rows.first_steps(steps),
+            num_rows=len(rows.tokens),
+            batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
+            tokens=rows.tokens,
+            costs=rows.workloads,
+            task=describe(options.cost.model()),
+            remedy="observe more steps",
+            of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
+            cost=cost,
+        )
         windows = [window for window in options.window if window <= rows.num_steps]
-        answer = simulate(source, [rows.num_ranks], windows, rows.num_steps)
+        simulation = simulate(source, [rows.num_ranks], windows, rows.num_steps)
+        lost = [] if cost is None else [_lost(rows, seconds, cost)]
+        options.of_output.give(answer_of(replace(simulation, notes=(note, *lost))))
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2
-    print_answer(answer)
-    console = make_console(highlight=False)
-    for line in _lost(rows, seconds, cost, note):
-        console.print(line)
     return 0
 
 
@@ -248,36 +233,27 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
 
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
-    """Milliseconds of a step by its largest load, where the recorded seconds follow it; and what to say of that."""
-    largest = rows.as_loaded.loads.max(axis=1).astype(np.float64)
-    kept = np.isfinite(seconds) & (seconds <= _STALLED * np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
-    if kept is None or np.count_nonzero(kept) < _FEWEST_STEPS:
-        known = 0 if kept is None else np.count_nonzero(kept)
-        return None, f"{known} steps have times; from {_FEWEST_STEPS} on they say what a load costs."
-    x, y = largest[kept], seconds[kept] * 1e3
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None, "Loads or times are all the same; ratios are those of loads."
-    slope, fixed = np.polyfit(x, y, 1)
-    explained = max(0.0, float(np.corrcoef(x, y)[0, 1])) ** 2
-    if explained < _FOLLOWS or slope <= 0:
+    """Milliseconds of a step by its largest load, where the recorded seconds follow it; and a note on the fit."""
+    fit = fit_times("steps", rows.as_loaded.loads.max(axis=1).astype(np.float64), seconds * 1e3)
+    if fit is None:
+        known = np.count_nonzero(np.isfinite(seconds))
+        return None, f"{known} steps have times; 20 of them, of different loads, say what a load costs."
+    if not fit.follows:
         return None, (
-            f"Step times do not follow the largest loads (they explain {explained:.0%} of their variance): ratios are "
-            "those of loads, and --task may say better what a row costs."
+            f"Step times do not follow the largest loads (they explain {fit.r_squared:.0%} of their variance): ratios "
+            "are those of loads, and --task may say better what a row costs."
         )
-    note = f"The largest loads explain {explained:.0%} of the step times' variance."
-    return StepCost(float(slope), max(0.0, float(fixed))), note
+    note = f"The largest loads explain {fit.r_squared:.0%} of the step times' variance."
+    return StepCost(fit.ms_per_load, max(0.0, fit.fixed_ms)), note
 
 
-def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost | None, note: str) -> Iterator[str]:
+def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost) -> str:
     """What steps lost to uneven ranks, and the worst of them."""
-    yield note
-    if cost is None:
-        return
     loads = rows.as_loaded.loads
     lost = cost.per_load * (loads.max(axis=1) - loads.mean(axis=1))
     worst = np.argsort(-lost)[:3].tolist()
     steps = ", ".join(f"step {step} {lost[step]:.1f} ms (rank {int(loads[step].argmax())})" for step in worst)
-    yield (
+    return (
         f"Uneven ranks cost {lost.mean():.1f} ms of a step of {np.nanmedian(seconds) * 1e3:.1f} ms; 99th percentile "
         f"{np.quantile(lost, 0.99):.1f} ms; most: {steps}."
     )

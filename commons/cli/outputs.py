@@ -1,10 +1,13 @@
-"""What commands write: looked at before any work, and the pages and pictures of answers."""
+"""What commands write: checked before any work, so that no work is lost."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +15,11 @@ from commons.console import make_console
 from commons.whole_folder import check_replaceable, whole_file
 
 if TYPE_CHECKING:
-    from commons.cli.page import Page
-    from commons.cli.pictures import Picture
+    from commons.cli.answer import Answer
 
-
-SUFFIXES = (".png", ".svg", ".pdf")  # of pictures
 # The command that runs, as it was typed.
 command_line: ContextVar[str] = ContextVar("command_line", default="evenrank")
+_PAGES, _PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")
 
 
 class _TriedError(Exception):
@@ -43,7 +44,7 @@ def require_output(
         what: that kind, for errors.
 
     Raises:
-        ValueError: `output` is one of the inputs, by whatever path.
+        ValueError: `output` is one of the inputs, also by a link.
         FileExistsError: something else is at `output`.
         OSError: `output` cannot be written.
     """
@@ -60,40 +61,53 @@ def require_output(
         raise _TriedError  # an error, so that what was made for the trial goes again
 
 
-def require_answer_outputs(html: Path | None, figure: Path | None, inputs: Mapping[str, Path | None]) -> None:
-    """Raise unless the page and the pictures of an answer, where they have a path, can be written.
+@dataclass
+class AnswerOutputs:
+    """Where an answer goes; a table on the terminal by default."""
 
-    Raises:
-        ValueError: a file type of neither a page nor a picture, or one of the inputs, as for `require_output`.
-        OSError: one cannot be written.
-    """
-    if html is not None and html.suffix not in (".html", ".htm"):
-        raise ValueError(f"html is {str(html)!r}; a page is an .html file: give it that ending")
-    if figure is not None and figure.suffix not in SUFFIXES:
-        raise ValueError(f"figure is {str(figure)!r}; pictures are {', '.join(SUFFIXES)}: choose one of these endings")
-    for option, output in (("--html", html), ("--figure", figure)):
-        if output is not None:
-            require_output(output, option=option, inputs=inputs)
+    html: Path | None = None
+    """Where to write the answer as a page with pictures, one .html file that needs no network; None for none."""
 
+    figure: Path | None = None
+    """Where to draw its pictures, as .png, .svg or .pdf."""
 
-def write_answer_outputs(
-    html: Path | None,
-    figure: Path | None,
-    page: Callable[[], Page],
-    pictures: Callable[[], Sequence[Picture]],
-    *,
-    quiet: bool,
-) -> None:
-    """Write the page and the pictures that have a path, and say so, but not beside JSON, where this is `quiet`."""
-    # Imported here: what draws takes a second, and a table needs none of it.
-    if html is not None:
-        from commons.cli.page import write_page
+    json: bool = False
+    """Print JSON instead of a table."""
 
-        write_page(page(), html)
-    if figure is not None:
-        from commons.cli.pictures import write_pictures
+    def require(self, inputs: Mapping[str, Path | None]) -> None:
+        """Raise unless the page and the pictures, where they have a path, can be written.
 
-        write_pictures(pictures(), figure)
-    for path in (html, figure):
-        if path is not None and not quiet:
-            make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
+        Raises:
+            ValueError: a file type of neither a page nor a picture, or one of the inputs, as for `require_output`.
+            OSError: one cannot be written.
+        """
+        if self.html is not None and self.html.suffix not in _PAGES:
+            raise ValueError(f"html is {str(self.html)!r}; a page is an .html file: give it that ending")
+        if self.figure is not None and self.figure.suffix not in _PICTURES:
+            raise ValueError(
+                f"figure is {str(self.figure)!r}; pictures are {', '.join(_PICTURES)}: choose one of these endings"
+            )
+        for option, output in (("--html", self.html), ("--figure", self.figure)):
+            if output is not None:
+                require_output(output, option=option, inputs=inputs)
+
+    def give(self, answer: Answer) -> None:
+        """Print an answer, and write its page and pictures."""
+        # Imported where it is needed: what draws takes a second, and `doctor` runs without rich.
+        if self.json:
+            sys.stdout.write(json.dumps(answer.content, indent=2) + "\n")
+        else:
+            from commons.cli.answer import print_answer
+
+            print_answer(answer)
+        if self.html is not None:
+            from commons.cli.page import write_page
+
+            write_page(answer, self.html, command_line.get())
+        if self.figure is not None:
+            from commons.cli.pictures import write_pictures
+
+            write_pictures(answer.pictures(), self.figure)
+        for path in (self.html, self.figure):
+            if path is not None and not self.json:
+                make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)

@@ -56,7 +56,7 @@ COLORS = THEMES["light"]
 # CSS pixels of a picture; an inch has 96 of them. A page scales it to the screen, down to a telephone's.
 WIDTH = 440
 _PIXELS_PER_INCH = 96
-# The same in a file, which nobody scales.
+# The same in a file, which is not scaled.
 _FILE_WIDTH = 625
 # Points of text: 13 pixels.
 _TEXT = 10
@@ -67,9 +67,13 @@ class Picture:
     """One picture."""
 
     title: str  # what it shows, in a few words
-    text: str  # the same in a sentence or two: its caption, and what is read to those who do not see it
+    text: str  # the same in a sentence or two: caption and text for screen readers
     draw: Callable[[Axes], None]  # draws it
     height: int = 300  # in pixels
+
+
+# Colours, line styles and markers of lines, different in each of the three.
+LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
 
 
 def whole_steps(axes: Axes) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from commons.cli.outputs import command_line, require_answer_outputs, write_answer_outputs
-from commons.cli.report_answer import ReportAnswer
+from commons.cli.outputs import AnswerOutputs
+from commons.cli.report_answer import answer_of
 from commons.run_log.files import LOG_FILE
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
@@ -32,35 +31,14 @@ class Report:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, the one to compare with first."""
 
-    json: bool = False
-    """Print JSON instead of a table."""
-
-    html: Path | None = None
-    """Where to write the report as a page with pictures, one .html file that needs no network; None for none."""
-
-    figure: Path | None = None
-    """Where to draw its pictures, as .png, .svg or .pdf."""
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=AnswerOutputs
+    )
+    """Where the report goes."""
 
     def run(self) -> None:
         """Read, compute, print, draw."""
         if not self.runs:
             raise ValueError("no run is given; report reads the folders of runs (trainer.run_dir): give one or more")
-        logs: dict[str, Path | None] = {f"the log of {run}": run / LOG_FILE for run in self.runs}
-        require_answer_outputs(self.html, self.figure, logs)
-        answer = ReportAnswer.of([RunReport.of(log) for log in read_runs(self.runs)])
-        if self.json:
-            sys.stdout.write(json.dumps(answer.to_dict(), indent=2) + "\n")
-        else:
-            answer.print()
-        if self.html is not None or self.figure is not None:
-            # Imported here: what draws takes a second, and a table needs none of it.
-            from commons.cli.report_page import page_of
-            from commons.cli.report_pictures import pictures_of
-
-            write_answer_outputs(
-                self.html,
-                self.figure,
-                lambda: page_of(answer, command_line.get()),
-                lambda: pictures_of(answer.reports),
-                quiet=self.json,
-            )
+        self.of_output.require({f"the log of {run}": run / LOG_FILE for run in self.runs})
+        self.of_output.give(answer_of([RunReport.of(log) for log in read_runs(self.runs)]))

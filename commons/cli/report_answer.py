@@ -1,141 +1,161 @@
-"""What `evenrank report` answers: a table with a column for every run, notes, advice, and all of it as JSON."""
+"""What `evenrank report` answers: a table with a column for every run, notes, advice and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from commons.console import format_number, make_console
+from commons.cli.answer import Answer, AnswerTable, Section
+from commons.console import format_number
 from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
 from commons.run_log.comparison import RunComparison, beside_as_loaded, best_first, compare_runs
-from commons.run_log.reading import setting
+from commons.run_log.reading import setting, short_names
 from commons.run_log.report import RunReport
 from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.run_log.step_time import PARTS
 
-# Width of a table that no terminal shows.
-_WIDTH = 120
-# Slow ranks that a note names.
+# Slow ranks that a note names, and runs whose speed stands among the first numbers; of more, the fastest.
 _MOST_NAMED = 4
 
 _Cell = Callable[[RunReport], str]
+_TERMS = (
+    ("imbalance", "largest load of a rank ÷ the mean − 1; all ranks wait for the largest. Mean over steps"),
+    ("speed-up of the slowest rank", "largest load as loaded ÷ largest load as balanced, both summed over steps"),
+    ("possible", "largest load as loaded ÷ the load that no plan can go below, both summed over steps"),
+    (
+        "speed-up of a step, measured",
+        "what a step would take without balancing ÷ what it takes, the exchange and the waiting included, at the "
+        "milliseconds per load that the steps of the run itself show",
+    ),
+    ("work at the bound", "milliseconds per load times the load that no plan can go below"),
+    ("unevenness that is left", "the same of what the slowest rank has above that"),
+    ("the rest", "what does not grow with the slowest rank's load: embeddings, optimizer, gradients, data"),
+    ("hidden", "the part of gather and plan that no step waited for"),
+    ("keys", "embedding lookups that a rank brings; how tables are sharded decides who looks them up"),
+)
 
 
-class Row(NamedTuple):
-    """A number of every run; "" for what is not known."""
+def answer_of(reports: Sequence[RunReport]) -> Answer:
+    """The answer on runs, at least one; all but the first are compared with it."""
+    beside = compare_runs(reports)
+    notes, advice = _notes(reports, beside), _advice(reports, beside)
 
-    label: str
-    cells: tuple[str, ...]
+    def pictures() -> Sequence[Any]:
+        from commons.cli.report_pictures import pictures_of  # draws: a table needs none of it
+
+        return pictures_of(reports)
+
+    names = tuple(report.log.name for report in reports)
+    return Answer(
+        title="What balancing gained" if beside else f"What balancing gained in {names[0]}",
+        answer=advice[-1],
+        figures=tuple(_figures(reports)),
+        sections=(
+            Section("All numbers", tables=(AnswerTable(("", *names), tuple(_rows(reports, beside))),), notes=notes),
+            Section("Beside each other" if beside else "Balance over the run", tuple(advice[:-1]), pictures),
+            Section("How to read it", terms=_TERMS),
+        ),
+        content={
+            "runs": [report.to_dict() for report in reports],
+            "beside_the_first": [each.to_dict() for each in beside],
+            "notes": notes,
+            "advice": advice,
+        },
+    )
 
 
-class Section(NamedTuple):
-    """Rows that belong together, at least one; the title of the first is ""."""
+def _rows(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Iterator[tuple[str, ...]]:
+    """The table as text, without rows that no run knows; a heading has one cell."""
+    sections = {
+        title: [(label, *map(cell, reports)) for label, cell in cells.items()] for title, cells in _SECTIONS.items()
+    }
+    sections["after training"] = list(_results(reports))
+    if beside:
+        sections[f"beside {beside[0].base}"] = list(_differences(beside))
+    for title, rows in sections.items():
+        known = [row for row in rows if any(row[1:])]
+        if title and known:
+            yield (title,)
+        yield from known
 
-    title: str
-    rows: tuple[Row, ...]
+
+def _results(reports: Sequence[RunReport]) -> Iterator[tuple[str, ...]]:
+    """Loss and the last evaluation."""
+    yield "loss", *(format_number("{:.4f}", report.loss) for report in reports)
+    evaluations = [{name: each for name, *each in with_errors(report.evaluation)} for report in reports]
+    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
+        pattern = "{:,.0f}" if name == "rows" else "{:.4f}"
+        yield f"eval {name}", *(_metric(pattern, *evaluation.get(name, (None, None))) for evaluation in evaluations)
 
 
-@dataclass(frozen=True, eq=False)
-class ReportAnswer:
-    """Runs and what they say, beside each other."""
+def _differences(beside: Sequence[RunComparison]) -> Iterator[tuple[str, ...]]:
+    """How every run differs from the first."""
+    for label, cell in _BESIDE.items():
+        yield label, "", *map(cell, beside)
+    for name in dict.fromkeys(name for each in beside for name in each.evaluation):
+        apart = (_metric("{:+.1e}", each.evaluation.get(name), each.standard_errors.get(name)) for each in beside)
+        yield f"eval {name}, difference", "", *apart
 
-    reports: Sequence[RunReport]  # of the runs, at least one
-    beside: Sequence[RunComparison]  # all but the first, beside that
 
-    @classmethod
-    def of(cls, reports: Sequence[RunReport]) -> ReportAnswer:
-        """Compare the runs."""
-        return cls(reports, compare_runs(reports))
+def _notes(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> tuple[str, ...]:
+    """What to know of the runs, a line each."""
+    of_runs = [f"{report.log.name}: {note}." for report in reports for note in _notes_on(report)]
+    apart = [
+        f"{each.run} beside {each.base} differs in {'; '.join(each.differences)}: not balancing alone tells them apart."
+        for each in beside
+        if each.differences
+    ]
+    return (*of_runs, *apart)
 
-    def sections(self) -> list[Section]:
-        """The table as text, without rows that no run knows."""
-        sections = [
-            Section(title, tuple(Row(label, tuple(map(cell, self.reports))) for label, cell in cells.items()))
-            for title, cells in _SECTIONS.items()
-        ]
-        sections.append(Section("after training", tuple(self._results())))
-        if self.beside:
-            sections.append(Section(f"beside {self.beside[0].base}", tuple(self._beside())))
-        known = [Section(title, tuple(row for row in rows if any(row.cells))) for title, rows in sections]
-        return [section for section in known if section.rows]
 
-    def notes(self) -> list[str]:
-        """What to know of the runs, a line each."""
-        of_runs = [f"{report.log.name}: {note}." for report in self.reports for note in _notes(report)]
-        return of_runs + [
-            f"{each.run} beside {each.base} differs in {'; '.join(each.differences)}: not balancing alone tells them "
-            "apart."
-            for each in self.beside
-            if each.differences
-        ]
+def _notes_on(report: RunReport) -> Iterator[str]:
+    yield from report.log.notes
+    if len(report.log.num_ranks) > 1:
+        yield f"the number of ranks has changed: {', '.join(map(str, report.log.num_ranks))}; means are over all lines"
+    named = [f"rank {each.rank} at {each.speed:.2f}" for each in report.slow_ranks[:_MOST_NAMED]]
+    if named:
+        more = f" and {len(report.slow_ranks) - _MOST_NAMED} more" if len(report.slow_ranks) > _MOST_NAMED else ""
+        yield f"slow ranks, by the median of the others' load per ms: {', '.join(named)}{more}; that is not the data"
 
-    def advice(self) -> list[str]:
-        """What to make of every run, and of several, last, all of them compared."""
-        if not self.beside:
-            return [line for report in self.reports for line in (warning_of(report), advice_of(report)) if line]
-        # Beside a run that is balanced, nobody needs the advice to turn that on.
-        advised = [report for report in self.reports if report.balancing != "off"] or self.reports
-        over_as_loaded = beside_as_loaded(self.reports)
-        of_runs = [
-            f"{report.log.name}: {line}"
-            for report in advised
-            for line in (warning_of(report), advice_of(report, over_as_loaded.get(report.log.name)))
-            if line
-        ]
-        verdicts = [verdict_on(each, self.reports[0], report) for each, report in zip(self.beside, self.reports[1:])]
-        # A verdict that is the headline is left out.
-        more = [line for each, line in zip(self.beside, verdicts) if line and line != headline_of([each])]
-        return [*of_runs, *more, headline_of(best_first(self.reports))]
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "runs": [report.to_dict() for report in self.reports],
-            "beside_the_first": [each.to_dict() for each in self.beside],
-            "notes": self.notes(),
-            "advice": self.advice(),
-        }
+def _advice(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> list[str]:
+    """What to make of every run, and of several, last, all of them compared."""
+    if not beside:
+        return [line for line in (warning_of(reports[0]), advice_of(reports[0])) if line]
+    # Beside a balanced run, the advice to turn balancing on is of no use.
+    advised = [report for report in reports if report.balancing != "off"] or reports
+    over_as_loaded = beside_as_loaded(reports)
+    of_runs = [
+        f"{report.log.name}: {line}"
+        for report in advised
+        for line in (warning_of(report), advice_of(report, over_as_loaded.get(report.log.name)))
+        if line
+    ]
+    verdicts = [verdict_on(each, reports[0], report) for each, report in zip(beside, reports[1:])]
+    # A verdict that is the headline is left out.
+    more = [line for each, line in zip(beside, verdicts) if line and line != headline_of([each])]
+    return [*of_runs, *more, headline_of(best_first(reports))]
 
-    def print(self) -> None:
-        """The table, notes and advice."""
-        console = make_console(width=_WIDTH, highlight=False)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        for report in self.reports:
-            table.add_column(Text(report.log.name), justify="right", overflow="fold")
-        for title, rows in self.sections():
-            if title:
-                table.add_row(Text(title, style="bold"))
-            for label, cells in rows:
-                table.add_row(Text(f"  {label}"), *cells)  # metrics have names of the user's
-        console.print(table)
-        for line in self.notes():
-            console.print(Text(line))
-        for line in self.advice():
-            console.print(Text(line, style="bold"))
 
-    def _results(self) -> Iterator[Row]:
-        """Loss and the last evaluation."""
-        yield Row("loss", tuple(format_number("{:.4f}", report.loss) for report in self.reports))
-        evaluations = [{name: each for name, *each in with_errors(report.evaluation)} for report in self.reports]
-        for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
-            pattern = "{:,.0f}" if name == "rows" else "{:.4f}"
-            cells = (_metric(pattern, *evaluation.get(name, (None, None))) for evaluation in evaluations)
-            yield Row(f"eval {name}", tuple(cells))
-
-    def _beside(self) -> Iterator[Row]:
-        """How every run differs from the first."""
-        for label, cell in _BESIDE.items():
-            yield Row(label, ("", *map(cell, self.beside)))
-        for name in dict.fromkeys(name for each in self.beside for name in each.evaluation):
-            apart = [
-                _metric("{:+.1e}", each.evaluation.get(name), each.standard_errors.get(name)) for each in self.beside
-            ]
-            yield Row(f"eval {name}, difference", ("", *apart))
+def _figures(reports: Sequence[RunReport]) -> list[tuple[str, str]]:
+    """The numbers to see first: of several runs the speed of each, best first, and what balancing did in the best."""
+    by_name = {report.log.name: report for report in reports}
+    names = dict(zip(by_name, short_names(list(by_name))))
+    compared = [each for each in best_first(reports) if each.compares]
+    report = by_name[compared[0].run] if compared else reports[-1]
+    gain, of = report.gain, f", {names[report.log.name]}" if len(reports) > 1 else ""
+    would = "" if report.balancing == "balanced" else " if balanced"
+    figures: list[tuple[float | None, str, str]] = [
+        (each.rows_per_s, "{:.2f}×", f"rows per second of {names[each.run]} ÷ {names[each.base]}")
+        for each in compared[:_MOST_NAMED]
+    ]
+    figures += [
+        (gain.imbalance_before, "{:.1%}", f"imbalance as loaded{of}"),
+        (gain.imbalance_after, "{:.1%}", f"imbalance{would or ' as balanced'}{of}"),
+        (gain.work, "{:.2f}×", f"speed-up of the slowest rank{would}{of}"),
+        (gain.step, "{:.2f}×", f"speed-up of a step{would}, measured{of}"),
+    ]
+    return [(pattern.format(value), name) for value, pattern, name in figures if value is not None]
 
 
 def _metric(pattern: str, value: float | None, error: float | None) -> str:
@@ -255,14 +275,3 @@ _BESIDE: Mapping[str, Callable[[RunComparison], str]] = {
     "loss difference, largest": lambda each: format_number("{:.1e}", each.loss.largest if each.loss else None),
     "loss difference, at the end": lambda each: format_number("{:.1e}", each.loss.at_end if each.loss else None),
 }
-
-
-def _notes(report: RunReport) -> Iterator[str]:
-    """What to know of a run."""
-    yield from report.log.notes
-    if len(report.log.num_ranks) > 1:
-        yield f"the number of ranks has changed: {', '.join(map(str, report.log.num_ranks))}; means are over all lines"
-    named = [f"rank {each.rank} at {each.speed:.2f}" for each in report.slow_ranks[:_MOST_NAMED]]
-    if named:
-        more = f" and {len(report.slow_ranks) - _MOST_NAMED} more" if len(report.slow_ranks) > _MOST_NAMED else ""
-        yield f"slow ranks, by the median of the others' load per ms: {', '.join(named)}{more}; that is not the data"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, as_text, legend_above, whole_steps
-from commons.run_log.reading import RunLog
+from commons.cli.pictures import COLORS, LOOKS, Picture, as_text, legend_above, whole_steps
+from commons.run_log.reading import RunLog, short_names
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
 
@@ -22,8 +20,6 @@ _MOST_RANKS = 64
 _MOST_POINTS = 300
 # What an axis shows at least: of an imbalance from 0 on, of others as a part of the values.
 _LEAST_IMBALANCE, _LEAST_SPAN = 0.01, 0.01
-# Colours, line styles and markers of curves, different in each of the three.
-_LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
 # Of the parts of a step, their colour and hatch.
 _NOT_SPLIT = "a step, not split"
 _PART_LOOKS = dict(
@@ -34,26 +30,23 @@ _PART_LOOKS = dict(
 )
 
 
-def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """The names of runs without the folder that they share."""
-    names = [Path(report.log.name) for report in reports]
-    if len({name.is_absolute() for name in names}) > 1:
-        return list(map(str, names))
-    shared = os.path.commonpath([name.parent for name in names])
-    return [str(name.relative_to(shared)) for name in names]
-
-
 def pictures_of(reports: Sequence[RunReport]) -> tuple[Picture, ...]:
     """Of one run all that its log knows; of several three pictures in which they stand together."""
     # The first has the colour of what is not balanced, and stands above the others.
     reports = sorted(reports, key=lambda report: not report.is_as_loaded)
-    names = [_short(name, 24) for name in short_names(reports)]
-    pictures = [_imbalance_of(reports[0]), *_of_ranks(reports[0])]
+    names = [_short(name, 24) for name in short_names([report.log.name for report in reports])]
+    pictures: list[Picture | None] = []
     if len(reports) > 1:
-        pictures = [_imbalance_as_trained(reports, names)]
+        trained = ["imbalance_after" if _is_balanced(report) else "imbalance_before" for report in reports]
+        lines = list(zip(names, (report.log for report in reports), trained))
+        pictures.append(_imbalance("Imbalance as trained", ", as each run trained its rows", lines))
     else:
+        (report,) = reports
+        after = "balanced" if _is_balanced(report) else "planned"
+        columns = {"as loaded": "imbalance_before", after: "imbalance_after"}
+        pictures.append(_imbalance("Imbalance", "", [(label, report.log, name) for label, name in columns.items()]))
         text = "Median of the steps of each line of the log, in milliseconds."
-        pictures.append(_curves("Time of a step", text, [("", reports[0].log, "step_ms")], _finish_ms))
+        pictures += [*_of_ranks(report), _curves("Time of a step", text, [("", report.log, "step_ms")], _finish_ms)]
     pictures.append(_parts([report for report in reports if report.step_time is not None]))
     losses = [(name, report.log, "loss") for name, report in zip(names, reports)]
     pictures.append(_curves("Loss", "Mean of the steps of each line of the log.", losses, _finish_loss))
@@ -64,34 +57,12 @@ def _is_balanced(report: RunReport) -> bool:
     return report.balancing == "balanced"
 
 
-def _imbalance_of(report: RunReport) -> Picture | None:
-    """Of one run, before and after."""
-    carried_out = _is_balanced(report)
-    after = "" if report.gain.imbalance_after is None else f", and {'after' if carried_out else 'as planned'}"
-    return _curves(
-        "Imbalance",
-        f"Largest load ÷ mean − 1 of the ranks, as the rows were loaded{after}: mean of the steps of each line of the "
-        "log. 0 % is a step in which nobody waits.",
-        [
-            ("as loaded", report.log, "imbalance_before"),
-            ("balanced" if carried_out else "planned", report.log, "imbalance_after"),
-        ],
-        _finish_imbalance,
+def _imbalance(title: str, of: str, lines: Sequence[tuple[str, RunLog, str]]) -> Picture | None:
+    text = (
+        f"Largest load ÷ mean − 1 of the ranks{of}: mean of the steps of each line of the log. 0 % is a step in which "
+        "nobody waits."
     )
-
-
-def _imbalance_as_trained(reports: Sequence[RunReport], names: Sequence[str]) -> Picture | None:
-    """Of every run as it trained its rows."""
-    return _curves(
-        "Imbalance as trained",
-        "Largest load ÷ mean − 1 of the ranks, as each run trained its rows: mean of the steps of each line of the "
-        "log. 0 % is a step in which nobody waits.",
-        [
-            (name, report.log, "imbalance_after" if _is_balanced(report) else "imbalance_before")
-            for name, report in zip(names, reports)
-        ],
-        _finish_imbalance,
-    )
+    return _curves(title, text, lines, _finish_imbalance)
 
 
 def _curves(
@@ -105,12 +76,12 @@ def _curves(
 
     def draw(axes: Axes) -> None:
         for place, label, steps, values in curves:
-            (color, _, marker), style = _LOOKS[place % len(_LOOKS)], (place + place // len(_LOOKS)) % len(_LOOKS)
+            (color, _, marker), style = LOOKS[place % len(LOOKS)], (place + place // len(LOOKS)) % len(LOOKS)
             axes.plot(
                 steps,
                 values,
                 color=COLORS[color],
-                linestyle=_LOOKS[style][1],
+                linestyle=LOOKS[style][1],
                 # The first is seen where another one covers it.
                 linewidth=3.2 if place == 0 and len(curves) > 1 else 1.8,
                 marker=marker if len(values) <= 20 else "",  # one point alone would not be seen as a curve
@@ -185,7 +156,7 @@ def _ranks(shown: dict[str, np.ndarray]) -> Callable[[Axes], None]:
     count = next(iter(shown.values())).shape[1]
 
     def draw(axes: Axes) -> None:
-        for place, ((label, values), (color, style, marker)) in enumerate(zip(shown.items(), _LOOKS)):
+        for place, ((label, values), (color, style, marker)) in enumerate(zip(shown.items(), LOOKS)):
             looks: dict[str, Any] = {"color": COLORS[color], "label": label}
             if count > _MOST_RANKS:
                 values = -np.sort(-values, axis=1)
@@ -213,7 +184,7 @@ def _parts(reports: Sequence[RunReport]) -> Picture | None:
         return None
     times = [parts if len(parts) > 1 else {_NOT_SPLIT: sum(parts.values())} for parts in times]
     saved = [report.step_time.saved if report.step_time and _is_balanced(report) else None for report in reports]
-    names, places = short_names(reports), np.arange(len(reports))[::-1]
+    names, places = short_names([report.log.name for report in reports]), np.arange(len(reports))[::-1]
 
     def draw(axes: Axes) -> None:
         begins = np.zeros(len(reports))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -12,43 +10,33 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.lengths import find_lengths
-from commons.cli.outputs import command_line, require_answer_outputs, write_answer_outputs
+from commons.cli.lengths import LengthReading, Lengths
+from commons.cli.outputs import AnswerOutputs
 from commons.cli.row_cost import RowCost
-from commons.cli.simulate_answer import print_answer, simulate
-from commons.cli.simulate_sources import ConfigRows, LengthRows, Source
+from commons.cli.simulate_answer import answer_of
+from commons.cli.simulation import OF_LAYERS, Source, describe, simulate
 from commons.distributed.options import ShufflerOptions
-from commons.perf_model.gain import StepCost
+from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.task_estimator import training_flops
 
 # Steps and windows if none are given; the batches of a config have to be read.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
 _WINDOWS_OF_LENGTHS = (2, 4, 8)
+# Rows of all steps together, a few arrays of which fit a host.
+_MOST_ROWS = 1 << 28
 
 
 @dataclass
-class LengthOptions(RowCost):
+class LengthOptions(RowCost, LengthReading):
     """What belongs to `--lengths`."""
 
     _remedy: ClassVar[str] = ", or cut rows by --max-length"
-
-    column: str | None = None
-    """The column of lengths, or of lists whose items count; None where there is one column."""
-
-    group_by: str | None = None
-    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
 
     batch_size: int = 32
     """Rows of a rank in a step."""
 
     max_length: int | None = None
     """Longer rows are cut to it; None for no limit."""
-
-    in_order: bool = False
-    """Rows are loaded as they lie in the file, not in a random order."""
-
-    with_replacement: bool = False
-    """Rows are drawn as often as needed, where the file is a sample of more data."""
 
     seed: int = 0
     """Of the random order, and of draws."""
@@ -95,7 +83,7 @@ class LengthOptions(RowCost):
         """Tokens that the model computes, int64 as the lengths, which are cut first."""
         return super().tokens(lengths if self.max_length is None else np.minimum(lengths, self.max_length))
 
-    def read(self, source: str) -> LengthRows:
+    def read(self, source: str) -> Source:
         """The rows of a file or a distribution.
 
         Raises:
@@ -103,25 +91,38 @@ class LengthOptions(RowCost):
             ValueError: an option out of its range, or lengths that are none.
         """
         self.check()
-        lengths = find_lengths(
-            source,
-            self.column,
-            group_by=self.group_by,
-            in_order=self.in_order,
-            with_replacement=self.with_replacement,
-        )
+        return self.deal(self.find(source))
+
+    def deal(self, lengths: Lengths) -> Source:
+        """Rows of these lengths, row i of all on rank i modulo the ranks."""
+
+        def load(num_ranks: int, steps: int) -> LoadedRows:
+            count = steps * num_ranks * self.batch_size
+            if count > _MOST_ROWS:
+                raise ValueError(
+                    f"{steps} steps of {num_ranks} ranks × {self.batch_size} are {count:,} rows; at most "
+                    f"{_MOST_ROWS:,} are looked at: lower --steps"
+                )
+            tokens = self.tokens(lengths.take(count, np.random.default_rng(self.seed)))
+            return LoadedRows.in_turn(self.costs(tokens), tokens, num_ranks, self.batch_size)
+
         model, cost = self.model(), None
         if self.peak_tflops is not None:
             cost = StepCost(training_flops(1) / (self.peak_tflops * self.mfu * 1e12) * 1e3)
-        return LengthRows.of(
-            lengths,
-            model,
-            self.tokens,
-            self.costs,
-            seed=self.seed,
+        tokens = self.tokens(lengths.some(np.random.default_rng(self.seed)))
+        return Source(
+            name=lengths.name,
+            load=load,
+            num_rows=lengths.num_rows,
             batch_size=self.batch_size,
+            tokens=tokens,
+            costs=self.costs(tokens),
+            task=describe(model),
+            remedy="lower --ranks or --batch-size, or give --with-replacement if they are a sample",
+            of_what=OF_LAYERS if model is not None else "in tokens of the slowest rank",
             cost=cost,
             bytes_per_token=self.bytes_per_token,
+            link_gbps=self.link_gbps,
         )
 
 
@@ -165,15 +166,6 @@ class Simulate:
     window: tuple[int, ...] | None = None
     """Batches of every rank that are planned together, one or several numbers. None: 1, with --lengths 2, 4 and 8."""
 
-    html: Path | None = None
-    """Where to write the answer as a page with pictures, one .html file that needs no network; None for none."""
-
-    figure: Path | None = None
-    """Where to draw the gain, as .png, .svg or .pdf."""
-
-    json: bool = False
-    """Print JSON instead of a table."""
-
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """With --config: how batches are balanced."""
 
@@ -181,6 +173,11 @@ class Simulate:
         default_factory=LengthOptions
     )
     """With --lengths: how they are read, and what a row costs."""
+
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=AnswerOutputs
+    )
+    """Where the answer goes."""
 
     def run(self) -> None:
         """Read, plan, print, draw."""
@@ -206,24 +203,8 @@ class Simulate:
         calibration = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
         lengths = Path(self.lengths) if self.lengths else None
         inputs = {"--config": self.config, "--lengths": lengths, "--shuffler.calibration": calibration}
-        require_answer_outputs(self.html, self.figure, inputs)
-        answer = simulate(self._source(steps), self.ranks, windows, steps, self.of_lengths.link_gbps)
-        if self.json:
-            sys.stdout.write(json.dumps(answer.to_dict(), indent=2) + "\n")
-        else:
-            print_answer(answer)
-        if self.html is not None or self.figure is not None:
-            # Imported here: what draws takes a second, and a table needs none of it.
-            from commons.cli.simulate_page import page_of
-            from commons.cli.simulate_pictures import pictures_of
-
-            write_answer_outputs(
-                self.html,
-                self.figure,
-                lambda: page_of(answer, command_line.get()),
-                lambda: pictures_of(answer),
-                quiet=self.json,
-            )
+        self.of_output.require(inputs)
+        self.of_output.give(answer_of(simulate(self._source(steps), self.ranks, windows, steps)))
 
     def _refuse_options_of_the_other(self) -> None:
         """Raise ValueError for options of --lengths beside --config, and the other way round."""
@@ -241,5 +222,8 @@ class Simulate:
     def _source(self, steps: int) -> Source:
         if self.lengths is not None:
             return self.of_lengths.read(self.lengths)
+        # Imported here: it needs TorchRec, and lengths alone do not.
+        from commons.cli.config_rows import read_config_rows
+
         assert self.config is not None  # noqa: S101  one of them is given
-        return ConfigRows.read(self.config, self.model, self.shuffler, max(self.ranks) * steps)
+        return read_config_rows(self.config, self.model, self.shuffler, max(self.ranks) * steps)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from commons.cli.pictures import COLORS, Picture, legend_above, marked_lines, whole_steps
-from commons.cli.simulate_answer import WORTH, Answer
+from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_lines, whole_steps
+from commons.cli.simulation import WORTH, Simulation, Source
 from commons.perf_model.gain import Comparison, DealtRows
 
 # Steps that a picture shows one by one, and the most bands of lengths.
 _SHOWN_STEPS, _BANDS = 60, 14
-# Colour and line style of the ways that two pictures compare; the styles differ for prints in one colour.
-_LOOKS = (("before", "-"), ("after", "--"), ("third", "-."))
-# The same by the name of a way; windows have markers besides.
+# Colour and line style by the name of a way; windows have markers besides.
 _LOOKS_OF_WAYS = {
     "Karmarkar-Karp": ("before", "--"),
     "refined": ("before", "-"),
@@ -28,12 +26,12 @@ _LOOKS_OF_WAYS = {
 _WINDOW_LOOK, _WINDOW_MARKERS = ("after", "-"), "os^Dv"
 
 
-def pictures_of(answer: Answer) -> tuple[Picture, ...]:
+def pictures_of(simulation: Simulation) -> tuple[Picture, ...]:
     """All of them; loads and steps are those of the largest number of ranks."""
-    largest = answer.comparisons[-1]
+    largest = simulation.comparisons[-1]
     shown = _shown_ways(largest)
     names = ", ".join(way.name for way in shown[1:])
-    several = len(answer.comparisons) > 1
+    several = len(simulation.comparisons) > 1
     return (
         Picture(
             f"Load of each of {largest.num_ranks} ranks",
@@ -44,12 +42,12 @@ def pictures_of(answer: Answer) -> tuple[Picture, ...]:
         Picture(
             "Where the cost lies",
             "Share of the rows and share of the cost that rows of each length have.",
-            _bands(answer),
+            _bands(simulation.source),
         ),
         Picture(
             "Gain by number of ranks" if several else f"Gain on {largest.num_ranks} ranks",
             "Speed-up by each way of dealing rows, with what equal ranks would give as the bound.",
-            _gain_by_ranks(answer) if several else _gain_of_ways(largest),
+            _gain_by_ranks(simulation.comparisons) if several else _gain_of_ways(largest),
             height=420 if several else 340,
         ),
         Picture(
@@ -63,7 +61,7 @@ def pictures_of(answer: Answer) -> tuple[Picture, ...]:
 
 def _shown_ways(result: Comparison) -> list[DealtRows]:
     """As loaded, each batch balanced and, where it gains 2 % more, the best window."""
-    batch = next(way for way in result.ways if way.name in ("refined", "each batch"))
+    batch = result.balanced_batch
     windows = [way for way in result.ways if way.window > 1]
     best = max(windows, key=result.speed_up, default=batch)
     return [result.ways[0], batch, *([best] if result.speed_up(best) >= WORTH * result.speed_up(batch) else [])]
@@ -72,7 +70,7 @@ def _shown_ways(result: Comparison) -> list[DealtRows]:
 def _draw_steps(axes: Axes, lines: Mapping[str, np.ndarray], begin: int, where: Literal["post", "mid"]) -> None:
     """A stepped line of each way; one that hides behind another has that one's name in brackets."""
     labels = marked_lines(lines)
-    for (name, values), (color, style) in zip(lines.items(), _LOOKS):
+    for (name, values), (color, style, _) in zip(lines.items(), LOOKS):
         places = np.arange(begin, begin + len(values))
         axes.step(places, values, where=where, color=COLORS[color], linestyle=style, label=labels[name])
 
@@ -108,10 +106,10 @@ def _steps(ways: list[DealtRows]) -> Callable[[Axes], None]:
     return draw
 
 
-def _bands(answer: Answer) -> Callable[[Axes], None]:
-    edges = band_edges(answer.tokens)
+def _bands(source: Source) -> Callable[[Axes], None]:
+    edges = band_edges(source.tokens)
     rows, cost = (
-        np.histogram(answer.tokens, edges, weights=weights)[0] for weights in (None, answer.costs.astype(np.float64))
+        np.histogram(source.tokens, edges, weights=weights)[0] for weights in (None, source.costs.astype(np.float64))
     )
     names = [f"{first:,}" if first == last else f"{first:,}–{last:,}" for first, last in zip(edges[:-1], edges[1:] - 1)]
 
@@ -151,13 +149,13 @@ def band_edges(tokens: np.ndarray) -> np.ndarray:
     return np.unique([first, *inner[1:-1], last + 1])
 
 
-def _gain_by_ranks(answer: Answer) -> Callable[[Axes], None]:
-    ranks = [result.num_ranks for result in answer.comparisons]
+def _gain_by_ranks(results: Sequence[Comparison]) -> Callable[[Axes], None]:
+    ranks = [result.num_ranks for result in results]
     by_way: dict[str, dict[int, float]] = {}
-    for place, result in enumerate(answer.comparisons):
+    for place, result in enumerate(results):
         for way in result.ways[1:]:
             by_way.setdefault(way.name, {})[place] = result.speed_up(way)
-    equal = [result.equal for result in answer.comparisons]
+    equal = [result.equal for result in results]
     lines = {name: [gains.get(place, 1.0) for place in range(len(ranks))] for name, gains in by_way.items()}
     labels = marked_lines({**lines, "equal ranks": equal})
 

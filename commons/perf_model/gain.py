@@ -153,6 +153,11 @@ class Comparison:
         """Ranks."""
         return self.rows.num_ranks
 
+    @property
+    def balanced_batch(self) -> DealtRows:
+        """The way in which a shuffler with its defaults deals rows: each batch by itself, equal counts."""
+        return next(way for way in self.ways if way.name in ("refined", "each batch"))
+
     def _cost_of_work(self, way: DealtRows, largest: float) -> float:
         """Cost of all steps, whose largest loads are `largest` in sum, ÷ the sum of their mean loads."""
         fixed = self.cost.per_step / self.cost.per_load if self.cost else 0.0

@@ -22,7 +22,7 @@ _LONGER = "a window (--trainer.shuffle-window 2) or more rows per step lift that
 
 
 def advice_of(report: RunReport, beside: RunComparison | None = None) -> str:
-    """What to make of a run, and of it beside one that nobody balanced, in one sentence."""
+    """Advice on a run in one sentence; `beside` compares it with an unbalanced run."""
     measured = ""
     if beside is not None and beside.compares and beside.rows_per_s is not None and beside.rows_per_s > 1:
         measured = f"it trains {beside.rows_per_s:.2f}× the rows per second of {beside.base}"
@@ -34,7 +34,7 @@ def advice_of(report: RunReport, beside: RunComparison | None = None) -> str:
 
 
 def warning_of(report: RunReport) -> str:
-    """That time does not follow the loads, and what to do, in one sentence; "" where it does, or nobody knows."""
+    """A warning that time does not follow the loads, with the remedy; "" where it does, or that is not known."""
     fit = report.time_fit
     if fit is None or fit.follows:
         return ""

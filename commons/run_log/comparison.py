@@ -73,8 +73,8 @@ class RunComparison:
     rows_per_s: float | None  # rows per second ÷ those of the first: the speed-up
     step_ms: float | None  # median step of the first ÷ its own
     each_step: StepRatio | None
-    # The slowest rank's load in the first ÷ its own, per step: what the loads predict. Where nobody has looked at the
-    # rows of the first, they count as those of this one were loaded. Loads of other rows or another model do not
+    # The slowest rank's load in the first ÷ its own, per step: what the loads predict. If the
+    # first run logged no loads, those of this run as loaded stand for them. Loads of other rows or another model do not
     # compare.
     work: float | None
     loss: LossDifference | None
@@ -101,15 +101,15 @@ def compare_runs(reports: Sequence[RunReport]) -> list[RunComparison]:
 
 
 def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, RunComparison]:
-    """Every other run by its name, beside the fastest one that nobody balanced; empty where there is none."""
+    """Every other run by its name, beside the fastest unbalanced one; empty where there is none."""
     base = _fastest(each for each in reports if each.is_as_loaded)
     return {} if base is None else {each.log.name: _compare(base, each) for each in reports if each is not base}
 
 
 def best_first(reports: Sequence[RunReport]) -> list[RunComparison]:
-    """All runs but one beside that one, the fastest first, whatever the order of the runs.
+    """All runs but one beside that one, the fastest first, independent of the order of the runs.
 
-    That one is the fastest run that nobody balanced or, where all are balanced, the slowest. Runs that do not compare
+    That one is the fastest unbalanced run or, where all are balanced, the slowest. Runs that do not compare
     with it, or whose speed is not known, come last.
     """
     base = _fastest(each for each in reports if each.is_as_loaded) or _fastest(reports, sign=-1)

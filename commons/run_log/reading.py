@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,19 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of runs without the folder that they share.
+
+    >>> short_names(["runs/a", "runs/b"])
+    ['a', 'b']
+    """
+    paths = [Path(name) for name in names]
+    if len({path.is_absolute() for path in paths}) > 1:
+        return list(names)
+    shared = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(shared)) for path in paths]
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunLog]:

@@ -64,7 +64,7 @@ class Background:
     gather_ms: float  # the metadata of rows
     plan_ms: float
     exchange_ms: float | None  # of windows, whose rows are exchanged beside the steps; None without
-    hidden: float  # fraction of gather and plan that nobody waited for
+    hidden: float  # fraction of gather and plan that no step waited for
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,9 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON, with None for what is not known."""
-        content = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "log"}
-        for name in ("slow_ranks", "given_less"):
-            content[name] = [dataclasses.asdict(each) for each in content[name]]
+        content = dataclasses.asdict(dataclasses.replace(self, log=None))  # type: ignore[arg-type]  # it is no number
+        del content["log"]
         content["step_time_ms"] = content.pop("step_time")
-        for name, value in content.items():
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                content[name] = dataclasses.asdict(value)
         evaluated = self.log.evaluations[-1][0] if self.log.evaluations else None
         content["evaluation"] = None if evaluated is None else {"step": evaluated, **without_nan(self.evaluation)}
         return {"run": self.log.name, **content}
@@ -177,7 +173,7 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         predicted = _step_gain(step_time, log.mean("predicted_saving_ms", log.timed), balancing)
     before, after, bound = (log.mean(name) for name in ("largest_load_before", "largest_load_after", "lower_bound"))
     if bound is not None and after is not None:
-        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        # Where no row moves, counts may stay unequal, which the bound of equal counts does not allow for.
         bound = min(bound, after)
     return Gain(
         imbalance_before=log.mean("imbalance_before"),

@@ -29,7 +29,7 @@ class StepTime:
     total: float
     work: float | None  # the slowest rank's work if the plan were as even as can be; None without a slope
     uneven: float | None  # what it works longer than that; None without a slope
-    exchange: float | None  # of rows, as seen by the host; None where nobody exchanges, or beside the steps
+    exchange: float | None  # of rows, as seen by the host; None where no rows move, or beside the steps
     waiting: float | None  # for the plan; None without a shuffler
     rest: float  # everything else, which does not grow with the slowest rank's load
     # What balancing takes off the slowest rank's work (in a run that only observes: would take), at the milliseconds
@@ -79,7 +79,7 @@ def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
 
 @dataclass(frozen=True)
 class TimeFit:
-    """Times against loads."""
+    """Times against loads, by least squares."""
 
     # "ranks": each rank's own forward time against its own load; "steps": the mean step of each line against its mean
     # largest load, where the log does not have the ranks' times
@@ -87,6 +87,8 @@ class TimeFit:
     points: int  # as many of these as the line was laid through
     # the part of the times' variance that the loads explain, 0 to 1; 0 also where times fall with loads
     r_squared: float
+    ms_per_load: float
+    fixed_ms: float  # at no load
 
     @property
     def follows(self) -> bool:
@@ -104,36 +106,34 @@ def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
         if is_timed and load is not None and own is not None and len(load) == len(own)
     ]
     if of_ranks:
-        return _fit("ranks", *np.concatenate(of_ranks, axis=1))
+        return fit_times("ranks", *np.concatenate(of_ranks, axis=1))
     largest = log.column(f"largest_load_{'before' if as_loaded else 'after'}")
-    return _fit("steps", largest[log.timed], log.mean_step_ms[log.timed])
+    return fit_times("steps", largest[log.timed], log.mean_step_ms[log.timed])
+
+
+def fit_times(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
+    """A line through times over loads, float64 `(n,)` each, NaN for what is not known; a few stalls are left out.
+
+    None for fewer than 20 points, and for loads that vary by less than a tenth (standard deviation ÷ mean).
+    """
+    known = np.isfinite(loads * times)
+    loads, times = loads[known], times[known]
+    fit = _fit(of, loads, times)
+    if fit is None or fit.follows:
+        return fit
+    off = np.abs(times - fit.fixed_ms - fit.ms_per_load * loads)
+    kept = off <= _STALL * 1.4826 * np.median(off)  # the standard deviation, of normal residuals
+    return fit if np.count_nonzero(~kept) > _MOST_STALLS * len(loads) else _fit(of, loads[kept], times[kept])
 
 
 def _fit(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
-    known = np.isfinite(loads * times)
-    loads, times = loads[known], times[known]
-    if not _varies(loads):
+    if len(loads) < _FEWEST_POINTS or not loads.std() >= _LEAST_SPREAD * loads.mean() > 0:
         return None
-    loads = loads / loads.mean()  # up to 2^62: their squares would lose digits
-    fit = TimeFit(of, len(loads), _r_squared(loads, times))
-    if fit.follows:
-        return fit
-    slope = np.cov(loads, times, bias=True)[0, 1] / np.var(loads)
-    off = np.abs(times - times.mean() - slope * (loads - loads.mean()))
-    kept = off <= _STALL * 1.4826 * np.median(off)  # the standard deviation, of normal residuals
-    if np.count_nonzero(~kept) > _MOST_STALLS * len(loads):
-        return fit
-    return TimeFit(of, int(kept.sum()), _r_squared(loads[kept], times[kept])) if _varies(loads[kept]) else None
-
-
-def _varies(loads: np.ndarray) -> bool:
-    """Whether there are enough points, and their loads differ enough."""
-    return len(loads) >= _FEWEST_POINTS and bool(loads.mean() > 0 and loads.std() >= _LEAST_SPREAD * loads.mean())
-
-
-def _r_squared(loads: np.ndarray, times: np.ndarray) -> float:
-    """The part of the variance of times that a rising line explains."""
-    return max(0.0, float(np.corrcoef(loads, times)[0, 1])) ** 2 if np.ptp(times) else 0.0
+    relative = loads / loads.mean()  # up to 2^62: their squares would lose digits
+    covariance, variance = np.cov(relative, times, bias=True)[0, 1], np.var(relative)
+    r_squared = max(0.0, covariance) ** 2 / (variance * np.var(times)) if np.ptp(times) else 0.0
+    slope = covariance / variance
+    return TimeFit(of, len(loads), float(r_squared), float(slope / loads.mean()), float(times.mean() - slope))
 
 
 def _in_time(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:

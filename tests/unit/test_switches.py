@@ -77,8 +77,10 @@ def test_commands_take_them_too(tmp_path, capsys):
     command = _parse(
         ["simulate", "--lengths", "x.csv", "--json", "False", "--in-order", "true", "--shuffler.equal-size=False"]
     )
-    assert command.json is False and command.of_lengths.in_order is True and command.shuffler.equal_size is False
+    assert (
+        command.of_output.json is False and command.of_lengths.in_order is True and command.shuffler.equal_size is False
+    )
     assert main(["simulate", "--lengths", "zipf:1.2:64", "--ranks", "2", "--json", "True", "--steps", "2"]) == 0
     assert capsys.readouterr().out.startswith("{")
     command = _parse(["report", "--json", "True", "runs/a"])
-    assert command.json is True and [str(run) for run in command.runs] == ["runs/a"]
+    assert command.of_output.json is True and [str(run) for run in command.runs] == ["runs/a"]

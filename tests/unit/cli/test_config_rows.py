@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from commons.cli import recipes
+from commons.cli.config_rows import read_config_rows
 from commons.cli.main import main
 from commons.cli.recipes import load_recipe
-from commons.cli.simulate_sources import ConfigRows
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import user_like_dataset
 from commons.distributed.options import ShufflerOptions
@@ -239,7 +239,7 @@ def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path):
         config.write_text(text.replace('dataset_name = "random"', own))
         target = load_recipe("hstu", config, torch.device("cpu"))
         for num_ranks in (2, 3):
-            source = ConfigRows.read(config, "hstu", ShufflerOptions(), 50 * num_ranks)
+            source = read_config_rows(config, "hstu", ShufflerOptions(), 50 * num_ranks)
             steps = len(target.single_loader.dataset) // (8 * num_ranks)
             largest = [0] * steps
             for rank in range(num_ranks):

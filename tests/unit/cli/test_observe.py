@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -13,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from commons.cli.observe import main, step_cost
 from commons.perf_model.gain import LoadedRows
 from commons.pipeline.recording import Recorder, _lengths_of
+from tests.helpers.pages import read_page
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
     assert said == "The largest loads explain 100% of the step times' variance."
     cost, said = step_cost(rows, np.random.default_rng(1).uniform(1, 1.2, 40))
     assert cost is None and "do not follow the largest loads" in said
-    assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times")
+    assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times; 20 of them, of different loads")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,7 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
         (["--report"], "holds no record of a rank; run a script with --folder"),
         (["--hidden-size", "0", "--task", "hstu", "script.py"], "hidden_size"),
         (["--window", "1", "script.py"], "window is 1"),
+        (["--html", "page.txt", "script.py"], "a page is an .html file"),
         (["script.py"], "the script trained no step with one of TorchRec's pipelines; where it has a loop of its own"),
     ],
 )
@@ -98,4 +101,7 @@ def test_ranks_with_other_rows_and_steps_are_reported(tmp_path, capsys):
     assert "3 steps of 2 ranks: 15 rows" in shown and "no row counts twice" not in shown
     ratios = [92 / 47, 15 / 15, 21 / 10.5]  # largest ÷ mean
     assert f"{sum(ratios) / 3:.3f}" in next(line for line in shown.splitlines() if line.startswith("as loaded"))
-    assert "0 steps have times; from 20 on they say what a load costs." in shown
+    assert "0 steps have times; 20 of them" in shown
+    assert main(["--report", "--folder", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
+    note = json.loads(capsys.readouterr().out)["notes"][0]
+    assert note.startswith("0 steps have times") and note in read_page(tmp_path / "o.html")[1]

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.cli.answer import Answer, AnswerTable, Section
 from commons.cli.main import main
-from commons.cli.page import Page, PageTable, Section, write_page
+from commons.cli.page import write_page
 from commons.cli.pictures import COLORS, THEMES, Picture, svg_of
 from commons.cli.simulate_pictures import band_edges
 from tests.helpers.pages import read_page
@@ -86,10 +87,10 @@ def drawn(axes):
 def test_text_is_escaped_and_nothing_has_a_name_twice(tmp_path):
     evil = '<script>alert("x")</script> --flag & </p>'
     picture = Picture(evil, evil, drawn)
-    table = PageTable((evil, "b"), ((evil, "1"), ("x", evil)), evil, marked=1)
-    section = Section(evil, (evil,), (picture, picture), (table,), ((evil, evil),), (evil,))
-    page = Page(evil, evil, evil, (evil,), ((evil, evil),), (section,), evil)
-    write_page(page, tmp_path / "p.html")
+    table = AnswerTable((evil, "b"), ((evil, "1"), ("x", evil)), evil, marked=1)
+    section = Section(evil, (evil,), lambda: (picture, picture), (table,), ((evil, evil),), (evil,))
+    answer = Answer(evil, evil, (section,), {}, evil, (evil,), ((evil, evil),))
+    write_page(answer, tmp_path / "p.html", evil)
     text, words = read_page(tmp_path / "p.html")
     assert text.count("<svg") == 2 and '<script>alert("x")</script>' in words and "a < b & c" in words
     assert "<code>--flag</code>" in text

@@ -151,11 +151,6 @@ def test_uneven_lengths_that_nothing_evens_are_not_called_even(tmp_path, capsys)
     assert "even as" not in advice["text"] and "1.80×" in advice["text"] and advice["options"] == ""
 
 
-def test_more_rows_than_a_host_holds_are_one_line(capsys):
-    assert main(["simulate", "--lengths", "zipf:1.2:4096", "--steps", "1000000000"]) == 2
-    assert "lower --steps" in capsys.readouterr().err
-
-
 def test_a_package_that_is_not_installed_is_one_line(monkeypatch, capsys):
     def missing(name):
         raise ModuleNotFoundError("No module named 'torchrec'", name="torchrec")

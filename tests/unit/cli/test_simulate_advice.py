@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.cli.lengths import Lengths
 from commons.cli.simulate import LengthOptions
-from commons.cli.simulate_answer import Advice, Answer, simulate
-from commons.cli.simulate_sources import LengthRows
+from commons.cli.simulation import Advice, Simulation, simulate
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.perf_model.gain import Budget, Comparison, DealtRows, LoadedRows
 from commons.trainer import TrainerArgs
@@ -47,9 +45,9 @@ def answer_of(loaded, refined, free, windows, constant):
 
 
 def answer_to(rows, ways):
-    lengths = Lengths("x.csv", rows)
-    source = LengthRows.of(lengths, None, np.copy, np.copy, batch_size=4, bytes_per_token=8)
-    return Answer(source, rows, rows, (Comparison(LoadedRows.in_turn(rows, rows, 2, 4), tuple(ways)),), None, ())
+    options = LengthOptions(task="tokens", batch_size=4)
+    source = options.deal(options.of("x.csv", rows))
+    return Simulation(source, (Comparison(LoadedRows.in_turn(rows, rows, 2, 4), tuple(ways)),))
 
 
 def advise(lengths, batch_size, ranks, windows, steps, **options):
@@ -143,5 +141,5 @@ def test_a_window_that_lifts_nothing_is_not_said_to():
     rows = np.array([6 * MEAN, *[MEAN // 8] * 7])  # the first one alone is more than an even share
     ways = [way(name, ratio, bound=round(1.4 * MEAN)) for name, ratio in (("as loaded", 1.5), ("refined", 1.4))]
     ways.append(way("window of 2", 1.45, window=2))
-    (line,) = answer_to(rows, ways).dominant()
+    (line,) = answer_to(rows, ways).dominated()
     assert "shuffle-window" not in line and "more rows per step" in line

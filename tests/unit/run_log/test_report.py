@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from commons.cli.report_answer import ReportAnswer
+from commons.cli.report_answer import answer_of
 from commons.run_log.advice import advice_of, verdict_on
 from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import read_log
@@ -33,6 +33,11 @@ BALANCED, AS_LOADED = make_steps(), make_steps(balances=False)
 def report_of(folder, steps=BALANCED, sizes=SIZES, config=None, **changes):
     lines = [line | changes for line in lines_of(steps, sizes)]
     return RunReport.of(read_log(write_run(folder, lines, config_of() if config is None else config)))
+
+
+def rows_of(reports):
+    """The table by label."""
+    return {label: tuple(cells) for label, *cells in answer_of(reports).sections[0].tables[0].rows}
 
 
 def sums(name, steps=BALANCED):
@@ -103,7 +108,7 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
     (against,) = compare_runs([base, own])
     assert against.rows_per_s > 1.1
     for reports in ([base, own], [own, base]):
-        lines = ReportAnswer.of(reports).advice()
+        lines = answer_of(reports).content["advice"]
         assert f"it trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}" in " ".join(lines)
         assert "leave it off" not in " ".join(lines)
 
@@ -165,7 +170,7 @@ def test_what_speeds_save_is_shown_with_the_rank_that_is_given_least(tmp_path):
     observed = report_of(tmp_path, steps, config=config_of(shuffler={"speeds": "observe"}))
     shown = "20.0%, rank 1 at 0.50, 1 more", "20.0% if measured, rank 1 at 0.50, 1 more", ""
     reports = [report, observed, report_of(tmp_path)]
-    rows = {row.label: row.cells for section in ReportAnswer.of(reports).sections() for row in section.rows}
+    rows = rows_of(reports)
     assert rows["saved by speeds, of own work"] == shown
     assert report.to_dict()["given_less"][0] == {"rank": 1, "speed": 0.5}
 
@@ -298,6 +303,6 @@ def test_metrics_are_compared_with_their_standard_errors(tmp_path):
     (against,) = compare_runs(reports)
     assert against.evaluation == pytest.approx({"auc": 0.05, "loss": -0.1})
     assert against.standard_errors == pytest.approx({"auc": 0.05})  # of 3, 4, 5
-    rows = {row.label: row.cells for section in ReportAnswer.of(reports).sections() for row in section.rows}
+    rows = rows_of(reports)
     assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == ("0.5000", "0.4000")
     assert rows["eval auc, difference"] == ("", "+5.0e-02 ± 5.0e-02") and "eval auc_se" not in rows

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from commons.cli.lengths import Lengths
 from commons.cli.main import main
-from commons.cli.simulate_answer import simulate
-from commons.cli.simulate_sources import LengthRows
+from commons.cli.simulate import LengthOptions
+from commons.cli.simulation import simulate
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.gain import StepCost
 from commons.perf_model.partitioner import lower_bound
@@ -45,14 +45,8 @@ def write_training(folder, rows, window):
 @pytest.mark.parametrize("window", [1, 4])
 def test_imbalance_possible_gain_and_step_ratio(tmp_path, monkeypatch, capsys, window):
     lengths = (5 + np.random.default_rng(0).lognormal(4, 1.3, RANKS * ROWS * STEPS)).astype(np.int64)
-    source = LengthRows.of(
-        Lengths("here", lengths, in_order=True),
-        TASK,
-        np.copy,
-        TASK.get_workloads,
-        batch_size=ROWS,
-        cost=StepCost(PER_LOAD, PER_STEP),
-    )
+    options = LengthOptions(hidden_size=64, num_heads=4, head_dim=16, num_layers=2, batch_size=ROWS, in_order=True)
+    source = replace(options.deal(options.of("here", lengths)), cost=StepCost(PER_LOAD, PER_STEP))
     answer = simulate(source, [RANKS], [window], STEPS).to_dict()["ranks"][0]
     name = "refined" if window == 1 else f"window of {window}"
     ways = {way["way"]: way for way in answer["ways"]}
@@ -88,7 +82,8 @@ def test_imbalance_possible_gain_and_step_ratio(tmp_path, monkeypatch, capsys, w
 
 def test_speed_up_of_the_slowest_rank_without_the_cost_of_a_step(tmp_path, capsys):
     lengths = (5 + np.random.default_rng(1).lognormal(4, 1.0, RANKS * ROWS * STEPS)).astype(np.int64)
-    source = LengthRows.of(Lengths("here", lengths, in_order=True), None, np.copy, np.copy, batch_size=ROWS)
+    options = LengthOptions(task="tokens", batch_size=ROWS, in_order=True)
+    source = options.deal(options.of("here", lengths))
     refined = simulate(source, [RANKS], [], STEPS).to_dict()["ranks"][0]["ways"][2]
     assert main(["report", str(write_training(tmp_path, source.load(RANKS, STEPS), 1)), "--json"]) == 0
     gain = json.loads(capsys.readouterr().out)["runs"][0]["gain"]

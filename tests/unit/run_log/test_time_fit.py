@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commons.cli.report_answer import ReportAnswer
+from commons.cli.report_answer import answer_of
 from commons.run_log.advice import warning_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
@@ -46,7 +46,7 @@ def test_times_that_do_not_follow_the_loads(tmp_path):
     assert warning.startswith(f"Time does not follow the loads (R² {report.time_fit.r_squared:.2f}, ")
     assert (
         "does the model pad to its longest row, did other work" in warning
-        and ReportAnswer.of([report]).advice()[0] == warning
+        and answer_of([report]).content["advice"][0] == warning
     )
 
 

@@ -1,0 +1,316 @@
+"""Dealing the rows of a source to ranks in every way, and the advice that follows.
+
+lengths, a config or a record ─► Source ─► simulate ─► Simulation: a Comparison for each number of ranks
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from commons.datasets.samplers.budget import BudgetBatchSampler
+from commons.perf_model.gain import Budget, Comparison, DealtRows, LoadedRows, StepCost, compare_ways, deal
+from commons.perf_model.partitioner.core import sum_at
+from commons.perf_model.partitioner.inputs import MOST_LOAD
+from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask
+
+# Balancing is worth its options from this speed-up on; another way is worth its price if it gains so much more.
+WORTH = 1.02
+# What a speed-up is a ratio of, where it is that of the layers alone.
+OF_LAYERS = "in the layers' time"
+# Rows that steps of constant cost are planned for, and at least so many steps: each is found by a search.
+_BUDGET_ROWS = 1 << 18
+_FEWEST_STEPS = 8
+# What other libraries ship; it is compared and never advised.
+_NEVER_ADVISED = "Karmarkar-Karp"
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Rows to simulate."""
+
+    name: str  # of the rows, as the user named them
+    load: Callable[[int, int], LoadedRows]  # of ranks and steps: the rows of the first steps, as training loads them
+    num_rows: int | None  # rows that there are; None for any number
+    batch_size: int  # rows of a rank in a step
+    tokens: np.ndarray  # int64 `(n,)`, of rows that describe the whole
+    costs: np.ndarray  # int64 `(n,)`, of the same rows
+    task: str  # what a row costs, in words
+    remedy: str  # what gives more steps where there are too few rows
+    of_what: str = OF_LAYERS  # what a speed-up is a ratio of
+    cost: StepCost | None = None  # turns loads into milliseconds; None for none
+    bytes_per_token: int | None = None  # what a token takes on the wire; None where it is not known
+    link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None where it is not known
+    plan_options: Mapping[str, Any] | None = None  # as for `plan_shuffle`, to look at these alone; None for every way
+
+    def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
+        """Deal rows in every way; the first is as loaded."""
+        if self.plan_options is None:
+            yield from compare_ways(rows, windows)
+            yield _constant_cost(rows, self.batch_size)
+            return
+        yield rows.as_loaded
+        yield deal(rows, "each batch", **self.plan_options)
+        for window in windows:
+            yield deal(rows, f"window of {window}", window, **self.plan_options)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do."""
+
+    text: str  # one sentence
+    options: str = ""  # flags of our trainers, to copy; empty for none
+    code: str = ""  # the same in Python
+    way: str | None = None  # the name of the way that is advised; None where nothing gains
+    speed_up: float = 1.0  # of that way
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What was simulated, and what came of it."""
+
+    source: Source  # of the rows
+    comparisons: tuple[Comparison, ...]  # by number of ranks, ascending; at least one
+    notes: tuple[str, ...] = ()  # what else to say, a line each
+
+    def quantiles(self) -> dict[str, float]:
+        """Mean, median, 99th percentile and maximum of the tokens of a row."""
+        tokens = self.source.tokens
+        median, most = np.quantile(tokens, [0.5, 0.99], method="lower")
+        return {"mean": float(tokens.mean()), "median": float(median), "p99": float(most), "max": float(tokens.max())}
+
+    def dominated(self) -> list[str]:
+        """By number of ranks, a line on steps in which one row is more than an even share, and the remedy."""
+        lines = []
+        for result in self.comparisons:
+            if not result.dominated:
+                continue
+            lifted, most = _best_of_windows(result), result.possible_of_batches
+            remedy = "a window of several batches (--window 2 4), more rows per step or shorter rows lift it"
+            if result.equal < WORTH * most:
+                remedy = "it cannot be split, and costs less than 2 % of what equal ranks would gain"
+            elif lifted is not None and result.speed_up(lifted) >= WORTH * most:
+                remedy = (
+                    f"it cannot be split, so that single batches gain {most:.2f}× at most; --trainer.shuffle-window "
+                    f"{lifted.window} lifts that to {result.speed_up(lifted):.2f}×, shorter rows too"
+                )
+            elif lifted is not None:
+                remedy = "more rows per step or shorter rows lift it"
+            lines.append(
+                f"{result.num_ranks} ranks: in {result.dominated} of {result.rows.num_steps} steps one sample alone is "
+                f"more than an even share of the work, up to {result.rows.largest_share.max():.2f}×; {remedy}."
+            )
+        return lines
+
+    def advice(self, result: Comparison | None = None) -> Advice:
+        """One sentence for a number of ranks, or the largest: the least change that gains, and one more that pays."""
+        result = result or self.comparisons[-1]
+        ways = [way for way in result.ways[1:] if way.name != _NEVER_ADVISED]
+        budget = next((way for way in ways if way.budget is not None), None)
+        found, gained = None, 1.0
+        # From small changes to large: a larger one has to pay for itself.
+        for way in ways:
+            if way is not budget and result.speed_up(way) >= WORTH * gained:
+                found, gained = way, result.speed_up(way)
+        further = budget if budget is not None and result.speed_up(budget) >= WORTH * gained else None
+        advised = found or further
+        if advised is None:
+            return _nothing_gains(result)
+        what, changes, options, code = _how(advised)
+        possible = result.possible(advised)
+        of = f"{result.equal:.2f}× with equal ranks" if possible is None else f"{possible:.2f}× possible"
+        parts = [f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}, {self.source.of_what}"]
+        if advised is not ways[0]:
+            parts.append(f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)")
+        parts.append(changes)
+        if further is not None and advised is not further:
+            parts.append(
+                "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
+                f"{result.speed_up(further):.2f}×"
+            )
+        if self.source.of_what == OF_LAYERS:
+            parts.append("; a whole step gains less")
+        return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "lengths": {"source": self.source.name, "rows": self.source.num_rows, "tokens": self.quantiles()},
+            "task": self.source.task,
+            "ranks": [self._of_ranks(result) for result in self.comparisons],
+            "notes": [*self.notes, *self.dominated()],
+            "advice": asdict(self.advice()),
+        }
+
+    def _of_ranks(self, result: Comparison) -> dict[str, Any]:
+        return {
+            "ranks": result.num_ranks,
+            "batch_size": self.source.batch_size,
+            "steps": result.rows.num_steps,
+            "speed_up_of_equal_ranks": result.equal,
+            "possible_speed_up_of_single_batches": result.possible_of_batches,
+            "dominated_steps": result.dominated,
+            "largest_share": float(result.rows.largest_share.max()),
+            "advice": asdict(self.advice(result)),
+            "ways": [self._of_way(result, way) for way in result.ways],
+        }
+
+    def _of_way(self, result: Comparison, way: DealtRows) -> dict[str, Any]:
+        """What a way gives the ranks, by name; None for what is not known."""
+        per_token, gbps = self.source.bytes_per_token, self.source.link_gbps
+        size = None if way.sent_tokens is None or per_token is None else way.sent_tokens * per_token
+        return {
+            "way": way.name,
+            "window": way.window,
+            "imbalance": way.imbalance,
+            "largest_to_mean": 1 + way.imbalance,
+            "largest_to_mean_p99": float(np.quantile(way.largest_to_mean, 0.99)),
+            "speed_up": result.speed_up(way),
+            "possible_speed_up": result.possible(way),
+            "speed_up_median": result.median_speed_up(way),
+            "tokens_to_mean": way.fullest,
+            "tokens_moved": {f"{slack:g}": share for slack, share in way.moved.items()},
+            "bytes_per_rank": size,  # of the busiest rank in a step, mean over steps
+            "planning_ms": way.planning_ms,
+            "step_ms": result.step_ms(way),
+            "exchange_ms": None if size is None or gbps is None else size * 8 / (gbps * 1e9) * 1e3,
+        }
+
+
+def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps: int) -> Simulation:
+    """Deal the rows of a source in every way, for every number of ranks, of at least 2.
+
+    `windows` are batches of every rank that are planned together; 1 is always among the ways. There are fewer steps
+    where the source has fewer rows; ValueError where they are too few for a step, have no work, or more than a plan
+    counts.
+    """
+    notes, comparisons = [], []
+    for num_ranks in sorted(set(ranks)):
+        per_step = num_ranks * source.batch_size
+        possible = steps if source.num_rows is None else min(steps, source.num_rows // per_step)
+        if possible < steps:
+            notes.append(
+                f"{num_ranks} ranks: {possible} of {steps} steps. There are {source.num_rows:,} rows, {steps} steps "
+                f"train {steps * per_step:,}; no row counts twice: {source.remedy}."
+            )
+        if possible:
+            comparisons.append(_compare(source, num_ranks, possible, windows))
+    if not comparisons:
+        raise ValueError(
+            f"{source.name} has {source.num_rows:,} rows, a step of {min(ranks)} ranks trains "
+            f"{min(ranks) * source.batch_size:,}: {source.remedy}"
+        )
+    return Simulation(source, tuple(comparisons), tuple(notes))
+
+
+def _compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) -> Comparison:
+    rows = source.load(num_ranks, steps)
+    longer = [window for window in windows if 1 < window <= steps]
+    if not rows.workloads.any():
+        raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")
+    heaviest, longest = _heaviest_step(rows), max([1, *longer])
+    if longest * heaviest >= MOST_LOAD:
+        raise ValueError(
+            f"a step of {num_ranks} ranks × {source.batch_size} rows can cost {heaviest:.2g} operations, a window of "
+            f"{longest} as many times that; a plan counts to {MOST_LOAD:.2g}: lower --num-layers, which changes no "
+            "ratio, or the rows of a step"
+        )
+    ways = tqdm(source.ways(rows, longer), f"{num_ranks} ranks", unit="way", leave=False, disable=None)
+    return Comparison(rows, tuple(ways), source.cost)
+
+
+def _heaviest_step(rows: LoadedRows) -> float:
+    return float(np.bincount(rows.step, rows.workloads.astype(np.float64)).max())
+
+
+def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
+    """Steps of a sampler that fills them to a budget: that of a batch's average rows, at least the costliest row."""
+    per_step = rows.num_ranks * batch_size
+    countable = int(MOST_LOAD / max(1.0, _heaviest_step(rows)) * (1 - 1e-9))
+    some = rows.first_steps(min(max(_FEWEST_STEPS, _BUDGET_ROWS // per_step), countable))
+    rows = some if some.workloads.any() else rows
+    mean = float(rows.workloads.mean())
+    average_rows = max(batch_size, math.ceil(int(rows.workloads.max()) / mean))
+    sampler = BudgetBatchSampler(
+        rows.workloads, budget_per_rank=math.ceil(average_rows * mean), num_ranks=rows.num_ranks, rank=0, shuffle=False
+    )
+    begin = time.thread_time()
+    planned = list(sampler.plan(epoch=0))
+    planning_ms = 1e3 * (time.thread_time() - begin) / len(planned)
+    # The last step has what is left over; a whole epoch has many more steps.
+    steps = planned[:-1] or planned
+    loads, tokens = (
+        np.stack([sum_at(ranks, values[of_rows], rows.num_ranks) for of_rows, ranks in steps])
+        for values in (rows.workloads, rows.tokens)
+    )
+    most_rows = max(int(np.bincount(ranks).max()) for _, ranks in steps)
+    return DealtRows("constant cost", loads, tokens, planning_ms=planning_ms, budget=Budget(average_rows, most_rows))
+
+
+def _nothing_gains(result: Comparison) -> Advice:
+    """Advice for where no way gains enough, whether one could or not."""
+    ranks = f"On {result.num_ranks} ranks"
+    if result.equal >= WORTH:
+        return Advice(
+            f"{ranks} no way of dealing these rows gains 2 %, of {result.equal:.2f}× with equal ranks: leave "
+            "balancing off, or look at more rows per step and longer windows (--window)."
+        )
+    most = max(1.0, *(result.speed_up(way) for way in result.ways))
+    return Advice(f"{ranks} these rows are even as they are loaded: balancing gains {most:.2f}× at most, leave it off.")
+
+
+def _how(way: DealtRows) -> tuple[str, str, str, str]:
+    """What to do to have a way, what it changes besides where rows are trained, flags of our trainers, and code."""
+    on = "--trainer.enable-balanced-shuffler"
+    pipeline = "balanced(TrainPipelineSparseDist)(..., batch_shuffler=shuffler)"
+    if way.budget is not None:
+        rows, most = way.budget.rows, way.budget.most_rows
+        return (
+            f"fill steps to the cost of {rows} average rows per rank, where lengths are known beforehand",
+            "; how many rows a step has varies",
+            f"--trainer.balance-sampler --trainer.budget-per-rank {rows} --trainer.train-batch-size {most} "
+            "--trainer.shuffler.no-equal-size",
+            f"BudgetBatchSampler(workloads, budget_per_rank=round({rows} * workloads.mean()), num_ranks=..., rank=...)",
+        )
+    if way.window > 1:
+        return (
+            f"balance windows of {way.window} batches",
+            "; which rows share a step changes",
+            f"{on} --trainer.shuffle-window {way.window}",
+            f"windowed_iter(iter(dataloader), shuffler, window={way.window})",
+        )
+    if way.name == "free counts":
+        return (
+            "balance each batch, with any number of rows per rank",
+            "; how many rows a rank has varies",
+            f"{on} --trainer.shuffler.no-equal-size",
+            f"{pipeline}  # ShufflerOptions(equal_size=False)",
+        )
+    return "balance each batch", "", on, pipeline
+
+
+def _best_of_windows(result: Comparison) -> DealtRows | None:
+    """The shortest window within 2 % of the best."""
+    windows = [way for way in result.ways if way.window > 1]
+    most = max((result.speed_up(way) for way in windows), default=0.0)
+    return next((way for way in windows if WORTH * result.speed_up(way) >= most), None)
+
+
+def describe(task: AttentionTask | None) -> str:
+    """The dimensions of a model in words; "tokens" for none."""
+    if task is None:
+        return "tokens"
+    kind = "hstu" if isinstance(task, HSTUAttentionTask) else "transformer"
+    text = f"{kind}, hidden {task.hidden_size}, {task.num_layers} layers, {task.num_heads} heads × {task.head_dim}"
+    if isinstance(task, HSTUAttentionTask):
+        text += f", values × {task.value_dim}" if task.value_dim else ""
+        text += ", output of [u, x, y]" if task.concat_ux else ""
+        text += f", attention within {task.max_attn_len} tokens" if task.max_attn_len else ""
+    return text
