@@ -93,8 +93,8 @@ class Exchanged(Generic[T]):
     """What came of an exchange, and the bytes that this rank has sent and received."""
 
     result: T
-    bytes_sent: int
-    bytes_received: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 def exchange(

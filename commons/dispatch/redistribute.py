@@ -22,7 +22,7 @@ from commons.dispatch.home import differentiable_leaves, follow_gradients, resul
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
-from commons.dispatch.widen import Widening, join_trimmed
+from commons.dispatch.widen import Padding, join_trimmed
 from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.loads import imbalance
@@ -216,13 +216,13 @@ def redistribute_balanced(
         num_own = 0 if own is None else own.count
         rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own))
         assert own is not None  # noqa: S101  begin raised the error
-        columns, widening, differentiable = gather_rows(channel, own, rows_per_rank, len(trims))
+        columns, padding, differentiable = gather_rows(channel, own, rows_per_rank)
         all_workloads, all_ids = columns["workloads"], columns["groups"]
         if all_workloads is None:
             all_workloads = np.empty(0, dtype=np.int64)
         plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, groups=all_ids, slack=slack)
         routes = Routes(plan, channel.rank, group, timeout)
-        return carry_out(channel, _CALL, own, routes, trims, widening, differentiable)
+        return carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
 
 
 def _own_rows(batch: Any, workloads: Any, groups: Any, trims: tuple[Trim, ...]) -> OwnRows:
@@ -248,7 +248,7 @@ def carry_out(
     own: OwnRows,
     routes: Routes,
     trims: tuple[Trim, ...],
-    widening: Widening,
+    padding: Padding,
     differentiable: Sequence[int],
 ) -> RedistributedRows[Any]:
     """Move the rows as planned; called on all ranks together, which raise what went wrong on any.
@@ -259,7 +259,7 @@ def carry_out(
         own: this rank's rows.
         routes: of a plan that gives every rank a row.
         trims: how padded sequences are cut.
-        widening: what padded sequences are like on all ranks.
+        padding: what padded sequences are like on all ranks.
         differentiable: leaves whose gradients go back.
     """
     plan, destination_of_own = routes.plan, routes.destination
@@ -274,7 +274,7 @@ def carry_out(
     def join(pieces: list[Piece | None]) -> tuple[Rows[Any], list[Window]]:
         present = [piece for piece in pieces if piece is not None]
         cut = [[Window(trim.name, *each) for trim, each in zip(trims, piece.extra or ())] for piece in present]
-        joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, widening)
+        joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, padding)
         return joined.with_own_of(own.rows), windows
 
     sent = int((destination_of_own != channel.rank).sum())

@@ -72,7 +72,7 @@ def agree_on_schema(
             "has_groups": has_groups,
             "versions": {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__},
         }
-        text = "" if local[0].schema is None else json.dumps(local[0].schema.to_json())
+        text = "" if local[0].schema is None else local[0].schema.text
     except Exception as caught:  # whatever it is, the others are waiting for it
         error = error or caught
     most_words = int(channel.agree("shuffle", None if error else settings, error, [words], step).max())
@@ -80,7 +80,7 @@ def agree_on_schema(
     if not texts:
         return None, 0
     # A type of another rank's batch may not be imported here; then this rank alone fails.
-    schemas, error = attempt(lambda: {rank: BatchSchema.from_json(json.loads(each)) for rank, each in texts.items()})
+    schemas, error = attempt(lambda: {rank: BatchSchema.from_text(each) for rank, each in texts.items()})
     channel.agree("agreement on the schema", {}, error, step=step)
     assert schemas is not None  # noqa: S101  an error has been raised
     schema = next(iter(schemas.values()))

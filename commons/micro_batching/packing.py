@@ -152,7 +152,7 @@ def _pack_jointly(
         alone = all(each.micro_batches for each in needs) and _all_can_make(needs)
         own_packing = offer.micro_batch_of_rows(_most_needed(needs)) if alone else None
         own = dataclasses.replace(own, columns={**own.columns, "micro_batch": own_packing})
-        gathered, widening, differentiable = gather_rows(channel, own, rows_per_rank, len(trims))
+        gathered, padding, differentiable = gather_rows(channel, own, rows_per_rank)
         columns = RowColumns.of_gathered(gathered)
         started = time.perf_counter()
         plan = plan_jointly(
@@ -168,7 +168,7 @@ def _pack_jointly(
         bound = -(-int(costs.sum()) // len(needs))
         shuffle = ShufflePlan.of(GatheredRows(rows_per_rank, rows_per_rank, costs, columns.lengths), plan.rank, bound)
         routes = Routes(shuffle, channel.rank, group, timeout)
-        moved = carry_out(channel, _CALL, own, routes, trims, widening, differentiable)
+        moved = carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
     here = moved.indices.numpy()
     blocks = plan.blocks.select(here)
     micro_batch = plan.micro_batch[here][blocks.first_rows]

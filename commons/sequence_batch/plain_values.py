@@ -168,7 +168,7 @@ def unknown_type(name: str) -> KeyError:
     module, _, qualname = name.partition(":")
     return KeyError(
         f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
-        f"{module} on every rank"
+        f"{module} on every rank, or decorate it with commons.sequence_batch.schema.register_batch_type"
     )
 
 

@@ -184,8 +184,8 @@ MISTAKES = {
     "writing options": Mistake(
         _breaks(ShufflerOptions, "to_json", OSError("no room")), "RuntimeError: rank 1: OSError"
     ),
-    "writing schemas": Mistake(_breaks(BatchSchema, "to_json", ValueError("\ud800")), r"ValueError: rank 1: \\ud800"),
-    "reading schemas": Mistake(_breaks(BatchSchema, "from_json", KeyError("a type")), "KeyError: 'rank 1: a type'"),
+    "writing schemas": Mistake(_breaks(BatchSchema, "text", ValueError("\ud800")), r"ValueError: rank 1: \\ud800"),
+    "reading schemas": Mistake(_breaks(BatchSchema, "from_text", KeyError("a type")), "KeyError: 'rank 1: a type'"),
     "comparing schemas": Mistake(
         _breaks(BatchSchema, "__ne__", ZeroDivisionError()), "RuntimeError: rank 1: ZeroDivisionError"
     ),
