@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from commons.dispatch.trim import Trim, find_windows
 from commons.dispatch.widen import Padding, padding_of
 from commons.distributed.schema_agreement import find_difference
 from commons.sequence_batch.fields import Path, path_name
-from commons.sequence_batch.plain_values import differences
+from commons.sequence_batch.plain_values import PlainField, differences
 from commons.sequence_batch.row_leaves import device_of, is_moved
 from commons.sequence_batch.rows import Rows
-from commons.sequence_batch.schema import BatchSchema, BranchField, PlainField
+from commons.sequence_batch.schema import BatchSchema, BranchField
 
 # Numbers of a rank before its columns: digests of its two texts, a bit for each differentiable leaf, and for each
 # column that it gives.
@@ -38,21 +38,37 @@ class OwnRows:
     differentiable: Sequence[int] = ()  # leaves that require gradients
 
     @classmethod
-    def of(cls, rows: Rows[Any] | None, columns: Mapping[str, np.ndarray | None], trims: Sequence[Trim]) -> OwnRows:
+    def of(
+        cls,
+        batch: Any | None,
+        given: Mapping[str, Any],
+        columns_of: Callable[[Rows[Any]], Mapping[str, np.ndarray | None]],
+        trims: Sequence[Trim],
+    ) -> OwnRows:
         """Leave out padding, and describe what has to be equal on all ranks.
 
         Args:
-            rows: the batch; None for none.
-            columns: int64 `(rows,)`, padding included, or None; the same names on all ranks.
+            batch: this rank's; None for none.
+            given: what the caller gives for each row, by name; nothing without a batch.
+            columns_of: makes of it int64 `(rows,)`, padding included, or None; the same names on all ranks.
             trims: how its padded sequences are cut.
 
         Raises:
             KeyError: a field to trim that is not there.
-            ValueError: such a field of the wrong shape, or one that requires grad and is jagged, or trimmed.
+            ValueError: something given without a batch; a field to trim that has the wrong shape; a field that requires
+                grad and is jagged or trimmed.
             TypeError: a batch that cannot be sent.
         """
-        if rows is None:
-            return cls(None, dict.fromkeys(columns))
+        if batch is None:
+            for name, values in given.items():
+                if values is not None and len(values):
+                    raise ValueError(
+                        f"batch is None and there are {len(values)} {name}; a rank without rows has none: pass the "
+                        "batch, or None for all"
+                    )
+            return cls(None, dict.fromkeys(given))
+        rows = Rows.of(batch)
+        columns = columns_of(rows)
         windows = find_windows(rows, trims)
         cut = {path for window in windows for path in window.fields}
         given = {name: "absent" if column is None else "given" for name, column in columns.items()}
@@ -150,7 +166,7 @@ def _raise_for_difference(texts: list[str]) -> None:
         what, (other, _) = found
         raise ValueError(
             f"{what}; rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all "
-            "ranks: make them equal, name what differs in width in Trim.fields"
+            "ranks, and what is given for each row: make them equal, name what differs in width in Trim.fields"
             f"{next(iter(schemas.values()))[0].way_out(other)}"
         )
 

@@ -147,7 +147,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 numbers = [piece.indices for piece in received if piece.indices is not None]
                 return in_order([piece.rows for piece in received], numbers)
 
-            exchanged = exchange(
+            return exchange(
                 channel,
                 "gather_back",
                 {"src": source.rank, "to_all": bool(to_all)},
@@ -155,9 +155,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 lambda rank: own if rank in receivers else None,
                 collect,
                 expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
-            )
-            assert exchanged is not None  # noqa: S101  every rank has results
-            return exchanged.result
+            ).result
 
     def _own_results(self, results: R) -> Piece:
         with torch.no_grad():  # selected once for all receivers
@@ -277,7 +275,8 @@ def scatter_rows(
         as_share,
         expected_bytes=0 if given is None else given[0].nbytes,
     )
-    return None if exchanged is None else dataclasses.replace(exchanged.result, bytes_received=exchanged.bytes_received)
+    share = exchanged.result
+    return None if share is None else dataclasses.replace(share, bytes_received=exchanged.bytes_received)
 
 
 def check_options(

@@ -34,7 +34,7 @@ from commons.micro_batching.joint_plan import plan_jointly
 from commons.micro_batching.micro_batches import MicroBatches, RowColumns
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
-from commons.sequence_batch.rows import Rows, count_rows
+from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 
@@ -91,7 +91,7 @@ def pack_micro_batches(
             above the budget, which are named, rows that granularity does not divide, `groups` beside a granularity,
             too few rows for the number of micro-batches, workloads with "ffd", batches of different kinds that are
             planned together, or ranks whose specs or arguments differ. On every rank, whichever has the mistake.
-        TypeError: `spec` is no MicroBatchSpec, or a batch that `select_rows` does not know.
+        TypeError: `spec` is no MicroBatchSpec, or a batch that `Rows` does not know.
         RankMissingError: a rank did not take part in time.
 
     Examples:
@@ -214,7 +214,7 @@ class _Offer:
                 "trim is given and joint is False; padded sequences are cut where rows change rank: set joint=True, or "
                 "trim the batch with trim_batch"
             )
-        columns = RowColumns.of(batch, count_rows(batch), **given)
+        columns = RowColumns.of(batch, Rows.of(batch).count, **given)
         started = time.perf_counter()
         blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)
         packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
@@ -226,17 +226,7 @@ class _Offer:
     ) -> tuple[_Offer, OwnRows, tuple[Trim, ...]]:
         _require_spec(spec)
         trims = as_trims(trim, one_sided=True)
-        if batch is None:
-            for name, values in given.items():
-                if values is not None and len(values):
-                    raise ValueError(
-                        f"batch is None and there are {len(values)} {name}; a rank without rows has none: pass the "
-                        "batch, or None for all"
-                    )
-            own = OwnRows.of(None, dict.fromkeys(given), trims)
-        else:
-            rows = Rows.of(batch)
-            own = OwnRows.of(rows, vars(RowColumns.of(batch, rows.count, **given)), trims)
+        own = OwnRows.of(batch, given, lambda rows: vars(RowColumns.of(batch, rows.count, **given)), trims)
         columns = RowColumns.of_gathered(own.columns)
         started = time.perf_counter()
         blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)

@@ -75,7 +75,7 @@ def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
         ValueError: a TensorDict without batch dimension, or whose rows differ in shape; a KeyedTensor whose rows are
             not its first dimension.
     """
-    kind = branch_kind(type(value))
+    kind = branch_kind(type(value))  # type: ignore[arg-type]  # types are hashable
     if kind is None:
         return None, {}
     if kind == "dataclass":
@@ -92,7 +92,7 @@ def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
 
 def child_at(value: Any, key: Any) -> Any:
     """One of the children of a branch, by its key."""
-    kind = branch_kind(type(value))
+    kind = branch_kind(type(value))  # type: ignore[arg-type]
     if kind == "keyed":
         return value.values()
     return value[key] if kind in ("mapping", "sequence", "tensordict") else getattr(value, key)
@@ -175,13 +175,13 @@ def build_branch(
 
 def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
     """A TensorDict of tensors, TensorDicts, lists with an object per row, arrays, and objects for all rows."""
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
     result = TensorDict({}, batch_size=batch_size, device=device)
     for key, child in children.items():
         if isinstance(child, list):
             result.set(key, NonTensorStack(*(NonTensorData(item) for item in child)))
-        elif isinstance(child, torch.Tensor) or branch_kind(type(child)) == "tensordict":
+        elif isinstance(child, (torch.Tensor, TensorDictBase)):
             result.set(key, child)
         else:
             result.set_non_tensor(key, child.value if isinstance(child, Constant) else child)

@@ -23,6 +23,8 @@ class JaggedField(RowField):
     Its offsets may leave values out, before the first row and after the last; results have those of the rows alone.
     """
 
+    label = "jagged"
+
     keys: tuple[str, ...]  # the last part of its path
     values_dtype: torch.dtype
     weights_dtype: torch.dtype | None
@@ -58,10 +60,6 @@ class JaggedField(RowField):
                 f"field {path_name(path)!r} has offsets from {first} to {last}, lengths that add up to {total}, and "
                 f"{num_values} values; offsets lie within the values and differ by the lengths: correct them"
             )
-
-    @staticmethod
-    def require_movable(path: Path, value: JaggedTensor) -> None:
-        _require_flat(path, value, {"weights": value.weights_or_none()})
 
     @staticmethod
     def select(value: JaggedTensor, rows: torch.Tensor) -> JaggedTensor:
@@ -117,11 +115,11 @@ class KeyedJaggedField(JaggedField):
     """A KeyedJaggedTensor with one number of rows for all keys."""
 
     @staticmethod
-    def facts(path: Path, value: KeyedJaggedTensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def facts(path: Path, value: KeyedJaggedTensor) -> tuple[Any, ...]:
         return path, tuple(value.keys()), *_jagged_dtypes(value), None
 
     @staticmethod
-    def count(path: Path, value: KeyedJaggedTensor) -> int:  # type: ignore[override]
+    def count(path: Path, value: KeyedJaggedTensor) -> int:
         if value.variable_stride_per_key():
             raise ValueError(
                 f"field {path_name(path)!r} has a variable batch per key (strides {value.stride_per_key()}); all keys "
@@ -138,7 +136,7 @@ class KeyedJaggedField(JaggedField):
             raise ValueError(
                 f"field {path_name(path)!r} has duplicate keys {repeated}; keys must be unique: rename or merge them"
             )
-        _require_flat(path, value, {"values": value.values(), "weights": value.weights_or_none()})
+        require_flat(path, value, {"values": value.values(), "weights": value.weights_or_none()})
         if num_lengths != len(keys) * rows:
             raise ValueError(
                 f"field {path_name(path)!r} has {num_lengths} lengths for {len(keys)} keys and {rows} rows; there is "
@@ -147,20 +145,16 @@ class KeyedJaggedField(JaggedField):
         return rows
 
     @staticmethod
-    def check(path: Path, value: KeyedJaggedTensor) -> None:  # type: ignore[override]
+    def check(path: Path, value: KeyedJaggedTensor) -> None:
         KeyedJaggedField.count(path, value)
         require_sum(path, sum(value.length_per_key()), value.values().numel())
 
     @staticmethod
-    def require_movable(path: Path, value: Any) -> None:
-        pass  # `count` has looked at it
-
-    @staticmethod
-    def select(value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:  # type: ignore[override]
+    def select(value: KeyedJaggedTensor, rows: torch.Tensor) -> KeyedJaggedTensor:
         return select_kjt_rows(value, rows)
 
     @staticmethod
-    def join(values: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:  # type: ignore[override]
+    def join(values: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         keys = values[0].keys()
         per_key = [value.length_per_key() for value in values]
 
@@ -180,7 +174,7 @@ class KeyedJaggedField(JaggedField):
         )
 
     @staticmethod
-    def tensors(value: KeyedJaggedTensor) -> list[torch.Tensor]:  # type: ignore[override]
+    def tensors(value: KeyedJaggedTensor) -> list[torch.Tensor]:
         weights = value.weights_or_none()
         return [value.values(), value.lengths(), *([] if weights is None else [weights])]
 
@@ -203,6 +197,8 @@ class KeyedJaggedField(JaggedField):
 class NestedField(RowField):
     """A nested tensor of layout torch.jagged. Its results are contiguous: gaps between rows are left out."""
 
+    label = "nested tensor"
+
     dtype: torch.dtype
     row_shape: tuple[int, ...]  # -1 where rows differ
     ragged: int  # the dimension in which they do
@@ -220,13 +216,6 @@ class NestedField(RowField):
                 "layout torch.jagged: build it with torch.nested.nested_tensor(..., layout=torch.jagged)"
             )
         return value.size(0)
-
-    @staticmethod
-    def require_movable(path: Path, value: torch.Tensor) -> None:
-        raise ValueError(
-            f"field {path_name(path)!r} is a nested tensor; rows that move are those of dense tensors, of "
-            "KeyedJaggedTensors and of JaggedTensors: convert it to one of these"
-        )
 
     @staticmethod
     def select(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -254,10 +243,8 @@ class NestedField(RowField):
         return nested_from_lengths(values, torch.zeros(rows, dtype=torch.int64, device=device), self.ragged)
 
     def made_of(self, content: None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return nested_from_lengths(*tensors, self.ragged)
-
-    def summary(self) -> str:
-        return f"nested tensor {short_name(self.dtype)} {list(self.row_shape)}"
+        values, lengths = tensors
+        return nested_from_lengths(values, lengths, self.ragged)
 
 
 def require_sum(path: Path, total: int, num_values: int) -> None:
@@ -269,7 +256,7 @@ def require_sum(path: Path, total: int, num_values: int) -> None:
         )
 
 
-def _require_flat(path: Path, jagged: KeyedJaggedTensor | JaggedTensor, flat: dict[str, torch.Tensor | None]) -> None:
+def require_flat(path: Path, jagged: KeyedJaggedTensor | JaggedTensor, flat: dict[str, torch.Tensor | None]) -> None:
     """Raise ValueError for weights and offsets that do not fit the values, and for tensors of several dimensions."""
     name, kind = path_name(path), type(jagged).__name__
     for what, tensor in flat.items():

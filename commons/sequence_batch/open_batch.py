@@ -32,7 +32,7 @@ from commons.sequence_batch.fields import (
     row_count_items,
     stated_count,
 )
-from commons.sequence_batch.row_leaves import device_of, is_moved, leaf_kind, tensor_kind
+from commons.sequence_batch.row_leaves import device_of, is_moved, leaf_kind, require_movable, tensor_kind
 
 _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
@@ -248,7 +248,7 @@ def row_counts(batch: Any, tree: Tree | None = None) -> tuple[int, int]:
     if not tree.leaves:
         raise _no_rows(batch)
     for path, value in tree.leaves.items():
-        leaf_kind(value).require_movable(path, value)
+        require_movable(path, value)
     return count_tree(tree)
 
 

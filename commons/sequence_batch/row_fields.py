@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from commons.sequence_batch.plain_values import decode_plain, encode_plain
 @dataclass(frozen=True)
 class RowField(ABC):
     """What a batch holds at a path: values of one kind, in everything but their rows."""
+
+    label: ClassVar[str]  # what messages call such a value
 
     path: Path
 
@@ -54,21 +56,20 @@ class RowField(ABC):
     def empty(self, rows: int, device: torch.device | None = None) -> Any:
         """`rows` rows of padding: empty where rows are jagged, else zeros, None among objects."""
 
-    @abstractmethod
     def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """The value of which `content` gave these."""
+        return tensors[0]
 
-    @abstractmethod
     def summary(self) -> str:
         """What messages show of it."""
+        facts = [getattr(self, name) for name in self.__match_args__[1:]]
+        return " ".join(
+            [self.label, *(f"{list(fact) if isinstance(fact, tuple) else short_name(fact)}" for fact in facts)]
+        )
 
     @staticmethod  # noqa: B027  most kinds need none
     def check(path: Path, value: Any) -> None:
         """Raise ValueError or TypeError for parts that do not belong together; may wait for a device."""
-
-    @staticmethod  # noqa: B027
-    def require_movable(path: Path, value: Any) -> None:
-        """Raise ValueError or TypeError for a value that a shuffler cannot move; reads nothing from a device."""
 
     @classmethod
     def content(cls, path: Path, value: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -79,6 +80,8 @@ class RowField(ABC):
 @dataclass(frozen=True)
 class DenseField(RowField):
     """A tensor `(rows, *trailing)`."""
+
+    label = "tensor"
 
     dtype: torch.dtype
     trailing: tuple[int, ...]
@@ -120,16 +123,12 @@ class DenseField(RowField):
     def empty(self, rows: int, device: torch.device | None = None) -> torch.Tensor:
         return torch.zeros(rows, *self.trailing, dtype=self.dtype, device=device)
 
-    def made_of(self, content: None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[0]
-
-    def summary(self) -> str:
-        return f"tensor {short_name(self.dtype)} {list(self.trailing)}"
-
 
 @dataclass(frozen=True)
 class ArrayField(RowField):
     """A numpy array `(rows, *trailing)`; one of dtype object holds a Python object per row."""
+
+    label = "array"
 
     dtype: str  # as numpy writes it; of strings without their width: joining widens them
     trailing: tuple[int, ...]
@@ -195,13 +194,12 @@ class ArrayField(RowField):
             array[index] = decode_plain(item)
         return array.reshape(shape)
 
-    def summary(self) -> str:
-        return f"array {self.dtype} {list(self.trailing)}"
-
 
 @dataclass(frozen=True)
 class ColumnField(RowField):
     """A list of Python objects, one per row."""
+
+    label = "list of objects"
 
     @staticmethod
     def facts(path: Path, value: list[Any]) -> tuple[Any, ...]:
@@ -210,13 +208,6 @@ class ColumnField(RowField):
     @staticmethod
     def count(path: Path, value: list[Any]) -> int:
         return len(value)
-
-    @staticmethod
-    def require_movable(path: Path, value: list[Any]) -> None:
-        raise TypeError(
-            f"field {path_name(path)!r} holds a Python object per row; rows that move to other ranks are those of "
-            "tensors: make it a tensor, or leave it out"
-        )
 
     @staticmethod
     def select(value: list[Any], rows: torch.Tensor) -> list[Any]:
@@ -240,9 +231,6 @@ class ColumnField(RowField):
     def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return decode_plain(content)
 
-    def summary(self) -> str:
-        return "a list of objects"
-
 
 # Unsigned integers, for which torch has no index_select, as the integers that their bytes are taken for.
 _TAKEN_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -264,6 +252,6 @@ def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
         return False
 
 
-def short_name(dtype: torch.dtype) -> str:
+def short_name(dtype: Any) -> str:
     """A dtype as messages show it."""
     return str(dtype).removeprefix("torch.")

@@ -202,11 +202,6 @@ class Rows(Generic[B]):
         return Rows(rebuild(self.tree, leaves, count, real), count, real)
 
 
-def count_rows(batch: Any) -> int:
-    """Number of rows of a batch, padding included; raises as `Rows.of`."""
-    return Rows.of(batch).count
-
-
 def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) -> B:
     """Rows of a batch as a batch: see `Rows.select`.
 
@@ -215,16 +210,6 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
 
     """
     return Rows.of(batch).select(indices).batch
-
-
-def concat_rows(batches: Sequence[B]) -> B:
-    """Rows of several batches as one batch: see `Rows.concat`.
-
-    >>> concat_rows([{"ids": torch.tensor([5, 6])}, {"ids": torch.tensor([7])}])
-    {'ids': tensor([5, 6, 7])}
-
-    """
-    return Rows.concat([Rows.of(batch) for batch in batches]).batch
 
 
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:

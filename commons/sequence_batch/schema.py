@@ -27,12 +27,11 @@ from commons.sequence_batch.fields import (
 from commons.sequence_batch.jagged_fields import JaggedField
 from commons.sequence_batch.open_batch import Tree, holds_scalars, open_batch, row_counts, value_at
 from commons.sequence_batch.plain_values import (
-    canonical_plain,
+    PlainField,
     decode_plain,
     differences,
     encode_plain,
     register_type,
-    show_plain,
 )
 from commons.sequence_batch.row_fields import DenseField, RowField
 from commons.sequence_batch.row_leaves import KINDS, describe_leaf, leaf_kind
@@ -75,44 +74,6 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     register_type(batch_type)
     declare_per_rank(batch_type, per_rank)
     return batch_type
-
-
-# Characters of a value in a message.
-_SHOWN = 200
-
-
-@dataclass(frozen=True, eq=False)
-class PlainField:
-    """A value that holds no rows: it must be the same on all ranks, or is declared to be each rank's own."""
-
-    path: Path
-    json: str  # the value as `encode_plain` writes it, as JSON text; empty for one per rank that JSON cannot hold
-    per_rank: bool = False  # see `register_batch_type`
-
-    def __eq__(self, other: object) -> bool:
-        """Whether path and value are the same, types included; dicts are equal in any order of their items."""
-        if not isinstance(other, PlainField):
-            return NotImplemented
-        if self.path != other.path or self.per_rank != other.per_rank:
-            return False
-        return self.per_rank or self.json == other.json or self.canonical() == other.canonical()
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
-    def value_in(self, schema: BatchSchema) -> Any:
-        """The value, or the default of the batch type's field; KeyError for a class that is not imported here."""
-        return decode_plain(json.loads(self.json)) if self.json else _default(schema.batch_type, self.path[0])
-
-    def canonical(self) -> str:
-        """The value as JSON text that equal ones have; as text, because 1, 1.0 and True are equal in Python."""
-        return json.dumps(canonical_plain(json.loads(self.json)))
-
-    def summary(self) -> str:
-        """What messages show of it."""
-        text = show_plain(json.loads(self.json)) if self.json else "a value"
-        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-        return f"{text} of this rank" if self.per_rank else text
 
 
 @dataclass(frozen=True)
@@ -316,7 +277,7 @@ class BatchSchema:
             children[path[:-1]][path[-1]] = value
         for each in self.fields:
             if isinstance(each, PlainField):
-                value = each.value_in(self)
+                value = each.value() if each.json else _default(self.batch_type, each.path[0])
                 children[each.path[:-1]][each.path[-1]] = Constant(value) if each.path[:-1] in of_tensordicts else value
         for branch in reversed(self.branches):
             path = branch.path

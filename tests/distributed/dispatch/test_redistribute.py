@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
-from commons.sequence_batch.rows import Rows, count_rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
+from commons.sequence_batch.rows import Rows, select_rows
+from tests.helpers.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
 from tests.helpers.faults import error_of
 
 
@@ -226,7 +226,7 @@ def mistaken_call(what):
             "other metadata",
             "ValueError: the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
         ),
-        ("rows differ", "ValueError: rank 1: fields of the dict disagree on the number of rows"),
+        ("rows differ", "ValueError: rank 1: fields of dict disagree on the number of rows"),
         ("workloads missing", "ValueError: rank 1: workloads is None, the batch has 3 rows; one per row is needed"),
         ("workloads without a batch", "ValueError: rank 1: batch is None and there are 3 workloads"),
         ("options", "ValueError: equal_size is True on rank 0 and False on rank 1 in redistribute_balanced"),

@@ -17,9 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch
-from commons.sequence_batch.rows import Rows, concat_rows, select_rows
+from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
+from tests.helpers.any_batches import concat_rows
 from tests.helpers.plain import plain
 
 

@@ -15,8 +15,19 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.sequence_batch.row_leaves import leaf_kind
-from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, dense, everything, kjt, nested, padded_batch, plain_batch
+from commons.sequence_batch.rows import Rows, select_rows
+from tests.helpers.any_batches import (
+    KINDS,
+    as_values,
+    concat_rows,
+    count_rows,
+    dense,
+    everything,
+    kjt,
+    nested,
+    padded_batch,
+    plain_batch,
+)
 
 
 def tensors_of(batch):
