@@ -30,6 +30,7 @@ from commons.dispatch.trim import Trim, as_trims
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel, open_channel
 from commons.distributed.errors import attempt
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, tokens_of
+from commons.micro_batching.fewest_groups import group_of_each
 from commons.micro_batching.joint_plan import plan_jointly
 from commons.micro_batching.micro_batches import MicroBatches, RowColumns
 from commons.micro_batching.spec import MicroBatchSpec
@@ -246,10 +247,7 @@ class _Offer:
         """int64 `(rows,)`: where each row is if this rank packs into so many micro-batches by itself."""
         if self.packing is None:
             return None
-        of_blocks = np.empty(len(self.blocks), dtype=np.int64)
-        for index, group in enumerate(self.packing.into(number)):
-            of_blocks[group] = index
-        return of_blocks[self.blocks.of_row]
+        return group_of_each(self.packing.into(number), len(self.blocks))[self.blocks.of_row]
 
     @property
     def needs(self) -> _Needs:

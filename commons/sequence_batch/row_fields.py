@@ -6,6 +6,7 @@ everything but their rows. This file has the kinds that are no jagged tensors; s
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,9 +49,9 @@ class RowField(ABC):
         """Rows of all values, which one instance describes, in turn."""
 
     @staticmethod
-    @abstractmethod
     def tensors(value: Any) -> list[torch.Tensor]:
-        """The tensors that a value is made of; none for Python objects."""
+        """The tensors that a value is made of; none for arrays and Python objects."""
+        return []
 
     @abstractmethod
     def empty(self, rows: int, device: torch.device | None = None) -> Any:
@@ -62,9 +63,9 @@ class RowField(ABC):
 
     def summary(self) -> str:
         """What messages show of it."""
-        facts = [getattr(self, name) for name in self.__match_args__[1:]]
+        facts = [getattr(self, each.name) for each in dataclasses.fields(self)[1:]]
         return " ".join(
-            [self.label, *(f"{list(fact) if isinstance(fact, tuple) else short_name(fact)}" for fact in facts)]
+            [self.label, *(str(list(each)) if isinstance(each, tuple) else short_name(each) for each in facts)]
         )
 
     @staticmethod  # noqa: B027  most kinds need none
@@ -165,10 +166,6 @@ class ArrayField(RowField):
     def join(values: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(list(values))
 
-    @staticmethod
-    def tensors(value: np.ndarray) -> list[torch.Tensor]:
-        return []
-
     @classmethod
     def content(cls, path: Path, value: np.ndarray) -> tuple[Any, list[torch.Tensor]]:
         if value.dtype == object:
@@ -216,10 +213,6 @@ class ColumnField(RowField):
     @staticmethod
     def join(values: Sequence[list[Any]]) -> list[Any]:
         return [item for value in values for item in value]
-
-    @staticmethod
-    def tensors(value: list[Any]) -> list[torch.Tensor]:
-        return []
 
     @classmethod
     def content(cls, path: Path, value: list[Any]) -> tuple[Any, list[torch.Tensor]]:
