@@ -148,17 +148,21 @@ class PlainField:
     def __hash__(self) -> int:
         return hash(self.path)
 
+    @functools.cached_property
+    def _data(self) -> Any:
+        return json.loads(self.json)
+
     def value(self) -> Any:
         """The value, equal to what was described; KeyError for a class that is not imported here."""
-        return decode_plain(json.loads(self.json))
+        return decode_plain(self._data)
 
     def canonical(self) -> str:
         """The value as JSON text that equal ones have; as text, because 1, 1.0 and True are equal in Python."""
-        return json.dumps(canonical_plain(json.loads(self.json)))
+        return json.dumps(canonical_plain(self._data))
 
     def summary(self) -> str:
         """What messages show of it."""
-        text = show_plain(json.loads(self.json)) if self.json else "a value"
+        text = show_plain(self._data) if self.json else "a value"
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
 
