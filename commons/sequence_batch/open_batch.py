@@ -24,6 +24,7 @@ from commons.sequence_batch.branches import (
 )
 from commons.sequence_batch.fields import (
     Path,
+    copy_batch,
     counts_rows,
     field_names,
     path_name,
@@ -160,9 +161,9 @@ def rebuild(tree: Tree, values: Mapping[Path, Any], rows: int | None = None, rea
 
     Where it has another number of `rows`, padding included and `real` of them real, every leaf is among the values.
     """
-    leaves, plain = ({path: values.get(path, value) for path, value in each.items()} for each in tree[:2])
+    made = {**tree.leaves, **tree.plain, **values}
+    leaves, plain = ({path: made[path] for path in each} for each in tree[:2])
     branches: dict[Path, Branch] = {}
-    made = {**leaves, **plain}
     for path, (value, kind, keys) in reversed(tree.branches.items()):
         children = {key: made[(*path, key)] for key in keys}
         if kind == "tensordict":
@@ -192,6 +193,10 @@ def map_leaves(
 
 def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Any:
     """A copy of a batch with other values at some paths: see `rebuild`."""
+    if all(len(path) == 1 for path in values):  # most batches of a shuffler have no branches: nothing to open
+        counts = {} if rows is None else row_count_items(type(batch), rows, real)
+        counted = {name: count for name, count in counts.items() if counts_rows(name, getattr(batch, name))}
+        return copy_batch(batch, {path[0]: value for path, value in values.items()} | counted)
     return rebuild(open_batch(batch), values, rows, real).batch
 
 
@@ -295,9 +300,11 @@ def require_no_grad(leaves: Mapping[Path, Any]) -> None:
 def holds_scalars(value: Any) -> bool:
     """Whether a value is a scalar, or a list, tuple or dict of scalars alone, as most metadata of a batch are."""
     kind = type(value)
+    if kind in _SCALARS:
+        return True
     if kind is dict:
         return _SCALARS.issuperset(map(type, value)) and _SCALARS.issuperset(map(type, value.values()))
-    return kind in _SCALARS or ((kind is list or kind is tuple) and _SCALARS.issuperset(map(type, value)))
+    return (kind is list or kind is tuple) and _SCALARS.issuperset(map(type, value))
 
 
 def _require_alike(first: Tree, other: Tree, index: int) -> None:

@@ -78,18 +78,24 @@ def device_of(value: Any) -> torch.device:
 
 def join_leaves(path: Path, values: Sequence[Any]) -> Any:
     """Rows of all values, in turn; ValueError for values of different kinds."""
-    kind, facts = leaf_kind(values[0]), [leaf_kind(value).facts(path, value) for value in values]
-    devices = [device_of(value) if is_moved(value) else None for value in values]
-    for index, value in enumerate(values):
-        if leaf_kind(value) is not kind or facts[index] != facts[0] or devices[index] != devices[0]:
+    first = _traits(path, values[0])
+    for index, value in enumerate(values[1:], 1):
+        other = _traits(path, value)
+        if other != first:
             shown = [describe_leaf(path, each).summary() for each in (values[0], value)]
             if shown[0] == shown[1]:
-                shown = [f"{text} on {device}" for text, device in zip(shown, (devices[0], devices[index]))]
+                shown = [f"{text} on {device}" for text, (_, _, device) in zip(shown, (first, other))]
             raise ValueError(
                 f"batches 0 and {index} differ at {path_name(path)!r}: {' and '.join(shown)}; only rows of one kind "
                 "can be joined: convert, pad or trim them first"
             )
-    return kind.join(values)
+    return first[0].join(values)
+
+
+def _traits(path: Path, value: Any) -> tuple[type[RowField], tuple[Any, ...], torch.device | None]:
+    """What leaves of one kind have in common."""
+    kind = leaf_kind(value)
+    return kind, kind.facts(path, value), device_of(value) if is_moved(value) else None
 
 
 def pad_leaf(path: Path, value: Any, rows: int) -> Any:
