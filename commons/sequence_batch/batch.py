@@ -19,8 +19,7 @@ from torchrec.streamable import Pipelineable
 from commons.sequence_batch.fields import IDENTITY, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
-from commons.sequence_batch.open_batch import batch_device, open_batch, rebuild, row_counts, row_fields, value_at
-from commons.sequence_batch.row_leaves import is_moved
+from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.rows import select_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -239,9 +238,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             value.record_stream(stream)
 
     def _map(self: B, transform: Callable[[Any], Any]) -> B:
-        tree = open_batch(self)
-        moved = {path: transform(value) for path, value in tree.leaves.items() if is_moved(value)}
-        result = rebuild(tree, moved).batch
+        result = replace_rows(self, {path: transform(value) for path, value in row_fields(self)})
         if IDENTITY in self.__dict__:
             result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
         known = getattr(self, "_global_batch", None)

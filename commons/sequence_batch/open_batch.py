@@ -97,8 +97,9 @@ def open_tree(batch: Any) -> Tree:
 def open_batch(batch: Any) -> Tree:
     """Open a batch of a shuffler, which moves the rows of tensors: arrays are plain values; raises as `open_tree`."""
     tree = open_tree(batch)
-    for path in [path for path, value in tree.leaves.items() if isinstance(value, np.ndarray)]:
-        tree.plain[path] = tree.leaves.pop(path)
+    if not all(map(is_moved, tree.leaves.values())):
+        for path in [path for path, value in tree.leaves.items() if isinstance(value, np.ndarray)]:
+            tree.plain[path] = tree.leaves.pop(path)
     return tree
 
 
@@ -145,7 +146,7 @@ def _has_rows(value: Any, lists_are_plain: bool) -> bool:
 
 def row_fields(batch: Any) -> Iterator[tuple[Path, Any]]:
     """Path and value of every tensor, KeyedJaggedTensor and JaggedTensor, in the order of `open_batch`."""
-    return ((path, value) for path, value in open_batch(batch).leaves.items() if is_moved(value))
+    return ((path, value) for path, value in open_tree(batch).leaves.items() if is_moved(value))
 
 
 def value_at(batch: Any, path: Path) -> Any:
