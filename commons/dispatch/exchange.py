@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -92,9 +92,9 @@ class Piece(NamedTuple):
 class Exchanged(Generic[T]):
     """What came of an exchange, and the bytes that this rank has sent and received."""
 
-    result: T
-    bytes_sent: int
-    bytes_received: int
+    result: T | None  # None if no rank has pieces
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 def exchange(
@@ -106,7 +106,7 @@ def exchange(
     collect: Callable[[list[Piece | None]], T],
     *,
     expected_bytes: int = 0,
-) -> Exchanged[T] | None:
+) -> Exchanged[T]:
     """Send each rank its piece; called on all ranks together.
 
     Args:
@@ -118,9 +118,6 @@ def exchange(
             kept beside their bytes. This rank's own piece stays as it is. None on a rank that has no pieces.
         collect: makes the result of the pieces by sender, None from those that have none.
         expected_bytes: about what the rows to be sent take up.
-
-    Returns:
-        The result; None if no rank has pieces.
 
     Raises:
         Exception: what went wrong on any rank, on all of them, in `collect` too.
@@ -134,7 +131,7 @@ def exchange(
     sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
     places = channel.begin(call, options, error, place)
     if max(places) == _NO_PIECES:
-        return None
+        return Exchanged(None)
     messages, incoming = [torch.empty(0)] * channel.world_size, sizes
     if max(places) > _NOTHING_TO_SEND:
         own_sizes = np.array(sizes, dtype=np.int64).reshape(-1, 1)
@@ -148,7 +145,7 @@ def exchange(
         lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
     )
     channel.confirm(error)
-    return Exchanged(cast(T, result), sum(sizes), sum(incoming))
+    return Exchanged(result, sum(sizes), sum(incoming))
 
 
 def _pack(

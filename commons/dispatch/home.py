@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from commons.sequence_batch.fields import Path, path_name
-from commons.sequence_batch.row_leaves import DENSE_TENSOR
+from commons.sequence_batch.row_fields import DenseField
+from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 
 # Leaves that may require gradients are the first so many: ranks say which by a bit of an int64 for each.
@@ -72,10 +73,11 @@ def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
     if rows is None or not torch.is_grad_enabled():
         return []
     found = []
-    for number, (path, leaf_type, value) in enumerate(rows.leaves()):
-        if not any(tensor.requires_grad for tensor in leaf_type.tensors(value)):
+    for number, (path, value) in enumerate(rows.leaves.items()):
+        kind = leaf_kind(value)
+        if not any(tensor.requires_grad for tensor in kind.tensors(value)):
             continue
-        if leaf_type is not DENSE_TENSOR:
+        if kind is not DenseField:
             raise ValueError(
                 f"field {path_name(path)!r} requires grad and is jagged; gradients follow rows of dense tensors: pass "
                 "detach(), or its rows as a tensor"
@@ -91,7 +93,7 @@ def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
 
 def leaf_paths(rows: Rows[Any], numbers: Sequence[int]) -> list[Path]:
     """The paths of some leaves, by their numbers."""
-    paths = [path for path, _, _ in rows.leaves()]
+    paths = list(rows.leaves)
     return [paths[number] for number in numbers]
 
 
@@ -106,12 +108,12 @@ def follow_gradients(arrived: Rows[R], sent: Rows[Any] | None, numbers: Sequence
     """
     if not numbers:
         return arrived
-    chosen = set(leaf_paths(arrived, numbers))
-    outputs = [value for path, _, value in arrived.leaves() if path in chosen]
-    inputs = [] if sent is None else [value for path, _, value in sent.leaves() if path in chosen]
+    chosen = leaf_paths(arrived, numbers)
+    outputs = [arrived.leaves[path] for path in chosen]
+    inputs = [] if sent is None else [sent.leaves[path] for path in chosen]
     anchor = torch.empty(0, requires_grad=True)  # on a rank without rows nothing else does
-    joined = iter(_Followed.apply(move_back, outputs, anchor, *inputs))
-    return arrived.map(lambda path, _, value: next(joined) if path in chosen else value)
+    joined = dict(zip(chosen, _Followed.apply(move_back, outputs, anchor, *inputs)))
+    return arrived.map(lambda path, value: joined.get(path, value))
 
 
 class _Followed(torch.autograd.Function):

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from commons.dispatch.exchange import DispatchChannel
 from commons.dispatch.home import MOST_LEAVES, differentiable_leaves, leaf_paths
-from commons.dispatch.trim import Trim, Window, find_windows
-from commons.dispatch.widen import Found, Widening, agree_on_padding, find_padding
+from commons.dispatch.trim import Trim, find_windows
+from commons.dispatch.widen import Padding, padding_of
 from commons.distributed.schema_agreement import find_difference
-from commons.sequence_batch.fields import path_name
-from commons.sequence_batch.plain_values import differences
+from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.plain_values import PlainField, differences
+from commons.sequence_batch.row_leaves import device_of, is_moved
 from commons.sequence_batch.rows import Rows
+from commons.sequence_batch.schema import BatchSchema, BranchField
 
-# Whether a rank gives a column: no, yes, or it has no rows to give one for.
-_ABSENT, _GIVEN, _NO_ROWS = range(3)
-# Numbers of a rank before those of its columns: of its schema, of its padding, and a bit for each differentiable leaf.
-_FACTS = 3
+# Numbers of a rank before its columns: digests of its two texts, a bit for each differentiable leaf, and for each
+# column that it gives.
+_HEAD = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,40 +33,58 @@ class OwnRows:
     rows: Rows[Any] | None  # its real rows; None for none at all
     # By name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
     columns: Mapping[str, np.ndarray | None]
-    windows: Sequence[Window] = ()  # what each trim would keep of the whole
-    schema: dict[str, Any] | None = None  # what must be equal on all ranks; None without a batch
-    found: Found = field(default_factory=dict)  # by field, what its rows have beyond their tokens
+    described: str = ""  # what must be equal on all ranks, as JSON; empty without a batch
+    padding: str = ""  # `padding_of` its rows, as JSON
     differentiable: Sequence[int] = ()  # leaves that require gradients
 
     @classmethod
-    def of(cls, rows: Rows[Any] | None, columns: Mapping[str, np.ndarray | None], trims: Sequence[Trim]) -> OwnRows:
+    def of(
+        cls,
+        batch: Any | None,
+        given: Mapping[str, Any],
+        columns_of: Callable[[Rows[Any]], Mapping[str, np.ndarray | None]],
+        trims: Sequence[Trim],
+    ) -> OwnRows:
         """Leave out padding, and describe what has to be equal on all ranks.
 
         Args:
-            rows: the batch; None for none.
-            columns: int64 `(rows,)`, padding included, or None; the same names on all ranks.
+            batch: this rank's; None for none.
+            given: what the caller gives for each row, by name; nothing without a batch.
+            columns_of: makes of it int64 `(rows,)`, padding included, or None; the same names on all ranks.
             trims: how its padded sequences are cut.
 
         Raises:
             KeyError: a field to trim that is not there.
-            ValueError: such a field of the wrong shape, or one that requires grad and is jagged, or trimmed.
+            ValueError: something given without a batch; a field to trim that has the wrong shape; a field that requires
+                grad and is jagged or trimmed.
             TypeError: a batch that cannot be sent.
         """
-        if rows is None:
-            return cls(None, dict.fromkeys(columns))
+        if batch is None:
+            for name, values in given.items():
+                if values is not None and len(values):
+                    raise ValueError(
+                        f"batch is None and there are {len(values)} {name}; a rank without rows has none: pass the "
+                        "batch, or None for all"
+                    )
+            return cls(None, dict.fromkeys(given))
+        rows = Rows.of(batch)
+        columns = columns_of(rows)
         windows = find_windows(rows, trims)
-        schema = rows.schema(varying=[path for window in windows for path in window.fields])
-        real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
-        rows = rows if rows.real == rows.count else rows.select(range(rows.real))
-        differentiable = differentiable_leaves(rows)
         cut = {path for window in windows for path in window.fields}
+        given = {name: "absent" if column is None else "given" for name, column in columns.items()}
+        devices = {path_name(path): device_of(leaf).type for path, leaf in rows.leaves.items() if is_moved(leaf)}
+        described = json.dumps([_comparable(rows.schema, cut).text, {**given, **devices}])
+        real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
+        rows = rows.without_padding()
+        differentiable = differentiable_leaves(rows)
         for path in leaf_paths(rows, differentiable):
             if path in cut:
                 raise ValueError(
                     f"field {path_name(path)!r} requires grad and is trimmed; gradients follow rows as they are: pass "
                     "detach(), or leave it out of Trim.fields"
                 )
-        return cls(rows, real, windows, schema, find_padding(rows, trims, windows), differentiable)
+        padding = json.dumps(padding_of(rows, trims, windows)) if trims else ""
+        return cls(rows, real, described, padding, differentiable)
 
     @property
     def count(self) -> int:
@@ -74,8 +93,8 @@ class OwnRows:
 
 
 def gather_rows(
-    channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray, num_trims: int
-) -> tuple[dict[str, np.ndarray | None], Widening, list[int]]:
+    channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray
+) -> tuple[dict[str, np.ndarray | None], Padding, list[int]]:
     """What all ranks bring.
 
     Returns:
@@ -83,68 +102,76 @@ def gather_rows(
         like on all ranks; and the leaves that require gradients on any.
 
     Raises:
-        ValueError: batches that differ between ranks, a column that some ranks give and others do not, or a field whose
-            padding has different values; on all.
+        ValueError: batches or given columns that differ between ranks, or a field whose padding has different values;
+            on all.
         RankMissingError: a rank did not take part in time.
     """
-    most, names = int(rows_per_rank.max()), list(own.columns)
-    head = np.zeros(_FACTS + len(names) + num_trims, dtype=np.int64)
-    table = np.zeros((len(names), most), dtype=np.int64)
-    for place, column in enumerate(own.columns.values()):
-        head[_FACTS + place] = _NO_ROWS if not own.count else _ABSENT if column is None else _GIVEN
+    most, columns = int(rows_per_rank.max()), own.columns.values()
+    message = np.zeros(_HEAD + len(columns) * most, dtype=np.int64)
+    message[:_HEAD] = (
+        _digest(own.described),
+        _digest(own.padding),
+        _bits(own.differentiable),
+        _bits([place for place, column in enumerate(columns) if column is not None]),
+    )
+    for place, column in enumerate(columns):
         if column is not None:
-            table[place, : own.count] = column
-    if own.schema is not None:
-        head[:_FACTS] = _digest(own.schema), _digest(own.found), sum(1 << number for number in own.differentiable)
-        head[_FACTS + len(names) :] = [window.width for window in own.windows]
-    gathered = channel.gather(np.concatenate([head, table.ravel()]), channel.step, "gather of workloads")
-    digests, states = gathered[:, 0], gathered[:, _FACTS : _FACTS + len(names)]
-    if len(np.unique(digests[digests > 0])) > 1:
-        _raise_for_difference([json.loads(text) for text in channel.gather_text(json.dumps(own.schema), channel.step)])
-    _require_on_all_or_none(names, states)
-    tables = gathered[:, len(head) :].reshape(channel.world_size, len(names), most)
+            message[_HEAD + place * most :][: own.count] = column
+    gathered = channel.gather(message, channel.step, "gather of workloads")
+    described, padding, differentiable, given = gathered[:, :_HEAD].T
+    if len(np.unique(described[described > 0])) > 1:
+        _raise_for_difference(channel.gather_text(own.described, channel.step))
+    texts = [own.padding]
+    if len(np.unique(padding)) > 1:
+        texts = channel.gather_text(own.padding, channel.step)
+    tables = gathered[:, _HEAD:].reshape(channel.world_size, len(columns), most)
     is_row = np.arange(most) < rows_per_rank[:, None]
-    columns = {
-        name: tables[:, place][is_row] if (states[:, place] == _GIVEN).any() else None
-        for place, name in enumerate(names)
-    }
-    found = [own.found]
-    if num_trims and len(np.unique(gathered[:, 1])) > 1:
-        found = [json.loads(text) for text in channel.gather_text(json.dumps(own.found), channel.step)]
-    padding = agree_on_padding(found, channel.names)
-    widths = gathered[:, _FACTS + len(names) : len(head)].max(axis=0).tolist()
-    anywhere = int(np.bitwise_or.reduce(gathered[:, 2]))
-    return columns, Widening(widths, padding), [number for number in range(MOST_LEAVES) if anywhere >> number & 1]
+    is_given, followed = (np.bitwise_or.reduce(each) for each in (given, differentiable))
+    return (
+        {name: tables[:, place][is_row] if is_given >> place & 1 else None for place, name in enumerate(own.columns)},
+        Padding.of({rank: json.loads(text) for rank, text in zip(channel.names, texts) if text}),
+        [number for number in range(MOST_LEAVES) if followed >> number & 1],
+    )
 
 
-def _digest(described: Any) -> int:
-    """63 bits, never 0, of what JSON can hold."""
-    text = json.dumps(described, sort_keys=True).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1 | 1
+def _comparable(schema: BatchSchema, cut: set[Path]) -> BatchSchema:
+    """A schema with padded sequences of any width, whose text is that of all equal ones."""
+
+    def comparable(field: Any) -> Any:
+        if field.path in cut:
+            return replace(field, trailing=(-1, *field.trailing[1:]))
+        if isinstance(field, PlainField):
+            return replace(field, json="" if field.per_rank else field.canonical())
+        return replace(field, keys=()) if isinstance(field, BranchField) else field
+
+    return BatchSchema(tuple(map(comparable, schema.fields)))
 
 
-def _require_on_all_or_none(names: Sequence[str], states: np.ndarray) -> None:
-    for name, state in zip(names, states.T):
-        given, absent = state == _GIVEN, state == _ABSENT
-        if given.any() and absent.any():
-            raise ValueError(
-                f"{name} are given on rank {int(np.argmax(given))} and not on rank {int(np.argmax(absent))}; the rows "
-                "of all ranks are planned together: pass them on all, or on none"
-            )
+def _bits(numbers: Sequence[int]) -> int:
+    return sum(1 << number for number in numbers)
 
 
-def _raise_for_difference(schemas: list[dict[str, Any] | None]) -> None:
-    """Raise ValueError for ranks whose batches differ; None stands for a rank without a batch."""
-    described = {rank: schema for rank, schema in enumerate(schemas) if schema is not None}
-    found = find_difference(described, _differences)
+def _digest(text: str) -> int:
+    """63 bits of a text, 0 of none."""
+    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 | 1 if text else 0
+
+
+def _raise_for_difference(texts: list[str]) -> None:
+    """Raise ValueError for ranks whose batches differ, in what `OwnRows.described` says of them."""
+    described = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    schemas = {rank: (BatchSchema.from_text(text), beside) for rank, (text, beside) in described.items()}
+    found = find_difference(schemas, _differences)
     if found is not None:
+        what, (other, _) = found
         raise ValueError(
-            f"{found[0]}; rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all "
-            "ranks: make them equal, name what differs in width in Trim.fields, or declare metadata that are each "
-            "rank's own: register_batch_type(..., per_rank=(...))"
+            f"{what}; rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all "
+            "ranks, and what is given for each row: make them equal, name what differs in width in Trim.fields"
+            f"{next(iter(schemas.values()))[0].way_out(other)}"
         )
 
 
-def _differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _differences(first: tuple[BatchSchema, Any], other: tuple[BatchSchema, Any]) -> list[str]:
     """What differs first between two descriptions."""
-    return [f"{name!r}: {mine} and {its}" for name, mine, its in differences(first, other)][:3]
+    beside = [f"{name!r}: {mine} and {its}" for name, mine, its in differences(first[1], other[1])]
+    return (first[0].differences(other[0]) or beside)[:3]

@@ -22,7 +22,7 @@ from commons.dispatch.home import differentiable_leaves, follow_gradients, resul
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
-from commons.dispatch.widen import Widening, join_trimmed
+from commons.dispatch.widen import Padding, join_trimmed
 from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.loads import imbalance
@@ -81,7 +81,7 @@ class Routes:
             return joined if order is None else joined.select(order)
 
         with open_channel(self.group, self.timeout, DispatchChannel) as channel:
-            exchanged = exchange(
+            return exchange(
                 channel,
                 call,
                 options,
@@ -89,9 +89,7 @@ class Routes:
                 lambda rank: _piece_of(rows, np.flatnonzero(receiver == rank)),
                 in_order,
                 expected_bytes=0 if rows is None else rows.nbytes,
-            )
-        assert exchanged is not None  # noqa: S101  every rank has rows
-        return exchanged.result
+            ).result
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +201,13 @@ def redistribute_balanced(
         KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
         RankMissingError: a rank did not take part in time.
     """
+
+    def columns_of(rows: Rows[Any]) -> dict[str, np.ndarray | None]:
+        if workloads is None:
+            raise ValueError(f"workloads is None, the batch has {rows.count} rows; one per row is needed: pass them")
+        ids = None if groups is None else as_int64_ids(groups, rows.count)
+        return {"workloads": as_int64_workloads(workloads, num_rows=rows.count), "groups": ids}
+
     with open_channel(group, timeout, DispatchChannel) as channel:
         own, options, error = None, None, None
         trims: tuple[Trim, ...] = ()
@@ -210,36 +215,20 @@ def redistribute_balanced(
             trims = as_trims(trim, one_sided=True)
             shown = [repr(each) for each in trims]
             options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": shown}
-            own = _own_rows(batch, workloads, groups, trims)
+            own = OwnRows.of(batch, {"workloads": workloads, "groups": groups}, columns_of, trims)
         except Exception as caught:
             error = caught
         num_own = 0 if own is None else own.count
         rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own))
         assert own is not None  # noqa: S101  begin raised the error
-        columns, widening, differentiable = gather_rows(channel, own, rows_per_rank, len(trims))
-        all_workloads, all_ids = columns["workloads"], columns["groups"]
-        if all_workloads is None:
-            all_workloads = np.empty(0, dtype=np.int64)
-        plan = plan_redistribution(all_workloads, rows_per_rank, equal_size=equal_size, groups=all_ids, slack=slack)
+        columns, padding, differentiable = gather_rows(channel, own, rows_per_rank)
+        nothing = np.empty(0, dtype=np.int64)  # where no rank has a row
+        all_workloads = nothing if columns["workloads"] is None else columns["workloads"]
+        plan = plan_redistribution(
+            all_workloads, rows_per_rank, equal_size=equal_size, groups=columns["groups"], slack=slack
+        )
         routes = Routes(plan, channel.rank, group, timeout)
-        return carry_out(channel, _CALL, own, routes, trims, widening, differentiable)
-
-
-def _own_rows(batch: Any, workloads: Any, groups: Any, trims: tuple[Trim, ...]) -> OwnRows:
-    rows = None if batch is None else Rows.of(batch)
-    columns: dict[str, np.ndarray | None] = {"workloads": None, "groups": None}
-    if rows is None:
-        if workloads is not None and len(workloads):
-            raise ValueError(
-                f"batch is None and there are {len(workloads)} workloads; a rank without rows has neither: pass the "
-                "batch, or None for both"
-            )
-    elif workloads is None:
-        raise ValueError(f"workloads is None, the batch has {rows.count} rows; one per row is needed: pass them")
-    else:
-        columns["workloads"] = as_int64_workloads(workloads, num_rows=rows.count)
-        columns["groups"] = None if groups is None else as_int64_ids(groups, rows.count)
-    return OwnRows.of(rows, columns, trims)
+        return carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
 
 
 def carry_out(
@@ -248,7 +237,7 @@ def carry_out(
     own: OwnRows,
     routes: Routes,
     trims: tuple[Trim, ...],
-    widening: Widening,
+    padding: Padding,
     differentiable: Sequence[int],
 ) -> RedistributedRows[Any]:
     """Move the rows as planned; called on all ranks together, which raise what went wrong on any.
@@ -259,7 +248,7 @@ def carry_out(
         own: this rank's rows.
         routes: of a plan that gives every rank a row.
         trims: how padded sequences are cut.
-        widening: what padded sequences are like on all ranks.
+        padding: what padded sequences are like on all ranks.
         differentiable: leaves whose gradients go back.
     """
     plan, destination_of_own = routes.plan, routes.destination
@@ -274,7 +263,7 @@ def carry_out(
     def join(pieces: list[Piece | None]) -> tuple[Rows[Any], list[Window]]:
         present = [piece for piece in pieces if piece is not None]
         cut = [[Window(trim.name, *each) for trim, each in zip(trims, piece.extra or ())] for piece in present]
-        joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, widening)
+        joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, padding)
         return joined.with_own_of(own.rows), windows
 
     sent = int((destination_of_own != channel.rank).sum())
@@ -287,7 +276,7 @@ def carry_out(
         join,
         expected_bytes=own.rows.nbytes * sent // own.rows.count if own.rows is not None and sent else 0,
     )
-    assert exchanged is not None  # noqa: S101  every rank has pieces, if only empty ones
+    assert exchanged.result is not None  # noqa: S101  every rank has pieces, if only empty ones
     rows, windows = exchanged.result
     back = functools.partial(routes.home, f"backward of {call}")
     rows, indices = follow_gradients(rows, own.rows, differentiable, back), plan.rows_for(channel.rank)

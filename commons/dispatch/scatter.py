@@ -20,7 +20,7 @@ from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, e
 from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import part_indices, split_rows, take_part
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
-from commons.dispatch.widen import agree_on_padding, find_padding, trim_share
+from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
 from commons.perf_model.partitioner import Partition
@@ -147,7 +147,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 numbers = [piece.indices for piece in received if piece.indices is not None]
                 return in_order([piece.rows for piece in received], numbers)
 
-            exchanged = exchange(
+            return exchange(
                 channel,
                 "gather_back",
                 {"src": source.rank, "to_all": bool(to_all)},
@@ -155,9 +155,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 lambda rank: own if rank in receivers else None,
                 collect,
                 expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
-            )
-            assert exchanged is not None  # noqa: S101  every rank has results
-            return exchanged.result
+            ).result
 
     def _own_results(self, results: R) -> Piece:
         with torch.no_grad():  # selected once for all receivers
@@ -249,13 +247,13 @@ def scatter_rows(
 
     def shares(rows: Rows[Any], split: Split) -> Callable[[int], Piece]:
         @cache
-        def padding_of_batch() -> dict[str, Any]:
-            real = rows.select(range(rows.real))
-            return agree_on_padding([find_padding(real, trims, find_windows(real, trims))], [source.rank])
+        def padding() -> Padding:
+            real = rows.without_padding()
+            return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
 
         def share_of(rank: int) -> Piece:
             indices = split.indices[rank]
-            share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding_of_batch)
+            share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding)
             columns = [[window.start, window.stop, window.width] for window in windows]
             return Piece(share, indices, [split.imbalance, columns])
 
@@ -277,7 +275,8 @@ def scatter_rows(
         as_share,
         expected_bytes=0 if given is None else given[0].nbytes,
     )
-    return None if exchanged is None else dataclasses.replace(exchanged.result, bytes_received=exchanged.bytes_received)
+    share = exchanged.result
+    return None if share is None else dataclasses.replace(share, bytes_received=exchanged.bytes_received)
 
 
 def check_options(

@@ -106,7 +106,12 @@ class SingleRankLoader(Iterable[Any]):
 
     def shares(self) -> Iterator[BalancedShare[Any]]:
         """The same batches with what their results need to find back: `BalancedShare.gather_back`."""
-        return _Shares(self)
+        state, self._resume = self._resume, None
+        self._batches = 0 if state is None else state["batches"]
+        # Not with the first batch: a DataLoader draws its seed here, as it would if every rank had its own. An error is
+        # raised on all ranks with the first batch.
+        source, error = attempt(lambda: self._open(state)) if self.is_source else (None, None)
+        return self._shares_of(source, error)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the iteration is: batches handed out, and on the source the state of a loader that has one.
@@ -148,70 +153,46 @@ class SingleRankLoader(Iterable[Any]):
             )
         return self.loader
 
-
-class _Shares(Iterator[BalancedShare[Any]]):
-    """One pass over the data; made on all ranks together."""
-
-    def __init__(self, owner: SingleRankLoader) -> None:
-        self._owner = owner
-        self._ended = False
-        self._source: Iterator[Any] | None = None
-        self._num_skipped = 0
-        self._error: Exception | None = None
-        state, owner._resume = owner._resume, None
-        owner._batches = 0 if state is None else state["batches"]
-        if not owner.is_source:
-            return
-        # Not with the first batch: a DataLoader draws its seed here, as it would if every rank had its own. An error is
-        # raised on all ranks with the first batch.
-        self._source, self._error = attempt(lambda: self._open(owner.loader, state))
-
-    def __next__(self) -> BalancedShare[Any]:
-        owner = self._owner
-        if self._ended:
-            raise StopIteration
-        try:
+    def _shares_of(self, source: Iterator[Any] | None, error: Exception | None) -> Iterator[BalancedShare[Any]]:
+        """One pass over the data of the source, on all ranks together."""
+        while True:
             share = scatter_rows(
-                owner._channel, _CALL, owner._options, owner._source, owner._trims, self._read, self._error
+                self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source), error
             )
-        except Exception:
-            self._ended = True
-            raise
-        if share is None:
-            self._ended, owner._batches = True, 0
-            raise StopIteration
-        owner._batches += 1
-        return share.with_pinned_batch() if owner._pin_memory else share
+            if share is None:
+                self._batches = 0
+                return
+            self._batches += 1
+            yield share.with_pinned_batch() if self._pin_memory else share
 
-    def _open(self, loader: Any, state: dict[str, Any] | None) -> Iterator[Any]:
+    def _open(self, state: dict[str, Any] | None) -> Iterator[Any]:
+        """The source's data from where `state` was taken."""
+        loader: Any = self.loader
         if state is not None and state["loader"] is not None and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(state["loader"])
-        elif state is not None:
-            self._num_skipped = state["batches"]
-        return iter(loader)
-
-    def _read(self) -> tuple[Rows[Any], Split] | None:
-        """The source's next batch and who gets which rows; None at the end, and on the other ranks."""
-        if self._source is None:
-            return None
-        for number in range(self._num_skipped):
-            if next(self._source, None) is None:
+            return iter(loader)
+        source = iter(loader)
+        skipped = 0 if state is None else state["batches"]
+        for number in range(skipped):
+            if next(source, None) is None:
                 raise ValueError(
-                    f"the state is {self._num_skipped} batches into the data, the loader ends after {number}; it is "
-                    "the state of other data or of another batch size: load the state that belongs to them"
+                    f"the state is {skipped} batches into the data, the loader ends after {number}; it is the state of "
+                    "other data or of another batch size: load the state that belongs to them"
                 )
-        self._num_skipped = 0
-        batch = next(self._source, None)
-        return None if batch is None else self._split(Rows.of(batch))
+        return source
 
-    def _split(self, rows: Rows[Any]) -> tuple[Rows[Any], Split]:
-        owner = self._owner
-        num_ranks, pads = owner._channel.world_size, rows.states_padding
+    def _read(self, source: Iterator[Any] | None) -> tuple[Rows[Any], Split] | None:
+        """The source's next batch and who gets which rows; None at the end, and on the other ranks."""
+        batch = None if source is None else next(source, None)
+        if batch is None:
+            return None
+        rows = Rows.of(batch)
+        num_ranks, pads = self._channel.world_size, rows.states_padding
         require_enough(num_ranks, rows.real, "rows", pads, _REMEDY)
-        if owner._get_workloads is None:
+        if self._get_workloads is None:
             return rows, Split.of(split_in_turn(rows, num_ranks), rows, pads)
-        workloads = owner._get_workloads(rows.batch)
+        workloads = self._get_workloads(batch)
         if isinstance(workloads, torch.Tensor):
             workloads = workloads.cpu()
-        plan = split_rows(rows, workloads, num_ranks, equal_size=owner._equal_size, may_be_empty=pads)
+        plan = split_rows(rows, workloads, num_ranks, equal_size=self._equal_size, may_be_empty=pads)
         return rows, Split.of(plan, rows, pads)

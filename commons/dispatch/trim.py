@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.fields import Path, path_name
-from commons.sequence_batch.row_leaves import ARRAY, DENSE_TENSOR, LeafType
+from commons.sequence_batch.row_fields import ArrayField, DenseField
+from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 Key: TypeAlias = str | Path
 Side: TypeAlias = Literal["right", "left", "both"]
-_Leaves: TypeAlias = Mapping[Path, tuple[LeafType[Any], Any]]
+_Leaves: TypeAlias = Mapping[Path, Any]
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,12 @@ def trim_rows(rows: Rows[B], trims: Sequence[Trim]) -> tuple[Rows[B], list[Windo
     windows = find_windows(rows, trims)
     window_of = {path: window for window in windows for path in window.fields}
 
-    def cut(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+    def cut(path: Path, value: Any) -> Any:
         kept = window_of.get(path)
         if kept is None or kept.stop - kept.start == kept.width:
             return value
         columns = value[:, kept.start : kept.stop]
-        return columns.copy() if leaf_type is ARRAY else columns.clone(memory_format=torch.contiguous_format)
+        return columns.copy() if isinstance(value, np.ndarray) else columns.clone(memory_format=torch.contiguous_format)
 
     return (rows.map(cut) if trims else rows), windows
 
@@ -165,9 +166,9 @@ def trim_rows(rows: Rows[B], trims: Sequence[Trim]) -> tuple[Rows[B], list[Windo
 def untrim(values: B, window: Window, fill: float = 0) -> B:
     """`Trimmed.untrim` by the window of a trim."""
 
-    def widen(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+    def widen(path: Path, value: Any) -> Any:
         kept = window.stop - window.start
-        if leaf_type not in (ARRAY, DENSE_TENSOR) or value.ndim < 2 or value.shape[1] != kept:
+        if not _has_columns(value) or value.shape[1] != kept:
             raise ValueError(
                 f"{path_name(path)!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}; "
                 f"results per token have {kept} columns, as the trimmed sequences: pass these alone"
@@ -179,8 +180,7 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
 
 def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
     """What each trim keeps of a batch; KeyError and ValueError as `trim_batch`."""
-    leaves = {path: (leaf_type, value) for path, leaf_type, value in rows.leaves()}
-    return [_window(trim, leaves) for trim in trims]
+    return [_window(trim, rows.leaves) for trim in trims]
 
 
 def as_path(key: Key | None) -> Path:
@@ -243,11 +243,11 @@ def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
             )
         fields[as_path(trim.mask)] = mask
         if trim.fields is None:
-            alike = {path: value for path, (kind, value) in leaves.items() if kind in (ARRAY, DENSE_TENSOR)}
+            alike = {path: value for path, value in leaves.items() if _has_columns(value)}
             return fields | {path: value for path, value in alike.items() if value.shape[:2] == mask.shape}
     for key in trim.fields or ():
         value = _find(key, leaves)
-        if leaves[as_path(key)][0] not in (ARRAY, DENSE_TENSOR) or value.ndim < 2:
+        if not _has_columns(value):
             raise ValueError(
                 f"{path_name(as_path(key))!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
                 "; padded sequences are tensors or arrays `(rows, width, ...)`: leave it out of the trim"
@@ -263,7 +263,12 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
         raise KeyError(
             f"the batch has no field {path_name(path)!r} to trim by; its fields are {known}: name one of them"
         )
-    return leaves[path][1]
+    return leaves[path]
+
+
+def _has_columns(value: Any) -> bool:
+    """Whether a leaf is a tensor or array `(rows, width, ...)`."""
+    return leaf_kind(value) in (ArrayField, DenseField) and value.ndim >= 2
 
 
 def pad_columns(value: Any, left: int, right: int, fill: Any) -> Any:

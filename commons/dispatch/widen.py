@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,66 +17,60 @@ import torch
 from commons.dispatch.trim import Trim, Window, as_path, pad_columns, trim_rows
 from commons.sequence_batch.fields import Path
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
-from commons.sequence_batch.row_leaves import ARRAY, LeafType
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
-# By field, as Trim.fill names it: the values beyond its rows' tokens, the first two that differ.
-Found: TypeAlias = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
-class Widening:
+class Padding:
     """What all ranks know of padded sequences."""
 
     widths: Sequence[int] = ()  # for each trim the widest sequences of any rank
-    found: Mapping[str, Any] = field(default_factory=dict)  # as `agree_on_padding` returns it
+    values: Mapping[str, Any] = field(default_factory=dict)  # the one of each field, as Trim.fill names it
+
+    @classmethod
+    def of(cls, by_rank: Mapping[int, Any]) -> Padding:
+        """Put together what `padding_of` returned on each rank, by what messages call it.
+
+        Raises:
+            ValueError: a field with different values, on one rank or on two.
+        """
+        agreed: dict[str, tuple[int, Any]] = {}
+        found = [(key, rank, values) for rank, (_, each) in by_rank.items() for key, values in each.items()]
+        # A rank with two values is named alone: the others are right.
+        for key, rank, values in sorted(found, key=lambda each: -len(each[2])):
+            for value in values:
+                first_rank, first = agreed.setdefault(key, (rank, value))
+                if json.dumps(value) != json.dumps(first):
+                    where = f"rank {rank}" if rank == first_rank else f"ranks {first_rank} and {rank}"
+                    raise ValueError(
+                        f"{key} is {decode_plain(first)!r} and {decode_plain(value)!r} beyond the tokens of its rows "
+                        f"on {where}; rows become as wide as others with one value per field: state it in Trim, "
+                        f"{_remedy([key])}"
+                    )
+        widths = [max(of_trim) for of_trim in zip(*(widths for widths, _ in by_rank.values()))]
+        return cls(widths, {key: decode_plain(value) for key, (_, value) in agreed.items()})
 
 
-def find_padding(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]) -> Found:
-    """The values beyond the tokens of each row, by field, but for those that `Trim.stated` knows.
+def padding_of(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]) -> tuple[list[int], dict[str, Any]]:
+    """What JSON holds of padded sequences: the width of each trim, and by field the values beyond the tokens of rows.
 
-    The rows are real ones. TypeError for values that no message can hold.
+    These are the first two that differ, of fields as Trim.fill names them, but for those that `Trim.stated` knows. The
+    rows are real ones. TypeError for values that no message can hold.
     """
-    found: Found = {}
-    leaves = {path: value for path, _, value in rows.leaves()}
+    found: dict[str, Any] = {}
     for trim, window in zip(trims, windows):
         unknown = [path for path in window.fields if path not in trim.stated]
         if unknown:
-            beyond = _beyond_tokens(trim, leaves, window.width)
+            beyond = _beyond_tokens(trim, rows.leaves, window.width)
             for path in unknown:
-                found[_shown(path)] = [encode_plain(each, path) for each in _different(leaves[path], beyond)]
-    return found
-
-
-def agree_on_padding(found_by_rank: Sequence[Found], names: Sequence[int]) -> dict[str, Any]:
-    """The one value of each field that any rank has found, by field as Trim.fill names it.
-
-    Args:
-        found_by_rank: what `find_padding` returned on each rank.
-        names: how messages call the ranks.
-
-    Raises:
-        ValueError: a field with different values, on one rank or on two.
-    """
-    agreed: dict[str, tuple[int, Any]] = {}
-    each_found = [(key, name, values) for name, found in zip(names, found_by_rank) for key, values in found.items()]
-    # A rank with two values is named alone: the others are right.
-    for key, name, values in sorted(each_found, key=lambda each: -len(each[2])):
-        for value in values:
-            rank, first = agreed.setdefault(key, (name, value))
-            if json.dumps(value) != json.dumps(first):
-                where = f"rank {rank}" if rank == name else f"ranks {rank} and {name}"
-                raise ValueError(
-                    f"{key} is {decode_plain(first)!r} and {decode_plain(value)!r} beyond the tokens of its rows on "
-                    f"{where}; rows become as wide as others with one value per field: state it in Trim, "
-                    f"{_remedy([key])}"
-                )
-    return {key: decode_plain(value) for key, (_, value) in agreed.items()}
+                found[_shown(path)] = [encode_plain(each, path) for each in _different(rows.leaves[path], beyond)]
+    return [window.width for window in windows], found
 
 
 def join_trimmed(
-    parts: Sequence[Rows[B]], cut: Sequence[Sequence[Window]], trims: Sequence[Trim], widening: Widening
+    parts: Sequence[Rows[B]], cut: Sequence[Sequence[Window]], trims: Sequence[Trim], padding: Padding
 ) -> tuple[Rows[B], list[Window]]:
     """The rows of trimmed batches as one, as wide as the widest of them, and the columns that they have of all.
 
@@ -84,35 +78,35 @@ def join_trimmed(
     where rows have to become wider and the padding of a field is unknown.
     """
     windows = []
-    for number, (trim, width) in enumerate(zip(trims, widening.widths)):
+    for number, (trim, width) in enumerate(zip(trims, padding.widths)):
         kept = [each[number].stop - each[number].start for each in cut]
         fields, widest = cut[0][number].fields, max(kept)
         start = width - widest if trim.side == "left" else 0
         windows.append(Window(trim.name, start, start + widest, width, fields))
         if min(kept) < widest:
-            fills = _require_fills(trim, fields, widening.found, f"rows {min(kept)} to {widest} wide")
+            fills = _require_fills(trim, fields, padding, f"rows {min(kept)} to {widest} wide")
             parts = [_widen(rows, widest - columns, fills, trim) for rows, columns in zip(parts, kept)]
     return Rows.concat(parts), windows
 
 
 def trim_share(
-    share: Rows[B], real: int, trims: Sequence[Trim], found: Callable[[], Mapping[str, Any]]
+    share: Rows[B], real: int, trims: Sequence[Trim], padding: Callable[[], Padding]
 ) -> tuple[Rows[B], list[Window]]:
     """`trim_rows` of rows of which those from `real` on are padding.
 
-    In a batch that states its padding they stay zeros; in another one they are padding in every column. `found` returns
-    what `agree_on_padding` does for the whole batch. ValueError where the padding of a field is unknown.
+    In a batch that states its padding they stay zeros; in another one they are padding in every column. `padding`
+    returns that of the whole batch. ValueError where the padding of a field is unknown.
     """
     trimmed, windows = trim_rows(share, trims)
     if real == share.count or share.states_padding:
         return trimmed, windows
     fills: dict[Path, Any] = {}
     for trim, window in zip(trims, windows):
-        fills |= _require_fills(trim, window.fields, found(), "rows of padding")
+        fills |= _require_fills(trim, window.fields, padding(), "rows of padding")
 
-    def fill(path: Path, leaf_type: LeafType[Any], value: Any) -> Any:
+    def fill(path: Path, value: Any) -> Any:
         if path in fills:
-            value = value.copy() if leaf_type is ARRAY else value.clone()
+            value = value.copy() if isinstance(value, np.ndarray) else value.clone()
             value[real:] = fills[path]
         return value
 
@@ -146,9 +140,10 @@ def _different(value: Any, beyond: torch.Tensor) -> list[Any]:
     return [each + 0 if isinstance(each, (float, complex)) else each for each in scalars]  # -0.0 as 0.0
 
 
-def _require_fills(trim: Trim, fields: Sequence[Path], found: Mapping[str, Any], what: str) -> dict[Path, Any]:
+def _require_fills(trim: Trim, fields: Sequence[Path], padding: Padding, what: str) -> dict[Path, Any]:
     """The padding of each field, as stated, else as found; ValueError, with what needs it, where it is unknown."""
-    fills = {path: found[_shown(path)] for path in fields if _shown(path) in found} | trim.stated
+    values = padding.values
+    fills = {path: values[_shown(path)] for path in fields if _shown(path) in values} | trim.stated
     unknown = [_shown(path) for path in fields if path not in fills]
     if unknown:
         raise ValueError(
@@ -170,4 +165,4 @@ def _remedy(keys: Sequence[str]) -> str:
 
 def _widen(rows: Rows[B], missing: int, fills: Mapping[Path, Any], trim: Trim) -> Rows[B]:
     left, right = (missing, 0) if trim.side == "left" else (0, missing)
-    return rows.map(lambda path, _, value: pad_columns(value, left, right, fills[path]) if path in fills else value)
+    return rows.map(lambda path, value: pad_columns(value, left, right, fills[path]) if path in fills else value)

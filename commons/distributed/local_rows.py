@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.partitioner.inputs import as_groups
-from commons.sequence_batch.fields import Path, path_name, require_dataclass, require_sum
+from commons.sequence_batch.fields import path_name, require_dataclass
+from commons.sequence_batch.jagged_fields import require_sum
 from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
@@ -59,13 +60,13 @@ class LocalRows:
                 whatever `get_costs` raises.
         """
         require_dataclass(batch)
-        opened = open_batch(batch)
-        leaves: Mapping[Path, Any] = opened[0]
-        rows, real = row_counts(batch, opened)
+        tree = open_batch(batch)
+        leaves = tree.leaves
+        rows, real = row_counts(batch, tree)
         require_one_device(leaves)
         if moves:  # in any step: gradients must not depend on whether rows move in this one
             require_no_grad(leaves)
-        schema = BatchSchema.of(batch, opened, known)
+        schema = BatchSchema.of(batch, tree, known)
         sizes = schema.sizes(schema.row_tensors(batch, leaves))
         if get_costs is None:
             return cls(schema, rows, real, sizes, device=device)
@@ -138,7 +139,7 @@ class LocalRows:
             table, name = lengths.astype(np.int64), path_name(field.path)
             if table.min(initial=0) < 0:
                 raise ValueError(f"field {name!r} has a length of {table.min()}; lengths are not negative: correct it")
-            require_sum(name, int(table.sum()), num_values)
+            require_sum(field.path, int(table.sum()), num_values)
             if self.real_rows < self.rows and table[:, self.real_rows :].any():
                 raise ValueError(
                     f"field {name!r} has values in padding rows [{self.real_rows}, {self.rows}); padding rows "

@@ -176,7 +176,7 @@ class RowExchange:
         for field in schema.jagged:
             stop, last = at + len(field.keys) * rows, key + len(field.keys)
             lengths = indices[at:stop].to(field.lengths_dtype, copy=True)
-            values[field.path] = field.made_of(
+            values[field.path] = field.jagged(
                 tensors[field.path, False], tensors.get((field.path, True)), lengths, rows, num_entries[key:last]
             )
             if not on_host:

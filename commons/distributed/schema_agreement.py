@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -49,7 +48,7 @@ def agree_on_schema(
     """
     own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
     # Whatever goes wrong here, the others are waiting for it. An error of the rows may be why settings differ.
-    said, problem = attempt(lambda: (settings(), "" if own is None else json.dumps(own.to_json())))
+    said, problem = attempt(lambda: (settings(), "" if own is None else own.text))
     error = next((each.error for each in local if each.error is not None), None) or problem
     compared, text = said or ({}, "")
     options = None if error else compared | {"versions": versions}
@@ -58,7 +57,7 @@ def agree_on_schema(
     if not texts:
         return None, 0
     # A type of another rank's batch may not be imported here; then this rank alone fails.
-    schemas, error = attempt(lambda: {rank: BatchSchema.from_json(json.loads(each)) for rank, each in texts.items()})
+    schemas, error = attempt(lambda: {rank: BatchSchema.from_text(each) for rank, each in texts.items()})
     channel.agree("agreement on the schema", {}, error, step=step)
     assert schemas is not None  # noqa: S101  an error has been raised
     schema = next(iter(schemas.values()))

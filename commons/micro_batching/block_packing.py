@@ -12,7 +12,7 @@ import numpy as np
 
 from commons.dispatch.planning import numbered
 from commons.micro_batching.allocation import get_allocate_fn
-from commons.micro_batching.fewest_groups import as_groups
+from commons.micro_batching.fewest_groups import as_groups, group_of_each
 from commons.micro_batching.first_fit import split_heaviest
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
@@ -71,10 +71,7 @@ class RowBlocks:
 
     def rows_of_each(self, packed: list[list[int]]) -> list[list[int]]:
         """The rows of each group of blocks, ascending; every block is in one."""
-        group_of = np.empty(len(self), np.int64)
-        for group, blocks in enumerate(packed):
-            group_of[blocks] = group
-        of_row = group_of[self.of_row]
+        of_row = group_of_each(packed, len(self))[self.of_row]
         ends = np.cumsum(np.bincount(of_row, minlength=len(packed)))[:-1]
         return [rows.tolist() for rows in np.split(np.argsort(of_row, kind="stable"), ends)]
 
@@ -145,7 +142,7 @@ class BlockPacking:
         if len(groups) == num_micro_batches:
             return groups
         order = _descending(self.tokens)
-        parts = _group_of(self.fewest, len(self.tokens))[order]
+        parts = group_of_each(self.fewest, len(self.tokens))[order]
         return as_groups(self.tokens, order, split_heaviest(self.tokens[order], parts, num_micro_batches))
 
     def _balance(self, workloads: np.ndarray, groups: list[list[int]]) -> list[list[int]]:
@@ -164,7 +161,7 @@ class BlockPacking:
         if int(counts.min()) > 0 and int(sum_by_rank(plan.assignment, self.tokens, number).max()) <= budget:
             return plan.groups()
         # The planner did not get under the budget. The packing is, and swaps balance it from there.
-        parts = refine(workloads, _group_of(groups, len(workloads)), number, tokens=self.tokens, max_tokens=budget)
+        parts = refine(workloads, group_of_each(groups, len(workloads)), number, tokens=self.tokens, max_tokens=budget)
         order = _descending(workloads)
         return as_groups(workloads, order, parts[order])
 
@@ -197,14 +194,6 @@ def in_order(groups: list[list[int]], loads: np.ndarray, order: str) -> list[lis
     if order == "light_ends":
         ranked = [*ranked[::2][::-1], *ranked[1::2]]
     return [groups[each] for each in ranked]
-
-
-def _group_of(groups: list[list[int]], number: int) -> np.ndarray:
-    """int64 `(number,)`, the group of each block."""
-    parts = np.empty(number, np.int64)
-    for group, blocks in enumerate(groups):
-        parts[blocks] = group
-    return parts
 
 
 def _descending(weights: np.ndarray) -> np.ndarray:

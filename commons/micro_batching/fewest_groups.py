@@ -63,6 +63,14 @@ def fewest_groups(problem: PackingProblem, algorithm: str) -> np.ndarray | None:
     return _search(_refined, problem) if parts is None and algorithm != "refined" else parts
 
 
+def group_of_each(groups: list[list[int]], number: int) -> np.ndarray:
+    """int64 `(number,)`, the group of each index; every index is in one."""
+    parts = np.empty(number, np.int64)
+    for group, indices in enumerate(groups):
+        parts[indices] = group
+    return parts
+
+
 def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[list[int]]:
     """The indices of each group, ascending; groups heaviest first, of equal ones that with the first index.
 
@@ -128,10 +136,7 @@ def _packed_tightly(problem: PackingProblem, num_groups: int) -> np.ndarray | No
     problem.repacked, done = pack_under(problem.weights.tolist(), num_groups, problem.capacity, problem.repacked)
     if not done:
         return None
-    packed = np.empty_like(parts)
-    for group, each in enumerate(problem.repacked):
-        packed[each] = group
-    return packed
+    return group_of_each(problem.repacked, len(parts))
 
 
 ATTEMPTS: dict[str, Attempt] = {"ffd": _first_fit_equal, "kk": _differencing, "refined": _refined}

@@ -18,7 +18,6 @@ from commons.micro_batching.block_packing import RowBlocks
 from commons.micro_batching.metrics import packing_metrics
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.sequence_batch.jagged import is_keyed_jagged
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -209,7 +208,7 @@ def _label_values(batch: Any) -> np.ndarray | None:
     base_batch = getattr(sys.modules.get("commons.sequence_batch.batch"), "BaseBatch", ())
     if not isinstance(batch, base_batch) or batch.labels is None:
         return None
-    if is_keyed_jagged(batch.labels):
+    if not isinstance(batch.labels, torch.Tensor):
         return batch.labels.lengths().view(-1, batch.batch_size).sum(0).to("cpu", torch.int64).numpy()
     values = np.full(batch.batch_size, batch.labels[:1].numel(), np.int64)
     values[batch.actual_batch_size :] = 0

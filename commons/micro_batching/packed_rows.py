@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from commons.checks import require_at_least
-from commons.sequence_batch.row_leaves import ragged_axis
+from commons.sequence_batch.jagged_fields import ragged_axis
 
 MaskKind = Literal["block_diagonal", "causal"]
 

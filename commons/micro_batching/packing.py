@@ -30,11 +30,12 @@ from commons.dispatch.trim import Trim, as_trims
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel, open_channel
 from commons.distributed.errors import attempt
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, tokens_of
+from commons.micro_batching.fewest_groups import group_of_each
 from commons.micro_batching.joint_plan import plan_jointly
 from commons.micro_batching.micro_batches import MicroBatches, RowColumns
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
-from commons.sequence_batch.rows import Rows, count_rows
+from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 
@@ -91,7 +92,7 @@ def pack_micro_batches(
             above the budget, which are named, rows that granularity does not divide, `groups` beside a granularity,
             too few rows for the number of micro-batches, workloads with "ffd", batches of different kinds that are
             planned together, or ranks whose specs or arguments differ. On every rank, whichever has the mistake.
-        TypeError: `spec` is no MicroBatchSpec, or a batch that `select_rows` does not know.
+        TypeError: `spec` is no MicroBatchSpec, or a batch that `Rows` does not know.
         RankMissingError: a rank did not take part in time.
 
     Examples:
@@ -152,7 +153,7 @@ def _pack_jointly(
         alone = all(each.micro_batches for each in needs) and _all_can_make(needs)
         own_packing = offer.micro_batch_of_rows(_most_needed(needs)) if alone else None
         own = dataclasses.replace(own, columns={**own.columns, "micro_batch": own_packing})
-        gathered, widening, differentiable = gather_rows(channel, own, rows_per_rank, len(trims))
+        gathered, padding, differentiable = gather_rows(channel, own, rows_per_rank)
         columns = RowColumns.of_gathered(gathered)
         started = time.perf_counter()
         plan = plan_jointly(
@@ -168,7 +169,7 @@ def _pack_jointly(
         bound = -(-int(costs.sum()) // len(needs))
         shuffle = ShufflePlan.of(GatheredRows(rows_per_rank, rows_per_rank, costs, columns.lengths), plan.rank, bound)
         routes = Routes(shuffle, channel.rank, group, timeout)
-        moved = carry_out(channel, _CALL, own, routes, trims, widening, differentiable)
+        moved = carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
     here = moved.indices.numpy()
     blocks = plan.blocks.select(here)
     micro_batch = plan.micro_batch[here][blocks.first_rows]
@@ -214,7 +215,7 @@ class _Offer:
                 "trim is given and joint is False; padded sequences are cut where rows change rank: set joint=True, or "
                 "trim the batch with trim_batch"
             )
-        columns = RowColumns.of(batch, count_rows(batch), **given)
+        columns = RowColumns.of(batch, Rows.of(batch).count, **given)
         started = time.perf_counter()
         blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)
         packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
@@ -226,17 +227,7 @@ class _Offer:
     ) -> tuple[_Offer, OwnRows, tuple[Trim, ...]]:
         _require_spec(spec)
         trims = as_trims(trim, one_sided=True)
-        if batch is None:
-            for name, values in given.items():
-                if values is not None and len(values):
-                    raise ValueError(
-                        f"batch is None and there are {len(values)} {name}; a rank without rows has none: pass the "
-                        "batch, or None for all"
-                    )
-            own = OwnRows.of(None, dict.fromkeys(given), trims)
-        else:
-            rows = Rows.of(batch)
-            own = OwnRows.of(rows, vars(RowColumns.of(batch, rows.count, **given)), trims)
+        own = OwnRows.of(batch, given, lambda rows: vars(RowColumns.of(batch, rows.count, **given)), trims)
         columns = RowColumns.of_gathered(own.columns)
         started = time.perf_counter()
         blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)
@@ -256,10 +247,7 @@ class _Offer:
         """int64 `(rows,)`: where each row is if this rank packs into so many micro-batches by itself."""
         if self.packing is None:
             return None
-        of_blocks = np.empty(len(self.blocks), dtype=np.int64)
-        for index, group in enumerate(self.packing.into(number)):
-            of_blocks[group] = index
-        return of_blocks[self.blocks.of_row]
+        return group_of_each(self.packing.into(number), len(self.blocks))[self.blocks.of_row]
 
     @property
     def needs(self) -> _Needs:

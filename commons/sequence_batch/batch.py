@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import IDENTITY, RowField, path_name
+from commons.sequence_batch.fields import IDENTITY, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
@@ -237,7 +237,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         for _, value in row_fields(self):
             value.record_stream(stream)
 
-    def _map(self: B, transform: Callable[[RowField], RowField]) -> B:
+    def _map(self: B, transform: Callable[[Any], Any]) -> B:
         result = replace_rows(self, {path: transform(value) for path, value in row_fields(self)})
         if IDENTITY in self.__dict__:
             result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
@@ -256,17 +256,17 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return copied
 
 
-def _to_device(value: RowField, device: torch.device, non_blocking: bool) -> RowField:
+def _to_device(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
         value.length_per_key()  # summed on the host and carried along, so that the device is never asked for it
     return value.to(device, non_blocking=non_blocking)
 
 
-def _pinned(value: RowField) -> RowField:
+def _pinned(value: Any) -> Any:
     return value.pin_memory() if hasattr(value, "pin_memory") else _map_tensors(value, torch.Tensor.pin_memory)
 
 
-def _map_tensors(value: RowField, transform: Callable[[torch.Tensor], torch.Tensor]) -> RowField:
+def _map_tensors(value: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply `transform` to a tensor, or to the values, weights and lengths of a jagged tensor."""
     if isinstance(value, torch.Tensor):
         return transform(value)

@@ -1,13 +1,14 @@
 """Kinds of values that a batch branches at: what they consist of, and how one is made again.
 
-Like another one that this process holds (`rebuild`), or from what ranks compare and messages say of it (`describe` and
-`build`), where its class is looked up by name.
+Like another one that this process holds (`rebuild_branch`), or from what ranks compare and messages say of it
+(`describe` and `build_branch`), where its class is looked up by name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from commons.sequence_batch.fields import Path, batch_items, copy_batch, make_batch, path_name
-from commons.sequence_batch.jagged import is_keyed, new_keyed
+from commons.sequence_batch.fields import Path, batch_items, make_batch, path_name
+from commons.sequence_batch.jagged import is_type_of, new_keyed
 from commons.sequence_batch.plain_values import find_type, type_name, unknown_type
-from commons.sequence_batch.row_leaves import tensor_leaf_type
+from commons.sequence_batch.row_leaves import tensor_kind
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -31,14 +32,39 @@ _FACTORIES: dict[str, Any] = {each.__name__: each for each in (list, dict, set, 
 
 
 class UnsendableError(TypeError):
-    """A value that torch's own workers could not send either: theirs would wait for ever."""
+    """A value that torch's own workers could not send either: they would wait for ever."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """An object that a TensorDict keeps for all rows; wrapped, so that a list is not taken for a column."""
+    """An object that a TensorDict keeps for all rows; wrapped, so that a list is not taken for an object per row."""
 
     value: Any
+
+
+@functools.cache
+def branch_kind(value_type: type) -> BranchKind | None:
+    """What values of a type are if they lead to leaves; None for others. TypeError for a tensorclass.
+
+    By type, because `isinstance` of mappings is slow: it is asked of every value of every batch.
+    """
+    tensordict = sys.modules.get("tensordict")  # a TensorDict exists only if its module was imported
+    if tensordict is not None and issubclass(value_type, tensordict.TensorDictBase):
+        return "tensordict"
+    if tensordict is not None and tensordict.is_tensorclass(value_type):
+        raise TypeError(
+            f"the batch holds a {value_type.__name__}, a tensorclass; rows are taken from a TensorDict: pass "
+            "to_tensordict()"
+        )
+    if is_type_of(value_type, "KeyedTensor"):
+        return "keyed"
+    if hasattr(value_type, "__dataclass_fields__"):
+        return "dataclass"
+    if issubclass(value_type, Mapping):
+        return "mapping"
+    if issubclass(value_type, tuple) and hasattr(value_type, "_fields"):
+        return "namedtuple"
+    return "sequence" if issubclass(value_type, (list, tuple)) else None
 
 
 def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
@@ -49,30 +75,27 @@ def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
         ValueError: a TensorDict without batch dimension, or whose rows differ in shape; a KeyedTensor whose rows are
             not its first dimension.
     """
-    if is_tensordict(value):
-        return "tensordict", _tensordict_children(value)
-    if is_keyed(value):
+    kind = branch_kind(type(value))  # type: ignore[arg-type]  # types are hashable
+    if kind is None:
+        return None, {}
+    if kind == "dataclass":
+        return kind, batch_items(value)
+    if kind == "tensordict":
+        return kind, _tensordict_children(value)
+    if kind == "keyed":
         _require_rows_first(value)
-        return "keyed", {"values": value.values()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return "dataclass", batch_items(value)
-    if isinstance(value, Mapping):
-        return "mapping", dict(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "namedtuple", dict(zip(value._fields, value))
-    if isinstance(value, (list, tuple)):
-        return "sequence", dict(enumerate(value))
-    return None, {}
+        return kind, {"values": value.values()}
+    if kind == "mapping":
+        return kind, dict(value)
+    return kind, dict(zip(value._fields, value) if kind == "namedtuple" else enumerate(value))
 
 
 def child_at(value: Any, key: Any) -> Any:
     """One of the children of a branch, by its key."""
-    if is_keyed(value):
+    kind = branch_kind(type(value))  # type: ignore[arg-type]
+    if kind == "keyed":
         return value.values()
-    if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
-        return value[key]
-    is_listed = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    return value[key] if is_listed or is_tensordict(value) else getattr(value, key)
+    return value[key] if kind in ("mapping", "sequence", "tensordict") else getattr(value, key)
 
 
 def traits_of(kind: BranchKind | None, value: Any) -> tuple[Any, ...]:
@@ -80,9 +103,10 @@ def traits_of(kind: BranchKind | None, value: Any) -> tuple[Any, ...]:
     return (type(value), value.keys(), value.length_per_key()) if kind == "keyed" else (type(value),)
 
 
-def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int) -> Any:
-    """A branch of the type of `prototype` around new children of `rows` rows."""
+def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int | None) -> Any:
+    """A branch of the type of `prototype` around new children, of `rows` rows or of as many."""
     if kind == "tensordict":
+        rows = prototype.batch_size[0] if rows is None else rows
         device = prototype.device
         if device is not None:  # where its tensors are now
             tensors = (child for child in children.values() if isinstance(child, torch.Tensor))
@@ -91,7 +115,7 @@ def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: in
     if kind == "keyed":
         return new_keyed(prototype.keys(), prototype.length_per_key(), children["values"])
     if kind == "dataclass":
-        return copy_batch(prototype, children)
+        return make_batch(type(prototype), children)
     if kind == "namedtuple":
         return type(prototype)._make(children.values())
     if kind == "sequence":
@@ -110,7 +134,7 @@ def rebuild(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: in
 
 
 def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
-    """What `build` needs beside the children and the number of rows, as JSON; TypeError as `type_name`."""
+    """What `build_branch` needs beside the children and the number of rows, as JSON; TypeError as `type_name`."""
     if kind == "tensordict":
         return [kind, list(value.batch_size[1:])]
     if kind == "keyed":
@@ -122,7 +146,9 @@ def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
     return [kind, type_name(type(value), path_name(path))]
 
 
-def build(described: Sequence[Any], children: dict[Any, Any], rows: int, device: torch.device | None = None) -> Any:
+def build_branch(
+    described: Sequence[Any], children: dict[Any, Any], rows: int, device: torch.device | None = None
+) -> Any:
     """A branch, described by `describe`, around children of `rows` rows; the device is that of a TensorDict.
 
     KeyError for a class that no imported module of this process has.
@@ -149,40 +175,23 @@ def build(described: Sequence[Any], children: dict[Any, Any], rows: int, device:
 
 def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
     """A TensorDict of tensors, TensorDicts, lists with an object per row, arrays, and objects for all rows."""
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
     result = TensorDict({}, batch_size=batch_size, device=device)
     for key, child in children.items():
         if isinstance(child, list):
             result.set(key, NonTensorStack(*(NonTensorData(item) for item in child)))
-        elif isinstance(child, torch.Tensor) or is_tensordict(child):
+        elif isinstance(child, (torch.Tensor, TensorDictBase)):
             result.set(key, child)
         else:
             result.set_non_tensor(key, child.value if isinstance(child, Constant) else child)
     return result
 
 
-def is_tensordict(value: Any) -> bool:
-    """Whether a value is a TensorDict; TypeError for a tensorclass."""
-    tensordict = sys.modules.get("tensordict")  # a TensorDict exists only if its module was imported
-    if tensordict is None or isinstance(value, type):
-        return False
-    if isinstance(value, tensordict.TensorDictBase):
-        return True
-    if tensordict.is_tensorclass(value):
-        raise TypeError(
-            f"the batch holds a {type(value).__name__}, a tensorclass; rows are taken from a TensorDict: pass "
-            "to_tensordict()"
-        )
-    return False
-
-
 def is_equal(value: Any, other: Any) -> bool:
     """Whether two values are the same metadata; False where they cannot be compared."""
     if value is other:
         return True
-    if isinstance(value, Constant) and isinstance(other, Constant):
-        return is_equal(value.value, other.value)
     try:
         # NaN is the same metadata on all ranks, although it does not equal itself.
         return bool(value == other) or (value != value and other != other)
@@ -211,7 +220,7 @@ def _tensordict_children(value: Any) -> dict[Any, Any]:
             child = child.tolist()
         elif isinstance(child, NonTensorData):
             held = child.data
-            child = held if tensor_leaf_type(held) is not None else Constant(held)
+            child = held if tensor_kind(held) is not None else Constant(held)
         children[key] = child
     return children
 

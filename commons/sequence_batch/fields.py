@@ -1,4 +1,4 @@
-"""What a batch dataclass is made of: which values hold rows, how many, and which are plain values.
+"""What a batch dataclass is made of: its items, which of them count rows, and which are each rank's own.
 
 Attributes that `__post_init__` sets count as fields; what a cached_property has computed is left out, and computed
 again. A batch of other rows is made without the constructor, which may change its arguments (labels that count from 1,
@@ -9,20 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
-import torch
-
-from commons.sequence_batch.jagged import is_any_jagged, is_keyed_jagged
-
-if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-
-RowField: TypeAlias = "KeyedJaggedTensor | JaggedTensor | torch.Tensor"
 Path: TypeAlias = tuple[Any, ...]  # the keys that lead to a value in a batch
 B = TypeVar("B")
-K = TypeVar("K")
 
 # Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
@@ -45,6 +36,11 @@ def path_name(path: Path) -> str:
 def field_names(batch_type: type) -> tuple[str, ...]:
     """The fields of a dataclass, in the order of declaration; TypeError for another class."""
     return tuple(item.name for item in dataclasses.fields(batch_type))
+
+
+def is_dataclass(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass."""
+    return hasattr(type(value), "__dataclass_fields__")
 
 
 def batch_items(batch: Any) -> dict[str, Any]:
@@ -80,11 +76,6 @@ def copy_batch(batch: B, changes: Mapping[str, Any]) -> B:
     return make_batch(type(batch), {**batch_items(batch), **changes})
 
 
-def is_row_field(value: Any) -> bool:
-    """Whether a value of a batch holds rows and is no branch."""
-    return isinstance(value, torch.Tensor) or is_any_jagged(value)
-
-
 def stated_count(batch: Any, name: str) -> int | None:
     """What a dataclass says of its rows in one of ROW_COUNT_FIELDS; None where it says nothing.
 
@@ -94,17 +85,20 @@ def stated_count(batch: Any, name: str) -> int | None:
     return None if count is None or (name == "batch_size" and count < 0) else int(count)
 
 
-def row_count_values(batch: Any, rows: int, real: int | None) -> dict[str, Any]:
-    """The fields of a dataclass that count rows, with other values; not a `batch_size` below 0."""
-    names = row_count_names(type(batch))
-    if (getattr(batch, "batch_size", None) or 0) < 0:
-        names.discard("batch_size")
+def counts_rows(name: Any, value: Any) -> bool:
+    """Whether an item of a dataclass counts its rows."""
+    return name in ROW_COUNT_FIELDS and (name != "batch_size" or not isinstance(value, int) or value >= 0)
+
+
+def row_count_items(batch_type: type, rows: int, real: int | None) -> dict[str, int | None]:
+    """The fields of a dataclass that count rows, for `rows` rows of which `real` are no padding."""
+    names = field_names(batch_type)
     return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
 
 
-def row_count_names(batch_type: type) -> set[str]:
-    """The fields of a dataclass that count rows."""
-    return {name for name in ROW_COUNT_FIELDS if name in field_names(batch_type)}
+def can_state_padding(batch_type: type) -> bool:
+    """Whether batches of a dataclass can say which rows are padding."""
+    return "actual_batch_size" in field_names(batch_type)
 
 
 def declare_per_rank(batch_type: type, names: Iterable[str]) -> None:
@@ -118,124 +112,10 @@ def per_rank_names(batch_type: type) -> frozenset[str]:
     return frozenset().union(*(_PER_RANK[each] for each in batch_type.__mro__ if each in _PER_RANK))
 
 
-def can_state_padding(batch_type: type) -> bool:
-    """Whether batches of a dataclass can say which rows are padding."""
-    return "actual_batch_size" in row_count_names(batch_type)
-
-
 def require_dataclass(batch: Any) -> None:
     """Raise TypeError unless `batch` is an instance of a dataclass."""
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+    if not is_dataclass(batch):
         raise TypeError(
             f"the batch is a {type(batch).__name__}; a batch must be an instance of a dataclass: "
             "decorate the class with @dataclasses.dataclass"
         )
-
-
-def num_rows_of(name: str, value: RowField) -> int:
-    """Rows of one field.
-
-    ValueError for a tensor that is 0-dimensional, nested or sparse; for a KeyedJaggedTensor with variable batch per
-    key, duplicate keys, or lengths that are no multiple of its rows; and for values, weights and offsets that do not
-    belong together (offsets are looked at on CPU only).
-    """
-    if isinstance(value, torch.Tensor):
-        if value.is_nested or value.layout != torch.strided:
-            kind = "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
-            raise ValueError(
-                f"field {name!r} is a {kind}; rows that move are those of dense tensors and of KeyedJaggedTensors: "
-                "convert it to one of these"
-            )
-        if value.dim() == 0:
-            raise ValueError(
-                f"field {name!r} is a 0-dimensional tensor; a tensor field must have the batch as its first dimension: "
-                "make it a Python number, or repeat it for every row"
-            )
-        return value.shape[0]
-    if not is_keyed_jagged(value):
-        _require_flat(name, value, ("weights",))
-        return value.lengths().numel()
-    if value.variable_stride_per_key():
-        raise ValueError(
-            f"field {name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must have the "
-            "same number of rows: build the KeyedJaggedTensor without stride_per_key_per_rank"
-        )
-    if value.inverse_indices_or_none() is not None:
-        raise ValueError(
-            f"field {name!r} has inverse_indices; they point into rows that are about to move: expand the "
-            "KeyedJaggedTensor to one row per sample first"
-        )
-    keys = value.keys()
-    if len(set(keys)) != len(keys):
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"field {name!r} has duplicate keys {repeated}; keys must be unique: rename or merge them")
-    _require_flat(name, value, ("values", "weights"))
-    lengths, segments = value.lengths(), len(keys) * value.stride()
-    if lengths.numel() != segments:
-        raise ValueError(
-            f"field {name!r} has {lengths.numel()} lengths for {len(keys)} keys and {value.stride()} rows; there is "
-            f"one per key and row, {segments} in all: match them"
-        )
-    return value.stride()
-
-
-def _require_flat(name: str, jagged: KeyedJaggedTensor | JaggedTensor, flat: tuple[str, ...]) -> None:
-    """Raise ValueError for values, weights and offsets that do not belong together, or have too many dimensions."""
-    values, weights, kind = jagged.values(), jagged.weights_or_none(), type(jagged).__name__
-    for what, tensor in (("values", values), ("weights", weights)):
-        if what in flat and tensor is not None and tensor.dim() != 1:
-            raise ValueError(
-                f"field {name!r} has {what} of shape {tuple(tensor.shape)}; those of a {kind} have one dimension: "
-                "flatten them, or use one key per column"
-            )
-    require_weights(name, values, weights)
-    offsets = jagged.offsets_or_none()
-    # On a device the look at the first offset would wait for everything before it.
-    if offsets is not None and offsets.device.type == "cpu" and offsets.numel() and int(offsets[0]):
-        raise ValueError(
-            f"field {name!r} has offsets that begin at {int(offsets[0])}; those of a {kind} begin at 0: cut off the "
-            "values before, and subtract it"
-        )
-
-
-def require_weights(name: str, values: torch.Tensor, weights: torch.Tensor | None) -> None:
-    """Raise ValueError unless a jagged tensor has a weight for every value, or none."""
-    if weights is not None and weights.shape[0] != values.shape[0]:
-        raise ValueError(
-            f"field {name!r} has {weights.shape[0]} weights and {values.shape[0]} values; every value has one weight: "
-            "match them"
-        )
-
-
-def require_sum(name: str, total: int, num_values: int) -> None:
-    """Raise ValueError unless the lengths of a jagged tensor add up to its values."""
-    if total != num_values:
-        raise ValueError(
-            f"field {name!r} has lengths that add up to {total} and {num_values} values; values must be exactly those "
-            "of the rows: remove the others"
-        )
-
-
-def common_count(batch_name: str, counts: Mapping[K, int], rule: str, shown: Callable[[K], str] = str) -> int:
-    """The number of rows that all fields have; ValueError, with the rule and the remedy, if they disagree."""
-    if len(set(counts.values())) > 1:
-        named = {shown(field): count for field, count in counts.items()}
-        raise ValueError(f"fields of {batch_name} disagree on the number of rows: {named}; {rule}")
-    return next(iter(counts.values()))
-
-
-def real_within(stated: Mapping[Path, int], rows: int) -> int:
-    """The real rows of a batch of `rows` rows, by what its parts state; ValueError if they disagree or lie outside."""
-    if len(set(stated.values())) > 1:
-        named = {path_name(path): count for path, count in stated.items()}
-        raise ValueError(
-            f"parts of the batch state different numbers of real rows: {named}; a row is padding in all parts or in "
-            "none: make actual_batch_size equal"
-        )
-    real = next(iter(stated.values()), rows)
-    if not 0 <= real <= rows:
-        raise ValueError(
-            f"actual_batch_size is {real}, batch_size is {rows}; real rows are counted within the batch: give a number "
-            "between 0 and batch_size"
-        )
-    return real

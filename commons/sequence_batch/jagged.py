@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,20 +22,9 @@ _MODULE = "torchrec.sparse.jagged_tensor"
 _VIEW_BY_ITEMSIZE = {8: torch.int64, 4: torch.int32, 2: torch.float16}
 
 
-def is_keyed_jagged(value: Any) -> TypeGuard[KeyedJaggedTensor]:
-    """Whether a value is a KeyedJaggedTensor."""
-    return isinstance(value, getattr(sys.modules.get(_MODULE), "KeyedJaggedTensor", ()))
-
-
-def is_any_jagged(value: Any) -> TypeGuard[KeyedJaggedTensor | JaggedTensor]:
-    """Whether a value is a KeyedJaggedTensor or a JaggedTensor; one check for both, on the path of every batch."""
-    torchrec = sys.modules.get(_MODULE)
-    return torchrec is not None and isinstance(value, (torchrec.KeyedJaggedTensor, torchrec.JaggedTensor))
-
-
-def is_keyed(value: Any) -> TypeGuard[KeyedTensor]:
-    """Whether a value is a KeyedTensor."""
-    return isinstance(value, getattr(sys.modules.get(_MODULE), "KeyedTensor", ()))
+def is_type_of(value_type: type, name: str) -> bool:
+    """Whether a type is TorchRec's class of that name, or a subclass."""
+    return issubclass(value_type, getattr(sys.modules.get(_MODULE), name, ()))
 
 
 def new_keyed_jagged(

@@ -1,18 +1,16 @@
-"""A batch as a tree, opened in one walk: its tensors and plain values by path, and the branches that lead to them.
+"""A batch as a tree, opened in one walk: its leaves and plain values by path, and the branches that lead to them.
 
-`rows.py` has the table of what is a leaf, a branch or metadata. Most batches of the shuffler are dataclasses without a
-branch: `open_batch` parses nothing of these. It lays out children of a dict or TensorDict in a sorted order, so that
-batches whose dicts were filled in another order are equal.
+`rows.py` has the table of what is a leaf, a branch or metadata. Children of a dict or TensorDict are laid out in a
+sorted order, so that batches whose dicts were filled in another order are equal.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from commons.sequence_batch.branches import (
@@ -21,131 +19,134 @@ from commons.sequence_batch.branches import (
     child_at,
     children_of,
     is_equal,
-    rebuild,
+    rebuild_branch,
     traits_of,
 )
 from commons.sequence_batch.fields import (
-    ROW_COUNT_FIELDS,
     Path,
-    RowField,
-    batch_items,
-    common_count,
     copy_batch,
+    counts_rows,
     field_names,
-    is_row_field,
-    num_rows_of,
     path_name,
     per_rank_names,
-    real_within,
     require_dataclass,
-    row_count_values,
+    row_count_items,
     stated_count,
 )
-from commons.sequence_batch.row_leaves import COLUMN, LeafType, tensor_leaf_type
-
-B = TypeVar("B")
+from commons.sequence_batch.row_leaves import device_of, is_moved, leaf_kind, require_movable, tensor_kind
 
 _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A value of a batch and what it is: a leaf, a branch, or metadata."""
+class Branch(NamedTuple):
+    """A value that leads to leaves."""
 
-    value: Any  # the value
-    leaf_type: LeafType[Any] | None = None  # the kind of leaf; None for the others
-    kind: BranchKind | None = None  # the kind of branch; None for the others
-    children: dict[Any, Node] = field(default_factory=dict)  # of a branch, by key, in order
-    per_rank: bool = False  # of metadata, whether it is each rank's own, see `register_batch_type`
+    value: Any
+    kind: BranchKind
+    keys: tuple[Any, ...]  # of its children, as the value has them
+
+
+class Tree(NamedTuple):
+    """All that a batch holds, by path and depth first."""
+
+    leaves: dict[Path, Any]  # what has an entry per row
+    plain: dict[Path, Any]  # metadata
+    branches: dict[Path, Branch]  # each before those below it
 
     @property
-    def has_rows(self) -> bool:
-        """Whether this is no metadata."""
-        return self.leaf_type is not None or self.kind is not None
+    def batch(self) -> Any:
+        """The batch itself."""
+        return self.branches[()].value if self.branches else {**self.leaves, **self.plain}[()]
 
+    @property
+    def metadata(self) -> dict[Path, Any]:
+        """The plain values but for the fields of dataclasses that count rows."""
+        return {path: value for path, value in self.plain.items() if not self.counts_rows(path, value)}
 
-# What holds rows, plain values, and branches.
-Opened: TypeAlias = tuple[dict[Path, RowField], dict[Path, Any], dict[Path, Node]]
-LeafFunction: TypeAlias = Callable[[Path, LeafType[Any], list[Any]], Any]
-
-
-def parse(value: Any, below_dataclass: bool = False, own: frozenset[str] = frozenset()) -> Node:
-    """The tree that a batch is; TypeError and ValueError as `children_of`.
-
-    `below_dataclass` is whether the value is part of a dataclass, where lists are plain values; `own` are dotted names
-    below it of what is each rank's own, "" for all of it.
-    """
-    if isinstance(value, (str, int, float, bytes, NoneType, Constant)):  # what metadata mostly is
-        return Node(value, per_rank="" in own)
-    leaf_type = tensor_leaf_type(value)
-    if leaf_type is not None:
-        return Node(value, leaf_type)
-    if isinstance(value, (list, tuple)) and not _holds_tensors(value):
-        is_column = isinstance(value, list) and not below_dataclass
-        return Node(value, COLUMN) if is_column else Node(value, per_rank="" in own)
-    kind, values = children_of(value)
-    if kind is None:
-        return Node(value, per_rank="" in own)
-    own = own | per_rank_names(type(value)) if kind == "dataclass" else own
-    holds_plain_lists = kind != "tensordict" and (below_dataclass or kind == "dataclass")
-    children = {key: parse(child, holds_plain_lists, _names_below(own, key)) for key, child in values.items()}
-    # What holds no rows is metadata, of a type that need not be one that can be made again.
-    if kind != "tensordict" and not any(child.has_rows for child in children.values()):
-        return Node(value, per_rank="" in own)
-    return Node(value, None, kind, children)
-
-
-def walk(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Path and node of everything in a tree, depth first."""
-    yield path, node
-    for key, child in node.children.items():
-        yield from walk(child, (*path, key))
-
-
-def open_batch(batch: Any) -> Opened:
-    """What of a batch holds rows, its plain values and its branches, each by path and depth first.
-
-    TypeError for a tensorclass, or Python objects per row in a TensorDict; ValueError as `children_of`.
-    """
-    opened: Opened = ({}, {}, {})
-    leaves, plain, _ = opened
-    for name, value in batch_items(batch).items():
-        if type(value) in _SCALARS:
-            plain[(name,)] = value
-        elif is_row_field(value):
-            leaves[(name,)] = value
-        elif _holds_scalars(value):
-            plain[(name,)] = value
-        else:
-            own = _names_below(per_rank_names(type(batch)), name)
-            _open(parse(value, below_dataclass=True, own=own), (name,), opened)
-    return opened
-
-
-def _open(node: Node, path: Path, opened: Opened) -> None:
-    leaves, plain, branches = opened
-    if is_row_field(node.value):
-        leaves[path] = node.value
-        return
-    if node.leaf_type is COLUMN:
-        raise TypeError(
-            f"field {path_name(path)!r} holds a Python object per row; rows that move to other ranks are those of "
-            "tensors: make it a tensor, or leave it out"
+    @property
+    def own_paths(self) -> list[Path]:
+        """Plain values that are each rank's own, see `register_batch_type`."""
+        own = tuple(
+            path_name((*path, name))
+            for path, branch in self.branches.items()
+            if branch.kind == "dataclass"
+            for name in per_rank_names(type(branch.value))
         )
-    if node.kind is None:
-        plain[path] = node.value.value if isinstance(node.value, Constant) else node.value
-        return
-    branches[path] = node
-    keys = list(node.children)
-    if node.kind in ("mapping", "tensordict"):
-        keys.sort(key=lambda key: (type(key).__name__, str(key)))
-    for key in keys:
-        _open(node.children[key], (*path, key), opened)
+        if not own:
+            return []
+        below = tuple(f"{name}." for name in own)
+        return [path for path in self.plain if path_name(path) in own or path_name(path).startswith(below)]
+
+    def counts_rows(self, path: Path, value: Any) -> bool:
+        """Whether a plain value is the field of a dataclass that counts its rows."""
+        return bool(path) and counts_rows(path[-1], value) and self.branches[path[:-1]].kind == "dataclass"
 
 
-def row_fields(batch: Any) -> Iterator[tuple[Path, RowField]]:
+def open_tree(batch: Any) -> Tree:
+    """Open a batch of any kind.
+
+    Raises:
+        TypeError: a tensorclass.
+        ValueError: as `children_of`.
+    """
+    tree = Tree({}, {}, {})
+    _open(batch, (), False, tree)
+    return tree
+
+
+def open_batch(batch: Any) -> Tree:
+    """Open a batch of a shuffler, which moves the rows of tensors: arrays are plain values; raises as `open_tree`."""
+    tree = open_tree(batch)
+    if not all(map(is_moved, tree.leaves.values())):
+        for path in [path for path, value in tree.leaves.items() if isinstance(value, np.ndarray)]:
+            tree.plain[path] = tree.leaves.pop(path)
+    return tree
+
+
+def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree) -> None:
+    """Add a value to a tree; `lists_are_plain` is whether it is part of a dataclass."""
+    kind, children = children_of(value) if path == () or _has_rows(value, lists_are_plain) else (None, {})
+    if isinstance(value, np.ndarray) or is_moved(value) or _is_column(value, lists_are_plain):
+        tree.leaves[path] = value
+    elif kind is None:  # metadata, of a type that need not be made again
+        tree.plain[path] = value.value if isinstance(value, Constant) else value
+    else:
+        tree.branches[path] = Branch(value, kind, tuple(children))
+        lists_are_plain = kind == "dataclass" or (lists_are_plain and kind != "tensordict")
+        keys: Sequence[Any] = tuple(children)
+        if kind in ("mapping", "tensordict"):
+            keys = sorted(children, key=lambda key: (type(key).__name__, str(key)))
+        for key in keys:
+            child, at = children[key], (*path, key)
+            if is_moved(child):
+                tree.leaves[at] = child
+            elif (lists_are_plain or type(child) is not list) and holds_scalars(child):  # what most of the others are
+                tree.plain[at] = child
+            else:
+                _open(child, at, lists_are_plain, tree)
+
+
+def _is_column(value: Any, lists_are_plain: bool) -> bool:
+    """Whether a value is a list with a Python object per row."""
+    return isinstance(value, list) and not lists_are_plain and not _has_rows(value, True)
+
+
+def _has_rows(value: Any, lists_are_plain: bool) -> bool:
+    """Whether there is a leaf in a value, at any depth."""
+    if type(value) in _SCALARS:
+        return False
+    if tensor_kind(value) is not None:
+        return True
+    kind, children = children_of(value)
+    if kind in ("sequence", "namedtuple"):
+        return (isinstance(value, list) and not lists_are_plain) or any(_has_rows(each, True) for each in value)
+    lists_are_plain = lists_are_plain or kind == "dataclass"
+    return kind == "tensordict" or any(_has_rows(each, lists_are_plain) for each in children.values())
+
+
+def row_fields(batch: Any) -> Iterator[tuple[Path, Any]]:
     """Path and value of every tensor, KeyedJaggedTensor and JaggedTensor, in the order of `open_batch`."""
-    yield from open_batch(batch)[0].items()
+    return ((path, value) for path, value in open_tree(batch).leaves.items() if is_moved(value))
 
 
 def value_at(batch: Any, path: Path) -> Any:
@@ -156,59 +157,105 @@ def value_at(batch: Any, path: Path) -> Any:
     return value
 
 
-def replace_rows(batch: B, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> B:
-    """A copy of a batch, or of a branch, with other values at some paths; no dataclass runs its constructor.
+def rebuild(tree: Tree, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Tree:
+    """A tree with other leaves or plain values at some paths; no dataclass runs its constructor.
 
-    Where the copy has another number of `rows`, padding included and `real` of them real, every leaf is among the
-    values.
+    Where it has another number of `rows`, padding included and `real` of them real, every leaf is among the values.
     """
-    made: dict[Any, Any] = {}
-    below: dict[Any, dict[Path, Any]] = {}
-    for path, value in values.items():
-        if len(path) == 1:
-            made[path[0]] = value
-        else:
-            below.setdefault(path[0], {})[path[1:]] = value
-    for key, changes in below.items():
-        made[key] = replace_rows(child_at(batch, key), changes, rows, real)
-    if dataclasses.is_dataclass(batch):
-        return copy_batch(batch, made if rows is None else made | row_count_values(batch, rows, real))
-    kind, children = children_of(batch)
-    assert kind is not None  # noqa: S101  only branches have paths below them
-    if rows is None:
-        rows = batch.batch_size[0] if kind == "tensordict" else 0  # type: ignore[attr-defined]
-    return rebuild(batch, kind, children | made, rows)
+    made = {**tree.leaves, **tree.plain, **values}
+    leaves, plain = ({path: made[path] for path in each} for each in tree[:2])
+    branches: dict[Path, Branch] = {}
+    for path, (value, kind, keys) in reversed(tree.branches.items()):
+        children = {key: made[(*path, key)] for key in keys}
+        if kind == "tensordict":
+            children = {key: Constant(each) if (*path, key) in plain else each for key, each in children.items()}
+        elif kind == "dataclass" and rows is not None:
+            for name, count in row_count_items(type(value), rows, real).items():
+                if counts_rows(name, children.get(name)):
+                    children[name] = plain[(*path, name)] = count
+        made[path] = rebuild_branch(value, kind, children, rows)
+        branches[path] = Branch(made[path], kind, keys)
+    return Tree(leaves, plain, dict(reversed(branches.items())))
 
 
-def row_counts(batch: Any, opened: Opened | None = None) -> tuple[int, int]:
-    """Rows of a batch with padding, and real ones: `actual_batch_size` where the batch states it, else all.
+def map_leaves(
+    trees: Sequence[Tree], function: Callable[[Path, list[Any]], Any], rows: int | None = None, real: int | None = None
+) -> Tree:
+    """A tree like the first one, each leaf made by `function(path, leaves at that path)`; see `rebuild`.
+
+    ValueError unless the trees have one structure and the same metadata.
+    """
+    first = trees[0]
+    for index, other in enumerate(trees[1:], 1):
+        _require_alike(first, other, index)
+    leaves = {path: function(path, [tree.leaves[path] for tree in trees]) for path in first.leaves}
+    return rebuild(first, leaves, rows, real)
+
+
+def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Any:
+    """A copy of a batch with other values at some paths: see `rebuild`."""
+    if all(len(path) == 1 for path in values):  # most batches of a shuffler have no branches: nothing to open
+        counts = {} if rows is None else row_count_items(type(batch), rows, real)
+        counted = {name: count for name, count in counts.items() if counts_rows(name, getattr(batch, name))}
+        return copy_batch(batch, {path[0]: value for path, value in values.items()} | counted)
+    return rebuild(open_batch(batch), values, rows, real).batch
+
+
+def count_tree(tree: Tree) -> tuple[int, int]:
+    """Rows with padding, and real ones: `actual_batch_size` where a dataclass states it, else all.
 
     Raises:
-        TypeError: not a dataclass.
-        ValueError: no row field, fields that disagree with one another or with `batch_size`, an `actual_batch_size`
-        outside the batch, or several that differ.
+        ValueError: no leaf, leaves that disagree with one another or with a `batch_size`, an `actual_batch_size`
+            outside the batch, or several that differ.
+    """
+    counts: dict[Path, int] = {}
+    stated: dict[Path, int] = {}
+    for path, (value, kind, _) in tree.branches.items():
+        if kind == "tensordict":
+            counts[(*path, "batch_size")] = value.batch_size[0]
+        elif kind == "dataclass":
+            for into, name in ((counts, "batch_size"), (stated, "actual_batch_size")):
+                if (count := stated_count(value, name)) is not None:
+                    into[(*path, name)] = count
+    for path, value in tree.leaves.items():
+        counts[path] = leaf_kind(value).count(path, value)
+    if not counts:
+        raise _no_rows(tree.batch)
+    rows = next(iter(counts.values()))
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"fields of {type(tree.batch).__name__} disagree on the number of rows: {_named(counts)}; the first "
+            "dimension of every tensor, the stride of a KeyedJaggedTensor and the length of a list are the batch: pad "
+            "or trim them, or make a list that belongs to the whole batch a tuple"
+        )
+    if len(set(stated.values())) > 1:
+        raise ValueError(
+            f"parts of the batch state different numbers of real rows: {_named(stated)}; a row is padding in all parts "
+            "or in none: make actual_batch_size equal"
+        )
+    real = next(iter(stated.values()), rows)
+    if not 0 <= real <= rows:
+        raise ValueError(
+            f"actual_batch_size is {real}, batch_size is {rows}; real rows are counted within the batch: give a number "
+            "between 0 and batch_size"
+        )
+    return rows, real
+
+
+def row_counts(batch: Any, tree: Tree | None = None) -> tuple[int, int]:
+    """Rows of a batch of a shuffler with padding, and real ones.
+
+    Raises:
+        TypeError: not a dataclass, or Python objects per row.
+        ValueError: as `count_tree`, or a leaf that cannot move.
     """
     require_dataclass(batch)
-    leaves, _, branches = open_batch(batch) if opened is None else opened
-    counts = {
-        path: num_rows_of(path[0] if len(path) == 1 else path_name(path), value) for path, value in leaves.items()
-    }
-    if not counts:
+    tree = open_batch(batch) if tree is None else tree
+    if not tree.leaves:
         raise _no_rows(batch)
-    declared, actual = stated_count(batch, "batch_size"), stated_count(batch, "actual_batch_size")
-    if declared is not None:
-        counts = {("batch_size",): declared, **counts}
-    stated: dict[Path, int] = {} if actual is None else {("actual_batch_size",): actual}
-    if branches:
-        counts |= stated_counts("batch_size", branches.items())
-        stated |= stated_counts("actual_batch_size", branches.items())
-    rows = common_count(
-        type(batch).__name__,
-        counts,
-        "every tensor's first dimension and every KeyedJaggedTensor's stride must be the batch size: pad or trim them",
-        path_name,
-    )
-    return rows, real_within(stated, rows)
+    for path, value in tree.leaves.items():
+        require_movable(path, value)
+    return count_tree(tree)
 
 
 def batch_rows(batch: Any) -> int:
@@ -224,23 +271,23 @@ def real_rows(batch: Any) -> int:
 def batch_device(batch: Any) -> torch.device:
     """Device of the batch, taken from its first row field that is no branch, or its first."""
     declared = (getattr(batch, name, None) for name in field_names(batch.__class__))
-    value = next((value for value in declared if is_row_field(value)), None)
+    value = next((value for value in declared if is_moved(value)), None)
     if value is None:
         value = next((value for _, value in row_fields(batch)), None)
     if value is None:
         raise _no_rows(batch)
-    return _device_of(value)
+    return device_of(value)
 
 
-def require_one_device(leaves: Mapping[Path, RowField]) -> None:
+def require_one_device(leaves: Mapping[Path, Any]) -> None:
     """Raise ValueError, with names, for row fields that lie on devices of more than one type."""
-    kinds = {_device_of(value).type: path for path, value in leaves.items()}
+    kinds = {device_of(value).type: path for path, value in leaves.items()}
     if len(kinds) > 1:
         named = {path_name(path): kind for kind, path in kinds.items()}
         raise ValueError(f"fields lie on different devices: {named}; a batch lies on one: move them to it")
 
 
-def require_no_grad(leaves: Mapping[Path, RowField]) -> None:
+def require_no_grad(leaves: Mapping[Path, Any]) -> None:
     """Raise ValueError, with its name, for a row field that requires grad: rows that move leave the graph."""
     for path, value in leaves.items():
         tensors = [value] if isinstance(value, torch.Tensor) else [value.values(), value.weights_or_none()]
@@ -251,132 +298,68 @@ def require_no_grad(leaves: Mapping[Path, RowField]) -> None:
             )
 
 
-def counts_rows(path: Path, value: Any, branches: Mapping[Path, Node]) -> bool:
-    """Whether a plain value is the field of a dataclass that counts its rows."""
-    if path[-1] not in ROW_COUNT_FIELDS or (len(path) > 1 and branches[path[:-1]].kind != "dataclass"):
-        return False
-    return path[-1] != "batch_size" or not isinstance(value, int) or value >= 0
-
-
-def text_of_plain(plain: Mapping[Path, Any]) -> str | None:
-    """Plain values as a text that no others have, types included; None where they are more than scalars."""
-    for value in plain.values():
-        if type(value) in _SCALARS:
-            continue
-        if not _holds_scalars(value) or (type(value) is dict and not _SCALARS.issuperset(map(type, value))):
-            return None
-    return repr(plain)
-
-
-def stated_counts(name: str, nodes: Iterable[tuple[Path, Node]]) -> dict[Path, int]:
-    """What branches say of their rows: dataclasses in the field of that name, TensorDicts in their batch_size."""
-    stated: dict[Path, int] = {}
-    for path, node in nodes:
-        if node.kind == "tensordict" and name == "batch_size":
-            stated[(*path, name)] = node.value.batch_size[0]
-        elif node.kind == "dataclass" and (count := stated_count(node.value, name)) is not None:
-            stated[(*path, name)] = count
-    return stated
-
-
-def map_trees(nodes: Sequence[Node], function: LeafFunction, rows: int, real: int, path: Path = ()) -> Node:
-    """A tree like the first one, each leaf of `rows` rows made by `function(path, leaf_type, leaves at that path)`.
-
-    `real` rows of the result are no padding. ValueError unless the trees have one structure and the same metadata.
-    """
-    first = nodes[0]
-    if first.leaf_type is not None:
-        _require_same(path, [node.leaf_type is first.leaf_type for node in nodes], nodes)
-        return Node(function(path, first.leaf_type, [node.value for node in nodes]), first.leaf_type)
-    if first.kind is None:
-        same = [not node.has_rows and (first.per_rank or is_equal(node.value, first.value)) for node in nodes]
-        _require_same(path, same, nodes)
-        return first
-    keys = first.children.keys()
-    traits = traits_of(first.kind, first.value)
-    _require_same(path, [traits_of(n.kind, n.value) == traits and n.children.keys() == keys for n in nodes], nodes)
-    counts = {}  # set, not compared
-    if first.kind == "dataclass":
-        counts = {name: first.children[name] for name in ROW_COUNT_FIELDS if name in keys}
-        counts |= {name: Node(count) for name, count in row_count_values(first.value, rows, real).items()}
-    children = {
-        key: map_trees([node.children[key] for node in nodes], function, rows, real, (*path, key))
-        for key in keys
-        if key not in counts
-    }
-    return _rebuilt(first, children | counts, rows)
-
-
-def take_own(node: Node, other: Node, rows: int) -> Node:
-    """A tree of `rows` rows with what is each rank's own as another tree of the same structure has it."""
-    if node.per_rank:
-        return other
-    children = {key: take_own(child, other.children[key], rows) for key, child in node.children.items()}
-    if node.kind is None or all(children[key] is child for key, child in node.children.items()):
-        return node
-    return _rebuilt(node, children, rows)
-
-
-def _rebuilt(node: Node, children: dict[Any, Node], rows: int) -> Node:
-    assert node.kind is not None  # noqa: S101  it is a branch
-    value = rebuild(node.value, node.kind, {key: child.value for key, child in children.items()}, rows)
-    return Node(value, None, node.kind, children)
-
-
-def _holds_scalars(value: Any) -> bool:
-    """Whether a value is a list, tuple or dict of scalars alone, as most containers of a batch are."""
+def holds_scalars(value: Any) -> bool:
+    """Whether a value is a scalar, or a list, tuple or dict of scalars alone, as most metadata of a batch are."""
     kind = type(value)
+    if kind in _SCALARS:
+        return True
     if kind is dict:
-        return _SCALARS.issuperset(map(type, value.values()))
+        return _SCALARS.issuperset(map(type, value)) and _SCALARS.issuperset(map(type, value.values()))
     return (kind is list or kind is tuple) and _SCALARS.issuperset(map(type, value))
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor or an array in a value, at any depth."""
-    if isinstance(value, (str, int, float, bytes, NoneType)):
-        return False
-    if tensor_leaf_type(value) is not None:
-        return True
-    kind, children = children_of(value)
-    return kind == "tensordict" or any(_holds_tensors(child) for child in children.values())
+def _require_alike(first: Tree, other: Tree, index: int) -> None:
+    """Raise ValueError, with the place, unless trees have one structure and the same metadata; leaves may differ."""
+    differ = None
+    for path, branch in first.branches.items():
+        its = other.branches.get(path)
+        alike = its is not None and _traits(branch) == _traits(its)
+        differ = path if differ is None and not alike else differ
+    if differ is None:
+        differ = next((path for path in first.leaves if path not in other.leaves), None)
+    if differ is None:
+        own = first.own_paths
+        differ = next(
+            (
+                path
+                for path, value in first.metadata.items()
+                if path not in own and not (path in other.plain and is_equal(value, other.plain[path]))
+            ),
+            None,
+        )
+    if differ is not None:
+        shown = " and ".join(_summary(_found(tree, differ)) for tree in (first, other))
+        raise ValueError(
+            f"batches 0 and {index} differ at {path_name(differ)!r}: {shown}; batches of one structure and with equal "
+            "metadata can be joined: make them equal, or give a value per row"
+        )
 
 
-def _names_below(own: frozenset[str], key: Any) -> frozenset[str]:
-    """Of dotted names those below a key, without it; "" where the key itself is named."""
-    if not own or "" in own:
-        return own
-    name = str(key)
-    below = (each.removeprefix(name) for each in own if each == name or each.startswith(f"{name}."))
-    return frozenset(each.removeprefix(".") for each in below)
+def _traits(branch: Branch) -> tuple[Any, ...]:
+    """What branches of one structure have in common."""
+    return *traits_of(branch.kind, branch.value), set(branch.keys)
 
 
-def _require_same(path: Path, same: list[bool], nodes: Sequence[Node]) -> None:
-    if all(same):
-        return
-    other = same.index(False)
-    shown = f"{_summary(nodes[0].value)} and {_summary(nodes[other].value)}"
-    raise ValueError(
-        f"batches 0 and {other} differ at {path_name(path)!r}: {shown}; batches of one structure and with equal "
-        "metadata can be joined: make them equal, or give a value per row"
-    )
+def _found(tree: Tree, path: Path) -> Any:
+    branch = tree.branches.get(path)
+    return {**tree.leaves, **tree.plain}.get(path) if branch is None else branch.value
 
 
 def _summary(value: Any) -> str:
-    if isinstance(value, Constant):
-        value = value.value
     if isinstance(value, Mapping):
         return f"{type(value).__name__} of {sorted(map(str, value))}"
-    if isinstance(value, (bool, int, float, str, tuple, type(None))):
+    if isinstance(value, (bool, int, float, str, tuple, NoneType)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     return type(value).__name__
 
 
+def _named(counts: Mapping[Path, int]) -> dict[str, int]:
+    return {path_name(path): count for path, count in counts.items()}
+
+
 def _no_rows(batch: Any) -> ValueError:
     return ValueError(
-        f"{type(batch).__name__} has no KeyedJaggedTensor or tensor field; a batch needs at least one: add it"
+        f"the batch is a {type(batch).__name__} without rows; a batch holds tensors, arrays or lists with an entry per "
+        "row: add one"
     )
-
-
-def _device_of(value: RowField) -> torch.device:
-    return value.device if isinstance(value, torch.Tensor) else value.values().device

@@ -13,6 +13,7 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,9 @@ V = TypeVar("V")
 # A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
 _TUPLE, _DICT, _BYTES, _DTYPE, _DEVICE, _NUMPY = "tuple", "dict", "bytes", "dtype", "device", "numpy"
 _SIZE, _ORDERED, _NAMED_TUPLE, _ENUM, _COMPLEX = "size", "ordered", "namedtuple", "enum", "complex"
+
+# Characters of a value in a message.
+_SHOWN = 200
 
 _REGISTERED: dict[str, type] = {}
 
@@ -125,6 +129,44 @@ def show_plain(data: Any) -> str:
     return f"{kind}({_listed(content) if isinstance(content, list) else content})"
 
 
+@dataclass(frozen=True, eq=False)
+class PlainField:
+    """A value that holds no rows: it must be the same on all ranks, or is declared to be each rank's own."""
+
+    path: Path
+    json: str  # the value as `encode_plain` writes it, as JSON text; empty for one per rank that JSON cannot hold
+    per_rank: bool = False  # see `register_batch_type`
+
+    def __eq__(self, other: object) -> bool:
+        """Whether path and value are the same, types included; dicts are equal in any order of their items."""
+        if not isinstance(other, PlainField):
+            return NotImplemented
+        if self.path != other.path or self.per_rank != other.per_rank:
+            return False
+        return self.per_rank or self.json == other.json or self.canonical() == other.canonical()
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @functools.cached_property
+    def _data(self) -> Any:
+        return json.loads(self.json)
+
+    def value(self) -> Any:
+        """The value, equal to what was described; KeyError for a class that is not imported here."""
+        return decode_plain(self._data)
+
+    def canonical(self) -> str:
+        """The value as JSON text that equal ones have; as text, because 1, 1.0 and True are equal in Python."""
+        return json.dumps(canonical_plain(self._data))
+
+    def summary(self) -> str:
+        """What messages show of it."""
+        text = show_plain(self._data) if self.json else "a value"
+        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        return f"{text} of this rank" if self.per_rank else text
+
+
 def differences(first: Mapping[K, V], other: Mapping[K, V]) -> list[tuple[K, V | None, V | None]]:
     """Where two descriptions of batches differ, and what both say there; None stands for what is absent."""
     return [
@@ -168,7 +210,7 @@ def unknown_type(name: str) -> KeyError:
     module, _, qualname = name.partition(":")
     return KeyError(
         f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
-        f"{module} on every rank"
+        f"{module} on every rank, or decorate it with commons.sequence_batch.schema.register_batch_type"
     )
 
 

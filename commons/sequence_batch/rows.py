@@ -30,25 +30,18 @@ last and is empty, or zero. A batch without that field cannot state padding, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from commons.sequence_batch.branches import Constant
-from commons.sequence_batch.fields import (
-    ROW_COUNT_FIELDS,
-    Path,
-    can_state_padding,
-    common_count,
-    path_name,
-    real_within,
-)
-from commons.sequence_batch.open_batch import LeafFunction, Node, map_trees, parse, stated_counts, take_own, walk
-from commons.sequence_batch.plain_values import canonical_plain, encode_plain
-from commons.sequence_batch.row_leaves import LeafType
+from commons.sequence_batch.fields import Path, can_state_padding, path_name
+from commons.sequence_batch.open_batch import Tree, count_tree, map_leaves, open_tree, rebuild
+from commons.sequence_batch.row_leaves import join_leaves, leaf_kind, pad_leaf
+from commons.sequence_batch.schema import BatchSchema
 
 B = TypeVar("B")
 
@@ -57,7 +50,7 @@ B = TypeVar("B")
 class Rows(Generic[B]):
     """A batch, parsed; made by `Rows.of`."""
 
-    tree: Node  # its branches, leaves and metadata
+    tree: Tree  # its branches, leaves and metadata
     count: int  # rows that all leaves agree on, padding included
     real: int  # how many of them, from the first on, are no padding
 
@@ -74,8 +67,10 @@ class Rows(Generic[B]):
         3
 
         """
-        tree = parse(batch)
-        return cls(tree, *_row_counts(tree))
+        tree = open_tree(batch)
+        for path, value in tree.leaves.items():
+            leaf_kind(value).check(path, value)
+        return cls(tree, *count_tree(tree))
 
     @staticmethod
     def concat(parts: Sequence[Rows[B]]) -> Rows[B]:
@@ -91,42 +86,42 @@ class Rows(Generic[B]):
             # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
             kept = [part._select(torch.arange(part.real), part.real) for part in parts]
             parts = kept + [part._select(torch.arange(part.real, part.count), 0) for part in parts]
-        return _mapped(parts, _join, count, real)
+        return Rows(map_leaves([part.tree for part in parts], join_leaves, count, real), count, real)
 
     @property
     def batch(self) -> B:
         """The batch itself."""
-        return self.tree.value
+        return self.tree.batch
+
+    @cached_property
+    def schema(self) -> BatchSchema:
+        """All but the rows; TypeError for metadata that JSON cannot hold."""
+        return BatchSchema.of_tree(self.tree)
+
+    @property
+    def leaves(self) -> dict[Path, Any]:
+        """Every leaf by its path, depth first."""
+        return self.tree.leaves
 
     @property
     def states_padding(self) -> bool:
         """Whether the batch can say which of its rows are padding."""
-        nodes = (node for _, node in walk(self.tree))
-        return any(node.kind == "dataclass" and can_state_padding(type(node.value)) for node in nodes)
+        branches = self.tree.branches.values()
+        return any(branch.kind == "dataclass" and can_state_padding(type(branch.value)) for branch in branches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors and numeric arrays; Python objects are not counted."""
         total = 0
-        for _, leaf_type, value in self.leaves():
-            total += sum(tensor.numel() * tensor.element_size() for tensor in leaf_type.tensors(value))
+        for value in self.leaves.values():
+            total += sum(tensor.numel() * tensor.element_size() for tensor in leaf_kind(value).tensors(value))
             if isinstance(value, np.ndarray) and value.dtype != object:
                 total += value.nbytes
         return total
 
-    def leaves(self) -> Iterator[tuple[Path, LeafType[Any], Any]]:
-        """Path, kind and value of every leaf, depth first."""
-        for path, node in walk(self.tree):
-            if node.leaf_type is not None:
-                yield path, node.leaf_type, node.value
-
-    def map(self, function: Callable[[Path, LeafType[Any], Any], Any]) -> Rows[B]:
-        """Every leaf replaced by `function(path, leaf_type, leaf)`, which keeps the number of rows."""
-
-        def apply(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
-            return function(path, leaf_type, values[0])
-
-        return _mapped([self], apply, self.count, self.real)
+    def map(self, function: Callable[[Path, Any], Any]) -> Rows[B]:
+        """Every leaf replaced by `function(path, leaf)`, which keeps the number of rows."""
+        return self._mapped(function, self.count, self.real)
 
     def select(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> Rows[B]:
         """Some of the rows, every tensor in storage of its own.
@@ -149,6 +144,10 @@ class Rows(Generic[B]):
             )
         return self._select(chosen, num_real)
 
+    def without_padding(self) -> Rows[B]:
+        """The real rows."""
+        return self if self.real == self.count else self._select(torch.arange(self.real), self.real)
+
     def pad(self, num_rows: int) -> Rows[B]:
         """`num_rows` rows, padding last: empty where rows are jagged, zeros in dense fields, None among objects.
 
@@ -166,49 +165,41 @@ class Rows(Generic[B]):
             raise ValueError(
                 f"num_rows is {num_rows}, the batch has {self.count} rows; padding adds rows: raise num_rows"
             )
-
-        def pad(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
-            return leaf_type.join([values[0], leaf_type.padding(values[0], missing)])
-
-        return _mapped([self], pad, num_rows, self.real)
+        return self._alike(lambda path, value: pad_leaf(path, value, missing), num_rows, self.real)
 
     def with_own_of(self, other: Rows[B] | None) -> Rows[B]:
         """The same rows; what is each rank's own (`register_batch_type`) is that of another batch, if there is one."""
-        return self if other is None else Rows(take_own(self.tree, other.tree, self.count), self.count, self.real)
+        own = [] if other is None else self.tree.own_paths
+        if other is None or not own:
+            return self
+        return Rows(rebuild(self.tree, {path: other.tree.plain[path] for path in own}), self.count, self.real)
 
     def pin(self) -> Rows[B]:
         """The same rows with their tensors in pinned host memory; arrays and lists stay where they are."""
-        return self.map(lambda _, __, value: value.pin_memory() if hasattr(value, "pin_memory") else value)
-
-    def schema(self, varying: Collection[Path] = ()) -> dict[str, Any]:
-        """All but the rows, by path: kinds, dtypes, the shape of a row, and metadata as JSON holds them.
-
-        Args:
-            varying: paths of leaves whose rows may differ in their first dimension, as sequences that are padded.
-
-        Raises:
-            TypeError: metadata that JSON cannot hold.
-        """
-        described: dict[str, Any] = {}
-        _describe(self.tree, (), varying, described)
-        return described
+        return self.map(lambda _, value: value.pin_memory() if hasattr(value, "pin_memory") else value)
 
     def _select(self, chosen: torch.Tensor, num_real: int) -> Rows[B]:
-        def select(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
+        def select(path: Path, value: Any) -> Any:
             try:
-                return leaf_type.select(values[0], chosen)
+                return leaf_kind(value).select(value, chosen)
             except NotImplementedError as error:
                 raise TypeError(
                     f"field {path_name(path)!r} is of a dtype from which no rows can be taken ({error}); rows are "
                     "those of dtypes that torch and fbgemm can select: convert it, lengths to int32 or int64"
                 ) from error
 
-        return _mapped([self], select, chosen.numel(), num_real)
+        return self._alike(select, chosen.numel(), num_real)
 
+    def _alike(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
+        """Other rows of the same schema, which is not made again where it is known."""
+        result = self._mapped(function, count, real)
+        if "schema" in self.__dict__:
+            result.__dict__["schema"] = self.schema
+        return result
 
-def count_rows(batch: Any) -> int:
-    """Number of rows of a batch, padding included; raises as `Rows.of`."""
-    return Rows.of(batch).count
+    def _mapped(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
+        leaves = {path: function(path, value) for path, value in self.leaves.items()}
+        return Rows(rebuild(self.tree, leaves, count, real), count, real)
 
 
 def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) -> B:
@@ -219,62 +210,6 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
 
     """
     return Rows.of(batch).select(indices).batch
-
-
-def concat_rows(batches: Sequence[B]) -> B:
-    """Rows of several batches as one batch: see `Rows.concat`.
-
-    >>> concat_rows([{"ids": torch.tensor([5, 6])}, {"ids": torch.tensor([7])}])
-    {'ids': tensor([5, 6, 7])}
-
-    """
-    return Rows.concat([Rows.of(batch) for batch in batches]).batch
-
-
-def _mapped(parts: Sequence[Rows[B]], function: LeafFunction, count: int, real: int) -> Rows[B]:
-    return Rows(map_trees([part.tree for part in parts], function, count, real), count, real)
-
-
-def _describe(node: Node, path: Path, varying: Collection[Path], described: dict[str, Any]) -> None:
-    name, value = ".".join(map(str, path)), node.value
-    if node.leaf_type is not None:
-        traits = node.leaf_type.traits(value)
-        if path in varying:
-            traits["row shape"] = ("any", *traits["row shape"][1:])
-        if "device" in traits:
-            traits["device"] = traits["device"].type
-        described[name] = " ".join([type(value).__name__, *(f"{key} {trait}" for key, trait in traits.items())])
-    elif node.per_rank:
-        described[name] = "each rank's own"
-    elif node.kind is None:
-        plain = encode_plain(value.value if isinstance(value, Constant) else value, path)
-        described[name] = canonical_plain(plain)  # equal dicts are equal in any order
-    else:
-        described[name] = f"{type(value).__module__}.{type(value).__qualname__}"
-        for key, child in node.children.items():
-            if not (node.kind == "dataclass" and key in ROW_COUNT_FIELDS):
-                _describe(child, (*path, key), varying, described)
-
-
-def _row_counts(tree: Node) -> tuple[int, int]:
-    """Rows with padding, and real ones."""
-    counts = stated_counts("batch_size", walk(tree))
-    for path, node in walk(tree):
-        if node.leaf_type is not None:
-            counts[path] = node.leaf_type.count(node.value, path_name(path))
-    name = type(tree.value).__name__
-    if not counts:
-        raise ValueError(
-            f"the batch is a {name} without rows; a batch holds tensors, arrays or lists with an entry per row: add one"
-        )
-    rows = common_count(
-        f"the {name}",
-        counts,
-        "the first dimension of every field is the batch, and a list has an entry per row: pad or trim them, or make a "
-        "list that belongs to the whole batch a tuple",
-        path_name,
-    )
-    return rows, real_within(stated_counts("actual_batch_size", walk(tree)), rows)
 
 
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:
@@ -301,16 +236,3 @@ def _as_indices(indices: Any, rows: int) -> torch.Tensor:
             "them"
         )
     return chosen
-
-
-def _join(path: Path, leaf_type: LeafType[Any], values: list[Any]) -> Any:
-    first = leaf_type.traits(values[0])
-    for index, value in enumerate(values):
-        other = leaf_type.traits(value)
-        if other != first:
-            different = [f"{name} {first[name]} and {other[name]}" for name in first if first[name] != other[name]]
-            raise ValueError(
-                f"batches 0 and {index} differ at {path_name(path)!r}: {'; '.join(different)}; only rows of one kind "
-                "can be joined: convert, pad or trim them first"
-            )
-    return leaf_type.join(values)

@@ -1,7 +1,7 @@
 """BatchSchema: everything about a batch but its rows.
 
 Ranks compare schemas once before the first batch, and a rank whose data has ended builds its empty batches from the
-schema that it learned. A schema travels as JSON.
+schema that it learned. Messages carry a schema and the tensors of its leaves. A schema travels as JSON.
 """
 
 from __future__ import annotations
@@ -9,35 +9,32 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, TypeVar, overload
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from commons.sequence_batch.branches import Constant, describe
+from commons.sequence_batch.branches import BranchKind, Constant, build_branch, describe, find_class
 from commons.sequence_batch.fields import (
-    ROW_COUNT_FIELDS,
     Path,
-    RowField,
     can_state_padding,
     declare_per_rank,
-    make_batch,
     path_name,
     per_rank_names,
-    require_dataclass,
+    row_count_items,
 )
-from commons.sequence_batch.jagged import is_keyed_jagged
-from commons.sequence_batch.open_batch import Node, Opened, counts_rows, open_batch, row_counts, text_of_plain, value_at
+from commons.sequence_batch.jagged_fields import JaggedField
+from commons.sequence_batch.open_batch import Tree, holds_scalars, open_batch, row_counts, value_at
 from commons.sequence_batch.plain_values import (
+    PlainField,
     decode_plain,
     differences,
     encode_plain,
-    find_type,
-    name_of,
     register_type,
 )
-from commons.sequence_batch.schema_fields import Branch, DenseField, Field, JaggedField, PlainField, empty_counts
+from commons.sequence_batch.row_fields import DenseField, RowField
+from commons.sequence_batch.row_leaves import KINDS, describe_leaf, leaf_kind
 
 T = TypeVar("T", bound=type)
 
@@ -79,99 +76,152 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     return batch_type
 
 
-_FIELDS: dict[str, Any] = {each.__name__: each for each in (JaggedField, DenseField, PlainField, Branch)}
-_DENSE_FACTS = len(dataclasses.fields(DenseField))
+@dataclass(frozen=True)
+class BranchField:
+    """What leads to fields: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
+
+    path: Path
+    json: str  # as `branches.describe` writes it, as JSON text
+    # Its children as the batch holds them; ranks may fill their dicts in other orders, and the first rank's counts.
+    keys: tuple[Any, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def described(self) -> list[Any]:
+        """Its kind, and what `build_branch` needs beside."""
+        return json.loads(self.json)
+
+    @property
+    def kind(self) -> BranchKind:
+        """Its kind; of a defaultdict its own."""
+        return self.described[0]
+
+    @property
+    def batch_type(self) -> type:
+        """The class of a dataclass; KeyError where it is not imported."""
+        return find_class(self.described[1])
+
+    def made_of(self, children: dict[Any, Any], rows: int, device: torch.device | None) -> Any:
+        """The branch around children of so many rows, in the order of `keys`; the device is that of a TensorDict."""
+        ordered = {key: children[key] for key in self.keys if key in children} | children
+        return build_branch(self.described, ordered, rows, device)
+
+    def summary(self) -> str:
+        """What messages show of it."""
+        kind, *content = self.described
+        if kind == "keyed":
+            return f"KeyedTensor {content[0]} of widths {content[1]}"
+        return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
+
+
+Field: TypeAlias = RowField | PlainField | BranchField
+
+_FIELDS: dict[str, Any] = {each.__name__: each for each in (*KINDS, PlainField, BranchField)}
 
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """Type name and contents of a batch, in the order of declaration, with the attributes beside its fields."""
+    """What a batch holds, in the order of `Tree`: leaves, plain values, then branches, each before those below it."""
 
-    batch_type: str  # the class, as `find_type` finds it
-    fields: tuple[Field, ...]  # what the batch holds; last the branches, each before those below it
+    fields: tuple[Field, ...]
+
+    @cached_property
+    def rows(self) -> list[RowField]:
+        """What has an entry per row."""
+        return [each for each in self.fields if isinstance(each, RowField)]
 
     @cached_property
     def jagged(self) -> list[JaggedField]:
         """KeyedJaggedTensors and JaggedTensors."""
-        return [field for field in self.fields if isinstance(field, JaggedField)]
+        return [each for each in self.fields if isinstance(each, JaggedField)]
 
     @cached_property
     def dense(self) -> list[DenseField]:
         """Tensors."""
-        return [field for field in self.fields if isinstance(field, DenseField)]
+        return [each for each in self.fields if isinstance(each, DenseField)]
+
+    @cached_property
+    def branches(self) -> list[BranchField]:
+        """What leads to the others; first the batch itself, if it is no leaf."""
+        return [each for each in self.fields if isinstance(each, BranchField)]
 
     @cached_property
     def num_keys(self) -> int:
         """Keys of all jagged fields together."""
-        return sum(len(field.keys) for field in self.jagged)
+        return sum(len(each.keys) for each in self.jagged)
+
+    @cached_property
+    def batch_type(self) -> type:
+        """The class of a batch that is a dataclass; KeyError where it is not imported."""
+        return self.branches[0].batch_type
 
     @cached_property
     def host_fields(self) -> list[DenseField]:
         """Tensor fields whose values the host keeps, see `BaseBatch`: one integer per row."""
-        paths = [(name,) for name in getattr(_find_batch_type(self.batch_type), "host_fields", ())]
-        is_integer = {field.path: not (field.dtype.is_floating_point or field.dtype.is_complex) for field in self.dense}
-        return [field for field in self.dense if field.path in paths and is_integer[field.path] and not field.trailing]
+        paths = [(name,) for name in getattr(self.batch_type, "host_fields", ())]
+        is_integer = {each.path: not (each.dtype.is_floating_point or each.dtype.is_complex) for each in self.dense}
+        return [each for each in self.dense if each.path in paths and is_integer[each.path] and not each.trailing]
 
     @cached_property
     def states_padding(self) -> bool:
         """Whether batches of this type, or a part of them, can say which rows are padding."""
-        parts = (field.states_padding for field in self.fields if isinstance(field, Branch))
-        return can_state_padding(_find_batch_type(self.batch_type)) or any(parts)
+        return any(each.kind == "dataclass" and can_state_padding(each.batch_type) for each in self.branches)
 
     @classmethod
-    def of(cls, batch: Any, opened: Opened | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
-        """Describe a batch.
+    def of(cls, batch: Any, tree: Tree | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
+        """Describe a batch of a shuffler.
 
         Args:
             batch: the batch.
-            opened: of `open_batch`, where the caller has it and has counted the rows.
+            tree: of `open_batch`, where the caller has it and has counted the rows.
             known: the schema of an earlier batch, by what it was made of; of a batch like that one, it is the result.
 
         Raises:
-            TypeError: not a dataclass, a plain value that JSON cannot hold, or a branch that no other rank could make.
+            TypeError: as `of_tree`, or a batch that is no dataclass.
             ValueError: as `row_counts`; a name per rank of what holds rows.
         """
-        if opened is None:
-            require_dataclass(batch)
-            opened = open_batch(batch)
-            row_counts(batch, opened)
-        leaves, plain, branches = opened
-        own = per_rank_names(type(batch))
-        facts = tuple(_facts_of_rows(path, value) for path, value in leaves.items())
-        counts = [path for path in plain if path[-1] in ROW_COUNT_FIELDS and counts_rows(path, plain[path], branches)]
-        plain = {path: value for path, value in plain.items() if path not in counts}
-        key = None
-        if known is not None and not branches and (text := text_of_plain(plain)) is not None:
-            key = type(batch), own, facts, text
-            if (like := known.get(key)) is not None:
-                return like
-        rows = [DenseField(*each) if len(each) == _DENSE_FACTS else JaggedField(*each) for each in facts]
-        kept = [
-            _describe_plain(path, value, type(batch), _is_own(path, own, branches)) for path, value in plain.items()
-        ]
-        if own:
-            _require_plain(own, leaves, type(batch))
-        schema = cls(
-            name_of(type(batch)),
-            (
-                *rows,
-                *kept,
-                *(
-                    Branch(path, json.dumps(describe(node.kind, node.value, path)), tuple(node.children))
-                    for path, node in branches.items()
-                    if node.kind is not None
-                ),
-            ),
-        )
-        if known is not None and key is not None:
+        if tree is None:
+            tree = open_batch(batch)
+            row_counts(batch, tree)
+        if known is None or len(tree.branches) > 1 or not all(map(holds_scalars, (plain := tree.metadata).values())):
+            return cls.of_tree(tree)
+        facts = tuple([(kind := leaf_kind(value), kind.facts(path, value)) for path, value in tree.leaves.items()])
+        key = type(batch), per_rank_names(type(batch)), facts, repr(plain)  # as text: in Python, 1, 1.0, True are equal
+        if key not in known:
+            schema = cls.of_tree(tree)
             known.clear()  # batches of a run are alike
             known[key] = schema
-        return schema
+        return known[key]
+
+    @classmethod
+    def of_tree(cls, tree: Tree) -> BatchSchema:
+        """Describe a batch of any kind.
+
+        Raises:
+            TypeError: a plain value that JSON cannot hold, or a branch that no other rank could make.
+            ValueError: a name per rank of what holds rows.
+        """
+        own, root = tree.own_paths, tree.branches.get(())
+        batch_type = type(root.value) if root is not None and root.kind == "dataclass" else None
+        if batch_type is not None:
+            _require_plain(batch_type, tree)
+        return cls(
+            (
+                *(describe_leaf(path, value) for path, value in tree.leaves.items()),
+                *(_describe_plain(path, value, batch_type, path in own) for path, value in tree.metadata.items()),
+                *(
+                    BranchField(path, json.dumps(describe(branch.kind, branch.value, path)), branch.keys)
+                    for path, branch in tree.branches.items()
+                ),
+            )
+        )
 
     @property
     def type_name(self) -> str:
-        """The type's name with its module, for messages."""
-        return self.batch_type.replace(":", ".")
+        """The type's name, of a dataclass with its module, for messages."""
+        if not self.branches:
+            return self.fields[0].summary()
+        kind, *content = self.branches[0].described
+        return content[0].replace(":", ".") if kind == "dataclass" else self.branches[0].summary()
 
     @property
     def class_name(self) -> str:
@@ -188,7 +238,7 @@ class BatchSchema:
     def row_tensors(self, batch: Any, leaves: Mapping[Path, Any] | None = None) -> list[torch.Tensor]:
         """Of every row field, the tensor or the values, jagged fields first; `leaves` are those of `open_batch`."""
         find = partial(value_at, batch) if leaves is None else leaves.__getitem__
-        return [find(field.path).values() for field in self.jagged] + [find(field.path) for field in self.dense]
+        return [find(each.path).values() for each in self.jagged] + [find(each.path) for each in self.dense]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Of every tensor of `row_tensors` its number of elements: of a jagged one, those that the lengths count."""
@@ -202,78 +252,84 @@ class BatchSchema:
         Raises:
             KeyError: a class that is not imported on this rank.
         """
-        batch_type = _find_batch_type(self.batch_type)
-        branches = {field.path: field for field in self.fields if isinstance(field, Branch)}
-        children: dict[Path, dict[Any, Any]] = {path: {} for path in ((), *branches)}
-        for field in self.fields:
-            if isinstance(field, Branch):
-                continue
-            *parent, name = field.path
-            above = branches.get(tuple(parent))
-            value = _empty(field, rows, batch_type)
-            if isinstance(field, PlainField) and above is not None and above.described[0] == "tensordict":
-                value = Constant(value)
-            children[tuple(parent)][name] = value
-        for path, branch in reversed(branches.items()):
-            children[path[:-1]][path[-1]] = branch.made_of(children[path], rows)
-        return make_batch(batch_type, empty_counts(batch_type, rows) | children[()])
+        stated = {each.path for each in self.fields}
+        values = {
+            (*branch.path, name): count
+            for branch in self.branches
+            if branch.kind == "dataclass"
+            for name, count in row_count_items(branch.batch_type, rows, 0).items()
+            if (*branch.path, name) not in stated  # a batch_size below 0 states nothing
+        }
+        return self.made_of(values | {each.path: each.empty(rows) for each in self.rows}, lambda _: (rows, None))
 
-    def to_json(self) -> list[Any]:
-        """Something that json.dumps takes; `from_json` reads it back."""
-        return [
-            self.batch_type,
+    def made_of(self, values: Mapping[Path, Any], tensordict: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
+        """A batch of this schema, made without its constructor; KeyError for a class that is not imported here.
+
+        Args:
+            values: by path, the leaves and the fields that count rows.
+            tensordict: gives the rows and the device of a TensorDict.
+        """
+        if not self.branches:
+            return next(iter(values.values()))
+        children: dict[Path, dict[Any, Any]] = {each.path: {} for each in self.branches}
+        of_tensordicts = [each.path for each in self.branches if each.kind == "tensordict"]
+        for path, value in values.items():
+            children[path[:-1]][path[-1]] = value
+        for each in self.fields:
+            if isinstance(each, PlainField):
+                value = each.value() if each.json else _default(self.batch_type, each.path[0])
+                children[each.path[:-1]][each.path[-1]] = Constant(value) if each.path[:-1] in of_tensordicts else value
+        for branch in reversed(self.branches):
+            path = branch.path
+            made = branch.made_of(children[path], *(tensordict(path) if path in of_tensordicts else (0, None)))
+            if path:
+                children[path[:-1]][path[-1]] = made
+        return made
+
+    @cached_property
+    def text(self) -> str:
+        """The schema as JSON text; `from_text` reads it back."""
+        return json.dumps(
             [
                 [type(each).__name__, *(encode_plain(getattr(each, name), each.path) for name in each.__match_args__)]
                 for each in self.fields
             ],
-        ]
+            separators=(",", ":"),
+        )
 
     @classmethod
-    def from_json(cls, data: list[Any]) -> BatchSchema:
-        """The schema that `to_json` wrote."""
-        return cls(data[0], tuple(_FIELDS[kind](*map(decode_plain, content)) for kind, *content in data[1]))
+    @lru_cache(maxsize=16)  # messages of one exchange have one schema
+    def from_text(cls, text: str) -> BatchSchema:
+        """The schema that `text` is of."""
+        return cls(tuple(_FIELDS[kind](*map(decode_plain, content)) for kind, *content in json.loads(text)))
 
     def differences(self, other: BatchSchema) -> list[str]:
         """What differs between two schemas, one short text per field."""
-        if self.batch_type != other.batch_type:
+        if self.type_name != other.type_name:
             return [f"batch type {self.type_name} and {other.type_name}"]
-        pairs = differences(*({field.path: field for field in each.fields} for each in (self, other)))
-        return [f"field {path_name(path)!r}: {_summary(mine)} and {_summary(its)}" for path, mine, its in pairs]
+        return [
+            f"field {path_name(path)!r}: {_summary(mine)} and {_summary(its)}" for path, mine, its in self._pairs(other)
+        ]
 
     def way_out(self, other: BatchSchema) -> str:
         """How plain values that differ between two schemas may do so; empty where none does."""
-        pairs = differences(*({field.path: field for field in each.fields} for each in (self, other)))
-        plain = [path_name(path) for path, *both in pairs if all(isinstance(each, PlainField) for each in both)]
-        if self.batch_type != other.batch_type or not plain:
+        plain = [
+            path_name(path) for path, *both in self._pairs(other) if all(isinstance(each, PlainField) for each in both)
+        ]
+        is_dataclass = bool(self.branches) and self.branches[0].kind == "dataclass"
+        if self.type_name != other.type_name or not plain or not is_dataclass:
             return ""
         names = ", ".join(map(repr, plain)) + "," * (len(plain) == 1)
         return f", or declare what is each rank's own: register_batch_type({self.class_name}, per_rank=({names}))"
 
-
-def _facts_of_rows(path: Path, value: RowField) -> tuple[Any, ...]:
-    """What a DenseField or a JaggedField says of a value that holds rows, in the order of its fields."""
-    if isinstance(value, torch.Tensor):
-        return path, value.dtype, tuple(value.shape[1:])
-    weights, values = value.weights_or_none(), value.values()
-    keys = tuple(value.keys()) if is_keyed_jagged(value) else None
-    return (
-        path,
-        (str(path[-1]),) if keys is None else keys,
-        values.dtype,
-        None if weights is None else weights.dtype,
-        value.lengths().dtype,
-        tuple(values.shape[1:]) if keys is None else None,
-    )
+    def _pairs(self, other: BatchSchema) -> list[tuple[Path, Field | None, Field | None]]:
+        return differences(*({each.path: each for each in schema.fields} for schema in (self, other)))
 
 
-def _is_own(path: Path, own: frozenset[str], branches: Mapping[Path, Node]) -> bool:
-    """Whether a plain value is declared to be each rank's own, by the batch type or by that of a branch."""
-    return path[0] in own if len(path) == 1 else branches[path[:-1]].children[path[-1]].per_rank
-
-
-def _require_plain(own: frozenset[str], leaves: Mapping[Path, RowField], batch_type: type) -> None:
+def _require_plain(batch_type: type, tree: Tree) -> None:
     """Raise ValueError if rows are declared to be each rank's own."""
-    for path in leaves:
+    own = per_rank_names(batch_type)
+    for path in tree.leaves if own else ():
         if path_name(path) in own:
             raise ValueError(
                 f"per_rank of {batch_type.__name__} names {path_name(path)!r}, which holds rows; rows move to other "
@@ -281,11 +337,11 @@ def _require_plain(own: frozenset[str], leaves: Mapping[Path, RowField], batch_t
             )
 
 
-def _describe_plain(path: Path, value: Any, batch_type: type, per_rank: bool) -> PlainField:
+def _describe_plain(path: Path, value: Any, batch_type: type | None, per_rank: bool) -> PlainField:
     try:
         return PlainField(path, json.dumps(encode_plain(value, path)), per_rank)
     except TypeError as error:
-        if len(path) > 1 or _default(batch_type, path[0]) is dataclasses.MISSING:
+        if batch_type is None or len(path) > 1 or _default(batch_type, path[0]) is dataclasses.MISSING:
             if not per_rank:
                 raise
             raise TypeError(
@@ -308,24 +364,5 @@ def _default(batch_type: type, name: str) -> Any:
     return item.default_factory()
 
 
-def _empty(field: JaggedField | DenseField | PlainField, rows: int, batch_type: type) -> Any:
-    """What an empty batch holds in the place of a field."""
-    if not isinstance(field, PlainField):
-        return field.empty(rows)
-    return field.value() if field.json else _default(batch_type, field.path[0])
-
-
 def _summary(field: Field | None) -> str:
     return "absent" if field is None else field.summary()
-
-
-def _find_batch_type(name: str) -> type:
-    """The class of that name: registered, or found in a module that this process has already imported."""
-    found = find_type(name)
-    if found is None or not dataclasses.is_dataclass(found):
-        raise KeyError(
-            f"batch type {name.replace(':', '.')!r} is unknown on this rank, which has no batch of its own; the class "
-            "must be known by name on every rank: import its module, or decorate it with "
-            "commons.sequence_batch.schema.register_batch_type"
-        )
-    return found

@@ -1,4 +1,4 @@
-"""A batch as bytes: its structure as JSON, its tensors as they lie in memory. Nothing is pickled.
+"""A batch as bytes: its schema as JSON, its tensors as they lie in memory. Nothing is pickled.
 
     message: length of the JSON (8 bytes), JSON, tensor after tensor
 
@@ -10,30 +10,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from commons.sequence_batch.branches import BranchKind, Constant, UnsendableError, build, describe
+from commons.sequence_batch.branches import UnsendableError
 from commons.sequence_batch.fields import Path, path_name
-from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
-from commons.sequence_batch.open_batch import Node, parse
+from commons.sequence_batch.open_batch import Tree, open_tree
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
-from commons.sequence_batch.row_leaves import (
-    ARRAY,
-    COLUMN,
-    DENSE_TENSOR,
-    JAGGED,
-    KEYED_JAGGED,
-    LeafType,
-    nested_from_lengths,
-    nested_lengths,
-    ragged_axis,
-    require_plain_array,
-)
+from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
+from commons.sequence_batch.schema import BatchSchema
 
 _LENGTH_BYTES = 8
 
@@ -103,10 +91,15 @@ def encode(*batches: Any, extra: Any = None) -> Message:
         one.
         ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
     """
-    encoder = _Encoder()
-    nodes = [encoder.node(batch.tree if isinstance(batch, Rows) else parse(batch), ()) for batch in batches]
-    header = json.dumps([nodes, encode_plain(extra, ())], separators=(",", ":")).encode()
-    return Message(len(header).to_bytes(_LENGTH_BYTES, "little") + header, encoder.tensors)
+    tensors: list[torch.Tensor] = []
+    described = [
+        _describe(batch.tree, batch.schema, tensors)
+        if isinstance(batch, Rows)
+        else _describe(tree := open_tree(batch), BatchSchema.of_tree(tree), tensors)
+        for batch in batches
+    ]
+    header = json.dumps([described, encode_plain(extra, ())], separators=(",", ":")).encode()
+    return Message(len(header).to_bytes(_LENGTH_BYTES, "little") + header, tensors)
 
 
 def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
@@ -117,136 +110,65 @@ def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
     """
     length = int.from_bytes(bytes(message[:_LENGTH_BYTES].tolist()), "little")
     header = message[_LENGTH_BYTES : _LENGTH_BYTES + length]
-    nodes, extra = json.loads(header.cpu().numpy().tobytes())
-    decoder = _Decoder(message, _LENGTH_BYTES + length)
-    return [decoder.value(node) for node in nodes], decode_plain(extra)
+    described, extra = json.loads(header.cpu().numpy().tobytes())
+    reader = _Reader(message, _LENGTH_BYTES + length)
+    return [_made_of(reader, *each) for each in described], decode_plain(extra)
 
 
-@dataclass
-class _Encoder:
-    """Describes a batch and collects its tensors."""
-
-    tensors: list[torch.Tensor] = field(default_factory=list)
-
-    def node(self, node: Node, path: Path) -> list[Any]:
-        if node.leaf_type is not None:
-            return self.leaf(node.leaf_type, node.value, path)
-        if node.kind is not None:
-            return self.branch(node.kind, node, path)
-        if isinstance(node.value, Constant):
-            return ["constant", encode_plain(node.value.value, path)]
-        return ["plain", encode_plain(node.value, path)]
-
-    def branch(self, kind: BranchKind, node: Node, path: Path) -> list[Any]:
-        value, children = node.value, node.children
-        nodes = [[encode_plain(key, path), self.node(child, (*path, key))] for key, child in children.items()]
-        rows, place = (value.batch_size[0], _place(value.device)) if kind == "tensordict" else (0, None)
-        return ["branch", describe(kind, value, path), rows, place, nodes]
-
-    def leaf(self, leaf_type: LeafType[Any], value: Any, path: Path) -> list[Any]:
-        if leaf_type is COLUMN:
-            return ["column", encode_plain(value, path)]
-        if leaf_type is ARRAY:
-            return self.array(value, path)
-        if leaf_type is DENSE_TENSOR:
-            return ["tensor", self.tensor(value, path)]
-        if leaf_type is KEYED_JAGGED:
-            leaf_type.count(value, path_name(path))  # of one number of rows, or an error
-            parts = [self.tensor(part, path) for part in leaf_type.tensors(value)]
-            return ["keyed_jagged", value.keys(), value.stride(), value.length_per_key(), parts]
-        if leaf_type is JAGGED:
-            return ["jagged", [self.tensor(part, path) for part in leaf_type.tensors(value)]]
-        compact = leaf_type.select(value, torch.arange(value.size(0)))  # without gaps between the rows
-        values, lengths = compact.values(), nested_lengths(compact)
-        return ["nested", ragged_axis(value), self.tensor(values, path), self.tensor(lengths, path)]
-
-    def array(self, value: np.ndarray, path: Path) -> list[Any]:
-        require_plain_array(value, path_name(path))
-        if value.dtype == object:
-            return ["objects", list(value.shape), [encode_plain(item, path) for item in value.ravel().tolist()]]
-        if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
-            raise TypeError(
-                f"{path_name(path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can be "
-                "sent: pass its fields as arrays of their own, or convert it"
-            )
-        raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)
-        return ["array", value.dtype.str, list(value.shape), self.tensor(torch.from_numpy(raw), path)]
-
-    def tensor(self, tensor: torch.Tensor, path: Path) -> list[Any]:
-        if type(tensor) is not torch.Tensor:
-            raise TypeError(
-                f"{path_name(path)!r} is a {type(tensor).__name__}; it would arrive as a plain tensor: pass one, and "
-                "what it has beside its values as a field of its own"
-            )
-        if tensor.requires_grad:
-            error = TypeError if tensor.is_leaf else UnsendableError
-            raise error(
-                f"{path_name(path)!r} requires gradients, which end where a tensor leaves its process: pass detach()"
-            )
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        self.tensors.append(tensor)
-        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _place(tensor.device)]
+def _describe(tree: Tree, schema: BatchSchema, tensors: list[torch.Tensor]) -> list[Any]:
+    """What the header says of a batch; adds its tensors."""
+    leaves = []
+    for path, value in tree.leaves.items():
+        kind = leaf_kind(value)
+        kind.check(path, value)
+        content, parts = kind.content(path, value)
+        parts = [_require_sendable(path, part) for part in parts]
+        tensors += parts
+        placed = [[str(part.dtype).removeprefix("torch."), list(part.shape), _place(part.device)] for part in parts]
+        leaves.append([content, placed])
+    counts = [[encode_plain(path, path), count] for path, count in tree.plain.items() if tree.counts_rows(path, count)]
+    held = (branch.value for branch in tree.branches.values() if branch.kind == "tensordict")
+    tensordicts = [[value.batch_size[0], _place(value.device)] for value in held]
+    return [schema.text, leaves, counts, tensordicts]
 
 
-class _Decoder:
-    """Makes a batch out of a message; every method `make_<kind>` takes what the encoder wrote after the kind."""
+def _made_of(reader: _Reader, schema_text: str, leaves: list[Any], counts: list[Any], tensordicts: list[Any]) -> Any:
+    schema = BatchSchema.from_text(schema_text)
+    values = {tuple(decode_plain(path)): count for path, count in counts}
+    for field, (content, placed) in zip(schema.rows, leaves):
+        values[field.path] = field.made_of(content, [reader.tensor(*each) for each in placed])
+    paths = [branch.path for branch in schema.branches if branch.kind == "tensordict"]
+    sizes = {path: (rows, _device_at(place)) for path, (rows, place) in zip(paths, tensordicts)}
+    return schema.made_of(values, sizes.__getitem__)
+
+
+def _require_sendable(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it lies in a message; TypeError for one that would arrive as something else."""
+    if type(tensor) is not torch.Tensor:
+        raise TypeError(
+            f"{path_name(path)!r} is a {type(tensor).__name__}; it would arrive as a plain tensor: pass one, and "
+            "what it has beside its values as a field of its own"
+        )
+    if tensor.requires_grad:
+        error = TypeError if tensor.is_leaf else UnsendableError
+        raise error(
+            f"{path_name(path)!r} requires gradients, which end where a tensor leaves its process: pass detach()"
+        )
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+class _Reader:
+    """Takes the tensors of a message, one after another."""
 
     def __init__(self, message: torch.Tensor, position: int) -> None:
-        self._message = message
-        self._position = position
+        self._message, self._position = message, position
 
-    def value(self, node: list[Any]) -> Any:
-        kind, *content = node
-        return getattr(self, f"make_{kind}")(*content)
-
-    def make_plain(self, value: Any) -> Any:
-        return decode_plain(value)
-
-    def make_constant(self, value: Any) -> Constant:
-        return Constant(decode_plain(value))
-
-    def make_column(self, items: list[Any]) -> list[Any]:
-        return decode_plain(items)
-
-    def make_objects(self, shape: list[int], items: list[Any]) -> np.ndarray:
-        array = np.empty(len(items), dtype=object)
-        for index, item in enumerate(items):
-            array[index] = decode_plain(item)
-        return array.reshape(shape)
-
-    def make_array(self, dtype: str, shape: list[int], raw: list[Any]) -> np.ndarray:
-        return self.make_tensor(raw).numpy().view(dtype).reshape(shape)
-
-    def make_tensor(self, described: list[Any]) -> torch.Tensor:
-        name, shape, place = described
+    def tensor(self, name: str, shape: list[int], place: int) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, name)
         size = math.prod(shape) * dtype.itemsize
         raw = self._message[self._position : self._position + size]
         self._position += size
         return raw.to(_device_at(place), copy=True).view(dtype).view(shape)
-
-    def make_keyed_jagged(self, keys: list[str], stride: int, per_key: list[int], parts: list[list[Any]]) -> Any:
-        values, lengths, *weights = map(self.make_tensor, parts)
-        return new_keyed_jagged(keys, values, weights[0] if weights else None, lengths, stride, per_key)
-
-    def make_jagged(self, parts: list[list[Any]]) -> Any:
-        values, lengths, *weights = map(self.make_tensor, parts)
-        return new_jagged(values, weights[0] if weights else None, lengths)
-
-    def make_nested(self, ragged: int, values: list[Any], lengths: list[Any]) -> torch.Tensor:
-        return nested_from_lengths(self.make_tensor(values), self.make_tensor(lengths), ragged)
-
-    def make_branch(self, described: list[Any], rows: int, place: int | None, nodes: list[Any]) -> Any:
-        children = {decode_plain(key): self.value(node) for key, node in nodes}
-        return build(described, children, rows, None if place is None else _device_at(place))
-
-
-def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether the text that a message holds of a dtype gives it back; other packages' dtypes read as bytes."""
-    try:
-        return np.dtype(dtype.str) == dtype
-    except TypeError:
-        return False
 
 
 def _place(device: torch.device | None) -> int | None:
@@ -254,5 +176,7 @@ def _place(device: torch.device | None) -> int | None:
     return None if device is None else int(device.type != "cpu")
 
 
-def _device_at(place: int) -> torch.device:
+def _device_at(place: int | None) -> torch.device | None:
+    if place is None:
+        return None
     return torch.device("cuda", torch.cuda.current_device()) if place else torch.device("cpu")

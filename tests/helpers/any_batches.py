@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.sequence_batch.batch import BaseBatch
+from commons.sequence_batch.rows import Rows
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -149,6 +151,14 @@ KINDS = {
     "TensorDict": tensordict_batch,
     "everything": everything,
 }
+
+
+def count_rows(batch: Any) -> int:
+    return Rows.of(batch).count
+
+
+def concat_rows(batches: Sequence[Any]) -> Any:
+    return Rows.concat([Rows.of(batch) for batch in batches]).batch
 
 
 def as_values(value: Any) -> Any:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
-from commons.sequence_batch.rows import Rows, count_rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, dense, length_of, padded_batch
+from commons.sequence_batch.rows import Rows, select_rows
+from tests.helpers.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
 from tests.helpers.faults import error_of
 
 
@@ -218,16 +218,22 @@ def mistaken_call(what):
             "one row",
             "ValueError: the number of rows is 1, that of parts (chunks or ranks) is 2; every part needs one: use",
         ),
-        ("other dtypes", "ValueError: the batches of ranks 0 and 1 differ: 'a': Tensor dtype torch.int64 row shape"),
+        (
+            "other dtypes",
+            "ValueError: the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; rows",
+        ),
         (
             "other metadata",
-            "ValueError: the batches of ranks 0 and 1 differ: 'meta': same and other; rows can be mixed",
+            "ValueError: the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
         ),
-        ("rows differ", "ValueError: rank 1: fields of the dict disagree on the number of rows"),
+        ("rows differ", "ValueError: rank 1: fields of dict disagree on the number of rows"),
         ("workloads missing", "ValueError: rank 1: workloads is None, the batch has 3 rows; one per row is needed"),
         ("workloads without a batch", "ValueError: rank 1: batch is None and there are 3 workloads"),
         ("options", "ValueError: equal_size is True on rank 0 and False on rank 1 in redistribute_balanced"),
-        ("groups on one rank", "ValueError: groups are given on rank 1 and not on rank 0"),
+        (
+            "groups on one rank",
+            "ValueError: the batches of ranks 0 and 1 differ: 'groups': absent and given; rows can be mixed",
+        ),
         ("slack", "ValueError: rank 0: slack is -1; it must be at least 0 and at most 1"),
         ("an object", "TypeError: rank 1: 'meta' holds a object; what is not moved with the rows travels as JSON"),
         ("two sides", "ValueError: rank 0: sequences of 'mask' are padded on both sides; rows of different"),

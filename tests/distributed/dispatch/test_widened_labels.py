@@ -110,8 +110,8 @@ def dealt_out(change):
         ("another value", "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and 1; "),
         (
             "no padding",
-            "no row has padding in 'input_ids', 'labels', 'advantages', and rows 5 to 9 wide need it; .* "
-            "fill={'input_ids': 0, 'labels': -100, 'advantages': 0} for example",
+            "no row has padding in 'advantages', 'input_ids', 'labels', and rows 5 to 9 wide need it; .* "
+            "fill={'advantages': 0, 'input_ids': 0, 'labels': -100} for example",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
-from commons.sequence_batch import fields, open_batch
+from commons.sequence_batch import branches, fields
 from commons.sequence_batch.fields import batch_items
 from tests.helpers.batches import random_batch, rows_as_values
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
@@ -143,7 +143,7 @@ def _walks(mode):
 
     batch = my_batch(5, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
     with closing(DirectShuffler(ShufflerOptions(mode=mode))) as shuffler, contextlib.ExitStack() as stack:
-        for module in (fields, open_batch):
+        for module in (fields, branches):
             stack.enter_context(mock.patch.object(module, "batch_items", counted))
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(batch, handle)

@@ -166,7 +166,10 @@ def _other_dtype(rank, lengths):
         ),
         ({"spec": {"max_tokens_per_mb": 8}}, "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
         ({"spec": {"granularity": 2}}, "rank 0: the batch has 3 rows, granularity is 2"),
-        ({"options": [{"groups": [1, 1, 2]}, {}]}, "groups are given on rank 0 and not on rank 1"),
+        (
+            {"options": [{"groups": [1, 1, 2]}, {}]},
+            "ranks 0 and 1 differ: 'groups': given and absent; rows",
+        ),
         (
             {"spec": {"granularity": 2}, "lengths": [[1, 2], [10, 9]], "options": {"groups": [1, 2]}},
             "groups are given and granularity is 2; both say which rows stay together: leave granularity at 1",
@@ -181,11 +184,14 @@ def _other_dtype(rank, lengths):
         ({"lengths": [[1], None], "options": [{}, {"workloads": [3]}]}, "batch is None and there are 1 workloads"),
         (
             {"spec": {"packing_algorithm": "kk"}, "options": [{"workloads": [1, 2, 3]}, {}]},
-            "workloads are given on rank 0 and not on rank 1; the rows of all ranks are planned together",
+            "the batches of ranks 0 and 1 differ: 'workloads': given and absent; rows",
         ),
         ({"options": [{"workloads": [1, 2, 3]}, {}]}, "workloads are given and packing_algorithm is 'ffd'"),
         ({"options": [{}, {"loss_tokens": [1]}]}, "rank 1: loss_tokens has 1 entries, there are 2 rows"),
-        ({"batches": _other_dtype}, "the batches of ranks 0 and 1 differ: 'id': Tensor dtype torch.int64"),
+        (
+            {"batches": _other_dtype},
+            "ranks 0 and 1 differ: field 'id': tensor int64 [] and tensor int32 []",
+        ),
     ],
 )
 def test_mistakes_are_raised_on_both(two_ranks, change, message):

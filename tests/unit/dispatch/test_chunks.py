@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
-from commons.sequence_batch import open_batch
-from commons.sequence_batch.rows import Rows, count_rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, dense, everything, padded_batch
+from commons.sequence_batch.open_batch import open_tree
+from commons.sequence_batch.rows import Rows, select_rows
+from tests.helpers.any_batches import KINDS, as_values, count_rows, dense, everything, padded_batch
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 weights = st.integers(0, 1000)
@@ -114,7 +114,8 @@ def test_results_that_do_not_fit():
 
 def test_a_batch_is_parsed_once_per_call():
     batch, parsed = everything([4, 7, 1, 9, 2]), []
-    with mock.patch("commons.sequence_batch.rows.parse", lambda value: parsed.append(value) or open_batch.parse(value)):
+    opened = mock.patch("commons.sequence_batch.rows.open_tree", lambda value: parsed.append(value) or open_tree(value))
+    with opened:
         split_balanced(batch, 2, [4, 7, 1, 9, 2], pad=True)
         scatter_balanced(batch, [4, 7, 1, 9, 2], pad=True)
     assert len(parsed) == 2 and all(value is batch for value in parsed)

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from commons.dispatch import Trim, trim_batch
 from commons.dispatch.trim import Window, untrim
-from commons.dispatch.widen import Widening, agree_on_padding, find_padding, join_trimmed
+from commons.dispatch.widen import Padding, join_trimmed, padding_of
 from commons.sequence_batch.rows import Rows
 
 lengths = st.lists(st.integers(0, 6), max_size=5)
@@ -47,9 +47,9 @@ def test_batches_of_different_widths_are_lined_up(parts, side):
     batches = [padded(part, 6 + index, side) for index, part in enumerate(parts)]
     trim = Trim("mask", fields=["ids", ("three",)], side=side, fill={"ids": -7})
     trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
-    found = [find_padding(Rows.of(batch), [trim], windows) for batch, windows in zip(batches, cut)]
-    widening = Widening([20], {"'three'": 0} | agree_on_padding(found, range(len(batches))))
-    joined, (window,) = join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], widening)
+    found = [padding_of(Rows.of(batch), [trim], windows) for batch, windows in zip(batches, cut)]
+    padding = Padding([20], {"'three'": 0} | Padding.of(dict(enumerate(found))).values)
+    joined, (window,) = join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], padding)
     width = max(batch["ids"].shape[1] for batch in trimmed)
     columns = (20 - width, 20) if side == "left" else (0, width)
     assert window == Window("mask", *columns, 20, (("mask",), ("ids",), ("three",)))
@@ -109,7 +109,11 @@ def test_wrong_settings(settings, message):
 @pytest.mark.parametrize(
     ("trim", "error", "message"),
     [
-        (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'mask', 'ids', 'three', 'n'"),
+        (
+            Trim("nowhere"),
+            KeyError,
+            "no field 'nowhere' to trim by; its fields are 'ids', 'mask', 'n', 'short'",
+        ),
         (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it is `\(rows, width\)`"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences are"),
         (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced, trim_batch
 from commons.dispatch.trim import find_windows
-from commons.dispatch.widen import Widening, agree_on_padding, find_padding, join_trimmed
-from commons.sequence_batch.rows import Rows, concat_rows
+from commons.dispatch.widen import Padding, join_trimmed, padding_of
+from commons.sequence_batch.rows import Rows
+from tests.helpers.any_batches import concat_rows
 
 NAN, DAY = float("nan"), np.datetime64("2026-01-01")
 
@@ -40,14 +41,14 @@ def loss(batch):
 
 def joined(batches, trim):
     """What a rank makes of its own rows and those of others."""
-    found = []
+    found = {}
     trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
-    for batch in batches:
+    for rank, batch in enumerate(batches):
         rows = Rows.of(batch)
-        found.append(find_padding(rows, [trim], find_windows(rows, [trim])))
-    width = max(batch["ids"].shape[1] for batch in batches)
-    widening = Widening([width], agree_on_padding(found, range(len(batches))))
-    return join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], widening)[0].batch
+        found[rank] = padding_of(rows, [trim], find_windows(rows, [trim]))
+    padding = Padding.of(found)
+    assert padding.widths == [max(batch["ids"].shape[1] for batch in batches)]
+    return join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], padding)[0].batch
 
 
 def sequences(fill, values, dtype=None):

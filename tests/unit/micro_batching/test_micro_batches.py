@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of
-from commons.sequence_batch.rows import concat_rows
 from commons.trainer.config.load import load_config, load_config_file
-from tests.helpers.any_batches import KINDS, as_values, padded_batch
+from tests.helpers.any_batches import KINDS, as_values, concat_rows, padded_batch
 
 ALGORITHMS = ("ffd", "kk", "refined")
 

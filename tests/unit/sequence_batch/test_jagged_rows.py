@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from commons.sequence_batch.fields import num_rows_of
-from commons.sequence_batch.rows import Rows, concat_rows, count_rows, select_rows
+from commons.sequence_batch.open_batch import row_counts
+from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
+from tests.helpers.any_batches import concat_rows, count_rows
+
+
+@dataclass
+class Held:
+    x: Any
 
 
 def within(rows, before, after, width):
@@ -67,7 +76,7 @@ def keyed(**changes):
 )
 def test_fields_that_cannot_be_described(make, message):
     with pytest.raises(ValueError, match=f"^field 'x' {message}") as caught:
-        num_rows_of("x", make())
+        row_counts(Held(make()))
     assert "\n" not in str(caught.value)
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
@@ -72,8 +73,8 @@ def test_several_batches_in_one_buffer():
     storages = [
         tensor.untyped_storage()
         for part in parts[:2]
-        for _, kind, leaf in Rows.of(decode(part)[0][0]).leaves()
-        for tensor in kind.tensors(leaf)
+        for leaf in Rows.of(decode(part)[0][0]).leaves.values()
+        for tensor in leaf_kind(leaf).tensors(leaf)
     ]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
     assert all(storage.nbytes() < buffer.bytes.numel() for storage in storages)

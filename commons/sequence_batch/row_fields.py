@@ -1,0 +1,250 @@
+"""Leaves: values of a batch that hold one entry per row. Each kind is a class, and its instances describe values.
+
+The class knows what can be done with the rows of such values; an instance says what values must have in common:
+everything but their rows. This file has the kinds that are no jagged tensors; see jagged_fields.py and row_leaves.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.host_copies import attach_host_copy, host_copy
+from commons.sequence_batch.plain_values import decode_plain, encode_plain
+
+
+@dataclass(frozen=True)
+class RowField(ABC):
+    """What a batch holds at a path: values of one kind, in everything but their rows."""
+
+    label: ClassVar[str]  # what messages call such a value
+
+    path: Path
+
+    @staticmethod
+    @abstractmethod
+    def facts(path: Path, value: Any) -> tuple[Any, ...]:
+        """What the fields of this class say of a value, in their order."""
+
+    @staticmethod
+    @abstractmethod
+    def count(path: Path, value: Any) -> int:
+        """Number of rows; ValueError for a value without a row dimension. Reads nothing from a device."""
+
+    @staticmethod
+    @abstractmethod
+    def select(value: Any, rows: torch.Tensor) -> Any:
+        """Rows by index, int64 `(N,)` on the CPU, in new storage; any order, repeats allowed."""
+
+    @staticmethod
+    @abstractmethod
+    def join(values: Sequence[Any]) -> Any:
+        """Rows of all values, which one instance describes, in turn."""
+
+    @staticmethod
+    def tensors(value: Any) -> list[torch.Tensor]:
+        """The tensors that a value is made of; none for arrays and Python objects."""
+        return []
+
+    @abstractmethod
+    def empty(self, rows: int, device: torch.device | None = None) -> Any:
+        """`rows` rows of padding: empty where rows are jagged, else zeros, None among objects."""
+
+    def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value of which `content` gave these."""
+        return tensors[0]
+
+    def summary(self) -> str:
+        """What messages show of it."""
+        facts = [getattr(self, each.name) for each in dataclasses.fields(self)[1:]]
+        return " ".join(
+            [self.label, *(str(list(each)) if isinstance(each, tuple) else short_name(each) for each in facts)]
+        )
+
+    @staticmethod  # noqa: B027  most kinds need none
+    def check(path: Path, value: Any) -> None:
+        """Raise ValueError or TypeError for parts that do not belong together; may wait for a device."""
+
+    @classmethod
+    def content(cls, path: Path, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        """A value as something that JSON holds, and tensors; TypeError for what JSON cannot hold."""
+        return None, cls.tensors(value)
+
+
+@dataclass(frozen=True)
+class DenseField(RowField):
+    """A tensor `(rows, *trailing)`."""
+
+    label = "tensor"
+
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+
+    @staticmethod
+    def facts(path: Path, value: torch.Tensor) -> tuple[Any, ...]:
+        return path, value.dtype, tuple(value.shape[1:])
+
+    @staticmethod
+    def count(path: Path, value: torch.Tensor) -> int:
+        if value.layout != torch.strided:
+            raise ValueError(
+                f"field {path_name(path)!r} is a tensor of layout {value.layout}; rows are those of dense and of "
+                "jagged tensors: convert it to one of these"
+            )
+        if value.dim() == 0:
+            raise ValueError(
+                f"field {path_name(path)!r} is a 0-dimensional tensor; a tensor field must have the batch as its first "
+                "dimension: make it a Python number, or repeat it for every row"
+            )
+        return value.shape[0]
+
+    @staticmethod
+    def select(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        selected = take(value, 0, rows.to(value.device))
+        known = host_copy(value)
+        if known is not None and known is not value:
+            attach_host_copy(selected, take(known, 0, rows))
+        return selected
+
+    @staticmethod
+    def join(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(values))
+
+    @staticmethod
+    def tensors(value: torch.Tensor) -> list[torch.Tensor]:
+        return [value]
+
+    def empty(self, rows: int, device: torch.device | None = None) -> torch.Tensor:
+        return torch.zeros(rows, *self.trailing, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class ArrayField(RowField):
+    """A numpy array `(rows, *trailing)`; one of dtype object holds a Python object per row."""
+
+    label = "array"
+
+    dtype: str  # as numpy writes it; of strings without their width: joining widens them
+    trailing: tuple[int, ...]
+
+    @staticmethod
+    def facts(path: Path, value: np.ndarray) -> tuple[Any, ...]:
+        dtype = value.dtype.kind if value.dtype.kind in "US" else value.dtype.str
+        return path, dtype, value.shape[1:]
+
+    @staticmethod
+    def count(path: Path, value: np.ndarray) -> int:
+        if value.ndim == 0:
+            raise ValueError(
+                f"field {path_name(path)!r} is a 0-dimensional array; an array must have the batch as its first "
+                "dimension: make it a Python number, or repeat it for every row"
+            )
+        return value.shape[0]
+
+    @staticmethod
+    def check(path: Path, value: np.ndarray) -> None:
+        if type(value) not in (np.ndarray, np.memmap):
+            # Rows of others would be joined and sent as those of a plain one.
+            remedy = "np.ma.getdata and np.ma.getmaskarray" if isinstance(value, np.ma.MaskedArray) else "np.asarray"
+            raise TypeError(
+                f"field {path_name(path)!r} is a {type(value).__name__}; rows are taken from plain arrays, and what it "
+                f"has beside its values would be lost: pass what {remedy} give of it"
+            )
+
+    @staticmethod
+    def select(value: np.ndarray, rows: torch.Tensor) -> np.ndarray:
+        return value[rows.numpy()]
+
+    @staticmethod
+    def join(values: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(list(values))
+
+    @classmethod
+    def content(cls, path: Path, value: np.ndarray) -> tuple[Any, list[torch.Tensor]]:
+        if value.dtype == object:
+            return [None, list(value.shape), [encode_plain(item, path) for item in value.ravel().tolist()]], []
+        if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
+            raise TypeError(
+                f"{path_name(path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can be "
+                "sent: pass its fields as arrays of their own, or convert it"
+            )
+        raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)
+        return [value.dtype.str, list(value.shape)], [torch.from_numpy(raw)]
+
+    def empty(self, rows: int, device: torch.device | None = None) -> np.ndarray:
+        shape, dtype = (rows, *self.trailing), np.dtype(self.dtype)
+        return np.full(shape, None, dtype=object) if dtype.hasobject else np.zeros(shape, dtype=dtype)
+
+    def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> np.ndarray:
+        dtype, shape, *items = content
+        if dtype is not None:
+            return tensors[0].numpy().view(dtype).reshape(shape)
+        array = np.empty(len(items[0]), dtype=object)
+        for index, item in enumerate(items[0]):
+            array[index] = decode_plain(item)
+        return array.reshape(shape)
+
+
+@dataclass(frozen=True)
+class ColumnField(RowField):
+    """A list of Python objects, one per row."""
+
+    label = "list of objects"
+
+    @staticmethod
+    def facts(path: Path, value: list[Any]) -> tuple[Any, ...]:
+        return (path,)
+
+    @staticmethod
+    def count(path: Path, value: list[Any]) -> int:
+        return len(value)
+
+    @staticmethod
+    def select(value: list[Any], rows: torch.Tensor) -> list[Any]:
+        return [value[row] for row in rows.tolist()]
+
+    @staticmethod
+    def join(values: Sequence[list[Any]]) -> list[Any]:
+        return [item for value in values for item in value]
+
+    @classmethod
+    def content(cls, path: Path, value: list[Any]) -> tuple[Any, list[torch.Tensor]]:
+        return encode_plain(value, path), []
+
+    def empty(self, rows: int, device: torch.device | None = None) -> list[Any]:
+        return [None] * rows
+
+    def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        return decode_plain(content)
+
+
+# Unsigned integers, for which torch has no index_select, as the integers that their bytes are taken for.
+_TAKEN_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def take(value: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+    """`value.index_select(axis, positions)`, of unsigned integers too."""
+    dtype = _TAKEN_AS.get(value.dtype)
+    if dtype is None:
+        return value.index_select(axis, positions)
+    return value.view(dtype).index_select(axis, positions).view(value.dtype)
+
+
+def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
+    """Whether the text that a message holds of a dtype gives it back; other packages' dtypes read as bytes."""
+    try:
+        return np.dtype(dtype.str) == dtype
+    except TypeError:
+        return False
+
+
+def short_name(dtype: Any) -> str:
+    """A dtype as messages show it."""
+    return str(dtype).removeprefix("torch.")
