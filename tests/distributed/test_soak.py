@@ -21,9 +21,11 @@ from tests.soak.streams import KINDS, Stream
 ROOT = Path(__file__).parents[2]
 
 
-def test_some_steps():
-    reports = run(60, ranks=2, seed=1, shufflers=5)
-    assert reports[0].totals.steps >= 60 and reports[0].totals.rows > 0
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_some_steps(steps):
+    reports = run(steps, ranks=2, seed=1, shufflers=5)
+    assert reports[0].totals.steps >= steps and reports[0].totals.rows > 0
+    assert steps == 60 or (len(reports[0].totals.episodes), len(reports[0].totals.events)) == (5, 6)
     assert dataclasses.replace(reports[0].totals, moved=0) == dataclasses.replace(reports[1].totals, moved=0)
 
 
