@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +13,8 @@ from tests.faults.kinds import KINDS
 from tests.faults.page import BEGIN, END, rewrite_page
 from tests.faults.supervisor import Result
 from tests.faults.trials import draw, kinds_for
+from tests.helpers.programs import ROOT, run_program
 
-ROOT = Path(__file__).parents[2]
 # Their outcome does not hang on how fast the machine is.
 QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "workloads: negative")
 
@@ -25,7 +23,7 @@ QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "wo
 def test_a_few_faults_end_as_expected(tmp_path):
     command = [sys.executable, "-m", "tests.faults", "--trials", str(len(QUICK)), "--store", "agent"]
     command += ["--timeout", "10", "--out", str(tmp_path / "out.jsonl"), "--kinds", *QUICK]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    run = run_program(*command)
     assert run.returncode == 0, run.stdout + run.stderr
     results = [Result.from_json(json.loads(line)) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len({result.trial.kind for result in results}) == len(QUICK)

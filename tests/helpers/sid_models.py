@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -73,6 +74,19 @@ def codes_of_rows(batch: GPTSIDBatch, key: str) -> list[torch.Tensor]:
     """Codes of every real row, int64 `(num_items, num_hierarchies)`."""
     rows = batch.features[key].to_dense()[: batch.actual_batch_size]
     return [row.view(-1, len(SIZES)) - torch.tensor(codebook_offsets(SIZES)) for row in rows]
+
+
+def metric_of_user(name: str, ranking: list[int], true: set[int]) -> float:
+    """A metric of generated items by its definition: of one user's ranking, best first, and true items."""
+    kind, top_k = name.split("@")
+    hits = [item in true for item in ranking[: int(top_k)]]
+    if kind in ("HR", "HitRate"):
+        return float(any(hits))
+    if kind == "Recall":
+        return sum(hits) / len(true)
+    best = [True] * min(int(top_k), len(true))
+    gain, ideal = (sum(hit / math.log2(place + 2) for place, hit in enumerate(row)) for row in (hits, best))
+    return gain / ideal
 
 
 class PlainDecoder:

@@ -22,7 +22,7 @@ from tests.helpers.rank_pool import RankPool
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_ranks():
     """Two ranks of their own, whose groups are destroyed."""
     with RankPool(2) as pool:

@@ -28,7 +28,7 @@ from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.host_copies import host_copy
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTURetrievalModel, RetrievalConfig
+from hstu.model import RetrievalConfig
 from tests.helpers import hstu_models
 from tests.helpers.batches import random_batch
 from tests.helpers.hstu_models import random_batch as random_hstu_batch
@@ -312,13 +312,11 @@ def _model_step(kind: str, mode: str) -> tuple[float, dict[str, list[float]], di
     rank = dist.get_rank()
     batch = _own_hstu_batch(6, 4 + rank % 3, 30 if rank == 0 else 4, 0)
     hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80)
-    if kind == "ranking":
-        model: Any = hstu_models.plain_model(dataclasses.replace(hstu_models.CONFIG, hstu=hstu))
-    else:
+    config: Any = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
+    if kind == "retrieval":
         batch = dataclasses.replace(batch, labels=None)
         config = RetrievalConfig(hstu, hstu_models.TABLES, "item", in_batch_pool="global")
-        torch.manual_seed(0)
-        model = HSTURetrievalModel(config, plain_embeddings=True).double()
+    model = hstu_models.plain_model(config)
     shuffler = HSTUBalancedBatchShuffler(8, 2, 3, 2, options=ShufflerOptions(mode=mode, slack=0.0))
     with closing(shuffler):
         batch = shuffler.shuffle(batch)

@@ -53,7 +53,7 @@ def _tensor_parallel():
         parallel_state.destroy_model_parallel()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fresh_ranks():
     """Four ranks of their own: megatron-core's state is global."""
     with RankPool(4) as pool:
@@ -253,19 +253,19 @@ def _payload_tried(error, failing_ranks, others_hang=False):
         return sent.call_count, shuffler.last_stats.moved, result.sample_id[: result.actual_batch_size].tolist()
 
 
-@pytest.mark.parametrize("others_hang", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks, others_hang):
+def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks):
     """A rank that has too little memory for it fails, with its own error; the others quote it and wait for nothing."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-    for rank, said in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
-        quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
-        assert said == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
+    for others_hang in (True, False):
+        for rank, said in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
+            quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
+            assert said == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()])
-@pytest.mark.parametrize("only", [[1], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
-def test_ranks_send_by_all_gather_where_one_has_no_all_to_all(own_ranks, error, only):
-    answers = own_ranks.run(_payload_tried, error, only, timeout=60)
-    assert [(calls, moved) for calls, moved, _ in answers] == [(0, True)] * own_ranks.world_size
-    expected = [1 + 1000 * rank + row for rank in range(own_ranks.world_size) for row in range(6)]
-    assert sorted(i for *_, ids in answers for i in ids) == expected
+def test_ranks_send_by_all_gather_where_one_has_no_all_to_all(ranks):
+    for error in (RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()):
+        for only in ([1], [0, 1, 2, 3]):
+            answers = ranks.run(_payload_tried, error, only, timeout=60)
+            assert [(calls, moved) for calls, moved, _ in answers] == [(0, True)] * ranks.world_size
+            expected = [1 + 1000 * rank + row for rank in range(ranks.world_size) for row in range(6)]
+            assert sorted(i for *_, ids in answers for i in ids) == expected

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.helpers.programs import run_program
 
 PROGRAM = """
 import atexit, os, signal, sys, time
@@ -46,18 +47,10 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_program_ends_with_its_own_status_though_the_store_does_not_answer():
-    root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
         try:
             port = host.stdout.readline().strip()
-            ended = subprocess.run(
-                [sys.executable, "-c", PROGRAM, str(host.pid), port],
-                cwd=root,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            ended = run_program(sys.executable, "-c", PROGRAM, host.pid, port)
         finally:
             os.kill(host.pid, signal.SIGCONT)
             host.kill()

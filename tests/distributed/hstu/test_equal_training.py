@@ -18,17 +18,15 @@ from commons.datasets.random.dataset import RandomHSTUDataset
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model import HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
+from tests.helpers.hstu_models import model_of
 from tests.helpers.models import AveragedSGD, weights_of
 
 STEPS = 10
-SIZES = {"hidden_size": 8, "num_layers": 2, "kv_channels": 4}
 TABLES = {"user": 30, "item": 50, "action": 6}
-
-
-HSTU = HSTUConfig(num_attention_heads=2, max_sequence_length=2 * 24 + 1, **SIZES)
+HSTU = HSTUConfig(8, 2, 2, 4, max_sequence_length=2 * 24 + 1)
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dims={"item": 4})
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
@@ -71,13 +69,12 @@ def _train(kind, task, candidates, sharding):
     device = torch.device("cpu")
     torch.manual_seed(0)
     config = MODELS[task]
-    model_class = HSTURankingModel if task == "ranking" else HSTURetrievalModel
     if sharding is None:
-        model = model_class(config, plain_embeddings=True).double()
+        model = model_of(config, plain_embeddings=True).double()
         optimizer, pipeline_class = AveragedSGD(model.parameters(), lr=0.2), TrainPipelineBase
     else:
         model = build_distributed_model(
-            model_class(config),
+            model_of(config),
             device=device,
             embedding_optimizer="sgd",
             embedding_lr=0.2,
@@ -86,10 +83,7 @@ def _train(kind, task, candidates, sharding):
         )
         optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.2)
         pipeline_class = TrainPipelineSparseDist
-    if kind == "hstu":
-        shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2)
-    else:
-        shuffler = IdentityBalancedBatchShuffler()
+    shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2) if kind == "hstu" else IdentityBalancedBatchShuffler()
     before = weights_of(model)
     pipeline = balanced(pipeline_class)(model, optimizer, device, batch_shuffler=shuffler)
     source = batches(config, candidates)

@@ -1,4 +1,4 @@
-"""AUC per task against the count of well-ordered pairs."""
+"""AUC per task against the count of well-ordered pairs; metrics of retrieval against a sorted list of all items."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
+from torch import nn
 
 from hstu.metrics import RankingMetrics, auc_standard_error
-from hstu.model import RankingOutput
+from hstu.model import RankingOutput, RetrievalOutput
+from hstu.model.retrieval import unit
+from hstu.retrieval_metrics import RetrievalMetrics, parse_metric
 
 
 def output(logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | None = None) -> RankingOutput:
@@ -130,3 +133,150 @@ def test_a_single_prediction_of_a_label_has_no_standard_error():
     metrics.update(output(torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[1.0], [0.0], [0.0]])))
     found = metrics.compute()
     assert found["auc_task_0"] == 0.5 and math.isnan(found["auc_task_0_se"])
+
+
+# -------------------------------------------------------------------------------------------------------- retrieval
+
+
+class Table(nn.Module):
+    """A table under the name that a model gives it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict({"item": nn.Embedding.from_pretrained(weight, freeze=False)})
+
+
+def output_of(queries: torch.Tensor, targets: list[int]) -> RetrievalOutput:
+    return RetrievalOutput(torch.zeros(()), 0, queries, torch.tensor(targets, dtype=torch.int64))
+
+
+@st.composite
+def scored_users(draw):
+    num_items, width = draw(st.integers(3, 12)), 3
+    # Few different directions, so that many scores are equal; zeros have no direction at all.
+    coordinate = st.integers(-1, 1)
+    table = draw(st.lists(st.tuples(*[coordinate] * width), min_size=num_items, max_size=num_items))
+    steps = draw(
+        st.lists(st.lists(st.tuples(st.tuples(*[coordinate] * width), st.integers(0, num_items - 1)), max_size=4))
+    )
+    popularity = draw(st.lists(st.integers(0, 3), min_size=num_items, max_size=num_items))
+    return table, steps, popularity
+
+
+@settings(max_examples=25)
+@given(scored_users(), st.integers(1, 3))
+def test_metrics_equal_a_sorted_list_for_every_user(case, top_k):
+    table, steps, popularity = case
+    weight = torch.tensor(table, dtype=torch.float32)
+    names = ["HR@1", f"HR@{top_k}", f"NDCG@{top_k}"]
+    metrics = RetrievalMetrics(Table(weight), "item", names, temperature=0.5, popularity=torch.tensor(popularity))
+    users = []
+    for step in steps:
+        queries = unit(torch.tensor([query for query, _ in step], dtype=torch.float32).view(-1, 3))
+        metrics.update(output_of(queries, [target for _, target in step]))
+        users += zip(queries.double(), [target for _, target in step])
+    result = metrics.compute()
+    if not users:
+        assert all(math.isnan(value) for value in result.values())
+        return
+    expected = dict.fromkeys(["loss", *names, *(f"popularity_{name}" for name in names)], 0.0)
+    squares = dict.fromkeys(expected, 0.0)
+    for query, target in users:
+        scores = ((unit(weight.double()) @ query) * 2**24).round() / 2**24
+        expected["loss"] += float(torch.logsumexp(scores / 0.5, 0) - scores[target] / 0.5)
+        for prefix, values in (("", scores.tolist()), ("popularity_", popularity)):
+            order = sorted(range(len(table)), key=lambda item: (-values[item], item))
+            rank = 1 + order.index(target)
+            gains = {"HR@1": rank == 1, f"HR@{top_k}": rank <= top_k}
+            gains[f"NDCG@{top_k}"] = (rank <= top_k) / math.log2(1 + rank)
+            for name, gain in gains.items():
+                expected[prefix + name] += gain
+                squares[prefix + name] += gain**2
+    means = {name: total / len(users) for name, total in expected.items()}
+    errors = {
+        f"{name}_se": math.sqrt(max(0, squares[name] / len(users) - means[name] ** 2) / len(users))
+        for name in means
+        if name != "loss"
+    }
+    assert result == pytest.approx(means | errors, abs=1e-6)
+
+
+def test_metrics_in_chunks_and_after_a_reset(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 6, generator=generator)
+    queries, targets = unit(torch.randn(15, 6, generator=generator)), list(range(15))
+    table = Table(weight)
+    whole = RetrievalMetrics(table, "item", ["HR@5"], temperature=0.1)
+    whole.update(output_of(queries, targets))
+    monkeypatch.setattr("hstu.retrieval_metrics._MAX_SCORES", 100)
+    chunked = RetrievalMetrics(table, "item", ["HR@5"], temperature=0.1)
+    for part in (slice(0, 4), slice(4, 15)):
+        chunked.update(output_of(queries[part], targets[part]))
+    first = chunked.compute()
+    assert first == pytest.approx(whole.compute()) and 0 < first["HR@5"] < 1
+    chunked.reset()
+    with torch.no_grad():
+        table.embeddings["item"].weight[:15] = queries  # as training would
+    chunked.update(output_of(queries, targets))
+    assert chunked.compute()["HR@5"] == 1.0
+
+
+def test_a_score_that_is_no_number_is_no_hit():
+    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "HR@4", "NDCG@4"], temperature=0.1)
+    metrics.update(output_of(torch.full((1, 4), torch.nan), [0]))
+    found = metrics.compute()
+    assert math.isnan(found.pop("loss")) and not any(found.values())
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e3])
+def test_the_loss_is_finite_at_any_temperature(temperature):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(9, 4, generator=generator)
+    query = unit(torch.randn(1, 4, generator=generator))
+    for target in range(9):
+        metrics = RetrievalMetrics(Table(weight), "item", [], temperature=temperature)
+        metrics.update(output_of(query, [target]))
+        scores = (unit(weight.double()) @ query[0].double()) / temperature
+        expected = float(torch.logsumexp(scores, 0) - scores[target])
+        assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-5, abs=1e-7 / temperature)
+
+
+@pytest.mark.parametrize("num_items", [3, 40])
+def test_items_at_right_angles_are_equal_whatever_their_rounding_errors(num_items):
+    """All scores are 0 but for errors that depend on how many items are scored together."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_items, 2, generator=generator).repeat_interleave(2, dim=1) * torch.tensor([1, -1, 1, -1])
+    queries = torch.randn(9, 2, generator=generator).repeat_interleave(2, dim=1)
+    metrics = RetrievalMetrics(Table(weight), "item", ["HR@1", "HR@2"], temperature=0.1)
+    metrics.update(output_of(unit(queries), [0, 1, 2] * 3))
+    assert metrics.compute()["HR@1"] == pytest.approx(1 / 3) and metrics.compute()["HR@2"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("direction", [-torch.inf, torch.inf])
+def test_an_item_is_never_better_than_itself(direction, monkeypatch):
+    """The true item's score is computed on its own and among all items; the two may round apart."""
+    score_all = RetrievalMetrics._scores
+
+    def round_apart(self, queries, weight):
+        scores = score_all(self, queries, weight).float()
+        return torch.nextafter(scores, torch.full_like(scores, direction)).double()
+
+    monkeypatch.setattr(RetrievalMetrics, "_scores", round_apart)
+    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "NDCG@4"], temperature=0.1)
+    metrics.update(output_of(torch.eye(4)[:3], [0, 1, 2]))
+    found = metrics.compute()
+    assert found["HR@1"] == found["NDCG@4"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["HR", "HR@0", "AUC@3", "hr@10", "NDCG@-1", "HR@10 "])
+def test_unknown_metrics_are_named(name):
+    with pytest.raises(ValueError, match="eval_metrics has .*; metrics of retrieval are HR@K, NDCG@K"):
+        parse_metric(name, 100)
+
+
+def test_metrics_that_cannot_be_are_named():
+    assert parse_metric("HitRate@2", 9) == ("HR", 2)
+    with pytest.raises(ValueError, match="eval_metrics has 'HR@10', there are 4 items"):
+        RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@10"], temperature=0.1)
+    with pytest.raises(ValueError, match="the model has 0 tables 'movie'"):
+        RetrievalMetrics(Table(torch.eye(4)), "movie", ["HR@1"], temperature=0.1)
