@@ -50,10 +50,10 @@ def run_with_fault(
     for rank in ranks:
         rank.start()
     try:
-        at = _await(folder / "fault", lambda path: path.exists() and path.read_text(), _START_SECONDS)
+        at = wait_for(lambda: _content(folder / "fault"), _START_SECONDS)
         started = float(at) if at else time.monotonic()
-        while any(ranks[index].exitcode is None for index in waits_for) and time.monotonic() < started + limit:
-            time.sleep(0.05)
+        ended = [ranks[index] for index in waits_for]
+        wait_for(lambda: all(rank.exitcode is not None for rank in ended), started + limit - time.monotonic())
         statuses = [rank.exitcode for rank in ranks]
     finally:
         for rank in ranks:
@@ -97,12 +97,17 @@ def _connect_store(folder: Path, hosts: bool) -> dist.TCPStore:
         (folder / "port being written").write_text(str(store.port))
         (folder / "port being written").rename(folder / "port")
         return store
-    port = _await(folder / "port", lambda path: path.exists() and path.read_text(), _START_SECONDS)
+    port = wait_for(lambda: _content(folder / "port"), _START_SECONDS)
     return dist.TCPStore("127.0.0.1", int(port), is_master=False)
 
 
-def _await(path: Path, ready: Callable[[Path], Any], seconds: float) -> Any:
+def _content(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
+    """What a condition says when it is true, or after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not (found := ready(path)) and time.monotonic() < deadline:
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

@@ -9,15 +9,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.frozen_agent import A_RANK_STOPS, A_SHUFFLER_IS_MADE
+from tests.helpers.programs import ROOT, TWO_RANKS
+from tests.helpers.stopped_ranks import wait_for
 
-ROOT = Path(__file__).parents[3]
 # Seconds from the start of torchrun to the errors, about ten where nothing else runs and far fewer than torch's store
 # waits; and from there to the end of the ranks.
 START_SECONDS, END_SECONDS = 180.0, 60.0
@@ -38,13 +37,6 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def _await(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(condition())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -53,18 +45,17 @@ def _await(condition, seconds: float) -> bool:
     ids=[A_RANK_STOPS, A_SHUFFLER_IS_MADE],
 )
 def test_an_agent_that_stands_still_is_named_and_not_waited_for(tmp_path, fault, ranks, place):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.helpers.frozen_agent", fault, str(tmp_path)]
+    command = [*TWO_RANKS, "-m", "tests.helpers.frozen_agent", fault, str(tmp_path)]
     output = tmp_path / "output"
     with output.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as agent:
         started: list[int] = []
         try:
             told = [tmp_path / f"said{rank}" for rank in ranks]
-            assert _await(lambda: all(each.exists() for each in told), START_SECONDS), output.read_text()
+            assert wait_for(lambda: all(each.exists() for each in told), START_SECONDS), output.read_text()
             started = _children(agent.pid)
             stopped = {int(each.read_text()) for each in tmp_path.glob("pid*")}
             assert len(started) == 2
-            assert _await(lambda: all(map(_has_ended, set(started) - stopped)), END_SECONDS), output.read_text()
+            assert wait_for(lambda: all(map(_has_ended, set(started) - stopped)), END_SECONDS), output.read_text()
         finally:
             for pid in started or _children(agent.pid):
                 with contextlib.suppress(ProcessLookupError):

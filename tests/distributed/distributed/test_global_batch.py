@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -261,32 +260,6 @@ def test_steps_of_a_window_know_their_own(ranks, window):
 
 
 # ------------------------------------------------------------------------------------------------ the loss
-
-
-def _both_losses(count: float, total: float) -> list[tuple[float, float, list[float], list[float]]]:
-    results = []
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        found = []
-        for options in ({}, {"global_count": total}, {"global_count": np.int64(total)}):
-            weight = torch.tensor([1.5, -2.0], dtype=dtype, requires_grad=True)
-            loss = global_mean_loss((weight * 3).sum() if count else weight.sum() * 0, count, **options)
-            loss.backward()
-            found.append((loss.item(), loss.dtype, weight.grad.tolist()))
-        results.append(found)
-    return results
-
-
-@pytest.mark.parametrize("counts", [[3, 4, 1, 2], [0, 5, 0, 1], [0, 0, 0, 0]], ids=str)
-def test_a_known_count_gives_the_same_loss(ranks, counts):
-    counts = counts[: ranks.world_size]
-    for rank, count in enumerate(counts):
-        results = ranks.run(_by_rank, counts)[rank]
-        for asked, known, numpy_known in results:
-            assert asked == known == numpy_known, count
-
-
-def _by_rank(counts: list[int]) -> Any:
-    return _both_losses(counts[dist.get_rank()], sum(counts))
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,18 @@ from tests.helpers.models import build_plain, rank_batches
 from tests.helpers.pipelines import CubicShuffler
 
 SIZES = [6, 1, 3, 2, 5]
+# How the count of all ranks may be stated where it is known.
+KNOWN = {"known": int, "known to numpy": np.int64}
 
 
-def _gradient(counts, as_tensor):
+def _gradient(counts, written):
     rank = dist.get_rank()
     torch.manual_seed(0)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(sum(counts), 5, dtype=torch.float64)
     mine = rows[sum(counts[:rank]) : sum(counts[: rank + 1])]
-    count = torch.tensor(counts[rank]) if as_tensor else counts[rank]
-    loss = global_mean_loss(((mine @ weight) ** 2).sum(), count)
+    count, known = (torch.tensor if written == "tensor" else int)(counts[rank]), KNOWN.get(written)
+    loss = global_mean_loss(((mine @ weight) ** 2).sum(), count, global_count=known and known(sum(counts)))
     loss.backward()
     dist.all_reduce(weight.grad)
     average = weight.grad / dist.get_world_size()
@@ -37,9 +39,9 @@ def _gradient(counts, as_tensor):
 
 
 @pytest.mark.parametrize("counts", [[3, 4, 1, 2], [0, 5, 0, 1], [0, 0, 0, 0]])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_gradients_equal_one_process(ranks, counts, as_tensor):
-    for difference, finite, has_graph in ranks.run(_gradient, counts[: ranks.world_size], as_tensor):
+@pytest.mark.parametrize("written", ["int", "tensor", *KNOWN])
+def test_gradients_equal_one_process(ranks, counts, written):
+    for difference, finite, has_graph in ranks.run(_gradient, counts[: ranks.world_size], written):
         assert difference < 1e-12 and finite and has_graph
 
 
@@ -88,8 +90,10 @@ def test_counts_of_any_types_add_up_exactly(two_ranks, cases):
 def _half_precision(dtype, count):
     """Of a sum of 3 and W ranks: the loss and its dtype, and the gradient where terms of half precision began."""
     terms = torch.tensor([1.0, 2.0], requires_grad=True)
+    known = global_mean_loss(terms.to(dtype).sum(), count, global_count=count * dist.get_world_size())
     loss = global_mean_loss(terms.to(dtype).sum(), count)
     loss.backward()
+    assert torch.equal(loss, known) and loss.dtype == known.dtype
     return loss.item(), loss.dtype, terms.grad.tolist()
 
 

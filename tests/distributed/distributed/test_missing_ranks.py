@@ -25,7 +25,7 @@ from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks.collectives import broadcast_text
 from tests.helpers.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by
 from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.stopped_ranks import fault, run_with_fault
+from tests.helpers.stopped_ranks import fault, run_with_fault, wait_for
 
 # Survivors learn of a death by their connections, and end long before a timeout.
 PATIENT = 600.0
@@ -115,9 +115,7 @@ def _start_without_waiting(folder):
     if dist.get_rank() == 0:
         handles = [shuffler.start_shuffle(my_batch(step)) for step in (1, 2)]
     _die(folder)
-    deadline = time.monotonic() + LIMIT
-    while "rank 1 did not" not in (folder / "stderr0").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: "rank 1 did not" in (folder / "stderr0").read_text(), LIMIT)
     first, second = (raised_by(handle.has_ended) for handle in reversed(handles))  # which wait for the gather
     assert first == second
     shuffler.shuffle(my_batch(3))  # it stays broken, and says why

@@ -26,7 +26,7 @@ from tests.helpers.any_batches import dense, jagged, keyed, kjt
 from tests.helpers.batches import rows_as_values
 from tests.helpers.easyrec import ClicksShuffler, EasyRecBatch, EasyRecModel, clicks, easyrec_batch
 from tests.helpers.faults import raised_by
-from tests.helpers.square_shuffler import closing
+from tests.helpers.square_shuffler import SquareShuffler, closing
 
 SIZES = [7, 2, 5, 1]
 STEPS = 4
@@ -204,11 +204,6 @@ class Deep(BaseBatch):
     listed: list[Any] = field(default_factory=list)
 
 
-class FeatureShuffler(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch.features.lengths().view(2, -1).sum(0).to(torch.int64) ** 2 + 1
-
-
 def _deep(ids):
     tensors = TensorDict({"x": dense(ids, torch.int16), "y": {"z": dense(ids, torch.bool)}}, batch_size=[len(ids)])
     return Deep(
@@ -223,7 +218,7 @@ def _every_nesting(transport):
     rank = dist.get_rank()
     ids = [5 * each + 2 for each in range(6)] if rank == 0 else [5 * (100 * rank + each) for each in range(4)]
     batch = _deep(ids) if rank != 1 else None
-    with closing(FeatureShuffler(ShufflerOptions(transport=transport))) as shuffler:
+    with closing(SquareShuffler(ShufflerOptions(transport=transport))) as shuffler:
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
         assert shuffler.last_stats.moved

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
     TrainPipelineBase,
@@ -29,8 +27,8 @@ from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
 from tests.helpers.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
-from tests.helpers.models import weights_of
-from tests.helpers.pipelines import lacking
+from tests.helpers.models import _init, shard, weights_of
+from tests.helpers.pipelines import lacking, steps_of
 
 PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
     "base": (TrainPipelineBase, {}),  # does not trace: the others come to its weights
@@ -76,7 +74,7 @@ class TracedModel(nn.Module):
             device=torch.device("meta"),
             tables=[
                 EmbeddingConfig(
-                    name=f"t_{key}", embedding_dim=WIDTH, num_embeddings=50, feature_names=[key], init_fn=_waves
+                    name=f"t_{key}", embedding_dim=WIDTH, num_embeddings=50, feature_names=[key], init_fn=_init
                 )
                 for key in KEYS
             ],
@@ -99,11 +97,6 @@ class TracedModel(nn.Module):
         return loss, loss.detach()
 
 
-def _waves(weight):
-    with torch.no_grad():
-        weight.copy_(torch.sin(torch.arange(weight.numel())).view_as(weight))
-
-
 def draw_batches():
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -119,15 +112,7 @@ def draw_batches():
 def _build(count, group=None):
     torch.manual_seed(0)
     top = TracedModel(count, group)
-    sharders = [EmbeddingCollectionSharder(fused_params={"learning_rate": 0.05})]
-    world_size = dist.get_world_size()
-    one_rank = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device="cpu", local_world_size=world_size),
-        constraints={f"t_{key}": one_rank for key in KEYS},
-    )
-    plan = planner.collective_plan(top, sharders, dist.group.WORLD)
-    model = DistributedModelParallel(top, device=CPU, plan=plan, sharders=sharders)
+    model = shard(top, EmbeddingCollectionSharder(fused_params={"learning_rate": 0.05}), keys=KEYS)
     return top, model, torch.optim.SGD(top.over.parameters(), lr=0.05)
 
 
@@ -142,12 +127,7 @@ def _train():
         before = weights_of(model)
         shuffler = TokensBalancedBatchShuffler()
         pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
-        source = draw_batches()
-        try:
-            while True:
-                pipeline.progress(source)
-        except StopIteration:
-            pass
+        list(steps_of(pipeline, draw_batches()))
         shuffler.close()
         results[name] = top.traced, before, weights_of(model)
     return results
