@@ -1,6 +1,6 @@
 """A rank dies, stops or fails, or the host of the store does: the others end in time, and say who and where it was.
 
-What the fault programme draws at random (tests/faults) is here case by case, with the exact words.
+With the exact words; tests/distributed/test_fault_programme.py has more cases.
 """
 
 from __future__ import annotations
@@ -183,35 +183,6 @@ def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
 # ------------------------------------------------------------------------------------------------ a rank stops
 
 
-def _stop_in_the_exchange(folder):
-    """Rank 3 stops before it sends rows; rank 2 waits for these, the others, who need none, wait in the next gather."""
-    shuffler, send_rows = _used_shuffler(), ShuffleSession.send_rows
-    dist.barrier()
-    limit_waits(TIMEOUT)
-
-    def send(*arguments):
-        if dist.get_rank() == 3:
-            fault(folder, signal.SIGSTOP)
-        send_rows(*arguments)
-
-    with mock.patch.object(ShuffleSession, "send_rows", send):
-        handle = shuffler.start_shuffle(batch := my_batch(1))
-        if dist.get_rank() < 2:
-            handle.has_ended()  # waits for the plan
-        else:
-            shuffler.finish_shuffle(batch, handle)
-        shuffler.shuffle(my_batch(2))
-
-
-@pytest.mark.slow
-def test_survivors_in_different_collectives_name_the_same_rank(tmp_path):
-    ended = run_with_fault(tmp_path, _stop_in_the_exchange, waits_for=[0, 1, 2], limit=LIMIT)
-    for each in ended[:3]:
-        assert each.status == 1
-        assert each.error.startswith("RankMissingError: rank 3 did not take part in the ")
-    assert "exchange of step 1" in ended[2].error and "gather of step 2" in ended[0].error
-
-
 @contextlib.contextmanager
 def _noting(folder, waiting):
     """An event is set when this rank begins to wait in a collective, and a file made when it looks who is missing."""
@@ -275,68 +246,30 @@ def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_pat
 # ------------------------------------------------------------------------------------------------ the host of the store
 
 
-def _shuffle(folder, victim, number):
-    """One step, the fault, and another step."""
+def _shuffle(folder, number):
+    """One step, the fault of rank 0, and another step."""
     shuffler = CubicShuffler()
     shuffler.shuffle(my_batch())
     dist.barrier()
     limit_waits(TIMEOUT)
-    if dist.get_rank() == victim:
+    if dist.get_rank() == 0:
         fault(folder, number)
     shuffler.shuffle(my_batch(1))
 
 
-def _make_shuffler(folder, victim, number):
-    """The fault, and a shuffler that is made after it."""
-    dist.barrier()
-    if dist.get_rank() == victim:
-        fault(folder, number)
-    CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
-
-
-def _fail_alone(folder, victim, number):
-    """A rank fails by itself, in front of an exchange in which the others wait, and leaves at once."""
-    shuffler = CubicShuffler(ShufflerOptions(timeout=60.0))
-    handle = shuffler.start_shuffle(own := my_batch())
-    if dist.get_rank() == victim:
-        fault(folder)
-        shuffler.finish_shuffle(my_batch(1, rows=5), handle)
-    shuffler.finish_shuffle(own, handle)
-
-
-SILENT = "the store does not answer; rank 0 hosts it and has stopped or is overloaded"
-
-
 @pytest.mark.parametrize(
-    "work, victim, number, world_size, said",
+    "number, said",
     [
-        pytest.param(_shuffle, 0, signal.SIGSTOP, 2, ("the gather of step 1 failed on rank ", SILENT), id="stops"),
-        pytest.param(
-            *(_make_shuffler, 0, signal.SIGSTOP, 2, ("the connection of step 0 failed on rank ", SILENT)),
-            id="stops before a shuffler is made",
-            marks=pytest.mark.slow,
+        (
+            signal.SIGSTOP,
+            "the gather of step 1 failed on rank 1 and the store does not answer; rank 0 hosts it and has ",
         ),
-        pytest.param(
-            *(_shuffle, 0, signal.SIGKILL, 2, ("", "the store cannot be reached; rank 0 hosts it and has ended")),
-            id="dies",
-        ),
-        pytest.param(  # rank 1 is a neighbour of rank 0, which knows at once, and leaves too
-            *(_shuffle, 1, signal.SIGKILL, 3, ("rank 1 did not take part in the gather of step 1", "")),
-            id="leaves after another rank",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(_fail_alone, 0, None, 4, ("rank 0 failed in the exchange of step 0: ValueError: the handle", "")),
-            id="fails",
-            marks=pytest.mark.slow,
-        ),
+        (signal.SIGKILL, "rank 0 hosts it and has ended"),
     ],
 )
-def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, work, victim, number, world_size, said):
-    others = [rank for rank in range(world_size) if rank != victim]
-    ended = run_with_fault(tmp_path, work, victim, number, waits_for=others, limit=LIMIT, world_size=world_size)
-    for each in (ended[rank] for rank in others):
-        assert each.status == 1, each
-        assert "frame #" not in each.stderr
-        assert each.stderr.count("Traceback") == 1  # of the program; torch's own errors are a line of ours
-        assert each.error.startswith(f"RankMissingError: {said[0]}") and said[1] in each.error
+def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, number, said):
+    ended = run_with_fault(tmp_path, _shuffle, number, waits_for=[1], limit=LIMIT, world_size=2)[1]
+    assert ended.status == 1, ended
+    assert "frame #" not in ended.stderr
+    assert ended.stderr.count("Traceback") == 1  # of the program; torch's own errors are a line of ours
+    assert ended.error.startswith("RankMissingError: ") and said in ended.error
