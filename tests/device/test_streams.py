@@ -20,7 +20,7 @@ from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
 from commons.sequence_batch.batch import BaseBatch
 from tests.helpers import models
 from tests.helpers.models import rank_batches
-from tests.helpers.pipelines import SIZES, CubicShuffler, require_pipeline
+from tests.helpers.pipelines import SIZES, CubicShuffler, require_pipeline, steps_of
 from tests.helpers.pretended_streams import (
     DEFAULT_STREAM,
     PretendedStream,
@@ -85,11 +85,7 @@ def _train(name: str, model: Any, optimizer: Any, source: Iterator[Any], shuffle
     else:
         pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
     with_streams(pipeline)
-    steps = 0
-    with contextlib.suppress(StopIteration):
-        while True:
-            pipeline.progress(source)
-            steps += 1
+    steps = sum(1 for _ in steps_of(pipeline, source))
     if name == "eval":
         pipeline.reset()
     return steps
@@ -212,9 +208,7 @@ def _hazards_of_benchmark(pipeline: str) -> dict[str, int]:
         trainer, shuffler = pipeline_overhead.make_variant("synchronous", pipeline, CPU)
         with_streams(trainer)
         batches = (pipeline_overhead.host_batch("zipf", dist.get_rank(), step, 4, "cpu") for step in range(STEPS))
-        with contextlib.suppress(StopIteration):
-            while True:
-                trainer.progress(batches)
+        list(steps_of(trainer, batches))
     shuffler.close()
     assert sanitizer.operations > 30 * STEPS
     return dict(sanitizer.reports)

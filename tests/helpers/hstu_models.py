@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model import (
+    ExecutionConfig,
+    HSTUConfig,
+    HSTURankingModel,
+    HSTURetrievalModel,
+    RankingConfig,
+    RetrievalConfig,
+)
 
 TABLES = {"user": 20, "tags": 9, "item": 50, "action": 4}
 HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)
@@ -34,6 +42,13 @@ def random_batch(
         device="cpu",
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def with_execution(config: Any, **options: Any) -> Any:
+    """A config of layers or of a model, executed in another way."""
+    if isinstance(config, HSTUConfig):
+        return dataclasses.replace(config, execution=ExecutionConfig(**options))
+    return dataclasses.replace(config, hstu=with_execution(config.hstu, **options))
 
 
 def with_timestamps(batch: HSTUBatch) -> HSTUBatch:

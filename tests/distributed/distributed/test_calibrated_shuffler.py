@@ -15,6 +15,7 @@ from commons.perf_model.calibration import CalibratedTask
 from tests.helpers.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.faults import my_batch, raised_by
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.sid_models import model_parallel
 
 
 class UnawareShuffler(MeasuredShuffler):
@@ -124,13 +125,8 @@ def test_a_calibration_that_does_not_fit_is_refused(two_ranks, tmp_path):
 
 def _tensor_parallel(path, damage):
     """DP 2 × TP 2, where rank 1 reads other numbers than its tensor-parallel peer, rank 0."""
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
+    with model_parallel(2):
         return _rank_1_reads(path, damage)
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _unchanged(load, name):

@@ -18,18 +18,12 @@ from tests.helpers.models import rank_batches
 from tests.helpers.pipelines import CubicShuffler
 
 
-def _used_shuffler(group, step):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=30.0), group)
-    batch = next(rank_batches(dist.get_rank() + 10 * step, 1, [6]))
-    result = shuffler.shuffle(batch)
-    return shuffler, result.sample_id.tolist()
-
-
 def _make_and_use(group, step):
     """A used shuffler, the ids of its rows, and the threads that came with it."""
     before = set(threading.enumerate())
-    shuffler, ids = _used_shuffler(group, step)
-    return shuffler, ids, set(threading.enumerate()) - before
+    shuffler = CubicShuffler(ShufflerOptions(timeout=30.0), group)
+    result = shuffler.shuffle(next(rank_batches(dist.get_rank() + 10 * step, 1, [6])))
+    return shuffler, result.sample_id.tolist(), set(threading.enumerate()) - before
 
 
 def _open_channels():
@@ -55,12 +49,10 @@ def _dropped(subgroups):
     if subgroups:
         halves = [dist.new_group(members) for members in ([0, 1], [2, 3])]
         group = halves[dist.get_rank() // 2]
-    kept, seen = [], []
-    for step in range(2):
-        kept.append(_used_shuffler(group, step)[0])
+    kept = [_make_and_use(group, step)[0] for step in range(2)]
     threads = threading.active_count()
     kept.clear()
-    counts, last = [], set()
+    counts, seen, last = [], [], set()
     for step in range(10):
         shuffler, ids, own = _make_and_use(group, step)
         seen.append(ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 import weakref
@@ -25,32 +24,23 @@ from tests.helpers.faults import my_batch, raised_by
 from tests.helpers.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
 from tests.helpers.pipelines import CubicShuffler, largest_difference, steps_of
 from tests.helpers.rank_pool import RankPool
-
-
-def _digest(batch):
-    return hashlib.sha256(repr(rows_as_values(batch, padding=True)).encode()).hexdigest()
+from tests.helpers.sid_models import model_parallel
 
 
 def _tensor_parallel():
     """DP 2 × TP 2: peers of a tensor-parallel group bring the same batch."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
+    with model_parallel(2), closing(CubicShuffler()) as shuffler:
         data_rank = parallel_state.get_data_parallel_rank()
-        shuffler = CubicShuffler()
         results = []
         for step in range(4):
             first = 1 + 1000 * data_rank + 100 * step
             batch = make_batch(list(range(first, first + 5)), 6, longest=40 if data_rank == 0 else 2)
             result, indices = shuffler.shuffle(batch, return_indices=True)
-            results.append((_digest(result), indices.tolist(), shuffler.last_stats.moved))
+            results.append((rows_as_values(result, padding=True), indices.tolist(), shuffler.last_stats.moved))
         loss = global_mean_loss(torch.tensor(1.0, requires_grad=True), 3)  # two data-parallel ranks, 6 terms
-        members = dist.get_process_group_ranks(resolve_process_group())
-        shuffler.close()
-        return data_rank, members, results, float(loss)
-    finally:
-        parallel_state.destroy_model_parallel()
+        return data_rank, dist.get_process_group_ranks(resolve_process_group()), results, float(loss)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +80,9 @@ def _tensor_parallel_training():
     """
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
+    with model_parallel(2):
         rank = parallel_state.get_data_parallel_rank()
         return [_trained(rank, kind()) for kind in (CubicShuffler, IdentityBalancedBatchShuffler)]
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _two_ranks_training():

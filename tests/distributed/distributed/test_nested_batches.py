@@ -26,6 +26,7 @@ from tests.helpers.any_batches import dense, jagged, keyed, kjt
 from tests.helpers.batches import rows_as_values
 from tests.helpers.easyrec import ClicksShuffler, EasyRecBatch, EasyRecModel, clicks, easyrec_batch
 from tests.helpers.faults import raised_by
+from tests.helpers.pipelines import steps_of
 from tests.helpers.square_shuffler import SquareShuffler, closing
 
 SIZES = [7, 2, 5, 1]
@@ -114,11 +115,7 @@ def _trained(rows, steps):
         pipeline = balanced(TrainPipelineBase)(wrapped, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
         own = range(steps if dist.get_rank() != 1 else steps - 1)  # one rank ends before the others
         batches = iter([own_batch(step, rows=rows) for step in own])
-        moved = 0
-        with pytest.raises(StopIteration):
-            while True:
-                pipeline.progress(batches)
-                moved += pipeline.last_stats.moved
+        moved = sum(pipeline.last_stats.moved for _ in steps_of(pipeline, batches))
     return model.seen, model.weight.tolist(), moved
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from contextlib import closing
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from tests.helpers import models
 from tests.helpers.batches import rows_as_values
 from tests.helpers.faults import error_of
 from tests.helpers.models import rank_batches, weights_of
-from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, one_process
+from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.sid_models import model_parallel
 from tests.helpers.square_shuffler import SquareShuffler, my_batch
 
 SLOW = 1
@@ -163,11 +164,7 @@ def _train_with(option, counts):
         pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
         source = rank_batches(dist.get_rank(), counts[dist.get_rank()], SIZES)
         loads = []
-        for _ in itertools.count():
-            try:
-                pipeline.progress(source)
-            except StopIteration:
-                break
+        for _ in steps_of(pipeline, source):
             stats = pipeline.last_stats
             loads.append(stats.loads_after)
             report(shuffler, stats, 1.7 if dist.get_rank() == SLOW else 1.0)
@@ -231,18 +228,13 @@ def test_windows_find_speeds_by_their_own_reports(two_ranks):
 
 def _silent():
     """Warnings of this rank in 60 steps of which no time is reported."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("commons.distributed.rank_speeds")
-    logger.addHandler(handler)
-    try:
-        with closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler:
-            for step in range(60):
-                shuffler.shuffle(my_batch(step, [4] * 4))
-    finally:
-        logger.removeHandler(handler)
-    return said
+    with (
+        mock.patch.object(logging.getLogger("commons.distributed.rank_speeds"), "warning") as warning,
+        closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler,
+    ):
+        for step in range(60):
+            shuffler.shuffle(my_batch(step, [4] * 4))
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
 def test_a_loop_that_reports_no_time_is_warned_once(two_ranks):
@@ -255,18 +247,13 @@ def _tensor_parallel(factors):
     """DP 2 × TP 2: the speeds that each rank sees, where one rank is slow."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
-        with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
-            place = parallel_state.get_data_parallel_rank()
-            for step, factor in enumerate(factors):
-                batch = my_batch(step * 7 + place, [16] * 4, max_length=20)
-                batch = shuffler.shuffle(batch)
-                slow = dist.get_rank() == 3  # its peer is rank 2
-                report(shuffler, shuffler.last_stats, factor if slow else 1.0)
-            return shuffler.last_stats.speeds, batch.features.values().tolist()
-    finally:
-        parallel_state.destroy_model_parallel()
+    with model_parallel(2), closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
+        place = parallel_state.get_data_parallel_rank()
+        for step, factor in enumerate(factors):
+            batch = shuffler.shuffle(my_batch(step * 7 + place, [16] * 4, max_length=20))
+            slow = dist.get_rank() == 3  # its peer is rank 2
+            report(shuffler, shuffler.last_stats, factor if slow else 1.0)
+        return shuffler.last_stats.speeds, batch.features.values().tolist()
 
 
 @pytest.mark.slow

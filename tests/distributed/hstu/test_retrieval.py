@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from unittest import mock
 
@@ -35,6 +34,7 @@ from hstu.sharding import build_distributed_model
 from hstu.train_config import TrainConfig
 from tests.helpers.faults import raised_by
 from tests.helpers.hstu_models import model_of
+from tests.helpers.run_folders import lines
 
 CPU = torch.device("cpu")
 NUM_ROWS, NUM_ITEMS = 45, 37
@@ -241,11 +241,10 @@ def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, com
     half = str(next(path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith("4")))
     again = two_ranks.run(run_config, [*flags, "--trainer.ckpt-load-dir", half], tmp_path / "resumed", scale)[0]
     assert again == (steps, loss, metrics)
-    lines = [json.loads(line) for line in (tmp_path / "resumed/log.jsonl").read_text().splitlines()]
-    assert lines[0]["step"] == 8
-    whole = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    scales = {line["step"]: line["loss_scale"] for line in whole if "loss_scale" in line}
-    assert (compute_dtype == "fp32" and not scales) or scales[8] == lines[0]["loss_scale"] < scales[4] < scale
+    first = lines(tmp_path / "resumed")[0]
+    assert first["step"] == 8
+    scales = {line["step"]: line["loss_scale"] for line in lines(tmp_path) if "loss_scale" in line}
+    assert (compute_dtype == "fp32" and not scales) or scales[8] == first["loss_scale"] < scales[4] < scale
 
 
 def messages_of(cases, run_dir):

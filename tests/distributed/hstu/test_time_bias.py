@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
+from tests.helpers.run_folders import lines
 
 VERSION = VERSIONS["kuairand-pure"]
 RUN = [
@@ -46,8 +45,8 @@ def run(flags, run_dir):
 
 
 def losses(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line], sum(line.get("rows_moved", 0) for line in lines)
+    logged = lines(run_dir)
+    return [line["loss"] for line in logged if "loss" in line], sum(line.get("rows_moved", 0) for line in logged)
 
 
 @pytest.mark.parametrize(
