@@ -21,7 +21,7 @@ from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
-from tests.helpers.hstu_models import model_of
+from tests.helpers.hstu_models import model_of, with_timestamps
 from tests.helpers.models import AveragedSGD, weights_of
 
 STEPS = 10
@@ -30,6 +30,7 @@ HSTU = HSTUConfig(8, 2, 2, 4, max_sequence_length=2 * 24 + 1)
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dims={"item": 4})
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
+    "ranking by time": RankingConfig(dataclasses.replace(HSTU, time_bias=True), TABLES, (8, 2), 2),
     "drawn": dataclasses.replace(RETRIEVAL, num_negatives=12),
     "global": dataclasses.replace(RETRIEVAL, in_batch_pool="global"),
     "neighbours": RETRIEVAL,
@@ -43,7 +44,7 @@ def batches(config, candidates):
             rows = 1000 * number + 100 * dist.get_rank() + np.arange(batch.actual_batch_size)
             drawn = draw_negatives(rows, config.num_negatives, TABLES["item"], seed=1, epoch=0)
             batch = with_negatives(batch, config.negatives_feature_name, torch.from_numpy(drawn))
-        yield batch
+        yield with_timestamps(batch) if config.hstu.time_bias else batch
 
 
 def random_batches(candidates):
@@ -100,7 +101,9 @@ def _train(kind, task, candidates, sharding):
     return before, weights_of(model), moved, float(total)
 
 
-@pytest.mark.parametrize(("task", "candidates"), [("ranking", 0), ("ranking", 3), ("drawn", 0), ("global", 0)])
+@pytest.mark.parametrize(
+    ("task", "candidates"), [("ranking", 0), ("ranking", 3), ("ranking by time", 3), ("drawn", 0), ("global", 0)]
+)
 def test_plain_tables_in_float64(ranks, task, candidates):
     before, on, moved, loss_on = ranks.run(_train, "hstu", task, candidates, None)[0]
     _, off, _, loss_off = ranks.run(_train, "identity", task, candidates, None)[0]
@@ -113,7 +116,12 @@ def test_plain_tables_in_float64(ranks, task, candidates):
 
 @pytest.mark.parametrize(
     ("task", "sharding"),
-    [("ranking", "table_wise"), ("drawn", "row_wise"), pytest.param("global", "table_wise", marks=pytest.mark.slow)],
+    [
+        ("ranking", "table_wise"),
+        ("ranking by time", "row_wise"),
+        ("drawn", "row_wise"),
+        pytest.param("global", "table_wise", marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_tables_in_float32(ranks, task, sharding):
     _, on, moved, loss_on = ranks.run(_train, "hstu", task, 0, sharding)[0]

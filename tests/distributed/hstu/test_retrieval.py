@@ -269,3 +269,16 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
     for messages in two_ranks.run(messages_of, list(cases.values()), tmp_path):
         for start, message in zip(cases, messages):
             assert start in message and "\n" not in message, (start, message)
+
+
+def counted_features():
+    flags = ["--shuffler-type", "tokens", "--model.time-bias", "--task", "retrieval", "--model.num-negatives", "7"]
+    recipe = HSTURecipe(load_config(TrainConfig, [*RUN, *flags]), CPU)
+    shuffler = recipe.build_shuffler(balances=True)
+    shuffler.close()
+    return shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
+
+
+def test_times_and_negatives_are_no_tokens_to_balance(two_ranks):
+    (counted, loaded), _ = two_ranks.run(counted_features)
+    assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1
