@@ -34,7 +34,7 @@ def report(shuffler, stats, factor):
 
 
 def _steps(option, factors, state=None, **options):
-    """Stats, and rows before and after, of a step for each factor of the slow rank's times."""
+    """Stats of a step for each factor of the slow rank's times; of every tenth also the rows before and after."""
     taken = []
     with closing(SquareShuffler(ShufflerOptions(speeds=option, slack=0.0, **options))) as shuffler:
         shuffler.load_state_dict(state or {})
@@ -43,7 +43,8 @@ def _steps(option, factors, state=None, **options):
             result = shuffler.shuffle(batch)
             stats = shuffler.last_stats
             report(shuffler, stats, factor if dist.get_rank() == SLOW else 1.0)
-            taken.append((stats, rows_as_values(batch), rows_as_values(result)))
+            rows = map(rows_as_values, (batch, result)) if step % 10 == 0 else ((), ())
+            taken.append((stats, *rows))
         return taken, shuffler.state_dict()
 
 
@@ -67,7 +68,7 @@ def test_a_slow_rank_gets_less_and_all_of_it_again(ranks):
     answers = ranks.run(_numbers, "measured", [1.0] * 30 + [1.5] * 100 + [1.0] * 120)
     for each in answers[1:]:
         assert each["speeds"] == answers[0]["speeds"] and (each["loads"] == answers[0]["loads"]).all()
-    for step in (0, 120, 249):  # no row is lost or doubled
+    for step in (0, 120, 240):  # no row is lost or doubled
         assert sorted(row for each in answers for row in each["rows"][step][0]) == sorted(
             row for each in answers for row in each["rows"][step][1]
         )
@@ -97,7 +98,8 @@ def test_observed_speeds_move_nothing_and_say_what_they_would_save(two_ranks):
 
 def test_equal_ranks_get_the_plans_of_equal_speeds(two_ranks):
     equal, measured = (two_ranks.run(_numbers, each, [1.0] * 40) for each in ("equal", "measured"))
-    assert [each["rows"] for each in equal] == [each["rows"] for each in measured]
+    for each, other in zip(equal, measured):
+        assert each["rows"] == other["rows"] and (each["loads"] == other["loads"]).all()
 
 
 def test_a_token_cap_is_kept_whatever_the_speeds(two_ranks):
