@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.train_pipeline.train_pipelines import (
-    EvalPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-    TrainPipelineSparseDistLite,
-)
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -26,19 +20,14 @@ from commons.distributed import global_mean_loss
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.helpers.cpu_pipelines import CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
+from tests.helpers import pipelines
+from tests.helpers.cpu_pipelines import CpuSemiSync
 from tests.helpers.models import _init, shard, weights_of
 from tests.helpers.pipelines import lacking, steps_of
 
-PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
-    "base": (TrainPipelineBase, {}),  # does not trace: the others come to its weights
-    "sparse": (TrainPipelineSparseDist, {}),
-    "lite": (TrainPipelineSparseDistLite, {}),
-    "fused": (CpuFusedSparseDist, {}),
-    "prefetch": (CpuPrefetch, {}),
-    "semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}),
-    "semi-sync": (CpuSemiSync, {}),
-}
+# The first does not trace: the others come to its weights.
+PIPELINES = {name: pipelines.PIPELINES[name] for name in ("base", "sparse", "lite", "fused", "prefetch")}
+PIPELINES |= {"semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}), "semi-sync": (CpuSemiSync, {})}
 KEYS, WIDTH, DENSE, ROWS, STEPS = ["item", "shop"], 4, 3, 6, 4
 CPU = torch.device("cpu")
 # How a forward may state the count of its loss terms.
