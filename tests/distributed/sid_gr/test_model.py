@@ -22,6 +22,7 @@ from tests.helpers.sid_models import (
     SID_MAP,
     SIZES,
     PlainDecoder,
+    build_sharded,
     codes_of_rows,
     make_batch,
     make_model,
@@ -146,10 +147,7 @@ def _metrics_of_all_ranks(sharding):
         whole = [make_batch(seed, batch_size=9) for seed in range(2)]
         plain_model = make_model(beam_width=SID_MAP.num_items).eval()
         plain = PlainDecoder(plain_model.decoder, table_of(plain_model))
-        model = make_model(beam_width=SID_MAP.num_items)
-        model = build_distributed_model(
-            model, device=CPU, embedding_optimizer="sgd", sharding=sharding, local_world_size=dist.get_world_size()
-        ).eval()
+        model = build_sharded(sharding, beam_width=SID_MAP.num_items).eval()
         metrics = GenerationMetrics(METRICS, SID_MAP.num_items)
         values = {name: [] for name in METRICS}
         for batch in whole:
@@ -178,14 +176,7 @@ def test_every_user_counts_once_on_any_number_of_ranks(ranks, sharding):
 def _gradients_after_backward():
     """`grad` holds the averaged gradients, of one backward pass; an evaluation between two passes changes nothing."""
     with model_parallel():
-        model = build_distributed_model(
-            make_model(),
-            device=CPU,
-            embedding_optimizer="sgd",
-            embedding_lr=1e-30,
-            sharding="row_wise",
-            local_world_size=2,
-        )
+        model = build_sharded("row_wise", embedding_lr=1e-30)
         batch = make_batch(3 + dist.get_rank())
         parameters = dense_parameters(model)
 
@@ -218,9 +209,7 @@ def test_gradients_are_those_of_one_backward_pass(two_ranks):
 
 def _no_loss_terms(everywhere):
     with model_parallel():
-        model = build_distributed_model(
-            make_model(), device=CPU, embedding_optimizer="sgd", sharding="row_wise", local_world_size=2
-        )
+        model = build_sharded("row_wise")
         empty = everywhere or dist.get_rank() == 0
         batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
         loss, output = model(batch)
