@@ -1,4 +1,5 @@
-"""The pins hold on every Python that evenrank names, as far as that can be seen without a network.
+"""The pins hold on every Python that evenrank names, as far as that can be seen without a network; and the page of what
+evenrank works with names them.
 
 CI installs them on each of these Pythons.
 """
@@ -156,3 +157,27 @@ def test_no_class_is_a_named_tuple_and_generic():
     both = re.compile(r"^ *class \w+\((?=[^)]*\bNamedTuple\b)(?=[^)]*\bGeneric\b)", re.MULTILINE)
     assert both.search("class A(NamedTuple, Generic[T]):")
     assert [str(path) for path in sources if both.search(path.read_text())] == []
+
+
+# --------------------------------------------------------------------------------------------------- docs/works_with.md
+
+PAGE = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("## In the test suite")[1].split("\n## ")[0]
+# The package of a row, and its version.
+NAMED = dict(
+    re.findall(r"^\|[^|]*?(?:\(`)?([\w-]+)(?:`\))? \| (\d[\w.]*(?:, oldest [\w.]+)?) \|", SECTION, re.MULTILINE)
+)
+
+
+def test_every_row_with_a_version_is_looked_at():
+    rows = [line for line in SECTION.splitlines() if re.match(r"\|[^|]+\| \d", line)]
+    assert len(NAMED) == len(rows) >= 10
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_versions_are_those_that_are_pinned(name):
+    newest, _, oldest = NAMED[name].partition(", oldest ")
+    pinned = {**pins("extras.txt", "3.12"), **pins("dev.txt", "3.12"), **pins("cpu.txt", "3.12")}
+    assert pinned[name.lower()] == newest
+    if oldest:
+        assert pins("oldest.txt", "3.12")[name.lower()] == oldest
