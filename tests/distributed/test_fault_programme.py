@@ -21,7 +21,7 @@ QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "wo
 @pytest.mark.slow
 def test_a_few_faults_end_as_expected():
     command = [sys.executable, "-m", "tests.faults", "--trials", len(QUICK), "--store", "agent", "--timeout", "10"]
-    run = run_program(*command, "--kinds", *QUICK)
+    run = run_program(*command, "--kinds", *QUICK, timeout=400)
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"{len(QUICK)} trials in " in run.stdout and " s, 0 with problems" in run.stdout
     assert "| clocks that jump | agent | 1 | all go on; every row is trained |" in run.stdout
