@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What takes too long for the suite: tens of thousands of random steps, thousands of damaged files, and hundreds of random
-# orders of calls, resets, evaluations, checkpoints and resumes.
+# orders of calls.
 #
 #   ci/soak.sh                 20,000 steps on 4 ranks, 500 shufflers, then the fuzz tests: 2,000 files and 200 orders each
 #   ci/soak.sh --steps 5000    fewer steps
@@ -33,7 +33,7 @@ step() {
 step tests.soak --steps "$steps" --ranks 4 --seed 0
 step pytest -q --hypothesis-profile soak tests/unit/datasets/test_damaged_files.py \
   tests/unit/trainer/test_damaged_configs.py tests/unit/perf_model/test_damaged_calibrations.py
-step pytest -q --hypothesis-profile soak tests/distributed/test_stateful.py tests/distributed/test_stateful_training.py
+step pytest -q --hypothesis-profile soak tests/distributed/test_stateful.py
 if [ -d tests/faults ]; then
   step tests.faults --trials "$trials" --store agent
   step tests.faults --trials "$trials" --store rank0

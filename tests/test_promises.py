@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import itertools
 import pickle
 import re
@@ -29,7 +30,7 @@ from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import windowed_iter
 from commons.trainer import TrainerArgs
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
-from tests.helpers.faults import meet
+from tests.helpers.faults import meet, raised_by
 from tests.helpers.models import build_plain, make_batch, rank_batches, weights_of
 from tests.helpers.pipelines import (
     PIPELINES,
@@ -43,17 +44,10 @@ from tests.helpers.pipelines import (
     train,
 )
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.square_shuffler import SquareShuffler, closing
 
 ROOT = Path(__file__).parents[1]
 ROWS = [7, 0, 12, 3]
-
-
-class SquareShuffler(BaseTaskBalancedBatchShuffler):
-    """A row costs 10 and the square of its items, whatever else it holds."""
-
-    def get_workloads(self, batch):
-        lengths = batch.features.lengths().view(len(batch.features.keys()), batch.batch_size)
-        return lengths.sum(0).to(torch.int64) ** 2 + 10
 
 
 def _shuffled(seed, rows, real=None, longest=6, **options):
@@ -63,13 +57,10 @@ def _shuffled(seed, rows, real=None, longest=6, **options):
     first = sum(real[:rank])
     longest = longest if rank == 0 else 2
     batch = random_batch(seed + rank, rows[rank], real[rank], first_id=first, tiny_dtype=dtype, max_length=longest)
-    shuffler = SquareShuffler(ShufflerOptions(**options))
-    try:
+    with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
         before = rows_as_values(batch)
         result, indices = shuffler.shuffle(batch, return_indices=True)
-        return before, rows_as_values(result), indices.tolist(), (result.batch_size, result.actual_batch_size)
-    finally:
-        shuffler.close()
+    return before, rows_as_values(result), indices.tolist(), (result.batch_size, result.actual_batch_size)
 
 
 def _rows(answers, column):
@@ -182,10 +173,8 @@ def _disagree():
         for options, digest in ((ShufflerOptions(slack=0.5 if last else 0.1), 0), (ShufflerOptions(), 1)):
             shuffler = CubicShuffler(options)
             with mock.patch("commons.perf_model.shuffle_plan.ShufflePlan.digest", lambda _, d=digest: d * last):
-                try:
-                    shuffler.shuffle(make_batch([1 + 10 * dist.get_rank()], 1, longest=40))
-                except Exception as error:
-                    said.append(f"{type(error).__name__}: {error}")
+                batch = make_batch([1 + 10 * dist.get_rank()], 1, longest=40)
+                said.append(raised_by(functools.partial(shuffler.shuffle, batch)))
             shuffler.close()
     return said, len(sent)
 
@@ -306,10 +295,7 @@ def _mistakes():
         shuffler = CubicShuffler()
         get_workloads = mock.Mock(side_effect=[mistake]) if wrong else shuffler.get_workloads
         with mock.patch.object(shuffler, "get_workloads", get_workloads):
-            try:
-                shuffler.shuffle(make_batch([1, 2, 3], 3))
-            except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
+            said.append(raised_by(functools.partial(shuffler.shuffle, make_batch([1, 2, 3], 3))))
         shuffler.close()
     return said
 
@@ -407,6 +393,6 @@ def test_14_a_window_loses_and_doubles_nothing_resumes_exactly_and_weighs_every_
 
 
 def test_16_what_a_model_calls_survives_torchrecs_symbolic_tracing(ranks):
-    """In every pipeline that traces: tests/distributed/distributed/test_traced_loss.py."""
+    """In every pipeline that traces: tests/distributed/distributed/test_loss.py."""
     for traced, direct, nodes in ranks.run(_traced):
         assert traced == direct > 0 and nodes > 3

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
 from benchmarks import pipeline_overhead
@@ -20,7 +19,15 @@ from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
 from commons.sequence_batch.batch import BaseBatch
 from tests.helpers import models
 from tests.helpers.models import rank_batches
-from tests.helpers.pipelines import SIZES, CubicShuffler, require_pipeline
+from tests.helpers.pipelines import (
+    SIZES,
+    STOCK,
+    STOCK_EVALUATIONS,
+    STOCK_WITH_STREAMS,
+    CubicShuffler,
+    require_pipeline,
+    steps_of,
+)
 from tests.helpers.pretended_streams import (
     DEFAULT_STREAM,
     PretendedStream,
@@ -33,32 +40,11 @@ from tests.helpers.stream_sanitizer import sanitized
 
 CPU = torch.device("cpu")
 STEPS = 7
-IN_PLACE = {"enable_inplace_copy_batch": True}
-VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
-    "base": (stock.TrainPipelineBase, {}),
-    "base in place": (stock.TrainPipelineBase, IN_PLACE),
-    "sparse": (stock.TrainPipelineSparseDist, {}),
-    "sparse in place": (stock.TrainPipelineSparseDist, IN_PLACE),
-    "sparse free early": (stock.TrainPipelineSparseDist, {"free_features_storage_early": True}),
-    "sparse after forward": (stock.TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
-    "lite": (stock.TrainPipelineSparseDistLite, {}),
-    "fused": (stock.TrainPipelineFusedSparseDist, {}),
-    "semi-sync, before it starts": (stock.TrainPipelineSemiSync, {"start_batch": 1000}),
-    "semi-sync": (stock.TrainPipelineSemiSync, {"start_batch": 0}),
-    "semi-sync in place": (stock.TrainPipelineSemiSync, {"start_batch": 0} | IN_PLACE),
-    "prefetch": (stock.PrefetchTrainPipelineSparseDist, {}),
-    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
-    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, IN_PLACE),
-    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
-    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
-    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
-    "eval": (stock.EvalPipelineSparseDist, {}),
-    "eval fused": (stock.EvalPipelineFusedSparseDist, {}),
-    "eval fused, lookups ahead": (stock.EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
-    "staged": (stock.StagedTrainPipeline, {}),
-}
-if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
-    VARIANTS["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+VARIANTS = {
+    name: each
+    for name, each in (STOCK | STOCK_WITH_STREAMS | STOCK_EVALUATIONS).items()
+    if name not in ("pt2, before it compiles", "eval hybrid")
+} | {"staged": (stock.StagedTrainPipeline, {})}
 
 
 def hazards_of(name: str, balance: bool, mistake: str) -> tuple[int, int, dict[str, int]]:
@@ -85,11 +71,7 @@ def _train(name: str, model: Any, optimizer: Any, source: Iterator[Any], shuffle
     else:
         pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
     with_streams(pipeline)
-    steps = 0
-    with contextlib.suppress(StopIteration):
-        while True:
-            pipeline.progress(source)
-            steps += 1
+    steps = sum(1 for _ in steps_of(pipeline, source))
     if name == "eval":
         pipeline.reset()
     return steps
@@ -212,9 +194,7 @@ def _hazards_of_benchmark(pipeline: str) -> dict[str, int]:
         trainer, shuffler = pipeline_overhead.make_variant("synchronous", pipeline, CPU)
         with_streams(trainer)
         batches = (pipeline_overhead.host_batch("zipf", dist.get_rank(), step, 4, "cpu") for step in range(STEPS))
-        with contextlib.suppress(StopIteration):
-            while True:
-                trainer.progress(batches)
+        list(steps_of(trainer, batches))
     shuffler.close()
     assert sanitizer.operations > 30 * STEPS
     return dict(sanitizer.reports)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.programs import ROOT, TWO_RANKS, run_program
 
 
 def run(*arguments):
-    return subprocess.run(
-        ["bash", "ci/test_gpu.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=580, check=False
-    )
+    return run_program("bash", "ci/test_gpu.sh", *arguments, timeout=580)
 
 
 @pytest.mark.slow
@@ -49,7 +45,7 @@ def test_a_section_that_fails_fails_the_job_after_the_others(tmp_path):
     python.parent.mkdir(parents=True)
     python.write_text(FAILING)
     python.chmod(0o755)
-    job = subprocess.run(["bash", tmp_path / "ci" / "test_gpu.sh"], capture_output=True, text=True, timeout=60)
+    job = run_program("bash", tmp_path / "ci" / "test_gpu.sh")
     assert job.returncode == 1 and job.stderr == ""
     assert [line for line in job.stdout.splitlines() if line.startswith("ran ")] == [
         "ran cuda -p no:cacheprovider",
@@ -82,7 +78,7 @@ def test_ranks_run_on_one_thing(arguments):
 def test_cases_of_the_exchange_run_on_each_kind_of_process_groups_that_users_have():
     """Listed here without a GPU. Models, which take long to compile, run on what the trainer makes."""
     command = f"{sys.executable} -m pytest tests/gpu --device cuda --collect-only -q -o addopts= -p no:cacheprovider"
-    job = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    job = run_program(*command.split())
     bound, kinds = "nccl with device_id", ["nccl", "nccl with device_id", "cpu:gloo,cuda:nccl"]
     for case in ("test_transports_are_bit_identical", "test_two_shufflers_take_turns", "test_a_whole_step"):
         assert sorted(re.findall(rf"::{case}\[(.*)\]", job.stdout)) == sorted(kinds)
@@ -100,13 +96,5 @@ def test_ranks_that_share_a_gpu_pass_for_hosts():
     names = ("NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_NET", "NCCL_SOCKET_IFNAME", "WORLD_SIZE")
     # In one write: of two ranks that print at once, the words and the ends of lines come in any order.
     program = f"import os; os.write(1, (' '.join(os.environ[name] for name in {names}) + chr(10)).encode())"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
-    job = subprocess.run(
-        [*launch, "ci/share_gpu.sh", sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    job = run_program(*TWO_RANKS, "--no-python", "ci/share_gpu.sh", sys.executable, "-c", program)
     assert sorted(job.stdout.splitlines()) == [f"shared-gpu-{rank} 0 1 Socket lo 2" for rank in range(2)]

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from commons.perf_model import measurement
 from tests.helpers import documented_names as given
 from tests.helpers import documented_pages as pages
 from tests.helpers.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
+from tests.helpers.programs import run_program
 
 
 @dataclass(frozen=True)
@@ -352,14 +352,8 @@ def _run_command(command: str, two_ranks: Any) -> str:
         assert launch.module and launch.standalone and launch.nproc_per_node == "2"
         two_ranks.run(given.train_in, str(Path.cwd()), launch.training_script, launch.training_script_args)
         return ""
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        env=os.environ | {"PATH": f"{Path.cwd() / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    env = {"PATH": f"{Path.cwd() / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = run_program("bash", "-euo", "pipefail", "-c", command, cwd=Path.cwd(), env=env, timeout=400)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from commons.trainer.config.load import load_config
 from hstu.train_config import TrainConfig
-from tests.helpers.hstu_jobs import ROOT
+from tests.helpers.programs import ROOT, run_program
 
 SBATCH = ROOT / "examples/slurm.sbatch"
 # srun on one machine: its options are shown, and the program is started once.
@@ -44,25 +41,11 @@ def sbatch(tmp_path):
     job["CPUS_PER_TASK"] = "3"
 
     def run(*arguments):
-        return subprocess.run(
-            ["bash", str(SBATCH), *map(str, arguments)],
-            cwd=ROOT,
-            env=os.environ
-            | {f"SLURM_{name}": value for name, value in job.items()}
-            | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        env = {f"SLURM_{name}": value for name, value in job.items()}
+        env |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        return run_program("bash", SBATCH, *arguments, env=env)
 
     return run
-
-
-def test_shellcheck_has_nothing_to_say():
-    program = Path(sys.executable).parent / "shellcheck"
-    done = subprocess.run([program, SBATCH], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def test_torchrun_is_started_on_every_machine(sbatch):

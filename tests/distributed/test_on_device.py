@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +12,8 @@ import torch
 from benchmarks import device_parts, on_device, processes
 from benchmarks.device_parts import PartFailedError, describe_trace
 from benchmarks.processes import run_limited
+from tests.helpers.programs import ROOT, run_program
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -26,7 +24,7 @@ def test_a_rehearsal_fills_the_page(tmp_path):
     parts = ["warm_up", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
     page = tmp_path / "page.md"
     command = [sys.executable, "-m", "benchmarks.on_device", "--rehearse", "--output", str(page), "--only", *parts]
-    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    job = run_program(*command, timeout=800)
     assert job.returncode == 0, job.stdout + job.stderr
     text = page.read_text()
     assert text in job.stdout and "A rehearsal on the CPU" in text and "failed" not in text

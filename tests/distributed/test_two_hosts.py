@@ -5,27 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.programs import ROOT, run_program
 
-
-def run(*arguments):
-    return subprocess.Popen(
-        ["bash", "ci/test_two_hosts.sh", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+SCRIPT = ("bash", "ci/test_two_hosts.sh")
 
 
 @pytest.mark.slow
 def test_two_hosts_train_alike_and_a_cut_link_is_told():
-    job = run()
+    job = subprocess.Popen(
+        SCRIPT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         said, errors = job.communicate(timeout=400)
     finally:
@@ -39,15 +31,14 @@ def test_two_hosts_train_alike_and_a_cut_link_is_told():
 
 @pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout",), ("--keep",), ("--hosts", "3")])
 def test_mistakes_on_the_command_line_are_one_line(arguments):
-    job = run(*arguments)
-    said, errors = job.communicate(timeout=60)
-    assert job.returncode == 2 and not said and errors.startswith("error: ") and errors.count("\n") == 1
+    job = run_program(*SCRIPT, *arguments)
+    assert job.returncode == 2 and not job.stdout
+    assert job.stderr.startswith("error: ") and job.stderr.count("\n") == 1
 
 
 def test_the_help_says_what_happens_where_namespaces_cannot_be_made():
-    job = run("--help")
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0 and "--timeout 30" in said and "77" in said
+    job = run_program(*SCRIPT, "--help")
+    assert job.returncode == 0 and "--timeout 30" in job.stdout and "77" in job.stdout
 
 
 def test_without_namespaces_it_is_skipped(tmp_path):

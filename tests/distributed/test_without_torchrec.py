@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import os
-import subprocess
 import sys
 from importlib.abc import MetaPathFinder
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.programs import ROOT, run_program
+
 BLOCKED = ("torchrec", "fbgemm_gpu", "megatron")
 
 
@@ -25,14 +23,7 @@ class _Blocked(MetaPathFinder):
 
 
 def test_dispatch_micro_batches_and_planner_work_without_torchrec(tmp_path):
-    shown = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "store")],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    shown = run_program(sys.executable, __file__, tmp_path / "store", env={"PYTHONPATH": str(ROOT)})
     assert (shown.returncode, shown.stdout) == (0, "[0, 0]\n"), shown.stderr
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from commons.datasets import BudgetBatchSampler
 from commons.datasets.samplers.epoch import ShardedBatchSampler
 from evenrank import BalancedBatchSampler
+from tests.helpers.faults import raised_by
 
 NUM_ROWS = 257
 EPOCHS = 2
@@ -36,14 +37,6 @@ def _documented(workloads: np.ndarray, dataset: torch.utils.data.TensorDataset) 
     sampler = BalancedBatchSampler(workloads, 4, num_ranks=accelerator.num_processes, rank=None, window=8)
     loader = accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))
     return accelerator, loader
-
-
-def _refusal(accelerator: Accelerator, sampler: object, dataset: torch.utils.data.TensorDataset) -> str:
-    try:
-        accelerator.prepare(DataLoader(dataset, batch_sampler=sampler))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def main(folder: Path) -> None:
@@ -68,7 +61,7 @@ def main(folder: Path) -> None:
         "epoch 3": _rows_of_epoch(documented, 3),
         "own epoch 3": _rows_of_epoch(DataLoader(dataset, batch_sampler=own), 3),
         "refused": [
-            _refusal(accelerator, sampler, dataset)
+            raised_by(lambda sampler=sampler: accelerator.prepare(DataLoader(dataset, batch_sampler=sampler)))
             for sampler in (
                 own,
                 BudgetBatchSampler(workloads, rank=rank, **budget),

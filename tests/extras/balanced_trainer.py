@@ -14,6 +14,7 @@ import torch
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from evenrank.integrations.transformers import balanced
+from tests.helpers.faults import error_of
 
 NUM_ROWS, EPOCHS, ACCUMULATED, BATCH, RATE = 90, 2, 2, 3, 0.05
 PAD = 0
@@ -58,15 +59,20 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(values) for name, values in padded.items()}
 
 
-class Recorder(Trainer):
-    """Notes the rows of every micro-batch and the loss of every step."""
+def recording(trainer: type[Trainer]) -> type[Trainer]:
+    """Notes the rows of every micro-batch."""
 
-    def training_step(self, model, inputs, *args, **kwargs):
-        """As the Trainer's."""
-        tokens = inputs["input_ids"]
-        starts = tokens[:, 0] if "attention_mask" in inputs else tokens[0, inputs["position_ids"][0] == 0]
-        self.seen.append((starts - 1).tolist())
-        return super().training_step(model, inputs, *args, **kwargs)
+    class Recorder(trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            tokens = inputs["input_ids"]
+            starts = tokens[:, 0] if "attention_mask" in inputs else tokens[0, inputs["position_ids"][0] == 0]
+            self.seen.append((starts - 1).tolist())
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    return Recorder
+
+
+Recorder = recording(Trainer)
 
 
 def train(folder: Path, name: str, **changes) -> dict:
@@ -113,15 +119,6 @@ def train(folder: Path, name: str, **changes) -> dict:
     return {"seen": trainer.seen, "losses": losses, "weight": float(trainer.model.lm_head.weight.double().pow(2).sum())}
 
 
-def refusal(folder: Path, **changes) -> str:
-    """The error that ends a training before its first step."""
-    try:
-        train(folder, "refused", **changes)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 class Stream(torch.utils.data.IterableDataset):
     """A data set without a length."""
 
@@ -140,12 +137,12 @@ def main(folder: Path) -> None:
         "free": train(folder, "free", data_collator=DataCollatorWithFlattening()),
         "window": train(folder, "window", balance={"window": 3}),
         "refused": [
-            refusal(folder, hides="compute_loss_func"),
-            refusal(folder, train_dataset=Stream(), args={"max_steps": 3}),
-            refusal(folder, train_dataset=[(1, 2)] * 8),
-            refusal(folder, balance={"lengths": wrong}),
-            refusal(folder, balance={"lengths": [1]}),
-            refusal(folder, args={"average_tokens_across_devices": False}),
+            error_of(train, folder, "refused", hides="compute_loss_func"),
+            error_of(train, folder, "refused", train_dataset=Stream(), args={"max_steps": 3}),
+            error_of(train, folder, "refused", train_dataset=[(1, 2)] * 8),
+            error_of(train, folder, "refused", balance={"lengths": wrong}),
+            error_of(train, folder, "refused", balance={"lengths": [1]}),
+            error_of(train, folder, "refused", args={"average_tokens_across_devices": False}),
         ],
     }
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

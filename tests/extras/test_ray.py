@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import run_program
+
 pytestmark = [pytest.mark.extra("ray"), pytest.mark.timeout(620), pytest.mark.slow]
-ROOT = Path(__file__).parents[2]
 
 
 def example(*arguments):
-    return subprocess.run(
-        [sys.executable, "examples/ray_train.py", *map(str, arguments)],
-        cwd=ROOT,
-        # Workers start within a minute on an idle machine.
-        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_WORKER_REGISTER_TIMEOUT_SECONDS": "300"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    # Workers start within a minute on an idle machine.
+    env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_WORKER_REGISTER_TIMEOUT_SECONDS": "300"}
+    return run_program(sys.executable, "examples/ray_train.py", *arguments, timeout=600, env=env)
 
 
 def test_two_workers_train_balanced(tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.documented import ROOT, commands_in, documented_blocks
+from tests.helpers.documented import commands_in, documented_blocks
+from tests.helpers.programs import run_program
 
 pytestmark = [pytest.mark.extra("torchx"), pytest.mark.timeout(420), pytest.mark.slow]
 
@@ -26,15 +26,8 @@ def commands():
 
 def run(command, *flags):
     bin_dir = Path(sys.executable).parent  # agents look for torchrun there
-    return subprocess.run(
-        [*command, *map(str, flags)],
-        cwd=ROOT,
-        env=os.environ | {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    env = {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
+    return run_program(*command, *flags, timeout=400, env=env)
 
 
 def test_two_agents_train_together(commands, tmp_path):

@@ -18,16 +18,7 @@ def train(folder, padding_free):
     from trl import SFTConfig, SFTTrainer
 
     from commons.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows
-
-    seen = []
-
-    class Recorder(SFTTrainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            tokens = inputs["input_ids"]
-            starts = tokens[:, 0] if "attention_mask" in inputs else tokens[0, inputs["position_ids"][0] == 0]
-            seen.append((starts - 1).tolist())
-            return super().training_step(model, inputs, *args, **kwargs)
+    from tests.extras.balanced_trainer import make_model, make_rows, recording
 
     special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
     words = Tokenizer(models.WordLevel({str(token): token for token in range(256)}, special["unk_token"]))
@@ -46,14 +37,15 @@ def train(folder, padding_free):
         bf16=False,
         disable_tqdm=True,
     )
-    trainer = Recorder(
+    trainer = recording(SFTTrainer)(
         model=make_model(),
         args=arguments,
         train_dataset=Dataset.from_list(make_rows(40)),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
     )
+    trainer.seen = []
     balanced(trainer).train()
-    return seen, [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return trainer.seen, [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 def first_loss(rows):

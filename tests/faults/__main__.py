@@ -7,28 +7,30 @@ where all go on, and no process, thread or file was left.
 
 Examples:
     python -m tests.faults --trials 200 --seed 0
-    python -m tests.faults --trials 200 --seed 0 --store rank0 --out rank0.jsonl
+    python -m tests.faults --trials 200 --seed 0 --store rank0
     python -m tests.faults --seed 0 --only 17 --keep
-    python -m tests.faults --trials 0 --merge agent.jsonl rank0.jsonl --page docs/reliability.md
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
+from tests.faults.kinds import KINDS
 from tests.faults.nursery import Nursery
-from tests.faults.page import require_markers, rewrite_page, table
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
+
+_LONGEST_TEXT = 130
+HEAD = ("fault", "store of", "trials", "who says what", "worst, s")
 
 
 @dataclass
@@ -56,15 +58,6 @@ class Arguments:
     timeout: float = 3.0
     """ShufflerOptions.timeout in seconds; a survivor has ten seconds more to end."""
 
-    out: Path | None = None
-    """Write the results there, a JSON line for each trial."""
-
-    merge: tuple[Path, ...] = ()
-    """Results of earlier runs, for the table too."""
-
-    page: Path | None = None
-    """Rewrite the table between the markers of this page."""
-
     keep: bool = False
     """Keep what the ranks of every trial printed, not only of those with problems."""
 
@@ -77,61 +70,80 @@ class Arguments:
             raise ValueError(
                 f"kinds {unknown} are part of no name; store {self.store!r} has {', '.join(names)}: choose among these"
             )
-        missing = [str(path) for path in (*self.merge, *filter(None, [self.page])) if not path.is_file()]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} cannot be read; give files that exist")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"out is {self.out}; there is no folder {self.out.parent}: make it")
-        if self.page is not None:
-            require_markers(self.page)
-        self.earlier()
 
-    def earlier(self) -> list[Result]:
-        """Results of the earlier runs; ValueError for a file that has something else."""
-        results = []
-        for path in self.merge:
-            try:
-                results += [Result.from_json(json.loads(line)) for line in path.read_text().splitlines()]
-            except (ValueError, TypeError, KeyError):
-                raise ValueError(
-                    f"merge is {path}, which does not hold one JSON line for each trial: give what --out has written"
-                ) from None
-        return results
+
+def summary_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """A row per kind of fault and store host, in the order of the kinds."""
+    by_kind: defaultdict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        by_kind[result.trial.kind, result.trial.store].append(result)
+    rows = []
+    for name in KINDS:
+        for store in ("agent", "rank0"):
+            trials = by_kind.get((name, store), [])
+            if not trials:
+                continue
+            failed = sum(bool(each.problems) for each in trials)
+            count = f"{len(trials)}" + (f", {failed} failed" if failed else "")
+            worst = max(each.worst_seconds for each in trials)
+            rows.append((name, store, count, _said(trials), "–" if KINDS[name].all_go_on else f"{worst:.1f}"))
+    return rows
+
+
+def _said(trials: Sequence[Result]) -> str:
+    """A real text of every role, shortened."""
+    if trials[0].trial.of_kind.all_go_on and not any(end.text for end in trials[0].ranks):
+        return "all go on; every row is trained"
+    by_role: dict[str, tuple[int, str]] = {}
+    for trial in sorted(trials, key=lambda each: bool(each.problems)):
+        for end in trial.ranks:
+            if end.text:
+                by_role.setdefault("the faulty rank" if end.faulty else "the others", (end.rank, end.text))
+    if len({text for _, text in by_role.values()}) == 1 and len(by_role) > 1:
+        by_role = {"all": next(iter(by_role.values()))}
+    return "; ".join(f"{role}: {shortened(text)}" for role, (_, text) in sorted(by_role.items()))
+
+
+def shortened(text: str) -> str:
+    """One line of a text, its beginning."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 1].rsplit(" ", 1)[0] + " …"
+
+
+def table(results: Sequence[Result]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in summary_rows(results)]
+    return "\n".join(lines)
 
 
 def main() -> int:
     """Run trials; returns the exit status."""
-    args = from_command_line(Arguments, __doc__, {"trials": 0, "only": 0})
+    args = from_command_line(Arguments, __doc__, {"only": 0})
     names = [name for name in kinds_for(args.store) if not args.kinds or any(word in name for word in args.kinds)]
     trials = [draw(args.seed, number, args.store, args.timeout, names) for number in args.only or range(args.trials)]
     started = time.monotonic()
     results: list[Result] = []
-    if trials:
-        nursery = Nursery()
-        pool = ThreadPoolExecutor(args.jobs)
-        try:
-            futures = [pool.submit(run_trial, nursery, trial, args.keep) for trial in trials]
-            with tqdm(total=len(trials), unit="trial") as bar:
-                for future in as_completed(futures):
-                    result = future.result()
-                    results.append(result)
-                    for problem in result.problems:
-                        tqdm.write(f"trial {result.trial.describe()}: {problem} ({result.logs})", file=sys.stderr)
-                    bar.update()
-                    bar.set_postfix(failed=sum(bool(each.problems) for each in results))
-        finally:
-            nursery.close()
-            pool.shutdown(cancel_futures=True)
+    nursery = Nursery()
+    pool = ThreadPoolExecutor(args.jobs)
+    try:
+        futures = [pool.submit(run_trial, nursery, trial, args.keep) for trial in trials]
+        with tqdm(total=len(trials), unit="trial") as bar:
+            for future in as_completed(futures):
+                result = future.result()
+                results.append(result)
+                for problem in result.problems:
+                    tqdm.write(f"trial {result.trial.describe()}: {problem} ({result.logs})", file=sys.stderr)
+                bar.update()
+                bar.set_postfix(failed=sum(bool(each.problems) for each in results))
+    finally:
+        nursery.close()
+        pool.shutdown(cancel_futures=True)
     results.sort(key=lambda each: each.trial.number)
-    if args.out is not None:
-        args.out.write_text("".join(json.dumps(each.to_json()) + "\n" for each in results))
-    every = [*args.earlier(), *results]
-    print(table(every))
+    print(table(results))
     failed = sum(bool(each.problems) for each in results)
     took = time.monotonic() - started
     print(f"{len(results)} trials in {took:.0f} s, {failed} with problems")
-    if args.page is not None:
-        rewrite_page(args.page, every)
     return 1 if failed else 0
 
 

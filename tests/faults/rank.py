@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import os
 import resource
@@ -24,10 +23,7 @@ from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import Trial
 from tests.faults.uses import USES, FaultyShuffler
-
-_LOCALHOST = "127.0.0.1"
-# Of the store, as torch sets it where nobody asks for another one.
-_STORE_TIMEOUT = datetime.timedelta(seconds=300)
+from tests.helpers.stopped_ranks import connect_store, host_store, port_of
 
 
 def main(job: dict[str, Any]) -> None:
@@ -40,18 +36,12 @@ def main(job: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a process that hangs where it is
     torch.set_num_threads(1)
-    if job["name"] == "store":
-        host_store(folder)
+    if job["name"] == "store":  # as torchrun's agent, until the end of the trial
+        store = host_store(folder)
+        while store:
+            time.sleep(3600)
     else:
         be_rank(Trial(**job["trial"]), job["rank"], folder, job.get("store_pid", 0))
-
-
-def host_store(folder: Path) -> None:
-    """Host the store, as torchrun's agent does, until the end of the trial."""
-    store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False)
-    _publish(folder, store)
-    while True:
-        time.sleep(3600)
 
 
 def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
@@ -82,22 +72,13 @@ def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
 
 def _join(trial: Trial, rank: int, folder: Path) -> None:
     """Join the ranks as torchrun's processes do, or as those that rank 0 hosts the store for."""
-    hosts_store = trial.store == "rank0" and rank == 0
-    if hosts_store:
-        store = dist.TCPStore(_LOCALHOST, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        _publish(folder, store)
-    path = folder / "port"
-    while not path.exists():
-        time.sleep(0.01)
-    port = path.read_text()
     if trial.store == "agent":
-        os.environ |= {"MASTER_ADDR": _LOCALHOST, "MASTER_PORT": port, "RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_of(folder), "RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(trial.world_size)}
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         dist.init_process_group("gloo")
     else:
-        if not hosts_store:
-            store = dist.TCPStore(_LOCALHOST, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+        store = connect_store(folder, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
     dist.barrier()  # a fault shall not meet a rank that is still in torch's own call
 
@@ -105,9 +86,3 @@ def _join(trial: Trial, rank: int, folder: Path) -> None:
 def _threads_of_shufflers() -> list[str]:
     """Those that close() ends; the process has others, for all shufflers, which ask the store and make groups."""
     return [each.name for each in threading.enumerate() if each.name.startswith("evenrank") and "Shuffler" in each.name]
-
-
-def _publish(folder: Path, store: dist.TCPStore) -> None:
-    aside = folder / "port.new"
-    aside.write_text(str(store.port))
-    aside.rename(folder / "port")

@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,6 @@ class Result:
         if self.trial.of_kind.all_go_on:
             return 0.0
         return max((end.seconds for end in self.ranks if end.text), default=0.0)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Result:
-        trial, ranks = Trial(**said["trial"]), [RankEnd(**each) for each in said["ranks"]]
-        return cls(trial, said["problems"], ranks, said["logs"])
 
 
 @dataclass

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.loop import TrainingLoop
@@ -18,19 +17,19 @@ from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import ROWS, own_ids
 from tests.helpers.models import SampleBatch, make_batch
+from tests.helpers.pipelines import CubicShuffler, steps_of
 from tests.helpers.trainer_loops import Parts
 
 WINDOW = 2
 
 
-class FaultyShuffler(BaseTaskBalancedBatchShuffler):
+class FaultyShuffler(CubicShuffler):
     """Its workloads are a place for faults."""
 
     injector: Injector
 
     def get_workloads(self, batch: Any) -> torch.Tensor:
-        lengths = batch.features.lengths().view(2, batch.batch_size).sum(0).to(torch.int64)
-        return self.injector.at(kinds.WORKLOADS, lengths**2 + 5)
+        return self.injector.at(kinds.WORKLOADS, super().get_workloads(batch))
 
 
 class Output(NamedTuple):
@@ -94,12 +93,8 @@ def pipeline(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
     model = FaultyModel(injector)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    batches = own_batches(injector)
-    try:
-        while True:
-            trainer.progress(batches)
-    except StopIteration:
-        return model.seen
+    list(steps_of(trainer, own_batches(injector)))
+    return model.seen
 
 
 def windows(shuffler: FaultyShuffler, injector: Injector) -> list[int]:

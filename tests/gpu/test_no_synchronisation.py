@@ -30,14 +30,14 @@ def waiting_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def require_cuda(device):
+@pytest.fixture(autouse=True)
+def cuda(device):
     if device != "cuda":
         pytest.skip("needs CUDA: the host has nothing to synchronise with")
 
 
 def test_finish_shuffle(device):
     """Copy, exchange and what TorchRec asks of the result."""
-    require_cuda(device)
     shuffler = CubicShuffler()
     target = rank_device(device)
     batches = [batch.pin_memory() for batch in rank_batches(dist.get_rank(), 12, [6])]
@@ -53,21 +53,24 @@ def test_finish_shuffle(device):
     shuffler.close()
 
 
-def test_a_whole_step(device):
-    """A pipeline's step: copy, shuffle, forward, backward, update. TorchRec's own input distribution would wait."""
-    require_cuda(device)
-    model, _ = models.build_plain()
-    model.to(rank_device(device))
-    optimizer = models.AveragedSGD(model.parameters(), lr=0.1)
-    shuffler = CubicShuffler()
-    pipeline = balanced(TrainPipelineBase)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
-    source = (batch.pin_memory() for batch in rank_batches(dist.get_rank(), 16, [6]))
+def train_without_waiting(pipeline, source):
     for _ in range(6):
         pipeline.progress(source)
     torch.cuda.synchronize()
     for _ in range(6):
         with waiting_forbidden():
             pipeline.progress(source)
+
+
+def test_a_whole_step(device):
+    """A pipeline's step: copy, shuffle, forward, backward, update. TorchRec's own input distribution would wait."""
+    model, _ = models.build_plain()
+    model.to(rank_device(device))
+    optimizer = models.AveragedSGD(model.parameters(), lr=0.1)
+    shuffler = CubicShuffler()
+    pipeline = balanced(TrainPipelineBase)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
+    source = (batch.pin_memory() for batch in rank_batches(dist.get_rank(), 16, [6]))
+    train_without_waiting(pipeline, source)
     assert pipeline.last_stats is not None
     shuffler.close()
 
@@ -75,7 +78,6 @@ def test_a_whole_step(device):
 @pytest.mark.parametrize("mode", ["balance", "off"])
 def test_a_whole_step_of_hstu(device, mode):
     """Attention is planned by lengths that the host knows; the loss has its count with the batch, or on the device."""
-    require_cuda(device)
     torch.manual_seed(0)
     hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80)
     config = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
@@ -85,18 +87,12 @@ def test_a_whole_step_of_hstu(device, mode):
     pipeline = balanced(TrainPipelineBase)(model, optimizer, rank_device(device), batch_shuffler=shuffler)
     seeds = range(dist.get_rank(), 1000, dist.get_world_size())
     source = (hstu_models.random_batch(6, max_num_candidates=3, longest=30, seed=seed).pin_memory() for seed in seeds)
-    for _ in range(6):
-        pipeline.progress(source)
-    torch.cuda.synchronize()
-    for _ in range(6):
-        with waiting_forbidden():
-            pipeline.progress(source)
+    train_without_waiting(pipeline, source)
     shuffler.close()
 
 
 def test_a_shuffle_that_starts_from_the_device(device):
     """Workloads and lengths of a device batch go to pinned memory, and only the worker waits for them."""
-    require_cuda(device)
     shuffler = HSTUBalancedBatchShuffler(16, 2, 8, 1)
     batches = [
         HSTUBatch.random(
@@ -122,7 +118,6 @@ def test_a_shuffle_that_starts_from_the_device(device):
 
 def test_the_exchange_waits_for_the_copy_and_the_forward_pass_for_the_exchange(device):
     """Work of another stream, however slow, is not overtaken: rows are those of the host batch."""
-    require_cuda(device)
     shuffler, on_the_host = CubicShuffler(), CubicShuffler(pg_group=dist.new_group(backend="gloo"))
     target = rank_device(device)
     memcpy = torch.cuda.Stream()

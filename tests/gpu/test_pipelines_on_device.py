@@ -9,20 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.memory_stashing import MemoryStashingManager
-from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline.train_pipelines import (
-    EvalPipelineFusedSparseDist,
-    EvalPipelineSparseDist,
     PipelineStage,
-    PrefetchTrainPipelineSparseDist,
     StagedTrainPipeline,
     TorchCompileConfig,
-    TrainPipelineBase,
-    TrainPipelineFusedSparseDist,
     TrainPipelinePT2,
     TrainPipelineSemiSync,
-    TrainPipelineSparseDist,
-    TrainPipelineSparseDistLite,
 )
 
 from commons.distributed.options import ShufflerOptions
@@ -34,37 +26,14 @@ from tests.helpers.pretended_streams import pretended_streams, with_streams
 
 # Not TrainPipelineSparseDistCompAutograd, which leaves collectives and compilers otherwise for the cases that follow:
 # tests/distributed/pipeline/test_trains_like_stock.py gives it ranks of its own.
-STOCK = {
-    "base": (TrainPipelineBase, {}),
-    "base in place": (TrainPipelineBase, {"enable_inplace_copy_batch": True}),
-    "sparse": (TrainPipelineSparseDist, {}),
-    "sparse in place": (TrainPipelineSparseDist, {"enable_inplace_copy_batch": True}),
-    "sparse free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
-    "lite": (TrainPipelineSparseDistLite, {}),
-    "fused": (TrainPipelineFusedSparseDist, {}),
-    "semi-sync, before it starts": (TrainPipelineSemiSync, {"start_batch": 1000}),
+STOCK = pipelines.STOCK | pipelines.STOCK_WITH_STREAMS
+STOCK |= {
     "semi-sync": (TrainPipelineSemiSync, {"start_batch": 2}),
-    "prefetch": (PrefetchTrainPipelineSparseDist, {}),
     "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=5)}),
-    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
-    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, {"enable_inplace_copy_batch": True}),
-    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
-    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
-    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
 }
-if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
-    STOCK["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
-EVALUATIONS = {
-    "eval": (EvalPipelineSparseDist, {}),
-    "eval fused": (EvalPipelineFusedSparseDist, {}),
-    "eval fused, lookups ahead": (EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
-}
-ON_CPU = {
-    EvalPipelineFusedSparseDist: cpu_pipelines.CpuEvalFusedSparseDist,
-    TrainPipelineFusedSparseDist: cpu_pipelines.CpuFusedSparseDist,
-    TrainPipelineSemiSync: cpu_pipelines.CpuSemiSync,
-    PrefetchTrainPipelineSparseDist: cpu_pipelines.CpuPrefetch,
-}
+for left_out in ("sparse after forward", "pt2, before it compiles", "semi-sync in place"):
+    del STOCK[left_out]
+EVALUATIONS = {name: each for name, each in pipelines.STOCK_EVALUATIONS.items() if name != "eval hybrid"}
 
 
 @contextlib.contextmanager
@@ -81,7 +50,7 @@ def settings_of(name, device):
 
 def make_pipeline(name, device, shuffler, model, optimizer):
     stock, options = (STOCK | EVALUATIONS)[name]
-    pipeline_class = ON_CPU.get(stock, stock) if device == "cpu" else stock
+    pipeline_class = pipelines.ON_CPU.get(stock, stock) if device == "cpu" else stock
     made = balanced(pipeline_class)(model, optimizer, rank_device(device), batch_shuffler=shuffler, **options)
     return with_streams(made) if name.endswith("stashed") and device == "cpu" else made
 

@@ -6,65 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.datasets.random.distribution import RandomDistribution
-from commons.datasets.sids.random import RandomSIDDataset
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.distributed.process_group import resolve_process_group
-from commons.pipeline import TrainPipelineFactory
-from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.metrics import GenerationMetrics
-from sid_gr.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models import rank_device, weights_of
-from tests.helpers.sid_models import MAX_CANDIDATES, MAX_HISTORY, SID_MAP, make_batch, make_model, model_parallel
+from tests.helpers.sid_models import build_sharded, heavy_tailed_batches, make_batch, make_pipeline, model_parallel
 
 STEPS = 6
 
 
-def batches(device):
-    group = resolve_process_group()
-    rank = dist.get_rank(group)
-    dataset = RandomSIDDataset(
-        SID_MAP,
-        batch_size=6,
-        num_batches=STEPS,
-        max_history_length=MAX_HISTORY,
-        max_candidate_length=MAX_CANDIDATES,
-        history_dist=RandomDistribution("zipf", low=1, high=MAX_HISTORY, alpha=1.2),
-        last_batch_size=1 + rank % 4,
-        seed=5,
-        rank=rank,
-        world_size=dist.get_world_size(group),
-    )
-    for batch in dataset:
-        yield batch.pin_memory() if device == "cuda" else batch
-
-
-def build(device, **changes):
-    return build_distributed_model(
-        make_model(**changes),
-        device=rank_device(device),
-        embedding_optimizer="sgd",
-        embedding_lr=0.5,
-        sharding="row_wise",
-        local_world_size=dist.get_world_size(),
-    )
-
-
 def train(device, balances, tensor_parallel_size):
     with model_parallel(tensor_parallel_size):
-        model = build(device, tensor_model_parallel_size=tensor_parallel_size)
-        shuffler = SIDGRBalancedBatchShuffler(16, 4, 3, 2, ffn_hidden_size=24)
-        if not balances:
-            shuffler.close()
-            shuffler = IdentityBalancedBatchShuffler()
-        pipeline = TrainPipelineFactory.create(
-            "native",
-            model=model,
-            optimizer=torch.optim.SGD(dense_parameters(model).values(), lr=0.2),
-            device=rank_device(device),
-            batch_shuffler=shuffler,
-        )
-        source = batches(device)
+        model = build_sharded("row_wise", rank_device(device), tensor_model_parallel_size=tensor_parallel_size)
+        pipeline, shuffler = make_pipeline("native", model, balances, rank_device(device))
+        batches = heavy_tailed_batches(STEPS)
+        source = (batch.pin_memory() if device == "cuda" else batch for batch in batches)
         for _ in range(STEPS):
             pipeline.progress(source)
         shuffler.close()
@@ -83,7 +37,7 @@ def test_training_on_and_off(device, tensor_parallel_size):
 
 def test_cached_decoding_and_metrics(device):
     with model_parallel():
-        model = build(device, beam_width=7).eval()
+        model = build_sharded("row_wise", rank_device(device), beam_width=7).eval()
         batch = make_batch(dist.get_rank(), batch_size=5, num_real=4).to(rank_device(device))
         cached, uncached = (model.module.generate(batch, use_cache=use_cache) for use_cache in (True, False))
         torch.testing.assert_close(cached.log_probs, uncached.log_probs, rtol=1e-4, atol=1e-4)

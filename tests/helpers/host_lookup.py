@@ -6,17 +6,14 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline.experimental_pipelines import EvalPipelineCPUSparse
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from tests.helpers.models import KEYS, NUM_IDS, WIDTH, SampleBatch, _init
+from tests.helpers.models import KEYS, NUM_IDS, WIDTH, SampleBatch, _init, shard
 
 
 @dataclasses.dataclass
@@ -64,14 +61,6 @@ class _Bags(nn.Module):
 
 def build_bags() -> tuple[nn.Module, list[list[int]], torch.optim.Optimizer]:
     """The model with a whole table on every rank, the ids that it sees, and an optimizer."""
-    model, sharders = _Bags(), [EmbeddingBagCollectionSharder()]
-    constraint = ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["dense"])
-    ranks = dist.get_world_size()
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=ranks, compute_device="cpu", local_world_size=ranks),
-        constraints={f"t_{key}": constraint for key in KEYS},
-        batch_size=32,
-    )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    model = _Bags()
+    parallel = shard(model, EmbeddingBagCollectionSharder(), "data_parallel")
     return parallel.eval(), model.tail.seen, torch.optim.SGD(parallel.parameters(), lr=0.1)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+from hstu.model import (
+    ExecutionConfig,
+    HSTUConfig,
+    HSTURankingModel,
+    HSTURetrievalModel,
+    RankingConfig,
+    RetrievalConfig,
+)
 
 TABLES = {"user": 20, "tags": 9, "item": 50, "action": 4}
 HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)
@@ -36,6 +44,13 @@ def random_batch(
     )
 
 
+def with_execution(config: Any, **options: Any) -> Any:
+    """A config of layers or of a model, executed in another way."""
+    if isinstance(config, HSTUConfig):
+        return dataclasses.replace(config, execution=ExecutionConfig(**options))
+    return dataclasses.replace(config, hstu=with_execution(config.hstu, **options))
+
+
 def with_timestamps(batch: HSTUBatch) -> HSTUBatch:
     """The batch with one rising time per item, seconds to years apart."""
     items = batch.features["item"]
@@ -51,9 +66,14 @@ def with_timestamps(batch: HSTUBatch) -> HSTUBatch:
     return dataclasses.replace(batch, features=kjt)
 
 
-def plain_model(config=CONFIG, seed=0) -> HSTURankingModel:
+def model_of(config: RankingConfig | RetrievalConfig, **options) -> HSTURankingModel | HSTURetrievalModel:
+    """The model of a config."""
+    return (HSTURankingModel if isinstance(config, RankingConfig) else HSTURetrievalModel)(config, **options)
+
+
+def plain_model(config=CONFIG, seed=0) -> HSTURankingModel | HSTURetrievalModel:
     torch.manual_seed(seed)
-    model = HSTURankingModel(config, plain_embeddings=True).double()
+    model = model_of(config, plain_embeddings=True).double()
     with torch.no_grad():  # biases and norms away from their special initial values
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,21 +174,27 @@ def build_plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 def build_sharded(sharding: str = "table_wise", device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = ShardableModel()
-    fused = {"learning_rate": LEARNING_RATE, "optimizer": EmbOptimType.EXACT_SGD}
-    sharders = [EmbeddingCollectionSharder(fused_params=fused)]
     model.head.to(rank_device(device))
+    fused = {"learning_rate": LEARNING_RATE, "optimizer": EmbOptimType.EXACT_SGD}
+    parallel = shard(model, EmbeddingCollectionSharder(fused_params=fused), sharding, device)
+    dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
+    return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
+
+
+def shard(
+    model: nn.Module, sharder: Any, sharding: str = "table_wise", device: str = "cpu", keys: list[str] = KEYS
+) -> DistributedModelParallel:
+    """TorchRec's model of a plan with the tables `t_<key>` in one way."""
+    kernel = "dense" if sharding == "data_parallel" else "fused"
+    constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=[kernel])
     world_size = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device=device, local_world_size=world_size),
-        constraints={
-            f"t_{key}": ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"]) for key in KEYS
-        },
+        constraints={f"t_{key}": constraint for key in keys},
         batch_size=32,
     )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    parallel = DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=sharders)
-    dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
-    return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    return DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=[sharder])
 
 
 def rank_device(kind: str) -> torch.device:

@@ -11,18 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.experimental_pipelines import (
-    TrainEvalHybridPipelineBase,
-    TrainPipelineSparseDistT,
-)
-from torchrec.distributed.train_pipeline.train_pipelines import (
-    EvalPipelineSparseDist,
-    TorchCompileConfig,
-    TrainPipelineBase,
-    TrainPipelinePT2,
-    TrainPipelineSparseDist,
-    TrainPipelineSparseDistLite,
-)
+from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
+from torchrec.distributed.train_pipeline import train_pipelines as stock
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
@@ -31,22 +21,52 @@ from tests.helpers import models
 from tests.helpers.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
 from tests.helpers.models import head_of, rank_batches, weights_of
 
-PIPELINES: dict[str, tuple[type, dict[str, Any]]] = {
-    "base": (TrainPipelineBase, {}),
-    "base in place": (TrainPipelineBase, {"enable_inplace_copy_batch": True}),
-    "sparse": (TrainPipelineSparseDist, {}),
-    "sparse in place": (TrainPipelineSparseDist, {"enable_inplace_copy_batch": True}),
-    "sparse after forward": (TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
-    "sparse free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
-    "lite": (TrainPipelineSparseDistLite, {}),
-    "fused": (CpuFusedSparseDist, {}),
-    "semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}),
-    "prefetch": (CpuPrefetch, {}),
-    "pt2, before it compiles": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(compile_on_iter=1000)}),
-    "copies on a thread": (TrainPipelineSparseDistT, {}),
-    "copies on a thread in place": (TrainPipelineSparseDistT, {"enable_inplace_copy_batch": True}),
-    "hybrid": (TrainEvalHybridPipelineBase, {}),
+_IN_PLACE = {"enable_inplace_copy_batch": True}
+# TorchRec's classes by what is said of them, and options.
+STOCK: dict[str, tuple[type, dict[str, Any]]] = {
+    "base": (stock.TrainPipelineBase, {}),
+    "base in place": (stock.TrainPipelineBase, _IN_PLACE),
+    "sparse": (stock.TrainPipelineSparseDist, {}),
+    "sparse in place": (stock.TrainPipelineSparseDist, _IN_PLACE),
+    "sparse after forward": (stock.TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
+    "sparse free early": (stock.TrainPipelineSparseDist, {"free_features_storage_early": True}),
+    "lite": (stock.TrainPipelineSparseDistLite, {}),
+    "fused": (stock.TrainPipelineFusedSparseDist, {}),
+    "semi-sync, before it starts": (stock.TrainPipelineSemiSync, {"start_batch": 1000}),
+    "prefetch": (stock.PrefetchTrainPipelineSparseDist, {}),
+    "pt2, before it compiles": (
+        stock.TrainPipelinePT2,
+        {"compile_configs": stock.TorchCompileConfig(compile_on_iter=1000)},
+    ),
+    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
+    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, _IN_PLACE),
+    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
 }
+# Those that train otherwise than the others, or need streams.
+STOCK_WITH_STREAMS: dict[str, tuple[type, dict[str, Any]]] = {
+    "semi-sync": (stock.TrainPipelineSemiSync, {"start_batch": 0}),
+    "semi-sync in place": (stock.TrainPipelineSemiSync, {"start_batch": 0} | _IN_PLACE),
+    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
+    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
+}
+if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
+    STOCK_WITH_STREAMS["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+STOCK_EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
+    "eval": (stock.EvalPipelineSparseDist, {}),
+    "eval fused": (stock.EvalPipelineFusedSparseDist, {}),
+    "eval fused, lookups ahead": (stock.EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
+    "eval hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
+}
+ON_CPU = {
+    stock.EvalPipelineFusedSparseDist: CpuEvalFusedSparseDist,
+    stock.TrainPipelineFusedSparseDist: CpuFusedSparseDist,
+    stock.TrainPipelineSemiSync: CpuSemiSync,
+    stock.PrefetchTrainPipelineSparseDist: CpuPrefetch,
+}
+PIPELINES, EVALUATIONS = (
+    {name: (ON_CPU.get(kind, kind), options) for name, (kind, options) in kinds.items()}
+    for kinds in (STOCK, STOCK_EVALUATIONS)
+)
 SIZES = [6, 0, 3, 1, 6, 2]
 
 
@@ -135,14 +155,6 @@ def one_process_of(steps):
         loss.backward()
         optimizer.step()
     return weights_of(model)
-
-
-EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
-    "eval": (EvalPipelineSparseDist, {}),
-    "eval fused": (CpuEvalFusedSparseDist, {}),
-    "eval fused, lookups ahead": (CpuEvalFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
-    "eval hybrid": (TrainEvalHybridPipelineBase, {}),
-}
 
 
 def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torchrec.distributed.memory_stashing import MemoryStashingManager
@@ -25,7 +26,6 @@ _numbers = itertools.count()
 _this_thread = threading.local()
 _known_to_thread: collections.defaultdict[int, Clock] = collections.defaultdict(dict)
 _streams: weakref.WeakSet[PretendedStream] = weakref.WeakSet()
-_MISSING = object()
 _STREAMS_OF_PIPELINES = ("_memcpy_stream", "_data_dist_stream", "_prefetch_stream", "_default_stream")
 
 
@@ -154,17 +154,10 @@ def _synchronize(device: Any = None) -> None:
 @contextlib.contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes of objects, as (object, name, value), for the time of the block."""
-    before = [(owner, name, owner.__dict__.get(name, _MISSING)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-    try:
+    with contextlib.ExitStack() as patches:
+        for change in changes:
+            patches.enter_context(mock.patch.object(*change))
         yield
-    finally:
-        for owner, name, value in reversed(before):
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution, codebook_offsets
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.random import RandomSIDDataset, random_sid_map
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.process_group import resolve_process_group
+from commons.pipeline import TrainPipelineFactory
+from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.megatron_core import parallel_state
 from sid_gr.model import SIDDecoder, SIDGRConfig, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
+from sid_gr.sharding import build_distributed_model, dense_parameters
 
 CPU = torch.device("cpu")
 SIZES = (5, 3, 4)
@@ -69,10 +78,62 @@ def make_batch(seed: int, batch_size: int = 6, num_real: int | None = None, **op
     )
 
 
+def heavy_tailed_batches(num_batches: int) -> RandomSIDDataset:
+    """This rank's; the last batch is incomplete, by another number of rows on every data-parallel rank."""
+    group = resolve_process_group()
+    rank = dist.get_rank(group)
+    return RandomSIDDataset(
+        SID_MAP,
+        batch_size=6,
+        num_batches=num_batches,
+        max_history_length=MAX_HISTORY,
+        max_candidate_length=MAX_CANDIDATES,
+        history_dist=RandomDistribution("zipf", low=1, high=MAX_HISTORY, alpha=1.2),
+        last_batch_size=1 + rank % 4,
+        seed=5,
+        rank=rank,
+        world_size=dist.get_world_size(group),
+    )
+
+
+def build_sharded(sharding: str, device: torch.device = CPU, **changes) -> DistributedModelParallel:
+    """The model with tables on all ranks, which SGD trains."""
+    options = {"embedding_optimizer": "sgd", "sharding": sharding, "local_world_size": dist.get_world_size()}
+    learning_rate = changes.pop("embedding_lr", 0.5)
+    return build_distributed_model(make_model(**changes), device=device, embedding_lr=learning_rate, **options)
+
+
+def make_pipeline(
+    name: str, model: DistributedModelParallel, balances: bool, device: torch.device = CPU
+) -> tuple[Any, BaseTaskBalancedBatchShuffler]:
+    """A pipeline that trains the model, and its shuffler."""
+    shuffler: BaseTaskBalancedBatchShuffler = IdentityBalancedBatchShuffler()
+    if balances:
+        shuffler = SIDGRBalancedBatchShuffler(16, 4, 3, 2, ffn_hidden_size=24)
+    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.2)
+    pipeline = TrainPipelineFactory.create(
+        name, model=model, optimizer=optimizer, device=device, batch_shuffler=shuffler
+    )
+    return pipeline, shuffler
+
+
 def codes_of_rows(batch: GPTSIDBatch, key: str) -> list[torch.Tensor]:
     """Codes of every real row, int64 `(num_items, num_hierarchies)`."""
     rows = batch.features[key].to_dense()[: batch.actual_batch_size]
     return [row.view(-1, len(SIZES)) - torch.tensor(codebook_offsets(SIZES)) for row in rows]
+
+
+def metric_of_user(name: str, ranking: list[int], true: set[int]) -> float:
+    """A metric of generated items by its definition: of one user's ranking, best first, and true items."""
+    kind, top_k = name.split("@")
+    hits = [item in true for item in ranking[: int(top_k)]]
+    if kind in ("HR", "HitRate"):
+        return float(any(hits))
+    if kind == "Recall":
+        return sum(hits) / len(true)
+    best = [True] * min(int(top_k), len(true))
+    gain, ideal = (sum(hit / math.log2(place + 2) for place, hit in enumerate(row)) for row in (hits, best))
+    return gain / ideal
 
 
 class PlainDecoder:

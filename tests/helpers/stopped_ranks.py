@@ -50,10 +50,10 @@ def run_with_fault(
     for rank in ranks:
         rank.start()
     try:
-        at = _await(folder / "fault", lambda path: path.exists() and path.read_text(), _START_SECONDS)
+        at = wait_for(lambda: _content(folder / "fault"), _START_SECONDS)
         started = float(at) if at else time.monotonic()
-        while any(ranks[index].exitcode is None for index in waits_for) and time.monotonic() < started + limit:
-            time.sleep(0.05)
+        ended = [ranks[index] for index in waits_for]
+        wait_for(lambda: all(rank.exitcode is not None for rank in ended), started + limit - time.monotonic())
         statuses = [rank.exitcode for rank in ranks]
     finally:
         for rank in ranks:
@@ -86,23 +86,35 @@ def _run(rank: int, world_size: int, folder: Path, work: Callable[..., None], ar
     output = os.open(folder / f"stderr{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, sys.stderr.fileno())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=_connect_store(folder, rank == 0), rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=connect_store(folder, rank == 0), rank=rank, world_size=world_size)
     work(folder, *args)
 
 
-def _connect_store(folder: Path, hosts: bool) -> dist.TCPStore:
-    """The store of rank 0, at a port that it has chosen itself."""
-    if hosts:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        (folder / "port being written").write_text(str(store.port))
-        (folder / "port being written").rename(folder / "port")
-        return store
-    port = _await(folder / "port", lambda path: path.exists() and path.read_text(), _START_SECONDS)
-    return dist.TCPStore("127.0.0.1", int(port), is_master=False)
+def connect_store(folder: Path, hosts: bool) -> dist.TCPStore:
+    """The store of rank 0."""
+    return host_store(folder) if hosts else dist.TCPStore("127.0.0.1", int(port_of(folder)), is_master=False)
 
 
-def _await(path: Path, ready: Callable[[Path], Any], seconds: float) -> Any:
+def host_store(folder: Path) -> dist.TCPStore:
+    """A store at a port that it has chosen itself, for whoever asks for the `port_of` a folder."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (folder / "port being written").write_text(str(store.port))
+    (folder / "port being written").rename(folder / "port")
+    return store
+
+
+def port_of(folder: Path) -> str:
+    """The port of the store that another process hosts, when it does."""
+    return wait_for(lambda: _content(folder / "port"), _START_SECONDS)
+
+
+def _content(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
+    """What a condition says when it is true, or after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not (found := ready(path)) and time.monotonic() < deadline:
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

@@ -29,25 +29,14 @@ from tests.helpers.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines import PIPELINES
 from tests.helpers.square_shuffler import SquareShuffler
 from tests.soak.accounts import Steps, most_steps, require_equal
-from tests.soak.streams import KINDS, Stream
+from tests.soak.streams import KINDS, AnyBatch, Stream
 
 CPU = torch.device("cpu")
 # TorchRec frees what a digest would read.
 SHARDED = [name for name in PIPELINES if "free early" not in name]
 UNSHARDED = ["base", "base in place"]
-AFTER_LEG = ("switch", "reset", "evaluate", "end")
-
-
-class AnyBatch(nn.Module):
-    """Trains batches of any type; what it computes does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """A loss with a graph, and the batch."""
-        return self.weight * 1.0, batch
+AFTER_LEG = ("switch", "reset", "resume", "evaluate", "end")
+_EVENTS = {"switch": "iterators switched", "reset": "resets", "resume": "resumes"}
 
 
 @dataclass(frozen=True)
@@ -189,46 +178,56 @@ class Soak:
     def _handles(self, episode: Episode) -> None:
         """start_shuffle and finish_shuffle by hand, up to three shuffles in flight."""
         brought, trained = Steps(), Steps()
-        shuffler, in_flight = episode.shuffler(), deque[tuple[Any, Any]]()
-        ahead = 1 + episode.window % 3
-        try:
+        with contextlib.closing(episode.shuffler()) as shuffler:
             source = brought.noted(episode.stream().batches())
-            while True:
-                while len(in_flight) < ahead:
-                    batch = next(source, None)
-                    in_flight.append((batch, shuffler.start_shuffle(batch)))
-                batch, handle = in_flight.popleft()
-                if handle.has_ended():
-                    break
-                trained.add(shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle))
-                self._note_moves(handle.stats)
-            for _, handle in in_flight:
-                assert handle.has_ended()
-        finally:
-            shuffler.close()
+            self._train_ahead(shuffler, source, 1 + episode.window % 3, trained)
         self._compare(episode, [brought], trained)
+
+    def _train_ahead(self, shuffler: Any, source: Iterator[Any], ahead: int, trained: Steps, stop: int = 2**63) -> None:
+        """Train with so many shuffles in flight, to the end of the data or until `stop` steps are trained."""
+        in_flight = deque[tuple[Any, Any]]()
+        while len(trained.sums) < stop:
+            while len(in_flight) < ahead:
+                batch = next(source, None)
+                in_flight.append((batch, shuffler.start_shuffle(batch)))
+            batch, handle = in_flight.popleft()
+            if handle.has_ended():
+                assert all(other.has_ended() for _, other in in_flight)
+                break
+            trained.add(shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle))
+            self._note_moves(handle.stats)
 
     def _model(self, episode: Episode) -> tuple[nn.Module, torch.optim.Optimizer]:
         return self._sharded if episode.kind == "sample" else self._any
 
     def _pipeline(self, episode: Episode) -> None:
-        """A balanced pipeline over several iterators, with resets, after which training goes on where it was."""
+        """A balanced pipeline over several iterators, with resets and resumes, after which training goes on behind."""
         model, optimizer = self._model(episode)
-        model.train()
-        shuffler = episode.shuffler()
         pipeline_class, options = PIPELINES[episode.pipeline]
-        pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
         self._trained = trained = Steps()
         part, rest = 0, episode.stream().batches()
         brought, taken = [Steps()], [list[Any]()]  # of this section: sums, and the batches by the leg they were read in
         source = _taken(brought[-1].noted(rest), taken[-1])
-        try:
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> Any:
+                shuffler = stack.enter_context(contextlib.closing(episode.shuffler()))
+                made = balanced(pipeline_class)(model.train(), optimizer, CPU, batch_shuffler=shuffler, **options)
+                stack.callback(_end, made)
+                return made
+
+            pipeline = begin()
             for steps, then in (*episode.legs, (None, "end")):
                 ended = self._progress(pipeline, source, steps)
+                if then == "evaluate":
+                    self._evaluate(episode, pipeline, model, optimizer, part)
+                    self._trained = trained
+                if then not in ("switch", "reset", "resume"):
+                    continue
                 if then == "switch":
                     part += 1
                     rest = episode.stream(part).batches()
-                elif then == "reset":
+                else:
                     pipeline.reset()
                     keep = len(trained.sums)
                     self._compare(episode, brought, trained, keep)
@@ -236,23 +235,16 @@ class Soak:
                     rest = itertools.chain(_not_trained(taken, brought, keep), () if ended else rest)
                     brought, taken = [], []
                     self._trained = trained = Steps()
-                elif then == "evaluate":
-                    self._evaluate(episode, pipeline, model, optimizer, part)
-                    self._trained = trained
-                    continue
-                else:
-                    continue
-                self.totals.count("iterators switched" if then == "switch" else "resets and resumes")
+                    if then == "resume":
+                        stack.close()
+                        pipeline = begin()
+                self.totals.count(_EVENTS[then])
                 brought.append(Steps())
                 taken.append([])
                 source = _taken(brought[-1].noted(rest), taken[-1])
             self._progress(pipeline, source, None)
             self._compare(episode, brought, trained)
-        finally:
-            pipeline.reset()
-            _detach(pipeline)
-            shuffler.close()
-            models.head_of(self._sharded[0]).trained.clear()
+        models.head_of(self._sharded[0]).trained.clear()
 
     def _progress(self, pipeline: Any, source: Iterator[Any], steps: int | None) -> bool:
         """Train so many steps, or to the end; says whether it is reached."""
@@ -270,20 +262,15 @@ class Soak:
         stream = episode.stream(50 + part)
         brought = Steps()
         self._trained = evaluated = Steps()
-        shuffler = SquareShuffler() if episode.dtype % 2 else IdentityBalancedBatchShuffler()
         sharded = episode.kind == "sample" and episode.pipeline not in UNSHARDED
         pipeline_class = EvalPipelineSparseDist if sharded else PIPELINES["base"][0]
-        evaluator = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
-        model.eval()
-        try:
-            # Without padding data would end for all ranks where the first one has none.
-            batches = 2 if episode.kind == "torchrec" else 1 + stream.rank
+        # Without padding data would end for all ranks where the first one has none.
+        batches = 2 if episode.kind == "torchrec" else 1 + stream.rank
+        with contextlib.closing(SquareShuffler() if episode.dtype % 2 else IdentityBalancedBatchShuffler()) as shuffler:
+            evaluator = balanced(pipeline_class)(model.eval(), optimizer, CPU, batch_shuffler=shuffler)
             self._progress(evaluator, brought.noted(itertools.islice(stream.batches(), batches)), None)
-            evaluator.reset()
-            _detach(evaluator)
-        finally:
-            shuffler.close()
-            model.train()
+            _end(evaluator)
+        model.train()
         self._compare(episode, [brought], evaluated)
         self.totals.count("evaluations")
         if hasattr(training, "attach"):
@@ -291,9 +278,8 @@ class Soak:
 
     def _staged(self, episode: Episode) -> None:
         """TorchRec's StagedTrainPipeline, a new one for each iterator."""
-        shuffler, brought = episode.shuffler(), []
-        trained = Steps()
-        try:
+        brought, trained = [], Steps()
+        with contextlib.closing(episode.shuffler()) as shuffler:
             for part in range(1 + len(episode.legs) // 2):
                 copy = PipelineStage(name="copy", runnable=lambda batch: batch.to(CPU), stream=HostStream())
                 pipeline = CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
@@ -302,8 +288,6 @@ class Soak:
                 while (batch := pipeline.progress(source)) is not None:
                     trained.add(batch)
                     self._note_moves(shuffler.last_stats)
-        finally:
-            shuffler.close()
         self._compare(episode, brought, trained)
 
     def _windows(self, episode: Episode) -> None:
@@ -318,17 +302,17 @@ class Soak:
             self._window_steps(episode, stream.batches(begin), done, steps, trained)
             self.totals.count("windows left and resumed")
         brought = Steps()
-        for batch in stream.batches():
-            brought.add(batch)
+        deque(brought.noted(stream.batches()), maxlen=0)
         sums = [each.over_ranks(steps, window) for each in (brought, trained)]
         assert len(trained.sums) == steps, f"{episode}: {steps} steps were brought and {len(trained.sums)} trained"
         self._count(require_equal(sums[0], sums[1], str(episode)), steps)
 
     def _window_steps(self, episode: Episode, batches: Iterator[Any], done: int, most: int, trained: Steps) -> None:
         """Train at most so many steps of windows, without the first `done`."""
-        shuffler = episode.shuffler()
-        windows = windowed_iter(batches, shuffler, episode.window)
-        try:
+        with (
+            contextlib.closing(episode.shuffler()) as shuffler,
+            contextlib.closing(windowed_iter(batches, shuffler, episode.window)) as windows,
+        ):
             for _ in range(done):
                 next(windows)
                 windows.take_stats()
@@ -337,19 +321,17 @@ class Soak:
                 for batch in rest:
                     trained.add(batch)
                     self._note_moves(windows.take_stats())
-            else:  # TorchRec's own pipeline, which trains batches that need no further shuffle
-                model, optimizer = self._model(episode)
-                self._trained = trained
-                pipeline_class, options = PIPELINES[episode.pipeline]
-                pipeline = pipeline_class(model.train(), optimizer, CPU, **options)
-                with contextlib.suppress(StopIteration):
-                    while True:
-                        pipeline.progress(rest)
-                _detach(pipeline)
-                models.head_of(self._sharded[0]).trained.clear()
-        finally:
-            windows.close()
-            shuffler.close()
+                return
+            # TorchRec's own pipeline, which trains batches that need no further shuffle
+            model, optimizer = self._model(episode)
+            self._trained = trained
+            pipeline_class, options = PIPELINES[episode.pipeline]
+            pipeline = pipeline_class(model.train(), optimizer, CPU, **options)
+            with contextlib.suppress(StopIteration):
+                while True:
+                    pipeline.progress(rest)
+            _detach(pipeline)
+        models.head_of(self._sharded[0]).trained.clear()
 
     def _loader(self, episode: Episode) -> None:
         """A loader of the package, resumed at the place behind what was trained, batch by batch."""
@@ -369,26 +351,15 @@ class Soak:
             )
 
         brought, trained = Steps(), Steps()
-        for batch in make():
-            brought.add(batch)
+        deque(brought.noted(make()), maxlen=0)
         place: Place = EPOCH_START
         stops = np.cumsum([steps for steps, _ in episode.legs]).tolist()
         for stop in [*(stop for stop in stops if stop < num_batches), num_batches]:
             loader = make()
             loader.sampler.set_epoch(0)
             loader.sampler.start_at(*place)
-            shuffler = episode.shuffler()
-            batches = iter(loader)
-            ahead = deque[tuple[Any, Any]]()
-            try:
-                while len(trained.sums) < stop:
-                    while len(ahead) < 2:  # one more is read than is trained
-                        batch = next(batches, None)
-                        ahead.append((batch, shuffler.start_shuffle(batch)))
-                    batch, handle = ahead.popleft()
-                    trained.add(shuffler.finish_shuffle(batch, handle))
-            finally:
-                shuffler.close()
+            with contextlib.closing(episode.shuffler()) as shuffler:
+                self._train_ahead(shuffler, iter(loader), 2, trained, stop)
             place = loader.sampler.place_after(len(trained.sums), 0, EPOCH_START)
             self.totals.count("loaders resumed")
         self._compare(episode, [brought], trained)
@@ -398,6 +369,12 @@ def _detach(pipeline: Any) -> None:
     """Give the model its own forward pass back, as pipelines of sharded models can."""
     if hasattr(pipeline, "detach"):
         pipeline.detach()
+
+
+def _end(pipeline: Any) -> None:
+    """Drop what a pipeline has read, and give the model its own forward pass back."""
+    pipeline.reset()
+    _detach(pipeline)
 
 
 def _taken(batches: Iterator[Any], into: list[Any]) -> Iterator[Any]:

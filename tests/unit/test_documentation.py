@@ -120,6 +120,16 @@ def hook():
     return module
 
 
+def page_of_site(path):
+    """A page and the config of a site."""
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import File
+    from mkdocs.structure.pages import Page
+
+    config = MkDocsConfig()
+    return Page(None, File(path, str(DOCS), str(ROOT / "site"), use_directory_urls=False), config), config
+
+
 @pytest.mark.parametrize(
     ("page", "link", "led"),
     [
@@ -135,14 +145,11 @@ def hook():
     ],
 )
 def test_links_are_led_to_where_the_site_has_them(hook, page, link, led):
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import File, Files
-    from mkdocs.structure.pages import Page
+    from mkdocs.structure.files import Files
 
-    config = MkDocsConfig()
-    file = File(page, str(DOCS), str(ROOT / "site"), use_directory_urls=False)
+    page, config = page_of_site(page)
     code = f"`[code]({link})`\n\n```text\n[block]({link})\n```\n"
-    text = hook.on_page_markdown(f"See [it]({link}), {code}", Page(None, file, config), config, Files([]))
+    text = hook.on_page_markdown(f"See [it]({link}), {code}", page, config, Files([]))
     assert text == f"See [it]({led}), {code}"
 
 
@@ -158,13 +165,9 @@ def test_links_are_led_to_where_the_site_has_them(hook, page, link, led):
     ],
 )
 def test_a_page_that_loads_from_the_network_stops_the_build(hook, tag, stops):
-    from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.exceptions import PluginError
-    from mkdocs.structure.files import File
-    from mkdocs.structure.pages import Page
 
-    config = MkDocsConfig()
-    page = Page(None, File("llm.md", str(DOCS), str(ROOT / "site"), use_directory_urls=False), config)
+    page, config = page_of_site("llm.md")
     if not stops:
         assert hook.on_post_page(tag, page, config) == tag
         return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.programs import ROOT, run_program
+
 # Files with tests of both parts, and one that runs on four ranks in `make test` too.
 FILES = [
     "tests/distributed/distributed/test_shuffler.py",
@@ -34,7 +33,7 @@ def selected_by(arguments):
 
 def marks_of(target):
     """What the target hands to pytest to select tests by, as `-m` and an expression."""
-    printed = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = run_program("make", "-n", target).stdout
     (expression,) = re.findall(r""" -m pytest .* -m "?(slow|not slow)"?(?: |$)""", printed, re.MULTILINE)
     return ["-m", expression]
 
@@ -56,9 +55,7 @@ def test_runs_are_repeated_up_to_the_first_failure(tmp_path, failing, status, ru
         f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\necho "the log"\n[ "$(wc -l <{tmp_path}/calls)" -ne {failing} ]\n'
     )
     make.chmod(0o755)
-    done = subprocess.run(
-        ["ci/repeat_tests.sh", "3"], cwd=ROOT, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    done = run_program("ci/repeat_tests.sh", "3", env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert done.returncode == status and (tmp_path / "calls").read_text() == "test\n" * runs
     shown = done.stdout.splitlines()
     assert shown[0] == "run 1 of 3: the log"
@@ -68,5 +65,5 @@ def test_runs_are_repeated_up_to_the_first_failure(tmp_path, failing, status, ru
 
 @pytest.mark.parametrize("number", [[], ["0"], ["-1"], ["many"]])
 def test_a_number_of_runs_is_asked_for(number):
-    done = subprocess.run(["ci/repeat_tests.sh", *number], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_program("ci/repeat_tests.sh", *number)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is no number of runs" in done.stderr

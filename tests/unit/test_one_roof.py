@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import evenrank
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.programs import run_program
 
 # What users call, by the headings of the design.
 PUBLIC = {
@@ -88,9 +86,7 @@ print("torch" in sys.modules, "torchrec" in sys.modules)
 
 @pytest.mark.slow
 def test_importing_it_brings_nothing_until_a_name_is_used_and_needs_no_installation():
-    shown = subprocess.run(
-        [sys.executable, "-c", NOT_INSTALLED], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    shown = run_program(sys.executable, "-c", NOT_INSTALLED)
     assert shown.stdout.splitlines() == [f"{evenrank.__version__} False", "True False"], shown.stderr
 
 

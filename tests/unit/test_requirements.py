@@ -1,4 +1,5 @@
-"""The pins hold on every Python that evenrank names, as far as that can be seen without a network.
+"""The pins hold on every Python that evenrank names, as far as that can be seen without a network; and the page of what
+evenrank works with names them.
 
 CI installs them on each of these Pythons.
 """
@@ -76,43 +77,31 @@ def with_torch(python):
     return names
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_pins_keep_to_the_ranges_that_users_get(python, device):
-    pinned = pins(f"{device}.txt", python) | pins("dev.txt", python)
-    extras = PROJECT["optional-dependencies"]
-    wanted = PROJECT["dependencies"] + extras[device] + extras["megatron"] + extras["dev"]
-    wanted += extras["opentelemetry"] + extras["prometheus"]
-    wanted += PYPROJECT["build-system"]["requires"]  # make builds without isolation
+def keep_to_ranges(pinned, wanted, python):
+    """Whether pins are in the ranges of what is wanted on a Python."""
     for need in map(Requirement, wanted):
         if applies(need, python) and need.name != "pre-commit":  # a tool of the developer's own
             assert pinned[canonicalize_name(need.name)] in need.specifier, need
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_pins_of_the_extras_keep_to_their_ranges(python):
-    others, pinned = pins("cpu.txt", python) | pins("dev.txt", python), pins("extras.txt", python)
-    assert not others.keys() & pinned.keys()
-    wanted = [line for name in HEAVY_EXTRAS for line in PROJECT["optional-dependencies"][name]]
-    for need in map(Requirement, wanted):
-        assert pinned[canonicalize_name(need.name)] in need.specifier, need
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-def test_pins_of_the_documentation_keep_to_their_ranges_and_to_the_other_pins(python):
-    others, pinned = pins("cpu.txt", python) | pins("dev.txt", python), pins("docs.txt", python)
-    assert not others.keys() & pinned.keys()
-    extras = pins("extras.txt", python)
-    assert {name: extras[name] for name in extras.keys() & pinned.keys()}.items() <= pinned.items()
-    for need in map(Requirement, PROJECT["optional-dependencies"]["docs"]):
-        assert pinned[canonicalize_name(need.name)] in need.specifier, need
+def test_pins_keep_to_the_ranges_that_users_get(python):
+    extras, dev, others = PROJECT["optional-dependencies"], pins("dev.txt", python), ("opentelemetry", "prometheus")
+    for device in ("cpu", "cuda"):
+        wanted = [line for name in (device, "megatron", "dev", *others) for line in extras[name]]
+        wanted += PROJECT["dependencies"] + PYPROJECT["build-system"]["requires"]  # make builds without isolation
+        keep_to_ranges(pins(f"{device}.txt", python) | dev, wanted, python)
+    for file, names in (("extras.txt", HEAVY_EXTRAS), ("docs.txt", ["docs"])):
+        pinned = pins(file, python)
+        assert not (pins("cpu.txt", python) | dev).keys() & pinned.keys()
+        keep_to_ranges(pinned, [line for name in names for line in extras[name]], python)
+    of_extras, of_docs = pins("extras.txt", python), pins("docs.txt", python)
+    assert {name: of_extras[name] for name in of_extras.keys() & of_docs.keys()}.items() <= of_docs.items()
 
 
 def test_the_oldest_pins_are_the_oldest_that_pip_takes():
     pinned = pins("oldest.txt", "3.11") | pins("dev.txt", "3.11")
-    for need in map(Requirement, PROJECT["dependencies"]):
-        if applies(need, "3.11"):
-            assert pinned[canonicalize_name(need.name)] in need.specifier, need
+    keep_to_ranges(pinned, PROJECT["dependencies"], "3.11")
     (torch,) = [need for need in map(Requirement, PROJECT["dependencies"]) if need.name == "torch"]
     oldest = next(each.version for each in torch.specifier if each.operator == ">=")
     assert pinned["torch"].startswith(f"{oldest}.")
@@ -168,3 +157,27 @@ def test_no_class_is_a_named_tuple_and_generic():
     both = re.compile(r"^ *class \w+\((?=[^)]*\bNamedTuple\b)(?=[^)]*\bGeneric\b)", re.MULTILINE)
     assert both.search("class A(NamedTuple, Generic[T]):")
     assert [str(path) for path in sources if both.search(path.read_text())] == []
+
+
+# --------------------------------------------------------------------------------------------------- docs/works_with.md
+
+PAGE = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("## In the test suite")[1].split("\n## ")[0]
+# The package of a row, and its version.
+NAMED = dict(
+    re.findall(r"^\|[^|]*?(?:\(`)?([\w-]+)(?:`\))? \| (\d[\w.]*(?:, oldest [\w.]+)?) \|", SECTION, re.MULTILINE)
+)
+
+
+def test_every_row_with_a_version_is_looked_at():
+    rows = [line for line in SECTION.splitlines() if re.match(r"\|[^|]+\| \d", line)]
+    assert len(NAMED) == len(rows) >= 10
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_versions_are_those_that_are_pinned(name):
+    newest, _, oldest = NAMED[name].partition(", oldest ")
+    pinned = {**pins("extras.txt", "3.12"), **pins("dev.txt", "3.12"), **pins("cpu.txt", "3.12")}
+    assert pinned[name.lower()] == newest
+    if oldest:
+        assert pins("oldest.txt", "3.12")[name.lower()] == oldest

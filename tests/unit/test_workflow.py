@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from email.message import Message
 from pathlib import Path, PurePosixPath
@@ -13,8 +12,8 @@ import pytest
 import yaml
 
 from ci import licences
+from tests.helpers.programs import ROOT, run_program
 
-ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.y*ml"))
 
 
@@ -118,9 +117,7 @@ def test_licences_that_may_not_be_used(licence, problem):
 
 class TestAudit:
     def run(self, *arguments):
-        return subprocess.run(
-            ["bash", "ci/audit.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-        )
+        return run_program("bash", "ci/audit.sh", *arguments)
 
     @pytest.mark.skipif(not Path(sys.executable).is_relative_to(ROOT / ".venv"), reason="audits .venv")
     def test_without_a_network(self):

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
-from tests.helpers.calibrated_shufflers import TASK, MeasuredShuffler, attempt, my_batch, write_calibration
+from tests.helpers.calibrations import MeasuredShuffler, write_calibration
+from tests.helpers.faults import my_batch, raised_by
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.sid_models import model_parallel
 
 
 class UnawareShuffler(MeasuredShuffler):
@@ -21,7 +23,7 @@ class UnawareShuffler(MeasuredShuffler):
 
     def __init__(self, options=None, pg_group=None):
         BaseTaskBalancedBatchShuffler.__init__(self, options, pg_group)
-        self.cost = TASK
+        self.cost = self.task
 
 
 def _calibrated(path):
@@ -68,8 +70,14 @@ def test_the_gate_is_of_measured_times(ranks, tmp_path):
     assert all(answer[:3] == (False, gain, 1) for answer in ranks.run(_gated, path, gain * 0.99))
 
 
+def _shuffles(path, kind=MeasuredShuffler):
+    """What the first shuffle raises."""
+    with closing(kind(ShufflerOptions(calibration=path))) as shuffler:
+        return raised_by(lambda: shuffler.shuffle(my_batch()))
+
+
 def _another_file_on_rank_1(good, bad):
-    return attempt(MeasuredShuffler(ShufflerOptions(calibration=good if dist.get_rank() != 1 else bad)))
+    return _shuffles(bad if dist.get_rank() == 1 else good)
 
 
 def _rank_1_reads(path, damage):
@@ -80,7 +88,7 @@ def _rank_1_reads(path, damage):
     if dist.get_rank() == 1:
         module.load_calibration = lambda name: damage(original, name)
     try:
-        return attempt(MeasuredShuffler(ShufflerOptions(calibration=path)))
+        return _shuffles(path)
     finally:
         module.load_calibration = original
 
@@ -103,31 +111,22 @@ def test_ranks_with_other_calibrations_stop(ranks, tmp_path):
         assert "options differ" in text and "d.toml" in text
 
 
-def _with_file(path, kind):
-    return attempt(kind(ShufflerOptions(calibration=path)))
-
-
 def test_a_calibration_that_does_not_fit_is_refused(two_ranks, tmp_path):
-    other_model = write_calibration(tmp_path / "m.toml", task=dataclasses.replace(TASK, num_layers=3))
+    other_model = write_calibration(tmp_path / "m.toml", task=dataclasses.replace(MeasuredShuffler.task, num_layers=3))
     other_device = write_calibration(tmp_path / "d.toml", name="another processor")
     fitting = write_calibration(tmp_path / "c.toml")
-    for text in two_ranks.run(_with_file, other_model, MeasuredShuffler):
+    for text in two_ranks.run(_shuffles, other_model):
         assert "model.num_layers = 3, here it is 2" in text and "m.toml" in text
-    for text in two_ranks.run(_with_file, other_device, MeasuredShuffler):
+    for text in two_ranks.run(_shuffles, other_device):
         assert "device.name = 'another processor'" in text
-    for text in two_ranks.run(_with_file, fitting, UnawareShuffler):
+    for text in two_ranks.run(_shuffles, fitting, UnawareShuffler):
         assert "UnawareShuffler does not compute its workloads with self.calibrated(task)" in text
 
 
 def _tensor_parallel(path, damage):
     """DP 2 × TP 2, where rank 1 reads other numbers than its tensor-parallel peer, rank 0."""
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
+    with model_parallel(2):
         return _rank_1_reads(path, damage)
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _unchanged(load, name):

@@ -20,7 +20,8 @@ from commons.distributed import local_rows
 from commons.distributed.channel.groups import numbers_device, only_device
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
-from tests.helpers.calibrated_shufflers import MeasuredShuffler, attempt, write_calibration
+from tests.helpers.calibrations import MeasuredShuffler, write_calibration
+from tests.helpers.faults import my_batch, raised_by
 from tests.helpers.models import build_sharded, head_of, make_batch, rank_batches
 from tests.helpers.pipelines import CubicShuffler
 from tests.helpers.rank_pool import RankPool
@@ -49,10 +50,8 @@ def pretended_gpu():
 
 
 def _shuffle(group):
-    rank = dist.get_rank()
-    batch = make_batch(list(range(1 + 100 * rank, 7 + 100 * rank)), 6, longest=40 if rank == 0 else 2)
     with closing(CubicShuffler(pg_group=group)) as shuffler:
-        shuffler.shuffle(batch)
+        shuffler.shuffle(my_batch())
         return shuffler.last_stats.moved
 
 
@@ -92,7 +91,8 @@ def _without_cuda(calibration):
             dist.new_group([0], backend="gloo", use_local_synchronization=True)
         pair = dist.new_group([0, 1], backend="gloo")
         moved = _shuffle(None), rank > 1 or _shuffle(pair)
-        said = attempt(MeasuredShuffler(ShufflerOptions(calibration=calibration)))
+        with closing(MeasuredShuffler(ShufflerOptions(calibration=calibration))) as shuffler:
+            said = raised_by(lambda: shuffler.shuffle(my_batch()))
         return moved, said, [_train(name, calibration) for name in ("none", "native")], _dispatch()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 import weakref
@@ -25,35 +24,26 @@ from tests.helpers.faults import my_batch, raised_by
 from tests.helpers.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
 from tests.helpers.pipelines import CubicShuffler, largest_difference, steps_of
 from tests.helpers.rank_pool import RankPool
-
-
-def _digest(batch):
-    return hashlib.sha256(repr(rows_as_values(batch, padding=True)).encode()).hexdigest()
+from tests.helpers.sid_models import model_parallel
 
 
 def _tensor_parallel():
     """DP 2 × TP 2: peers of a tensor-parallel group bring the same batch."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
+    with model_parallel(2), closing(CubicShuffler()) as shuffler:
         data_rank = parallel_state.get_data_parallel_rank()
-        shuffler = CubicShuffler()
         results = []
         for step in range(4):
             first = 1 + 1000 * data_rank + 100 * step
             batch = make_batch(list(range(first, first + 5)), 6, longest=40 if data_rank == 0 else 2)
             result, indices = shuffler.shuffle(batch, return_indices=True)
-            results.append((_digest(result), indices.tolist(), shuffler.last_stats.moved))
+            results.append((rows_as_values(result, padding=True), indices.tolist(), shuffler.last_stats.moved))
         loss = global_mean_loss(torch.tensor(1.0, requires_grad=True), 3)  # two data-parallel ranks, 6 terms
-        members = dist.get_process_group_ranks(resolve_process_group())
-        shuffler.close()
-        return data_rank, members, results, float(loss)
-    finally:
-        parallel_state.destroy_model_parallel()
+        return data_rank, dist.get_process_group_ranks(resolve_process_group()), results, float(loss)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fresh_ranks():
     """Four ranks of their own: megatron-core's state is global."""
     with RankPool(4) as pool:
@@ -90,12 +80,9 @@ def _tensor_parallel_training():
     """
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    try:
+    with model_parallel(2):
         rank = parallel_state.get_data_parallel_rank()
         return [_trained(rank, kind()) for kind in (CubicShuffler, IdentityBalancedBatchShuffler)]
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _two_ranks_training():
@@ -253,19 +240,19 @@ def _payload_tried(error, failing_ranks, others_hang=False):
         return sent.call_count, shuffler.last_stats.moved, result.sample_id[: result.actual_batch_size].tolist()
 
 
-@pytest.mark.parametrize("others_hang", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks, others_hang):
+def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks):
     """A rank that has too little memory for it fails, with its own error; the others quote it and wait for nothing."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-    for rank, said in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
-        quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
-        assert said == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
+    for others_hang in (True, False):
+        for rank, said in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
+            quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
+            assert said == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()])
-@pytest.mark.parametrize("only", [[1], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
-def test_ranks_send_by_all_gather_where_one_has_no_all_to_all(own_ranks, error, only):
-    answers = own_ranks.run(_payload_tried, error, only, timeout=60)
-    assert [(calls, moved) for calls, moved, _ in answers] == [(0, True)] * own_ranks.world_size
-    expected = [1 + 1000 * rank + row for rank in range(own_ranks.world_size) for row in range(6)]
-    assert sorted(i for *_, ids in answers for i in ids) == expected
+def test_ranks_send_by_all_gather_where_one_has_no_all_to_all(ranks):
+    for error in (RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()):
+        for only in ([1], [0, 1, 2, 3]):
+            answers = ranks.run(_payload_tried, error, only, timeout=60)
+            assert [(calls, moved) for calls, moved, _ in answers] == [(0, True)] * ranks.world_size
+            expected = [1 + 1000 * rank + row for rank in range(ranks.world_size) for row in range(6)]
+            assert sorted(i for *_, ids in answers for i in ids) == expected

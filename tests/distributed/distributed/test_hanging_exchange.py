@@ -94,16 +94,16 @@ def _fails_after_the_plan(hangs_in_the_call):
     return text, made[0].aborted.is_set()
 
 
-@pytest.mark.parametrize("hangs_in_the_call", [True, False])
-def test_ranks_that_wait_for_rows_end_with_the_error_of_the_one_that_failed(own_ranks, hangs_in_the_call):
+def test_ranks_that_wait_for_rows_end_with_the_error_of_the_one_that_failed(own_ranks):
     """The group is aborted where that frees a thread, and not where a stream would go on with rows that never came."""
-    answers = own_ranks.run(_fails_after_the_plan, hangs_in_the_call, timeout=90)
-    for rank, (text, aborted) in enumerate(answers):
-        if rank == 1:
-            assert text == "OutOfMemoryError: tried to allocate 7 GiB" and not aborted
-        else:
-            quoted = "rank 1 failed in the exchange of step 0: OutOfMemoryError: tried to allocate 7 GiB"
-            assert text == f"RankMissingError: {quoted}" and aborted == hangs_in_the_call
+    for hangs_in_the_call in (True, False):
+        answers = own_ranks.run(_fails_after_the_plan, hangs_in_the_call, timeout=90)
+        for rank, (text, aborted) in enumerate(answers):
+            if rank == 1:
+                assert text == "OutOfMemoryError: tried to allocate 7 GiB" and not aborted
+            else:
+                quoted = "rank 1 failed in the exchange of step 0: OutOfMemoryError: tried to allocate 7 GiB"
+                assert text == f"RankMissingError: {quoted}" and aborted == hangs_in_the_call
 
 
 def _fails_before_the_exchange():
@@ -128,8 +128,8 @@ def _finishes_another_batch():
         (_finishes_another_batch, "ValueError: the handle of step 0 was started with"),
     ],
 )
-def test_a_rank_that_fails_alone_is_quoted_by_the_others(own_ranks, work, own):
-    answers = own_ranks.run(work, timeout=100)  # a third of the shuffler's
+def test_a_rank_that_fails_alone_is_quoted_by_the_others(ranks, work, own):
+    answers = ranks.run(work, timeout=100)  # a third of the shuffler's
     assert answers[1].startswith(own)
     for rank, text in enumerate(answers):
         if rank != 1:

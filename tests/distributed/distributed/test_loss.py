@@ -1,7 +1,11 @@
-"""global_mean_loss: averaged gradients are those of one process over the global batch."""
+"""global_mean_loss: averaged gradients are those of one process over the global batch, and it survives symbolic tracing
+in every pipeline that traces.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -10,37 +14,51 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.distributed import global_mean_loss, mean_over_ranks
-from tests.helpers.models import build_plain, rank_batches
-from tests.helpers.pipelines import CubicShuffler
+from commons.distributed.process_group import resolve_process_group
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.pipeline import balanced
+from tests.helpers import pipelines
+from tests.helpers.cpu_pipelines import CpuSemiSync
+from tests.helpers.models import _init, shard, weights_of
+from tests.helpers.pipelines import lacking, steps_of
 
-SIZES = [6, 1, 3, 2, 5]
+# How the count of all ranks may be stated where it is known.
+KNOWN = {"known": int, "known to numpy": np.int64}
 
 
-def _gradient(counts, as_tensor):
+def _gradient(counts, written):
     rank = dist.get_rank()
     torch.manual_seed(0)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(sum(counts), 5, dtype=torch.float64)
     mine = rows[sum(counts[:rank]) : sum(counts[: rank + 1])]
-    count = torch.tensor(counts[rank]) if as_tensor else counts[rank]
-    loss = global_mean_loss(((mine @ weight) ** 2).sum(), count)
+    count, known = (torch.tensor if written == "tensor" else int)(counts[rank]), KNOWN.get(written)
+    loss = global_mean_loss(((mine @ weight) ** 2).sum(), count, global_count=known and known(sum(counts)))
     loss.backward()
     dist.all_reduce(weight.grad)
     average = weight.grad / dist.get_world_size()
     whole = weight.detach().clone().requires_grad_()
-    (((rows @ whole) ** 2).sum() / max(1, len(rows))).backward()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return float((average - whole.grad).abs().max()), bool(torch.isfinite(loss)), loss.requires_grad
+    expected = ((rows @ whole) ** 2).sum() / max(1, len(rows))
+    expected.backward()
+    mean = mean_over_ranks(loss)
+    assert torch.isfinite(loss) and loss.requires_grad and not mean.requires_grad
+    return float((average - whole.grad).abs().max()), abs(float(mean - expected))
 
 
 @pytest.mark.parametrize("counts", [[3, 4, 1, 2], [0, 5, 0, 1], [0, 0, 0, 0]])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_gradients_equal_one_process(ranks, counts, as_tensor):
-    for difference, finite, has_graph in ranks.run(_gradient, counts[: ranks.world_size], as_tensor):
-        assert difference < 1e-12 and finite and has_graph
+@pytest.mark.parametrize("written", ["int", "tensor", *KNOWN])
+def test_gradients_equal_one_process(ranks, counts, written):
+    for differences in ranks.run(_gradient, counts[: ranks.world_size], written):
+        assert max(differences) < 1e-12
 
 
 # Every way to write a number; in most of these not every number can be written.
@@ -88,8 +106,10 @@ def test_counts_of_any_types_add_up_exactly(two_ranks, cases):
 def _half_precision(dtype, count):
     """Of a sum of 3 and W ranks: the loss and its dtype, and the gradient where terms of half precision began."""
     terms = torch.tensor([1.0, 2.0], requires_grad=True)
+    known = global_mean_loss(terms.to(dtype).sum(), count, global_count=count * dist.get_world_size())
     loss = global_mean_loss(terms.to(dtype).sum(), count)
     loss.backward()
+    assert torch.equal(loss, known) and loss.dtype == known.dtype
     return loss.item(), loss.dtype, terms.grad.tolist()
 
 
@@ -125,47 +145,6 @@ def test_a_group_must_be_one():
 # ------------------------------------------------------------------------------------------------ the mean, for a log
 
 
-def _printed_losses(steps: int, balance: bool) -> tuple[list[str], list[float], list[bool]]:
-    """What rank 0 would print, its own losses, and whether a mean has a graph."""
-    model, optimizer = build_plain()
-    shuffler = CubicShuffler()
-    printed, own, graphs = [], [], []
-    for batch in rank_batches(dist.get_rank(), steps, SIZES):
-        loss, _ = model(shuffler.shuffle(batch) if balance else batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = mean_over_ranks(loss)
-        printed.append(f"{mean:.12f}")
-        own.append(float(loss))
-        graphs.append(mean.requires_grad)
-    shuffler.close()
-    return printed, own, graphs
-
-
-def _losses_of_one_process(world_size: int, steps: int) -> list[float]:
-    """Of a process that trains the batches of all ranks as one."""
-    model, optimizer = build_plain()
-    columns = [list(rank_batches(rank, steps, SIZES)) for rank in range(world_size)]
-    losses = []
-    for batches in zip(*columns):
-        rows = sum(batch.actual_batch_size for batch in batches)
-        optimizer.zero_grad()
-        parts = [model(batch)[0] * batch.actual_batch_size / rows for batch in batches]
-        sum(parts).backward()
-        optimizer.step()
-        losses.append(float(sum(parts).detach()))
-    return losses
-
-
-@pytest.mark.parametrize("balance", [False, True])
-def test_the_mean_over_ranks_is_the_loss_of_one_process(ranks, balance):
-    expected = _losses_of_one_process(ranks.world_size, 6)
-    for printed, own, graphs in ranks.run(_printed_losses, 6, balance):
-        assert [float(text) for text in printed] == pytest.approx(expected, abs=1e-11)
-        assert own != pytest.approx(expected, rel=1e-3) and not any(graphs)
-
-
 class _LogsItsMean(torch.nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return mean_over_ranks(value)
@@ -193,3 +172,194 @@ def test_what_has_no_mean_is_refused():
     for value in (True, torch.tensor(1j), "3", None):
         with pytest.raises(TypeError, match=r"value is of type \w+; it must be a number for each rank: pass float"):
             mean_over_ranks(value)
+
+
+# --------------------------------------------------------------------------------------------------------------- traced
+
+
+# The first does not trace: the others come to its weights.
+PIPELINES = {name: pipelines.PIPELINES[name] for name in ("base", "sparse", "lite", "fused", "prefetch")}
+PIPELINES |= {"semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}), "semi-sync": (CpuSemiSync, {})}
+KEYS, WIDTH, DENSE, ROWS, STEPS = ["item", "shop"], 4, 3, 6, 4
+CPU = torch.device("cpu")
+# How a forward may state the count of its loss terms.
+STATED = {
+    "rows": lambda batch: batch.labels.numel(),
+    "tensor": lambda batch: torch.ones_like(batch.labels).sum(),
+    "number": lambda batch: ROWS,  # equal counts of rows stay equal
+    "known": lambda batch: batch.labels.numel(),
+}
+
+
+class HostBatch(Batch):
+    """TorchRec's, which would hand a CPU stream to CUDA's allocator."""
+
+    def to(self, device, non_blocking=False):
+        return self
+
+    def record_stream(self, stream):
+        pass
+
+
+class Pool(nn.Module):
+    def forward(self, history: JaggedTensor) -> torch.Tensor:
+        return torch.segment_reduce(history.values(), "sum", lengths=history.lengths().long(), initial=0)
+
+
+class TracedModel(nn.Module):
+    """As TorchRec's DLRMTrain: the top module, which is traced, returns the loss."""
+
+    def __init__(self, count: str, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.embedding = EmbeddingCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingConfig(
+                    name=f"t_{key}", embedding_dim=WIDTH, num_embeddings=50, feature_names=[key], init_fn=_init
+                )
+                for key in KEYS
+            ],
+        )
+        self.pool = Pool()
+        self.over = nn.Linear(DENSE + WIDTH * len(KEYS), 1)
+        self.count, self.groups = count, [group]
+        self.traced = False
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.traced |= isinstance(batch, torch.fx.Proxy)
+        embeddings = self.embedding(batch.sparse_features)
+        pooled = [self.pool(embeddings[key]) for key in KEYS]
+        prediction = self.over(torch.cat([batch.dense_features, *pooled], dim=1)).squeeze(1)
+        loss_sum = ((prediction - batch.labels) ** 2).sum()
+        group, known = self.groups[0] or resolve_process_group(), None
+        if self.count == "known":  # of all ranks, and as much of the batch as the tracer sees
+            known = batch.labels.numel() * dist.get_world_size()
+        loss = global_mean_loss(loss_sum, STATED[self.count](batch), group, global_count=known)
+        return loss, loss.detach()
+
+
+def draw_batches():
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        lengths = torch.randint(0, 8 + 12 * dist.get_rank(), (len(KEYS) * ROWS,), generator=generator)
+        values = torch.randint(50, (int(lengths.sum()),), generator=generator)
+        yield HostBatch(
+            dense_features=torch.randn(ROWS, DENSE, generator=generator),
+            sparse_features=KeyedJaggedTensor(keys=KEYS, values=values, lengths=lengths),
+            labels=torch.randn(ROWS, generator=generator),
+        )
+
+
+def _build(count, group=None):
+    torch.manual_seed(0)
+    top = TracedModel(count, group)
+    model = shard(top, EmbeddingCollectionSharder(fused_params={"learning_rate": 0.05}), keys=KEYS)
+    return top, model, torch.optim.SGD(top.over.parameters(), lr=0.05)
+
+
+def _train():
+    """Whether the top module was traced, and the weights before and after, by pipeline and kind of the arguments."""
+    kinds = itertools.cycle([("rows", None), ("tensor", dist.new_group()), ("number", None), ("known", None)])
+    results = {}
+    for name, (pipeline_class, options) in PIPELINES.items():
+        if lacking(pipeline_class, options) is not None:  # with an old TorchRec
+            continue
+        top, model, optimizer = _build(*next(kinds))
+        before = weights_of(model)
+        shuffler = TokensBalancedBatchShuffler()
+        pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
+        list(steps_of(pipeline, draw_batches()))
+        shuffler.close()
+        results[name] = top.traced, before, weights_of(model)
+    return results
+
+
+def test_the_loss_in_the_traced_top_module_trains(two_ranks):
+    for results in two_ranks.run(_train):
+        reference = results["base"][2]
+        assert not results["base"][0]
+        for name, (traced, before, after) in results.items():
+            assert traced or name == "base"
+            for weight in before:
+                assert float((after[weight] - before[weight]).abs().max()) > 1e-4, (name, weight)
+                if name != "semi-sync":  # which trains on embeddings that are a step old
+                    torch.testing.assert_close(after[weight], reference[weight], rtol=1e-4, atol=1e-5)
+
+
+def _evaluate():
+    """The mean loss of every step over the ranks, shuffled through the pipeline, and as the batches are."""
+    top, model, optimizer = _build("rows")
+    model.eval()
+    with torch.no_grad():
+        plain = [model(batch)[0] for batch in draw_batches()]
+    shuffler = TokensBalancedBatchShuffler()
+    pipeline = balanced(EvalPipelineSparseDist)(model, optimizer, CPU, batch_shuffler=shuffler)
+    source = draw_batches()
+    shuffled = [pipeline.progress(source) for _ in range(STEPS)]
+    moved = pipeline.last_stats.moved
+    pipeline.reset()
+    shuffler.close()
+    both = torch.stack([torch.stack(shuffled), torch.stack(plain)])
+    dist.all_reduce(both)
+    return top.traced, moved, both.tolist()
+
+
+def test_the_loss_in_an_evaluation_pipeline(two_ranks):
+    for traced, moved, (shuffled, plain) in two_ranks.run(_evaluate):
+        assert traced and moved and shuffled == pytest.approx(plain, rel=1e-5)
+
+
+class Reduction(nn.Module):
+    def __init__(self, group=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.groups = [group]
+
+    def forward(self, terms, count):
+        return global_mean_loss((terms * self.weight).sum(), count, self.groups[0])
+
+
+def _graph():
+    """A traced graph on its own: what it computes with a group of one, and whether it can be copied."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    losses = []
+    for group in (None, groups[rank]):
+        graph = copy.deepcopy(torch.fx.symbolic_trace(Reduction(group)))
+        loss = graph(torch.tensor([1.0, 2.0 + rank]), torch.tensor(2 + rank))
+        loss.backward()
+        losses.append((loss.item(), graph.weight.grad.item()))
+    return losses
+
+
+def test_a_traced_graph_runs_by_itself(two_ranks):
+    # sums 6 and 8 of 2 and 3 terms
+    (all_0, own_0), (all_1, own_1) = two_ranks.run(_graph)
+    assert [all_0, all_1] == [pytest.approx((2 * 6 / 5, 2 * 3 / 5)), pytest.approx((2 * 8 / 5, 2 * 4 / 5))]
+    assert [own_0, own_1] == [pytest.approx((6 / 2, 3 / 2)), pytest.approx((8 / 3, 4 / 3))]
+
+
+def _compiled():
+    model = torch.compile(Reduction(), backend="eager", fullgraph=True)
+    loss = model(torch.tensor([1.0, 2.0 + dist.get_rank()]), torch.tensor(2 + dist.get_rank()))
+    loss.backward()
+    return loss.item(), model.weight.grad.item()
+
+
+def test_torch_compile_finds_no_break_in_the_loss(two_ranks):
+    assert two_ranks.run(_compiled) == [pytest.approx((2 * 6 / 5, 2 * 3 / 5)), pytest.approx((2 * 8 / 5, 2 * 4 / 5))]
+
+
+def test_mistakes_are_told_when_a_traced_model_runs():
+    class Unsummed(nn.Module):
+        def forward(self, terms, count):
+            return global_mean_loss(terms, count)
+
+    graph = torch.fx.symbolic_trace(Unsummed())
+    assert graph(torch.tensor(3.0), 2).item() == 1.5
+    with pytest.raises(ValueError, match=r"local_sum has shape \(2,\) .* sum the loss terms"):
+        graph(torch.ones(2), 2)
+    with pytest.raises(ValueError, match=r"local_count has shape \(2,\)"):
+        graph(torch.tensor(3.0), torch.ones(2))
+    with pytest.raises(TypeError, match="local_count is of type bool"):
+        graph(torch.tensor(3.0), torch.tensor(True))

@@ -1,12 +1,15 @@
 """A rank dies, stops or fails, or the host of the store does: the others end in time, and say who and where it was.
 
-What the fault programme draws at random (tests/faults) is here case by case, with the exact words.
+With the exact words; tests/distributed/test_fault_programme.py has more cases.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -25,7 +28,8 @@ from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks.collectives import broadcast_text
 from tests.helpers.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by
 from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.stopped_ranks import fault, run_with_fault
+from tests.helpers.programs import run_program
+from tests.helpers.stopped_ranks import fault, run_with_fault, wait_for
 
 # Survivors learn of a death by their connections, and end long before a timeout.
 PATIENT = 600.0
@@ -49,14 +53,6 @@ def _die(folder):
     limit_waits(PATIENT, names=0.5)
     if dist.get_rank() == 1:
         fault(folder, signal.SIGKILL)
-
-
-def _gather(folder):
-    shuffler = _used_shuffler()
-    _die(folder)
-    text, again = (raised_by(lambda step=step: shuffler.shuffle(my_batch(step))) for step in (1, 2))
-    assert text == again  # it stays broken, and says why
-    shuffler.shuffle(my_batch(3))
 
 
 def _exchange(folder):
@@ -103,7 +99,6 @@ def _broadcast(folder):
 @pytest.mark.parametrize(
     "work, what",
     [
-        (_gather, "gather of step 1"),
         (_exchange, "exchange of step 1"),
         pytest.param(_realign, "realignment of step 1", marks=pytest.mark.slow),
         pytest.param(_compare_checksums, "comparison of checksums of step 0", marks=pytest.mark.slow),
@@ -124,11 +119,10 @@ def _start_without_waiting(folder):
     if dist.get_rank() == 0:
         handles = [shuffler.start_shuffle(my_batch(step)) for step in (1, 2)]
     _die(folder)
-    deadline = time.monotonic() + LIMIT
-    while "rank 1 did not" not in (folder / "stderr0").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for handle in reversed(handles):
-        handle.has_ended()  # waits for the gather
+    wait_for(lambda: "rank 1 did not" in (folder / "stderr0").read_text(), LIMIT)
+    first, second = (raised_by(handle.has_ended) for handle in reversed(handles))  # which wait for the gather
+    assert first == second
+    shuffler.shuffle(my_batch(3))  # it stays broken, and says why
 
 
 def test_the_worker_logs_once_that_a_rank_is_missing_before_anyone_waits(tmp_path):
@@ -191,35 +185,6 @@ def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
 
 
 # ------------------------------------------------------------------------------------------------ a rank stops
-
-
-def _stop_in_the_exchange(folder):
-    """Rank 3 stops before it sends rows; rank 2 waits for these, the others, who need none, wait in the next gather."""
-    shuffler, send_rows = _used_shuffler(), ShuffleSession.send_rows
-    dist.barrier()
-    limit_waits(TIMEOUT)
-
-    def send(*arguments):
-        if dist.get_rank() == 3:
-            fault(folder, signal.SIGSTOP)
-        send_rows(*arguments)
-
-    with mock.patch.object(ShuffleSession, "send_rows", send):
-        handle = shuffler.start_shuffle(batch := my_batch(1))
-        if dist.get_rank() < 2:
-            handle.has_ended()  # waits for the plan
-        else:
-            shuffler.finish_shuffle(batch, handle)
-        shuffler.shuffle(my_batch(2))
-
-
-@pytest.mark.slow
-def test_survivors_in_different_collectives_name_the_same_rank(tmp_path):
-    ended = run_with_fault(tmp_path, _stop_in_the_exchange, waits_for=[0, 1, 2], limit=LIMIT)
-    for each in ended[:3]:
-        assert each.status == 1
-        assert each.error.startswith("RankMissingError: rank 3 did not take part in the ")
-    assert "exchange of step 1" in ended[2].error and "gather of step 2" in ended[0].error
 
 
 @contextlib.contextmanager
@@ -285,68 +250,80 @@ def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_pat
 # ------------------------------------------------------------------------------------------------ the host of the store
 
 
-def _shuffle(folder, victim, number):
-    """One step, the fault, and another step."""
+def _shuffle(folder, number):
+    """One step, the fault of rank 0, and another step."""
     shuffler = CubicShuffler()
     shuffler.shuffle(my_batch())
     dist.barrier()
     limit_waits(TIMEOUT)
-    if dist.get_rank() == victim:
+    if dist.get_rank() == 0:
         fault(folder, number)
     shuffler.shuffle(my_batch(1))
 
 
-def _make_shuffler(folder, victim, number):
-    """The fault, and a shuffler that is made after it."""
-    dist.barrier()
-    if dist.get_rank() == victim:
-        fault(folder, number)
-    CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
-
-
-def _fail_alone(folder, victim, number):
-    """A rank fails by itself, in front of an exchange in which the others wait, and leaves at once."""
-    shuffler = CubicShuffler(ShufflerOptions(timeout=60.0))
-    handle = shuffler.start_shuffle(own := my_batch())
-    if dist.get_rank() == victim:
-        fault(folder)
-        shuffler.finish_shuffle(my_batch(1, rows=5), handle)
-    shuffler.finish_shuffle(own, handle)
-
-
-SILENT = "the store does not answer; rank 0 hosts it and has stopped or is overloaded"
-
-
 @pytest.mark.parametrize(
-    "work, victim, number, world_size, said",
+    "number, said",
     [
-        pytest.param(_shuffle, 0, signal.SIGSTOP, 2, ("the gather of step 1 failed on rank ", SILENT), id="stops"),
-        pytest.param(
-            *(_make_shuffler, 0, signal.SIGSTOP, 2, ("the connection of step 0 failed on rank ", SILENT)),
-            id="stops before a shuffler is made",
-            marks=pytest.mark.slow,
+        (
+            signal.SIGSTOP,
+            "the gather of step 1 failed on rank 1 and the store does not answer; rank 0 hosts it and has ",
         ),
-        pytest.param(
-            *(_shuffle, 0, signal.SIGKILL, 2, ("", "the store cannot be reached; rank 0 hosts it and has ended")),
-            id="dies",
-        ),
-        pytest.param(  # rank 1 is a neighbour of rank 0, which knows at once, and leaves too
-            *(_shuffle, 1, signal.SIGKILL, 3, ("rank 1 did not take part in the gather of step 1", "")),
-            id="leaves after another rank",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(_fail_alone, 0, None, 4, ("rank 0 failed in the exchange of step 0: ValueError: the handle", "")),
-            id="fails",
-            marks=pytest.mark.slow,
-        ),
+        (signal.SIGKILL, "rank 0 hosts it and has ended"),
     ],
 )
-def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, work, victim, number, world_size, said):
-    others = [rank for rank in range(world_size) if rank != victim]
-    ended = run_with_fault(tmp_path, work, victim, number, waits_for=others, limit=LIMIT, world_size=world_size)
-    for each in (ended[rank] for rank in others):
-        assert each.status == 1, each
-        assert "frame #" not in each.stderr
-        assert each.stderr.count("Traceback") == 1  # of the program; torch's own errors are a line of ours
-        assert each.error.startswith(f"RankMissingError: {said[0]}") and said[1] in each.error
+def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, number, said):
+    ended = run_with_fault(tmp_path, _shuffle, number, waits_for=[1], limit=LIMIT, world_size=2)[1]
+    assert ended.status == 1, ended
+    assert "frame #" not in ended.stderr
+    assert ended.stderr.count("Traceback") == 1  # of the program; torch's own errors are a line of ours
+    assert ended.error.startswith("RankMissingError: ") and said in ended.error
+
+
+# ----------------------------------------------------------------------------------------------- the end of the program
+
+
+PROGRAM = """
+import atexit, os, signal, sys, time
+import torch.distributed as dist
+from commons.distributed.channel.store import StoreUnavailableError, ask_store
+
+host, port = int(sys.argv[1]), int(sys.argv[2])
+
+def let_the_host_go_on():  # the last hook of all, registered before the product's
+    if os.fork() == 0:
+        time.sleep(0.1)
+        os.kill(host, signal.SIGCONT)
+        os._exit(0)
+
+atexit.register(let_the_host_go_on)
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=0, world_size=1)
+ask_store(lambda store: store.set("key", "value"))
+os.kill(host, signal.SIGSTOP)
+while open(f"/proc/{host}/stat").read().rsplit(")", 1)[1].split()[0] != "T":
+    time.sleep(0.01)
+try:
+    ask_store(lambda store: store.check(["key"]), seconds=0.5)
+except StoreUnavailableError:
+    sys.exit(7)
+"""
+STORE_HOST = """
+import time
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_with_its_own_status_though_the_store_does_not_answer():
+    with subprocess.Popen([sys.executable, "-c", STORE_HOST], stdout=subprocess.PIPE, text=True) as host:
+        try:
+            port = host.stdout.readline().strip()
+            ended = run_program(sys.executable, "-c", PROGRAM, host.pid, port)
+        finally:
+            os.kill(host.pid, signal.SIGCONT)
+            host.kill()
+    assert ended.returncode == 7, ended
+    assert "terminate called" not in ended.stderr and "frame #" not in ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch import branches, fields
 from commons.sequence_batch.fields import batch_items
 from tests.helpers.batches import random_batch, rows_as_values
+from tests.helpers.faults import raised_by
 from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
 
 # ------------------------------------------------------------------------------------------------ conservation
@@ -156,30 +158,15 @@ def test_the_fields_of_a_batch_are_walked_at_most_twice_per_step(ranks):
 
 
 def _misuse():
-    messages = []
     with closing(SquareShuffler()) as shuffler:
         batch = my_batch(1, [4] * 4)
         handle = shuffler.start_shuffle(batch)
-        for call in (
-            lambda: shuffler.finish_shuffle(batch.index_select([0, 1]), handle),
-            lambda: shuffler.finish_shuffle(dataclasses.replace(batch, labels=None), handle),
-            lambda: shuffler.finish_shuffle(dataclasses.replace(batch, labels=batch.sample_id), handle),
-            lambda: shuffler.finish_shuffle(batch, None),
-        ):
-            try:
-                call()
-            except (ValueError, TypeError) as error:
-                messages.append(str(error))
+        others = [batch.index_select([0, 1]), *(dataclasses.replace(batch, labels=e) for e in (None, batch.sample_id))]
+        messages = [raised_by(functools.partial(shuffler.finish_shuffle, each, handle)) for each in others]
+        messages.append(raised_by(lambda: shuffler.finish_shuffle(batch, None)))
         shuffler.finish_shuffle(batch, handle)
-        try:
-            shuffler.finish_shuffle(batch, handle)
-        except ValueError as error:
-            messages.append(str(error))
-    try:
-        shuffler.start_shuffle(batch)
-    except RuntimeError as error:
-        messages.append(str(error))
-    return messages
+        messages.append(raised_by(lambda: shuffler.finish_shuffle(batch, handle)))
+    return [*messages, raised_by(lambda: shuffler.start_shuffle(batch))]
 
 
 def test_handles_are_used_once_and_on_their_own_batch(two_ranks):

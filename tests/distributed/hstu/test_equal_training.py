@@ -18,21 +18,20 @@ from commons.datasets.random.dataset import RandomHSTUDataset
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model import HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
+from tests.helpers.hstu_models import model_of, with_timestamps
 from tests.helpers.models import AveragedSGD, weights_of
 
 STEPS = 10
-SIZES = {"hidden_size": 8, "num_layers": 2, "kv_channels": 4}
 TABLES = {"user": 30, "item": 50, "action": 6}
-
-
-HSTU = HSTUConfig(num_attention_heads=2, max_sequence_length=2 * 24 + 1, **SIZES)
+HSTU = HSTUConfig(8, 2, 2, 4, max_sequence_length=2 * 24 + 1)
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dims={"item": 4})
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
     "ranking in a window": RankingConfig(dataclasses.replace(HSTU, max_attn_len=6), TABLES, (8, 2), 2),
+    "ranking by time": RankingConfig(dataclasses.replace(HSTU, time_bias=True), TABLES, (8, 2), 2),
     "drawn": dataclasses.replace(RETRIEVAL, num_negatives=12),
     "global": dataclasses.replace(RETRIEVAL, in_batch_pool="global"),
     "neighbours": RETRIEVAL,
@@ -46,7 +45,7 @@ def batches(config, candidates):
             rows = 1000 * number + 100 * dist.get_rank() + np.arange(batch.actual_batch_size)
             drawn = draw_negatives(rows, config.num_negatives, TABLES["item"], seed=1, epoch=0)
             batch = with_negatives(batch, config.negatives_feature_name, torch.from_numpy(drawn))
-        yield batch
+        yield with_timestamps(batch) if config.hstu.time_bias else batch
 
 
 def random_batches(candidates):
@@ -72,13 +71,12 @@ def _train(kind, task, candidates, sharding):
     device = torch.device("cpu")
     torch.manual_seed(0)
     config = MODELS[task]
-    model_class = HSTURankingModel if isinstance(config, RankingConfig) else HSTURetrievalModel
     if sharding is None:
-        model = model_class(config, plain_embeddings=True).double()
+        model = model_of(config, plain_embeddings=True).double()
         optimizer, pipeline_class = AveragedSGD(model.parameters(), lr=0.2), TrainPipelineBase
     else:
         model = build_distributed_model(
-            model_class(config),
+            model_of(config),
             device=device,
             embedding_optimizer="sgd",
             embedding_lr=0.2,
@@ -109,7 +107,14 @@ def _train(kind, task, candidates, sharding):
 
 @pytest.mark.parametrize(
     ("task", "candidates"),
-    [("ranking", 0), ("ranking", 3), ("ranking in a window", 3), ("drawn", 0), ("global", 0)],
+    [
+        ("ranking", 0),
+        ("ranking", 3),
+        ("ranking in a window", 3),
+        ("ranking by time", 3),
+        ("drawn", 0),
+        ("global", 0),
+    ],
 )
 def test_plain_tables_in_float64(ranks, task, candidates):
     before, on, moved, loss_on = ranks.run(_train, "hstu", task, candidates, None)[0]
@@ -123,7 +128,12 @@ def test_plain_tables_in_float64(ranks, task, candidates):
 
 @pytest.mark.parametrize(
     ("task", "sharding"),
-    [("ranking", "table_wise"), ("drawn", "row_wise"), pytest.param("global", "table_wise", marks=pytest.mark.slow)],
+    [
+        ("ranking", "table_wise"),
+        ("ranking by time", "row_wise"),
+        ("drawn", "row_wise"),
+        pytest.param("global", "table_wise", marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_tables_in_float32(ranks, task, sharding):
     _, on, moved, loss_on = ranks.run(_train, "hstu", task, 0, sharding)[0]

@@ -3,85 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.datasets.hstu_batch import HSTUBatch
 from hstu.metrics import RankingMetrics
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, RankingOutput
+from hstu.model import HSTURankingModel, RankingOutput
 from hstu.sharding import build_distributed_model, dense_parameters, require_rows_on_all_ranks
+from tests.helpers import hstu_models
+from tests.helpers.faults import raised_by
+from tests.helpers.hstu_models import random_batch
+from tests.helpers.models import weights_of
 
 CPU = torch.device("cpu")
-TABLES = {"user": 20, "item": 50, "action": 3}  # with four ranks, row-wise, one rank holds no row of "action"
-CONFIG = RankingConfig(
-    hstu=HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=4, max_sequence_length=64),
-    embedding_tables=TABLES,
-    prediction_head_arch=(8, 2),
-    num_tasks=2,
-)
-
-
-def global_batch(batch_size: int, seed: int, max_num_candidates: int = 0) -> HSTUBatch:
-    return HSTUBatch.random(
-        batch_size,
-        [
-            FeatureConfig(["user"], [20], 1, is_jagged=False),
-            FeatureConfig(["item", "action"], [50, 3], 20, True, RandomDistribution("zipf", low=1, high=20, alpha=1.2)),
-        ],
-        "item",
-        ["user"],
-        "action",
-        max_num_candidates,
-        2,
-        device=CPU,
-        generator=torch.Generator().manual_seed(seed),
-    )
+HSTU = dataclasses.replace(hstu_models.HSTU, max_sequence_length=64)
+CONFIG = dataclasses.replace(hstu_models.CONFIG, hstu=HSTU)
 
 
 def share(batch: HSTUBatch, *, empty_rank: int | None = None) -> HSTUBatch:
     """This rank's rows: unevenly many, and padding alone on `empty_rank`."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    owners = [r for r in range(world_size) if r != empty_rank]
-    owner = [owners[row * row % len(owners)] for row in range(batch.batch_size)]
-    rows = [row for row in range(batch.batch_size) if owner[row] == rank]
-    own = batch.index_select(rows or [0])
-    return own if rows else empty_like(own)
+    owners = [rank for rank in range(dist.get_world_size()) if rank != empty_rank]
+    rows = [row for row in range(batch.batch_size) if owners[row * row % len(owners)] == dist.get_rank()]
+    return batch.index_select(rows) if rows else padding(batch.max_num_candidates)
 
 
-def empty_like(batch: HSTUBatch) -> HSTUBatch:
-    """One padding row."""
-
-    def empty(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        keys = kjt.keys()
-        return KeyedJaggedTensor(keys, kjt.values()[:0], lengths=torch.zeros(len(keys), dtype=torch.int64), stride=1)
-
-    fields = dict(batch.__dict__)
-    fields.update(features=empty(batch.features), labels=empty(batch.labels), batch_size=1, actual_batch_size=0)
-    if batch.num_candidates is not None:
-        fields["num_candidates"] = torch.zeros(1, dtype=torch.int64)
-    return HSTUBatch(**fields)
+def padding(max_num_candidates: int = 0) -> HSTUBatch:
+    return random_batch(1, actual_batch_size=0, max_num_candidates=max_num_candidates)
 
 
 # --------------------------------------------------------------------------------------------------------- sharding
 
 
-def whole_weights(model) -> dict[str, torch.Tensor]:
-    """Every weight, with the shards of all ranks put together."""
-    result = {}
-    for name, value in sorted(model.state_dict().items()):
-        if hasattr(value, "local_shards"):
-            whole = torch.zeros(value.size())
-            for shard in value.local_shards():
-                first = shard.metadata.shard_offsets[0]
-                whole[first : first + shard.tensor.shape[0]] = shard.tensor
-            dist.all_reduce(whole)
-            value = whole
-        result[name] = value.detach().clone()
-    return result
+def batch_of_step(step: int) -> HSTUBatch:
+    return random_batch(12, longest=20, seed=step, max_num_candidates=step % 2 * 4)
 
 
 def train_sharded(sharding):
@@ -91,17 +49,15 @@ def train_sharded(sharding):
     parallel = build_distributed_model(
         model, device=CPU, embedding_optimizer="sgd", embedding_lr=0.5, sharding=sharding
     )
-    started = whole_weights(parallel)
+    started = weights_of(parallel)
     optimizer = torch.optim.SGD(dense_parameters(parallel).values(), lr=0.5)
     for step in range(4):
         # In one step a rank has no tokens, in the last one none has.
-        batch = global_batch(12, step, max_num_candidates=step % 2 * 4)
-        own = empty_like(batch.index_select([0])) if step == 3 else share(batch, empty_rank=1 if step == 1 else None)
+        own = padding(4) if step == 3 else share(batch_of_step(step), empty_rank=1 if step == 1 else None)
         optimizer.zero_grad()
         parallel(own)[0].backward()
         optimizer.step()
-    names = sorted(dense_parameters(parallel))
-    return before, started, whole_weights(parallel), names
+    return before, started, weights_of(parallel), sorted(dense_parameters(parallel))
 
 
 @pytest.mark.parametrize("sharding", [None, "table_wise", "row_wise", {"item": "row_wise", "user": "table_wise"}])
@@ -115,7 +71,7 @@ def test_sharded_training_equals_one_process(ranks, sharding):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        model(global_batch(12, step, max_num_candidates=step % 2 * 4))[0].backward()
+        model(batch_of_step(step))[0].backward()
         optimizer.step()
     for name, value in model.state_dict().items():
         assert not torch.equal(value, before[name]), name
@@ -126,8 +82,8 @@ def shard_from_meta():
     torch.manual_seed(dist.get_rank())
     model = HSTURankingModel(CONFIG, embedding_device=torch.device("meta"))
     parallel = build_distributed_model(model, device=CPU, sharding="row_wise")
-    parallel(share(global_batch(12, 0)))[0].backward()
-    table = whole_weights(parallel)["embedding.collections.8.embeddings.item.weight"]
+    parallel(share(batch_of_step(0)))[0].backward()
+    table = weights_of(parallel)["embedding.collections.8.embeddings.item.weight"]
     head = parallel.module.dense.head[0].weight.detach().clone()
     return table, head
 
@@ -140,31 +96,23 @@ def test_tables_on_meta_are_initialised_by_their_shards(two_ranks):
 
 
 def refusals():
-    messages = []
-    for model_options, options in [
-        ({}, {"embedding_optimizer": "adam"}),
-        ({}, {"embedding_optimizer": "lion"}),
-        ({}, {"embedding_lr": 0.0}),
-        ({}, {"sharding": "data_parallel"}),
-        ({}, {"sharding": {"movie": "row_wise"}}),
-        ({}, {"sharding": {"item": "diagonal"}}),
-        ({"plain_embeddings": True}, {}),
-    ]:
-        try:
-            build_distributed_model(HSTURankingModel(CONFIG, **model_options), device=CPU, **options)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    models = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
+    options = [{"embedding_optimizer": "adam"}, {"embedding_optimizer": "lion"}, {"embedding_lr": 0.0}]
+    options += [{"sharding": each} for each in ("data_parallel", {"movie": "row_wise"}, {"item": "diagonal"})]
+    return [
+        raised_by(functools.partial(build_distributed_model, models[plain], device=CPU, **each))
+        for plain, each in [*((0, each) for each in options), (1, {})]
+    ]
 
 
 def test_what_cannot_be_sharded_is_refused(two_ranks):
     for messages in two_ranks.run(refusals):
-        assert [message.split(";")[0] for message in messages] == [
+        assert [message.removeprefix("ValueError: ").split(";")[0] for message in messages] == [
             "embedding_optimizer is 'adam' on CPU",
             "embedding_optimizer is 'lion'",
             "embedding_lr is 0.0",
             "sharding of table 'user' is 'data_parallel' on CPU",
-            "sharding names tables ['movie'], the model has ['user', 'item', 'action']: correct the names",
+            "sharding names tables ['movie'], the model has ['user', 'tags', 'item', 'action']: correct the names",
             "sharding of table 'item' is 'diagonal'",
             "the model has plain embeddings",
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from unittest import mock
 
@@ -26,13 +25,16 @@ from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
 from hstu import HSTUBalancedBatchShuffler, recipe
 from hstu.metrics import RankingMetrics
-from hstu.model import HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model import HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
 from hstu.negatives import sample_negatives
 from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import build_distributed_model
 from hstu.train_config import TrainConfig
+from tests.helpers.faults import raised_by
+from tests.helpers.hstu_models import model_of
+from tests.helpers.run_folders import lines
 from tests.helpers.trainer_loops import Parts
 
 CPU = torch.device("cpu")
@@ -94,8 +96,7 @@ def fill(model) -> None:
 def evaluate_rows(task, sharding, balanced=False):
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = CONFIGS[task]
-    model_class = HSTURankingModel if task == "ranking" else HSTURetrievalModel
-    model = model_class(config, plain_embeddings=sharding is None)
+    model = model_of(config, plain_embeddings=sharding is None)
     if sharding is not None:
         model = build_distributed_model(model, device=CPU, sharding=sharding, local_world_size=world_size)
     fill(model)
@@ -238,23 +239,14 @@ def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, com
     half = str(next(path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith("4")))
     again = two_ranks.run(run_config, [*flags, "--trainer.ckpt-load-dir", half], tmp_path / "resumed", scale)[0]
     assert again == (steps, loss, metrics)
-    lines = [json.loads(line) for line in (tmp_path / "resumed/log.jsonl").read_text().splitlines()]
-    assert lines[0]["step"] == 8
-    whole = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    scales = {line["step"]: line["loss_scale"] for line in whole if "loss_scale" in line}
-    assert (compute_dtype == "fp32" and not scales) or scales[8] == lines[0]["loss_scale"] < scales[4] < scale
+    first = lines(tmp_path / "resumed")[0]
+    assert first["step"] == 8
+    scales = {line["step"]: line["loss_scale"] for line in lines(tmp_path) if "loss_scale" in line}
+    assert (compute_dtype == "fp32" and not scales) or scales[8] == first["loss_scale"] < scales[4] < scale
 
 
 def messages_of(cases, run_dir):
-    messages = []
-    for flags in cases:
-        try:
-            run_config(flags, run_dir)
-        except (ValueError, KeyError) as error:
-            messages.append(str(error))
-        else:
-            messages.append("no error")
-    return messages
+    return [raised_by(functools.partial(run_config, flags, run_dir)) for flags in cases]
 
 
 def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
@@ -274,5 +266,17 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
     }
     for messages in two_ranks.run(messages_of, list(cases.values()), tmp_path):
         for start, message in zip(cases, messages):
-            assert message.startswith(start) or start in message, (start, message)
-            assert "\n" not in message
+            assert start in message and "\n" not in message, (start, message)
+
+
+def counted_features():
+    flags = ["--shuffler-type", "tokens", "--model.time-bias", "--task", "retrieval", "--model.num-negatives", "7"]
+    recipe = HSTURecipe(load_config(TrainConfig, [*RUN, *flags]), CPU)
+    shuffler = recipe.build_shuffler(balances=True)
+    shuffler.close()
+    return shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
+
+
+def test_times_and_negatives_are_no_tokens_to_balance(two_ranks):
+    (counted, loaded), _ = two_ranks.run(counted_features)
+    assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import pytest
 
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
-from tests.helpers.hstu_jobs import ROOT, TINY, run, start
+from tests.helpers.hstu_jobs import TINY, run, start
+from tests.helpers.programs import run_program
 
 QUIET_TORCHRUN = "commons.trainer.torchrun"
 # A training script of a user's own: rank 1 fails while rank 0 is in a collective.
@@ -106,7 +106,7 @@ def test_the_demo(tmp_path):
     command = ["bash", "ci/demo.sh", str(Path(sys.executable).parent), "cpu", "--quick"]
     options = ["--run-dir", str(tmp_path / "demo"), "--num-users", "200", "--batch-size", "8"]
     options += ["--max-history-seqlen", "100", "--num-layers", "2"]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = run_program(*command, *options, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "generated data" in done.stdout and "speed-up, median of the steps" in done.stdout
     base, other = read_runs([tmp_path / "demo/as-loaded", tmp_path / "demo/balanced"])

@@ -8,61 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.datasets.random.distribution import RandomDistribution
-from commons.datasets.sids.random import RandomSIDDataset
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
-from commons.pipeline import TrainPipelineFactory
-from sid_gr import SIDGRBalancedBatchShuffler
-from sid_gr.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models import weights_of
-from tests.helpers.sid_models import CPU, MAX_CANDIDATES, MAX_HISTORY, SID_MAP, make_model, model_parallel
+from tests.helpers.sid_models import build_sharded, heavy_tailed_batches, make_pipeline, model_parallel
 
 STEPS = 12
-
-
-def batches():
-    """Heavy-tailed histories; the last batch is incomplete, by another number of rows on every data-parallel rank."""
-    group = resolve_process_group()
-    rank = dist.get_rank(group)
-    return RandomSIDDataset(
-        SID_MAP,
-        batch_size=6,
-        num_batches=STEPS,
-        max_history_length=MAX_HISTORY,
-        max_candidate_length=MAX_CANDIDATES,
-        history_dist=RandomDistribution("zipf", low=1, high=MAX_HISTORY, alpha=1.2),
-        last_batch_size=1 + rank,
-        seed=5,
-        rank=rank,
-        world_size=dist.get_world_size(group),
-    )
 
 
 def _train(balances, pipeline, sharding, tensor_parallel_size=1):
     """Losses of all steps, the decoder's and the table's weights afterwards, and how often rows moved."""
     with model_parallel(tensor_parallel_size):
-        model = build_distributed_model(
-            make_model(tensor_model_parallel_size=tensor_parallel_size),
-            device=CPU,
-            embedding_optimizer="sgd",
-            embedding_lr=0.5,
-            sharding=sharding,
-            local_world_size=dist.get_world_size(),
-        )
+        model = build_sharded(sharding, tensor_model_parallel_size=tensor_parallel_size)
         before = weights(model)
-        shuffler = SIDGRBalancedBatchShuffler(16, 4, 3, 2, ffn_hidden_size=24)
-        if not balances:
-            shuffler.close()
-            shuffler = IdentityBalancedBatchShuffler()
-        pipeline = TrainPipelineFactory.create(
-            pipeline,
-            model=model,
-            optimizer=torch.optim.SGD(dense_parameters(model).values(), lr=0.2),
-            device=CPU,
-            batch_shuffler=shuffler,
-        )
-        source = iter(batches())
+        pipeline, shuffler = make_pipeline(pipeline, model, balances)
+        source = iter(heavy_tailed_batches(STEPS))
         losses, moved = [], 0
         try:
             for _ in range(STEPS):

@@ -16,14 +16,17 @@ from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDDecoder, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
 from sid_gr.sharding import build_distributed_model, cpu_in_place_of_cuda, dense_parameters
+from tests.helpers.faults import raised_by
 from tests.helpers.sid_models import (
     CPU,
     SID_MAP,
     SIZES,
     PlainDecoder,
+    build_sharded,
     codes_of_rows,
     make_batch,
     make_model,
+    metric_of_user,
     model_parallel,
 )
 
@@ -144,10 +147,7 @@ def _metrics_of_all_ranks(sharding):
         whole = [make_batch(seed, batch_size=9) for seed in range(2)]
         plain_model = make_model(beam_width=SID_MAP.num_items).eval()
         plain = PlainDecoder(plain_model.decoder, table_of(plain_model))
-        model = make_model(beam_width=SID_MAP.num_items)
-        model = build_distributed_model(
-            model, device=CPU, embedding_optimizer="sgd", sharding=sharding, local_world_size=dist.get_world_size()
-        ).eval()
+        model = build_sharded(sharding, beam_width=SID_MAP.num_items).eval()
         metrics = GenerationMetrics(METRICS, SID_MAP.num_items)
         values = {name: [] for name in METRICS}
         for batch in whole:
@@ -160,22 +160,10 @@ def _metrics_of_all_ranks(sharding):
                 ranking, _ = plain.ranking(history, plain_model.trie.sids)
                 true = set(plain_model.trie.lookup(future).tolist())
                 for name in METRICS:
-                    values[name].append(_by_hand(name, ranking, true))
+                    values[name].append(metric_of_user(name, ranking, true))
         expected = {name: statistics.fmean(of_users) for name, of_users in values.items()}
         errors = {f"{name}_se": statistics.pstdev(each) / math.sqrt(len(each)) for name, each in values.items()}
         return metrics.compute(), expected | errors
-
-
-def _by_hand(name, ranking, true):
-    kind, top_k = name.split("@")
-    gains = [item in true for item in ranking[: int(top_k)]]
-    if kind == "HitRate":
-        return float(any(gains))
-    if kind == "Recall":
-        return sum(gains) / len(true)
-    discounts = (1 / torch.arange(2, int(top_k) + 2).double().log2()).tolist()
-    ideal = sum(discounts[: len(true)])
-    return sum(discount for discount, gain in zip(discounts, gains) if gain) / ideal
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
@@ -188,14 +176,7 @@ def test_every_user_counts_once_on_any_number_of_ranks(ranks, sharding):
 def _gradients_after_backward():
     """`grad` holds the averaged gradients, of one backward pass; an evaluation between two passes changes nothing."""
     with model_parallel():
-        model = build_distributed_model(
-            make_model(),
-            device=CPU,
-            embedding_optimizer="sgd",
-            embedding_lr=1e-30,
-            sharding="row_wise",
-            local_world_size=2,
-        )
+        model = build_sharded("row_wise", embedding_lr=1e-30)
         batch = make_batch(3 + dist.get_rank())
         parameters = dense_parameters(model)
 
@@ -228,9 +209,7 @@ def test_gradients_are_those_of_one_backward_pass(two_ranks):
 
 def _no_loss_terms(everywhere):
     with model_parallel():
-        model = build_distributed_model(
-            make_model(), device=CPU, embedding_optimizer="sgd", sharding="row_wise", local_world_size=2
-        )
+        model = build_sharded("row_wise")
         empty = everywhere or dist.get_rank() == 0
         batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
         loss, output = model(batch)
@@ -249,34 +228,24 @@ def test_no_rows_on_a_rank_or_on_all(two_ranks, everywhere):
 
 
 def _mistakes():
-    found = {}
-
-    def attempt(name, function):
-        try:
-            function()
-        except (ValueError, TypeError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
-    attempt("no groups", make_model)
-    attempt("world", lambda: initialize_model_parallel(3))
+    found = {"no groups": raised_by(make_model), "world": raised_by(lambda: initialize_model_parallel(3))}
     with model_parallel():
-        attempt("groups of another size", lambda: make_model(tensor_model_parallel_size=2))
-        attempt("beam", lambda: make_model(beam_width=24))
-        trie = SIDTrie(SID_MAP.codes, (5, 3, 6))
-        attempt("codebooks", lambda: SIDGRModel(make_model().config, trie=trie))
-        model = make_model()
-        attempt("no trie", lambda: SIDGRModel(model.config).generate(make_batch(0)))
-        attempt("no labels", lambda: model(make_batch(0, with_labels=False)))
-        other = make_batch(0)
+        model, other, trie = make_model(), make_batch(0), SIDTrie(SID_MAP.codes, (5, 3, 6))
         other.num_hierarchies, other.codebook_sizes = 1, None
-        attempt("hierarchies", lambda: model(other))
-        attempt("long row", lambda: model(_long_batch()))
-        attempt("sharding", lambda: build_distributed_model(model, device=CPU, sharding="data_parallel"))
-    return found
+        calls = {
+            "groups of another size": lambda: make_model(tensor_model_parallel_size=2),
+            "beam": lambda: make_model(beam_width=24),
+            "codebooks": lambda: SIDGRModel(model.config, trie=trie),
+            "no trie": lambda: SIDGRModel(model.config).generate(make_batch(0)),
+            "no labels": lambda: model(make_batch(0, with_labels=False)),
+            "hierarchies": lambda: model(other),
+            "long row": lambda: model(_long_batch()),
+            "sharding": lambda: build_distributed_model(model, device=CPU, sharding="data_parallel"),
+        }
+        return found | {name: raised_by(call) for name, call in calls.items()}
 
 
 def _long_batch():
-
     return GPTSIDBatch.random(
         3, SIZES, 40, 1, history_dist=None, device=CPU, generator=torch.Generator().manual_seed(1)
     )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +24,8 @@ from commons.trainer.run import run_training
 from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
 from tests.helpers.models import weights_of
+from tests.helpers.programs import ROOT, run_program
 from tests.helpers.sid_models import CPU, model_parallel
-
-ROOT = Path(__file__).parents[3]
 
 
 def _train(folder, tensor_parallel_size, **changes):
@@ -134,15 +130,8 @@ def test_own_data_from_end_to_end(two_ranks, tmp_path, single_rank_load):
 def test_the_demo(tmp_path):
     command = [sys.executable, "-m", "sid_gr.demo", "--device", "cpu", "--quick", "--run-dir", str(tmp_path / "demo")]
     command += ["--num-users", "150", "--batch-size", "6", "--max-history-seqlen", "40", "--num-layers", "1"]
-    done = subprocess.run(
-        [*command, "--codebook-sizes", "16", "16", "16"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    command += ["--codebook-sizes", "16", "16", "16"]
+    done = run_program(*command, timeout=300, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     for part in ("generated data", "3,883 movies, 16 × 16 × 16 codes", "speed-up", "HitRate@10", "most popular"):
         assert part in done.stdout

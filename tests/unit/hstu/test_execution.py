@@ -14,18 +14,14 @@ import torch.distributed as dist
 from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
-from hstu.model import ExecutionConfig, HSTUEncoder, execution, layer, triton_agreement, triton_launch
+from hstu.model import HSTUEncoder, execution, layer, triton_agreement, triton_launch
 from hstu.model.execution import Execution, choose_execution, compile_problem
 from hstu.model.triton_blocks import KERNELS, Blocks
-from tests.helpers.hstu_models import HSTU
+from tests.helpers.hstu_models import HSTU, with_execution
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 HERE = f"on node {platform.node()} (rank 0)"
 BLOCKS = dict.fromkeys(KERNELS, Blocks(64, 32, 4, 2))
-
-
-def with_execution(config=HSTU, **options):
-    return dataclasses.replace(config, execution=ExecutionConfig(**options))
 
 
 @pytest.fixture
@@ -53,7 +49,9 @@ def gpu(monkeypatch, warned):
 
 
 def test_kernels_that_work_are_used_in_the_blocks_that_were_measured(gpu, warned):
-    assert choose_execution(with_execution(compute_dtype="bf16"), GPU) == Execution(uses_triton=True, compiles=False)
+    assert choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU) == Execution(
+        uses_triton=True, compiles=False
+    )
     assert warned == []
     kind = triton_launch.LayerKind(torch.bfloat16, HSTU.kv_channels, True, False, 1, True, False)
     assert {(GPU, kind): BLOCKS} == triton_launch._BLOCKS
@@ -70,9 +68,9 @@ def test_kernels_that_work_are_used_in_the_blocks_that_were_measured(gpu, warned
 def test_kernels_that_should_not_compute_are_not_the_default(gpu, warned, monkeypatch, name, reason):
     monkeypatch.setattr(execution, name, lambda *_: f"{reason}:" if name == "why_not" else reason)
     for _ in range(2):
-        assert not choose_execution(with_execution(compute_dtype="bf16"), GPU).uses_triton
+        assert not choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU).uses_triton
     assert warned == [f"attention is computed by PyTorch: Triton was tried, and {HERE} {reason}"]
-    asked_for = with_execution(compute_dtype="bf16", kernel_backend="triton")
+    asked_for = with_execution(HSTU, compute_dtype="bf16", kernel_backend="triton")
     if name == "slowness":  # they are right
         assert choose_execution(asked_for, GPU).uses_triton
         return
@@ -104,7 +102,7 @@ def test_a_compiler_that_triton_misses_is_named(gpu, warned, monkeypatch):
         raise RuntimeError("Failed to find C compiler.\n  Please specify")
 
     monkeypatch.setattr(execution, "choose_blocks", fail)
-    assert not choose_execution(with_execution(compute_dtype="bf16"), GPU).uses_triton
+    assert not choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU).uses_triton
     assert warned[0].endswith(
         f"{HERE} its kernels cannot run (RuntimeError: Failed to find C compiler. Please specify)"
     )
@@ -123,7 +121,7 @@ def test_without_a_compiler_layers_are_computed_without_torch_compile(warned):
     compile_problem.cache_clear()
     torch.manual_seed(0)
     plain = HSTUEncoder(HSTU)
-    compiled = HSTUEncoder(with_execution(compile=True))
+    compiled = HSTUEncoder(with_execution(HSTU, compile=True))
     compiled.load_state_dict(plain.state_dict())
     inputs = torch.randn(6, HSTU.hidden_size), torch.tensor([4, 2])
     torch._dynamo.reset()

@@ -16,18 +16,13 @@ from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, interleave_tokens, layer
 from hstu.recipe import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.hstu_models import CONFIG, HSTU, numbered, plain_model, random_batch, with_timestamps
+from tests.helpers.hstu_models import CONFIG, HSTU, numbered, plain_model, random_batch, with_execution, with_timestamps
 
 TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
 
 
-def with_execution(config=CONFIG, **options):
-    hstu = dataclasses.replace(config.hstu, execution=ExecutionConfig(**options))
-    return dataclasses.replace(config, hstu=hstu)
-
-
 def test_bfloat16_computes_the_layers_and_leaves_weights_and_loss_in_float32():
-    exact, fast = HSTURankingModel(CONFIG), HSTURankingModel(with_execution(compute_dtype="bf16"))
+    exact, fast = HSTURankingModel(CONFIG), HSTURankingModel(with_execution(CONFIG, compute_dtype="bf16"))
     fast.load_state_dict(exact.state_dict())
     seen = []
     fast.dense.encoder.layers[0].uvqk.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
@@ -108,7 +103,7 @@ def test_compiled_layers_compute_the_same_and_are_compiled_once_for_all_lengths(
 
 
 def test_a_copy_of_a_compiled_model_has_weights_of_its_own(compiling):
-    model, batch = HSTURankingModel(with_execution(compile=True)), random_batch()
+    model, batch = HSTURankingModel(with_execution(CONFIG, compile=True)), random_batch()
     before = model(batch)[1].logits
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -246,7 +241,7 @@ def test_a_config_that_cannot_be_is_named():
 
 
 def test_a_checkpoint_fits_however_the_model_is_executed():
-    fast = with_execution(compute_dtype="bf16", activation_checkpointing=True)
+    fast = with_execution(CONFIG, compute_dtype="bf16", activation_checkpointing=True)
     assert weights_of(fast) == weights_of(CONFIG)
     other = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, contextual_mask=True))
     assert weights_of(other) != weights_of(CONFIG)

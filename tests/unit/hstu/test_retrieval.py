@@ -1,16 +1,12 @@
-"""Retrieval: loss and metrics against loops over pairs, negatives that belong to their row, and settings."""
+"""Retrieval: the loss against loops over pairs, negatives that belong to their row, and settings."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import Dataset
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, padded_kjt
@@ -19,51 +15,23 @@ from commons.datasets.random.dataset import RandomHSTUDataset
 from commons.datasets.samplers.epoch import BatchOrderSampler, ShardedBatchSampler
 from commons.trainer import DatasetArgs, TrainerArgs
 from hstu.metrics import count_items
-from hstu.model import HSTUConfig, HSTURetrievalModel, RetrievalConfig, RetrievalOutput
+from hstu.model import HSTURetrievalModel, RetrievalConfig
 from hstu.model.retrieval import unit
 from hstu.negatives import draw_negatives, sample_negatives, with_negatives
 from hstu.recipe import HSTURecipe
-from hstu.retrieval_metrics import RetrievalMetrics, parse_metric
 from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.hstu_models import HSTU, TABLES, plain_model, random_batch
 
 CPU = torch.device("cpu")
-NUM_ITEMS = 30
-HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)
-CONFIG = RetrievalConfig(
-    HSTU, {"user": 20, "item": NUM_ITEMS, "action": 4}, "item", temperature=0.3, embedding_dims={"item": 5}
-)
+NUM_ITEMS = TABLES["item"]
+CONFIG = RetrievalConfig(HSTU, TABLES, "item", temperature=0.3, embedding_dims={"item": 5})
 DRAWN = dataclasses.replace(CONFIG, num_negatives=7)
-
-
-def random_batch(batch_size=6, *, actual_batch_size=None, longest=9, seed=0, with_actions=True) -> HSTUBatch:
-    return HSTUBatch.random(
-        batch_size,
-        [
-            FeatureConfig(["user"], [20], 1, is_jagged=False),
-            FeatureConfig(["item", "action"], [NUM_ITEMS, 4], longest, is_jagged=True),
-        ],
-        "item",
-        ["user"],
-        "action" if with_actions else None,
-        actual_batch_size=actual_batch_size,
-        device="cpu",
-        generator=torch.Generator().manual_seed(seed),
-    )
 
 
 def with_drawn(batch: HSTUBatch, num_negatives=7) -> HSTUBatch:
     rows = np.arange(batch.actual_batch_size)
     drawn = draw_negatives(rows, num_negatives, NUM_ITEMS, seed=3, epoch=1)
     return with_negatives(batch, "item_negatives", torch.from_numpy(drawn))
-
-
-def plain_model(config, seed=0) -> HSTURetrievalModel:
-    torch.manual_seed(seed)
-    model = HSTURetrievalModel(config, plain_embeddings=True).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
 
 
 # ------------------------------------------------------------------------------------------------------------- loss
@@ -78,7 +46,8 @@ def reference_terms(model: HSTURetrievalModel, batch: HSTUBatch) -> list[torch.T
         alone = batch.index_select([row])
         ids = alone.features["item"].values().tolist()
         encoded = model.dense.encode(model.embedding(alone.features), alone)
-        ends = torch.arange(encoded.hidden.shape[0])[1:]  # behind the user
+        num_contextual = sum(alone.features[name].values().numel() for name in alone.contextual_feature_names)
+        ends = torch.arange(encoded.hidden.shape[0])[num_contextual:]
         if batch.action_feature_name is not None:
             ends = ends[1::2]
         for place, true in enumerate(ids[1:]):
@@ -102,7 +71,7 @@ def reference_terms(model: HSTURetrievalModel, batch: HSTUBatch) -> list[torch.T
 def test_loss_and_gradients_equal_the_reference(config, with_actions, monkeypatch):
     monkeypatch.setattr("hstu.model.retrieval._MAX_SCORES", 50)  # several chunks
     if not with_actions:
-        tables = {"user": 20, "item": NUM_ITEMS}
+        tables = {name: rows for name, rows in TABLES.items() if name != "action"}
         config = dataclasses.replace(config, embedding_tables=tables)
     model = plain_model(config)
     batch = random_batch(actual_batch_size=5, with_actions=with_actions)
@@ -282,153 +251,6 @@ def test_a_row_has_the_same_negatives_on_any_number_of_ranks():
     assert sorted(alone) == list(range(23))
     assert negatives_by_row(2, epoch=0) == negatives_by_row(4, epoch=0) == alone
     assert negatives_by_row(2, epoch=1) != alone
-
-
-# ---------------------------------------------------------------------------------------------------------- metrics
-
-
-class Table(nn.Module):
-    """A table under the name that a model gives it."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.embeddings = nn.ModuleDict({"item": nn.Embedding.from_pretrained(weight, freeze=False)})
-
-
-def output_of(queries: torch.Tensor, targets: list[int]) -> RetrievalOutput:
-    return RetrievalOutput(torch.zeros(()), 0, queries, torch.tensor(targets, dtype=torch.int64))
-
-
-@st.composite
-def scored_users(draw):
-    num_items, width = draw(st.integers(3, 12)), 3
-    # Few different directions, so that many scores are equal; zeros have no direction at all.
-    coordinate = st.integers(-1, 1)
-    table = draw(st.lists(st.tuples(*[coordinate] * width), min_size=num_items, max_size=num_items))
-    steps = draw(
-        st.lists(st.lists(st.tuples(st.tuples(*[coordinate] * width), st.integers(0, num_items - 1)), max_size=4))
-    )
-    popularity = draw(st.lists(st.integers(0, 3), min_size=num_items, max_size=num_items))
-    return table, steps, popularity
-
-
-@settings(max_examples=25)
-@given(scored_users(), st.integers(1, 3))
-def test_metrics_equal_a_sorted_list_for_every_user(case, top_k):
-    table, steps, popularity = case
-    weight = torch.tensor(table, dtype=torch.float32)
-    names = ["HR@1", f"HR@{top_k}", f"NDCG@{top_k}"]
-    metrics = RetrievalMetrics(Table(weight), "item", names, temperature=0.5, popularity=torch.tensor(popularity))
-    users = []
-    for step in steps:
-        queries = unit(torch.tensor([query for query, _ in step], dtype=torch.float32).view(-1, 3))
-        metrics.update(output_of(queries, [target for _, target in step]))
-        users += zip(queries.double(), [target for _, target in step])
-    result = metrics.compute()
-    if not users:
-        assert all(math.isnan(value) for value in result.values())
-        return
-    expected = dict.fromkeys(["loss", *names, *(f"popularity_{name}" for name in names)], 0.0)
-    squares = dict.fromkeys(expected, 0.0)
-    for query, target in users:
-        scores = ((unit(weight.double()) @ query) * 2**24).round() / 2**24
-        expected["loss"] += float(torch.logsumexp(scores / 0.5, 0) - scores[target] / 0.5)
-        for prefix, values in (("", scores.tolist()), ("popularity_", popularity)):
-            order = sorted(range(len(table)), key=lambda item: (-values[item], item))
-            rank = 1 + order.index(target)
-            gains = {"HR@1": rank == 1, f"HR@{top_k}": rank <= top_k}
-            gains[f"NDCG@{top_k}"] = (rank <= top_k) / math.log2(1 + rank)
-            for name, gain in gains.items():
-                expected[prefix + name] += gain
-                squares[prefix + name] += gain**2
-    means = {name: total / len(users) for name, total in expected.items()}
-    errors = {
-        f"{name}_se": math.sqrt(max(0, squares[name] / len(users) - means[name] ** 2) / len(users))
-        for name in means
-        if name != "loss"
-    }
-    assert result == pytest.approx(means | errors, abs=1e-6)
-
-
-def test_metrics_in_chunks_and_after_a_reset(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(40, 6, generator=generator)
-    queries, targets = unit(torch.randn(15, 6, generator=generator)), list(range(15))
-    table = Table(weight)
-    whole = RetrievalMetrics(table, "item", ["HR@5"], temperature=0.1)
-    whole.update(output_of(queries, targets))
-    monkeypatch.setattr("hstu.retrieval_metrics._MAX_SCORES", 100)
-    chunked = RetrievalMetrics(table, "item", ["HR@5"], temperature=0.1)
-    for part in (slice(0, 4), slice(4, 15)):
-        chunked.update(output_of(queries[part], targets[part]))
-    first = chunked.compute()
-    assert first == pytest.approx(whole.compute()) and 0 < first["HR@5"] < 1
-    chunked.reset()
-    with torch.no_grad():
-        table.embeddings["item"].weight[:15] = queries  # as training would
-    chunked.update(output_of(queries, targets))
-    assert chunked.compute()["HR@5"] == 1.0
-
-
-def test_a_score_that_is_no_number_is_no_hit():
-    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "HR@4", "NDCG@4"], temperature=0.1)
-    metrics.update(output_of(torch.full((1, 4), torch.nan), [0]))
-    found = metrics.compute()
-    assert math.isnan(found.pop("loss")) and not any(found.values())
-
-
-@pytest.mark.parametrize("temperature", [1e-5, 1e3])
-def test_the_loss_is_finite_at_any_temperature(temperature):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(9, 4, generator=generator)
-    query = unit(torch.randn(1, 4, generator=generator))
-    for target in range(9):
-        metrics = RetrievalMetrics(Table(weight), "item", [], temperature=temperature)
-        metrics.update(output_of(query, [target]))
-        scores = (unit(weight.double()) @ query[0].double()) / temperature
-        expected = float(torch.logsumexp(scores, 0) - scores[target])
-        assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-5, abs=1e-7 / temperature)
-
-
-@pytest.mark.parametrize("num_items", [3, 40])
-def test_items_at_right_angles_are_equal_whatever_their_rounding_errors(num_items):
-    """All scores are 0 but for errors that depend on how many items are scored together."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(num_items, 2, generator=generator).repeat_interleave(2, dim=1) * torch.tensor([1, -1, 1, -1])
-    queries = torch.randn(9, 2, generator=generator).repeat_interleave(2, dim=1)
-    metrics = RetrievalMetrics(Table(weight), "item", ["HR@1", "HR@2"], temperature=0.1)
-    metrics.update(output_of(unit(queries), [0, 1, 2] * 3))
-    assert metrics.compute()["HR@1"] == pytest.approx(1 / 3) and metrics.compute()["HR@2"] == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize("direction", [-torch.inf, torch.inf])
-def test_an_item_is_never_better_than_itself(direction, monkeypatch):
-    """The true item's score is computed on its own and among all items; the two may round apart."""
-    score_all = RetrievalMetrics._scores
-
-    def round_apart(self, queries, weight):
-        scores = score_all(self, queries, weight).float()
-        return torch.nextafter(scores, torch.full_like(scores, direction)).double()
-
-    monkeypatch.setattr(RetrievalMetrics, "_scores", round_apart)
-    metrics = RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@1", "NDCG@4"], temperature=0.1)
-    metrics.update(output_of(torch.eye(4)[:3], [0, 1, 2]))
-    found = metrics.compute()
-    assert found["HR@1"] == found["NDCG@4"] == 1.0
-
-
-@pytest.mark.parametrize("name", ["HR", "HR@0", "AUC@3", "hr@10", "NDCG@-1", "HR@10 "])
-def test_unknown_metrics_are_named(name):
-    with pytest.raises(ValueError, match="eval_metrics has .*; metrics of retrieval are HR@K, NDCG@K"):
-        parse_metric(name, 100)
-
-
-def test_metrics_that_cannot_be_are_named():
-    assert parse_metric("HitRate@2", 9) == ("HR", 2)
-    with pytest.raises(ValueError, match="eval_metrics has 'HR@10', there are 4 items"):
-        RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@10"], temperature=0.1)
-    with pytest.raises(ValueError, match="the model has 0 tables 'movie'"):
-        RetrievalMetrics(Table(torch.eye(4)), "movie", ["HR@1"], temperature=0.1)
 
 
 @pytest.mark.parametrize("num_negatives", [-1, 6])

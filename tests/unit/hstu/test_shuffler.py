@@ -8,34 +8,25 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.trainer import DatasetArgs, TrainerArgs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.hstu_models import random_batch
 
 SIZES = {"hidden_size": 32, "num_heads": 2, "head_dim": 24, "num_layers": 3}
 
 
 def make_batch(max_num_candidates=0, actions=True):
-    lengths = RandomDistribution("lognormal", low=3, high=60, mean=20, std=15)
-    names = ["item", "action"] if actions else ["item"]
-    return HSTUBatch.random(
-        6,
-        [
-            FeatureConfig(["user", "age"], [9, 5], 1, False),
-            FeatureConfig(names, [50] * len(names), 60, True, seqlen_dist=lengths),
-        ],
-        "item",
-        contextual_feature_names=["user", "age"],
-        action_feature_name="action" if actions else None,
-        max_num_candidates=max_num_candidates,
-        actual_batch_size=5,
-        device=torch.device("cpu"),
-        generator=torch.Generator().manual_seed(3),
-    )
+    options = {"max_num_candidates": max_num_candidates, "with_actions": actions}
+    return random_batch(6, longest=60, actual_batch_size=5, seed=3, **options)
+
+
+def context_of(batch):
+    return sum(batch.features[name].lengths().long() for name in batch.contextual_feature_names)
 
 
 @pytest.mark.parametrize("candidates", [0, 4])
@@ -47,8 +38,7 @@ def test_a_row_costs_its_own_tokens(candidates, actions, interleaved):
     items = batch.features["item"].lengths().long()
     factor = 2 if actions and interleaved else 1
     targets = factor * batch.num_candidates if candidates else torch.zeros(6, dtype=torch.int64)
-    context = sum(batch.features[name].lengths().long() for name in ("user", "age"))
-    expected = HSTUAttentionTask(**SIZES).get_workloads(context + factor * items, targets)
+    expected = HSTUAttentionTask(**SIZES).get_workloads(context_of(batch) + factor * items, targets)
     workloads = shuffler.get_workloads(batch)
     assert workloads.dtype == torch.int64 and torch.equal(workloads, expected)
     assert workloads[-1] == 0 and (workloads[:-1] > 0).all()
@@ -60,8 +50,7 @@ def test_contextual_tokens_that_see_all_cost_more(candidates):
     batch = make_batch(candidates)
     shuffler = HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True)
     seqlen, num_targets = batch.sequence_lengths()
-    context = torch.tensor([2] * 5 + [0])
-    expected = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets, context)
+    expected = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets, context_of(batch))
     assert torch.equal(shuffler.get_workloads(batch), expected)
     plain = HSTUBalancedBatchShuffler(**SIZES)
     assert (shuffler.get_workloads(batch)[:5] > plain.get_workloads(batch)[:5]).all()

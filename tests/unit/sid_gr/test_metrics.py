@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sid_gr.metrics import GenerationMetrics, parse_metric
 from sid_gr.model.beam_search import GeneratedItems
 from sid_gr.model.gpt import GenerationOutput
+from tests.helpers.sid_models import metric_of_user
 
 NAMES = ["HitRate@1", "HR@3", "Recall@1", "Recall@5", "NDCG@2", "NDCG@5"]
 
@@ -29,18 +30,6 @@ def output_of(users) -> GenerationOutput:
         candidates=torch.tensor([item for _, true in users for item in true], dtype=torch.int64),
         num_candidates=torch.tensor([len(true) for _, true in users], dtype=torch.int64),
     )
-
-
-def slow(name, ranking, true):
-    kind, top_k = name.split("@")
-    hits = [item in true for item in ranking[: int(top_k)]]
-    if kind in ("HR", "HitRate"):
-        return float(any(hits))
-    if kind == "Recall":
-        return sum(hits) / len(true)
-    best = [True] * min(int(top_k), len(true))
-    gain, ideal = (sum(hit / math.log2(place + 2) for place, hit in enumerate(row)) for row in (hits, best))
-    return gain / ideal
 
 
 USERS = st.lists(
@@ -61,7 +50,7 @@ def test_metrics_are_means_over_users(steps):
         if not judged:
             assert math.isnan(found[name])
             continue
-        values = [slow(name, *user) for user in judged]
+        values = [metric_of_user(name, *user) for user in judged]
         assert found[name] == pytest.approx(statistics.fmean(values))
         assert found[f"{name}_se"] == pytest.approx(statistics.pstdev(values) / math.sqrt(len(values)), abs=1e-7)
     metrics.reset()

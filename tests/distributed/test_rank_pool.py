@@ -38,17 +38,14 @@ def test_every_rank_runs_the_function(ranks: RankPool):
     assert ranks.run(_sum_of_ranks) == [world_size * (world_size - 1) // 2] * world_size
 
 
-@pytest.mark.parametrize(
-    ("function", "message", "timeout"),
-    [
-        (_raise_on, "rank 1 raised ValueError: as asked", 100),
-        (_die_on, "rank 1 died with exit code 7", 100),
-        (_sleep_on, "rank 1 hung", 1),
-    ],
-)
-def test_a_failure_names_the_rank(function, message, timeout):
+def test_a_failure_names_the_rank():
     with RankPool(2) as pool:
-        pool.run(_sum_of_ranks)  # whose start takes longer than the limit of the next call
-        with pytest.raises(RankFailure, match=message):
-            pool.run(function, 1, timeout=timeout, grace=1)
-        assert pool.run(_sum_of_ranks) == [1, 1]  # fresh ranks
+        for function, message, timeout in (
+            (_raise_on, "rank 1 raised ValueError: as asked", 100),
+            (_die_on, "rank 1 died with exit code 7", 100),
+            (_sleep_on, "rank 1 hung", 1),
+        ):
+            assert pool.run(_sum_of_ranks) == [1, 1]  # of fresh ranks, whose start takes longer than the next call may
+            with pytest.raises(RankFailure, match=message):
+                pool.run(function, 1, timeout=timeout, grace=1)
+        assert pool.run(_sum_of_ranks) == [1, 1]
