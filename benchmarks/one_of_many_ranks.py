@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,13 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.lengths import CONTEXT, NODE, make_batch
 from commons.distributed import engine
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.local_rows import LocalRows
-from commons.distributed.payload import PayloadLayout
+from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.partitioner import core
-from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlanner
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, ShufflePlanner, plan_shuffle
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from commons.sequence_batch.schema import BatchSchema
+
+SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
 
 
 def packed_rows(
@@ -94,6 +100,31 @@ def planned_exchange(
     planner = ShufflePlanner(gathered.num_ranks, gathered.steps, **exchange)
     planner.plan(gathered, destination)
     return RowExchange.of(planner, layout, gathered.num_ranks)
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """The shuffle of a batch of `make_batch` of all ranks, planned from its lengths."""
+
+    plan: ShufflePlan
+    layout: PayloadLayout
+    row_bytes: np.ndarray  # int64 `(rows,)`, what each row takes in the payload
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, world_size: int, *, ranks_per_node: int | None = NODE) -> PlannedBatch:
+        """Plan with a slack of 1 %; lengths are those of all ranks in order, int64 `(rows,)`."""
+        layout = PayloadLayout.of(BatchSchema.of(make_batch(lengths[:1])))
+        by_key = np.repeat(lengths[:, None], len(CONTEXT) + 3, axis=1)
+        by_key[:, : len(CONTEXT)] = 1
+        tokens = len(CONTEXT) + 2 * lengths
+        counts = np.full(world_size, len(lengths) // world_size, dtype=np.int64)
+        gathered = packed_rows(counts, counts, HSTUAttentionTask(**SIZES).get_workloads(tokens), tokens, by_key)
+        plan = plan_shuffle(gathered, slack=0.01, ranks_per_node=ranks_per_node)
+        return cls(plan, layout, words_of_rows(by_key, layout) * WORD_BYTES)
+
+    def exchange(self, rank: int, **options: Any) -> RowExchange:
+        """One rank's part, see `planned_exchange`."""
+        return planned_exchange(self.plan.gathered, self.plan.destination, self.layout, rank, **options)
 
 
 class _HeardError(Exception):

@@ -55,6 +55,7 @@ class PaddedGroups {
 
  private:
   using Sum = unsigned __int128;  // of costs, each below 2^63
+  static constexpr Sum kNone = ~Sum{0};
   struct Range {
     Weight begin;
     Weight end;
@@ -83,17 +84,22 @@ class PaddedGroups {
       improves = false;
       for (std::size_t at = 0; at + 1 < ends.size(); ++at) {
         const Weight begin = at == 0 ? 0 : ends[at - 1], end = ends[at + 1];
-        const auto sum_with = [&](Weight middle) {
-          return static_cast<Sum>(cost_of({begin, middle}, per_step, limit)) +
-                 static_cast<Sum>(cost_of({middle, end}, per_step, limit));
+        // The sum with an end, kNone if it is above `most`: each part is searched within what the other leaves of that.
+        const auto sum_within = [&](Weight middle, Sum most) {
+          const auto left = [&](Weight other) { return static_cast<Weight>(std::min<Sum>(limit, most - other)); };
+          if (most < static_cast<Sum>(costs_[middle])) return kNone;
+          const Weight one = cost_of({begin, middle}, per_step, left(costs_[middle]));
+          if (one == kMax) return kNone;
+          const Weight other = cost_of({middle, end}, per_step, left(one));
+          return other == kMax ? kNone : static_cast<Sum>(one) + static_cast<Sum>(other);
         };
-        Sum least = sum_with(ends[at]);
+        Sum least = sum_within(ends[at], kNone);
         Weight first = begin + per_step, last = end - per_step;
         for (Weight stride = kMax; stride > 1;) {
           stride = std::max<Weight>(1, (last - first) / kPoints);
           Weight best = ends[at];
           for (Weight middle = first; middle <= last; middle += stride) {
-            const Sum sum = sum_with(middle);
+            const Sum sum = sum_within(middle, least);
             if (sum > least) continue;
             improves = improves || sum < least;
             least = sum;
@@ -120,14 +126,23 @@ class PaddedGroups {
     return fits ? least_limit(rows, num_groups, limit) : kMax;
   }
 
+  // The least limit for this number of groups. Between the costs that groups have and would have with one more row,
+  // nothing changes: the bisection goes from one to the next.
   Weight least_limit(const Range& rows, Weight num_groups, Weight high) const {
     Weight low = costs_[rows.begin];
     while (low < high) {
-      const Weight middle = low + (high - low) / 2;
-      if (fewest_of(rows, middle, num_groups) <= num_groups) {
-        high = middle;
+      const Weight limit = low + (high - low) / 2;
+      Weight groups = 0, begin = rows.begin, costliest = 0, next = high;
+      for (; begin < rows.end && groups <= num_groups; ++groups) {
+        const Weight size = most_from(begin, rows.end, limit), cost = size * costs_[begin];
+        costliest = std::max(costliest, cost);
+        if (size < std::min(max_rows_, rows.end - begin)) next = std::min(next - costs_[begin], cost) + costs_[begin];
+        begin += size;
+      }
+      if (groups <= num_groups) {
+        high = costliest;
       } else {
-        low = middle + 1;
+        low = next;
       }
     }
     return high;
