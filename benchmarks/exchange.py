@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.lengths import described, draw, make_batch
-from benchmarks.one_of_many_ranks import SIZES, PlannedBatch, fake_ranks, tell_of_all_ranks
+from benchmarks.one_of_many_ranks import SIZES, MovedRows, fake_ranks, plan_batch, planned_exchange, tell_of_all_ranks
 from benchmarks.report import Page, each_column, run_ranks
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import core
@@ -61,19 +61,18 @@ def on_real_ranks(rank: int, lengths_name: str, repeats: int) -> dict[str, list[
 
 def by_arithmetic(world_size: int, lengths_name: str, seed: int) -> dict[str, float]:
     """Bytes of a shuffle over `world_size` ranks, from the plan."""
-    planned = PlannedBatch.of(draw(lengths_name, world_size * ROWS, seed), world_size)
-    plan, row_bytes = planned.plan, planned.row_bytes
-    home, moves = plan.gathered.home, plan.moves
-    sent = np.bincount(home[moves], weights=row_bytes[moves], minlength=world_size)
-    busiest = int(sent.argmax())
-    everything = row_bytes.sum() / world_size * (world_size - 1)
+    plan, layout = plan_batch(draw(lengths_name, world_size * ROWS, seed), world_size)
+    moved = MovedRows.of(plan, layout)
+    busiest = int(moved.sent.argmax())
+    by_busiest = planned_exchange(plan.gathered, plan.destination, layout, busiest).bytes_sent
+    everything = moved.everything / world_size * (world_size - 1)
     return {
-        "sent kB, mean rank": sent.mean() / 1e3,
-        "busiest rank": sent[busiest] / 1e3,
-        "its bytes ÷ its moved rows": planned.exchange(busiest).bytes_sent / max(sent[busiest], 1),
+        "sent kB, mean rank": moved.sent.mean() / 1e3,
+        "busiest rank": by_busiest / 1e3,
+        "its bytes ÷ its moved rows": by_busiest / max(moved.sent[busiest], 1),
         "gathering everything, kB": everything / 1e3,
-        "fewer bytes, ×": everything / max(sent.mean(), 1),
-        "tokens moved": plan.gathered.tokens[moves].sum() / plan.gathered.tokens.sum(),
+        "fewer bytes, ×": everything / max(moved.sent.mean(), 1),
+        "tokens moved": plan.gathered.tokens[plan.moves].sum() / plan.gathered.tokens.sum(),
         "largest ÷ mean load": plan.loads_after.max() / plan.loads_after.mean(),
     }
 
@@ -185,10 +184,8 @@ def main(repeats: int = 30, quick: bool = False) -> None:
         planned.append({"ranks": size, "lengths": kind} | means)
     for size, keys in tqdm([(8, 3)] if quick else list(product((8, 64), (3, 102))), desc="launching thread"):
         launching.append({"ranks": size, "keys": keys} | beside_a_launching_thread(size, keys, 10 * repeats))
-    most, fewest = (
-        how(row[name] for row in planned)
-        for how, name in ((max, "its bytes ÷ its moved rows"), (min, "fewer bytes, ×"))
-    )
+    most = max(row["its bytes ÷ its moved rows"] for row in planned)
+    fewest = min(row["fewer bytes, ×"] for row in planned)
     page.target("bytes sent by the busiest rank", "≤ 1.05 × its moved rows", f"{most:.3f}", most <= 1.05)
     page.target("bytes beside gathering everything, 8 ranks or more", "≥ 5× fewer", f"{fewest:.0f}×", fewest >= 5)
     page.section(

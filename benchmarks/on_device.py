@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -36,8 +37,8 @@ import torch.distributed as dist
 from benchmarks.attention import device_sections
 from benchmarks.command_line import from_command_line
 from benchmarks.cost_model import load_target, replay
-from benchmarks.lengths import CONTEXT, draw, make_batch
-from benchmarks.one_of_many_ranks import PlannedBatch, fake_ranks
+from benchmarks.lengths import draw, make_batch
+from benchmarks.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
 from benchmarks.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, rows_table, table
 from commons.console import print_error
 from hstu.model.execution import choose_execution
@@ -145,9 +146,10 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
     rank, on_cuda = min(3, world_size - 1), device.type == "cuda"
     lengths = np.minimum(draw("zipf", world_size * rows, 0), longest)
     batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
-    planned, host_ms = PlannedBatch.of(lengths, world_size, ranks_per_node=None), []
+    (plan, layout), host_ms = plan_batch(lengths, world_size, ranks_per_node=None), []
     on_device = (batch.pin_memory() if on_cuda else batch).to(device, non_blocking=True)
-    waiting = [planned.exchange(rank, pin_memory=on_cuda) for _ in range(repeats + 5)]
+    made = partial(planned_exchange, plan.gathered, plan.destination, layout, rank, pin_memory=on_cuda)
+    waiting = [made() for _ in range(repeats + 5)]
     sent = waiting[0].bytes_sent
 
     def finish() -> None:
@@ -190,7 +192,8 @@ def traced_step(device: torch.device) -> str:
     with tempfile.TemporaryDirectory() as folder:
         flags = (
             f"{model} --model.compute-dtype bf16 --optimizer.sharding row_wise --trainer.device {device.type} "
-            f"--dataset.dataset-name random --dataset.num-batches 20 --dataset.max-history-seqlen {16 if small else 1024} "
+            "--dataset.dataset-name random --dataset.num-batches 20 "
+            f"--dataset.max-history-seqlen {16 if small else 1024} "
             f"--trainer.train-batch-size {rows} --trainer.eval-batch-size 2 --trainer.eval-interval 1000 "
             f"--trainer.max-train-iters {first + traced + 1} --trainer.enable-balanced-shuffler --trainer.sinks "
             f"--trainer.profile --trainer.profile-step-start {first} --trainer.profile-step-end {first + traced} "
