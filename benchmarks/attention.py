@@ -99,8 +99,12 @@ class HSTU(Subject):
         self.model = HSTURankingModel(RankingConfig(config, tables, (64, 1), 1), plain_embeddings=True)
         self.shuffler = HSTUBalancedBatchShuffler(WIDTH, HEADS, HEAD_DIM, 2)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return hstu_attention(q, k, v, self.bias, plan_attention(lengths, num_heads=HEADS), normalizer=float(LONGEST))
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        return hstu_attention(
+            q, k, v, self.bias, plan_attention(lengths, num_heads=HEADS, **options), normalizer=float(LONGEST)
+        )
 
     def batch(self, num_rows: int, histories: RandomDistribution) -> HSTUBatch:
         features = [
@@ -138,13 +142,13 @@ class SIDGR(Subject):
         return int(batch.sequence_lengths().sum())
 
 
-def attention_pass(subject: Subject, lengths: torch.Tensor) -> Callable[[], None]:
+def attention_pass(subject: Subject, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
     """Forward and backward over a batch, with random queries, keys and values of its own."""
     shape = (int(lengths.sum()), HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
 
     def run() -> None:
-        subject.attend(*inputs, lengths).sum().backward()
+        subject.attend(*inputs, lengths, **options).sum().backward()
         for each in inputs:
             each.grad = None
 

@@ -41,9 +41,6 @@ ALGORITHMS: dict[str, Callable[..., list[list[int]]]] = {
     "kk": kk_allocate,
     "refined": refined_allocate,
 }
-# The published comparison: tokens of a micro-batch, rows of a step that fill ten of them, and what it found.
-PUBLISHED_CAPACITY, PUBLISHED_ROWS = 10240, 320
-PUBLISHED = {"spread": -97.84, "std_dev": -97.36, "cv": -97.38, "max_load": -4.27, "wasted_tokens": -4.57}
 
 
 @dataclass
@@ -121,8 +118,6 @@ def report_groups(page: Page, cases: list[Case]) -> None:
         "group by itself, no packing makes it small. Used: values ÷ (groups · capacity).",
         body,
     )
-    rows = [{"divisor": divisor} | _spreads(some) for (divisor,), some in by(cases, "divisor").items()]
-    page.section("Spread by divisor", "Mean / median over all other cases.", rows)
     missed = [
         {"rows": case.num_rows, "lengths": case.lengths, "capacity": f"{case.capacity} ×", "divisor": case.divisor}
         | {"seed": case.seed, "bound": case.fewest}
@@ -173,64 +168,6 @@ def report_time(page: Page, cases: list[Case]) -> None:
         reached = f"median {median:.3f} ms, slowest case {slowest:.3f} ms"
         met = median <= 4 and slowest <= 30
         page.target("time, refined, 1024 rows", "median ≤ 4 ms, slowest ≤ 30 ms", reached, met)
-
-
-def measure_published(page: Page, steps: int) -> None:
-    """The table of the discussion that proposed Karmarkar-Karp for micro-batches, on bimodal data."""
-    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for step in tqdm(range(steps), desc="published table"):
-        rng = np.random.default_rng(step)
-        long = rng.random(PUBLISHED_ROWS) < 0.2
-        lengths = np.where(long, rng.normal(1024, 128, PUBLISHED_ROWS), rng.normal(128, 32, PUBLISHED_ROWS))
-        values = lengths.clip(1, 2048).astype(int).tolist()
-        for name in ("ffd", "kk", "refined"):
-            metrics = packing_metrics(values, ALGORITHMS[name](values, PUBLISHED_CAPACITY), PUBLISHED_CAPACITY)
-            found[name].append({key: value for key, value in metrics.items() if key not in ("group_sums", "seconds")})
-    means = {name: each_column(of_steps, np.mean) for name, of_steps in found.items()}
-
-    def change(name: str, key: str) -> float:
-        return 100 * (means[name][key] / means["ffd"][key] - 1) if means["ffd"][key] else 0.0
-
-    body = [
-        {"": key, **{name: f"{mean[key]:.6g}" for name, mean in means.items()}}
-        | {f"{name} to ffd": f"{change(name, key):+.2f} %" for name in ("kk", "refined")}
-        | {"published, kk to ffd": f"{PUBLISHED[key]:+.2f} %" if key in PUBLISHED else ""}
-        for key in means["ffd"]
-    ]
-    page.section(
-        "Karmarkar-Karp against first fit, as published",
-        f"{steps} steps of {PUBLISHED_ROWS} rows, 80 % near 128 and 20 % near 1024 tokens, {PUBLISHED_CAPACITY} tokens "
-        "per micro-batch; means over the steps. Published are changes from first fit to Karmarkar-Karp on GSM8K, where "
-        "the first fit was one that takes the group with the fewest rows.",
-        body,
-    )
-    spread, largest = change("refined", "spread"), change("refined", "max_load")
-    goal = f"{PUBLISHED['spread']} %, as published"
-    page.target("bimodal, spread, refined to ffd", f"≤ {goal}", f"{spread:.2f} %", spread <= PUBLISHED["spread"])
-    goal = "about −4.27 %, as published (−3 to −6)"
-    page.target("bimodal, largest load, refined to ffd", goal, f"{largest:.2f} %", -6 <= largest <= -3)
-
-
-def measure_equal_sizes(page: Page, seeds: int) -> None:
-    """Groups and spread where all groups have as many rows."""
-    body = []
-    for lengths, capacity in itertools.product(LENGTHS, CAPACITIES):
-        groups: dict[str, int] = dict.fromkeys(("ffd", "kk", "refined"), 0)
-        spreads: dict[str, list[float]] = {name: [] for name in groups}
-        for seed, name in itertools.product(range(seeds), groups):
-            values = draw(lengths, 256, seed).tolist()
-            packed = ALGORITHMS[name](values, capacity * max(values), equal_size=True)
-            groups[name] += len(packed)
-            spreads[name].append(packing_metrics(values, packed, capacity * max(values))["imbalance_ratio"])
-        of_spreads = {f"spread, {name}": mean_median(found) for name, found in spreads.items()}
-        body.append({"lengths": lengths, "capacity": f"{capacity} ×"} | groups | of_spreads)
-    page.section(
-        "Equal sizes",
-        f"256 rows, `equal_size=True`, divisor 1, {seeds} seeds: groups in all, and spread ÷ mean load, mean / median. "
-        "First fit fills its first groups with the heaviest rows, so it takes many more groups than a method that "
-        "balances; it is not the one to take here.",
-        body,
-    )
 
 
 def cheapest_padded(costs: np.ndarray, num_groups: int) -> int:
@@ -325,8 +262,6 @@ def main(seeds: int = 10, repeats: int = 7, quick: bool = False) -> None:
     cases = [pack(*cell, repeats) for cell in tqdm(list(cells), desc="packing")]
     report_groups(page, cases)
     report_time(page, cases)
-    measure_published(page, 20 if quick else 100)
-    measure_equal_sizes(page, seeds)
     measure_padded(page, seeds, repeats)
     page.finish(quick=quick)
 

@@ -36,7 +36,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, rows_table, run_ranks, with_interval
+from benchmarks.lengths import draw
+from benchmarks.report import Page, run_ranks, with_interval
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -58,8 +59,7 @@ _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 
 def draw_users(count: int, seed: int) -> np.ndarray:
     """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
-    drawn = 20 + np.random.default_rng(seed).lognormal(np.log(130), 1.4, count)
-    return np.minimum(drawn, LONGEST).astype(np.int64)
+    return np.minimum(draw("user-like", count, seed), LONGEST)
 
 
 def make_batch(lengths: np.ndarray) -> HSTUBatch:
@@ -318,11 +318,11 @@ def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = Fals
         "what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured is from "
         "it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so that less of an "
         "uneven load shows; the last two columns are for a core each, by the processor time of the costliest rank.",
-        rows_table(lines),
+        lines,
     )
     page.section(
         "How long the pipeline waited for a window",
-        rows_table(waits),
+        waits,
         "Steps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and "
         "fuller, and pay their fixed costs less often.",
     )
