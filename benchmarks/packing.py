@@ -71,7 +71,7 @@ def pack(num_rows: int, lengths: str, factor: int, divisor: int, seed: int, repe
         groups = call()
         metrics[name] = packing_metrics(values, groups, capacity)
         assert metrics[name]["max_load"] <= capacity and len(groups) % divisor == 0 and all(groups)
-    seconds = interleaved_medians(calls, repeats, clock=time.perf_counter, show=False)
+    seconds = interleaved_medians(calls, repeats, show=False)
     fewest = -(-metrics["refined"]["lower_bound"] // divisor) * divisor
     of_case = num_rows, lengths, factor, divisor, seed, fewest
     return Case(*of_case, metrics, {name: each * 1e3 for name, each in seconds.items()})
@@ -158,9 +158,9 @@ def report_time(page: Page, cases: list[Case]) -> None:
         )
     page.section(
         "Time",
-        "Milliseconds from a Python list to a list of lists, checks included: median over capacities and divisors of "
-        "the medians over seeds. Then how many times faster refined is than plain first fit, from the worst to the "
-        "best of these cells, and the slowest single case of refined.",
+        "Milliseconds of CPU from a Python list to a list of lists, checks included: median over capacities and "
+        "divisors of the medians over seeds. Then how many times faster refined is than plain first fit, from the "
+        "worst to the best of these cells, and the slowest single case of refined.",
         body,
     )
     if large := [case.milliseconds["refined"] for case in cases if case.num_rows == 1024]:
@@ -201,11 +201,11 @@ def any_padded(costs: np.ndarray, num_groups: int) -> int:
 
 def measure_padded(page: Page, seeds: int, repeats: int) -> None:
     """`padded_allocate`: beside the optimum on small cases, and its time on large ones."""
-    reached = {"dynamic programme": [], "every grouping": []}
+    reached = {"dynamic programme": [], "best of all groupings": []}
     for lengths, seed in tqdm(list(itertools.product(LENGTHS, range(seeds))), desc="padded"):
         for name, num_rows, num_groups, optimum in (
             ("dynamic programme", 40, 1 + seed % 9, cheapest_padded),
-            ("every grouping", 8, 3, any_padded),
+            ("best of all groupings", 8, 3, any_padded),
         ):
             tokens = draw(lengths, num_rows, seed)
             costs = COSTS["HSTU"](tokens)
