@@ -20,19 +20,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.lengths import described, draw
-from benchmarks.report import RESULTS, Page
+from benchmarks.report import Page
 from commons.cli.recipes import choose_device, load_recipe
 from commons.perf_model.calibration import CalibratedTask, Calibration, describe_device
-from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration
+from commons.perf_model.calibration_fit import fit_calibration
 from commons.perf_model.measurement import CostTarget, draw_mixes, measure_steps, time_step
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 
@@ -42,7 +39,6 @@ MODELS = {
     "SID-GR": ("sid_gr", ("random.toml", 64), ("random.toml", 256)),
 }
 LENGTHS = ("zipf", "lognormal", "user-like, mean 165")
-Fitted = tuple[Calibration, list[StepMeasurement]]
 
 
 def load_target(model: str, device: torch.device) -> tuple[CostTarget, int]:
@@ -52,15 +48,15 @@ def load_target(model: str, device: torch.device) -> tuple[CostTarget, int]:
     return load_recipe(package, Path(package, "configs", config), device), longest
 
 
-def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> Fitted:
-    """A calibration, and the steps that it is fitted to."""
+def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> Calibration:
+    """A calibration to steps that are measured."""
     measured = measure_steps(
         target,
         draw_mixes(mixes, target.batch_size, longest, seed=0),
         repeats=repeats,
         progress=lambda steps: tqdm(steps, desc="fit", unit="step"),
     )
-    return fit_calibration(measured, target.task, describe_device(target.device)), measured
+    return fit_calibration(measured, target.task, describe_device(target.device))
 
 
 def plans(target: CostTarget, costs: Mapping[str, Any], lengths: np.ndarray, ranks: int) -> dict[str, np.ndarray]:
@@ -99,26 +95,6 @@ def replay(
     return {"lengths": name} | even | faster | {"possible": before / sum(mean["as loaded"])}
 
 
-def draw_fit(fitted: Mapping[str, Fitted], name: str) -> None:
-    """The picture of measured and predicted times."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, (model, (calibration, measured)) in zip(
-        figure.subplots(1, len(fitted), squeeze=False)[0], fitted.items()
-    ):
-        times = np.array([m.ms for m in measured])
-        predicted = np.array([calibration.predict_ms(m.rows, m.tokens, m.pairs) for m in measured])
-        axes.loglog(times, predicted, ".", color="#2e6fb5", markersize=5)
-        ends = [times.min(), times.max()]
-        axes.loglog(ends, ends, color="grey", linewidth=0.8)
-        axes.set(xlabel="measured, ms", ylabel="calibrated, ms", title=f"{model}: {len(times)} batch mixes")
-        axes.spines[["top", "right"]].set_visible(False)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(ScalarFormatter())
-            axis.set_minor_formatter(NullFormatter())
-    with matplotlib.rc_context({"svg.hashsalt": "evenrank"}):
-        figure.savefig(RESULTS / f"{name}.png", dpi=120)
-
-
 def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick: bool = False) -> None:
     """Measure and write the page.
 
@@ -129,12 +105,11 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     """
     where = choose_device(device, threads=1)
     mixes, repeats, steps = (40, 2, 2) if quick else (200, 5, 12)
-    fitted: dict[str, Fitted] = {}
     quality, balance = [], []
     for model in MODELS:
         target, longest = load_target(model, where)
-        fitted[model] = fit(target, longest, mixes, repeats)
-        of_fit = fitted[model][0].quality
+        calibration = fit(target, longest, mixes, repeats)
+        of_fit = calibration.quality
         quality.append(
             {
                 "model": model,
@@ -145,15 +120,14 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
                 "mean error by operations alone": f"{of_fit.flops_mean_error:.1%}",
             }
         )
-        costs = {"by operations": target.task, "calibrated": CalibratedTask(target.task, fitted[model][0])}
+        costs = {"by operations": target.task, "calibrated": CalibratedTask(target.task, calibration)}
         sizes = {"ranks": ranks, "rows": target.batch_size, "longest": longest, "steps": steps}
         balance += [
             {"model": model} | replay(target, costs, name, **sizes) for name in (LENGTHS[:1] if quick else LENGTHS)
         ]
     on_cuda = where.type == "cuda"
-    name = "cost_model_cuda" if on_cuda else "cost_model"
     page = Page(
-        name,
+        "cost_model_cuda" if on_cuda else "cost_model",
         "Cost model",
         "python -m benchmarks.cost_model" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
         f"Device: {describe_device(where).name}. {mixes} batch mixes, each the median of {repeats}; every fourth is "
@@ -165,15 +139,12 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
         "Target: R² of at least 0.98 and a mean error of at most 5 % on what is held out. Short steps count as much "
         "as long ones, and are where the error is: attention runs in blocks of similar rows, whose number no term "
         "counts.",
-        f"![predicted against measured]({name}.png)",
         f"Balance in time: {ranks} ranks, {steps} steps, every rank's batch replayed on this device one after another "
         "(median of three). Largest ÷ mean time of the ranks, and the speed-up of the slowest rank that follows; the "
         "published gain on 16 H100 is 1.53×.",
         balance,
     )
     page.finish(quick=quick)
-    if not quick:
-        draw_fit(fitted, name)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Does each rank receive its share and no more, and what does that save against a broadcast?
+"""Does each rank receive its share and no more, and what does that save against a broadcast of the whole batch?
 
 One rank holds a batch of 64 rows per rank, the other ranks receive their shares on real gloo ranks. Bytes are counted
-as they arrive, structure and row numbers included, and divided by the bytes of the share's tensors. The reference
-broadcasts the whole batch, of which every rank keeps its rows.
+as they arrive, structure and row numbers included, and divided by the bytes of the share's tensors.
 
 Examples:
     python -m benchmarks.dispatch
@@ -25,10 +24,8 @@ from benchmarks.command_line import from_command_line
 from benchmarks.lengths import draw, make_batch
 from benchmarks.report import Page, each_column, run_ranks
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
-from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.sequence_batch.rows import Rows, select_rows
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 ROWS = 64
 TASK = SelfAttentionTask(hidden_size=1024, num_heads=16, head_dim=64, num_layers=24)
@@ -53,43 +50,24 @@ def make(kind: str, lengths: np.ndarray) -> Any:
     }
 
 
-def broadcast_and_select(batch: Any, workloads: Any) -> int:
-    """The reference: everything to everyone, and the plan with it; returns the bytes."""
-    message = MessageBuffer(0, on_accelerator=False)
-    if dist.get_rank() == 0:
-        message.append(encode(batch, torch.from_numpy(partition(workloads, dist.get_world_size()).assignment)))
-    size = torch.tensor(message.bytes.numel())
-    dist.broadcast(size, 0)
-    received = message.bytes if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(received, 0)
-    (whole, assignment), _ = decode(received)
-    select_rows(whole, torch.nonzero(assignment == dist.get_rank())[:, 0])
-    return received.numel()
-
-
 def scattered(rank: int, kind: str, repeats: int) -> list[dict[str, float]]:
-    """Bytes over share, bytes, and milliseconds both ways, of each step after the first three."""
+    """Bytes over share, bytes, and milliseconds, of each step after the first three."""
     measured = []
     for step in range(repeats + 3):
-        batch = workloads = None
-        if rank == 0:
-            lengths = draw("lognormal", ROWS * dist.get_world_size(), step)
-            batch, workloads = make(kind, lengths), TASK.get_workloads(lengths)
+        lengths = draw("lognormal", ROWS * dist.get_world_size(), step)
+        batch = make(kind, lengths)
+        given = (batch, TASK.get_workloads(lengths)) if rank == 0 else (None, None)
         dist.barrier()
         started = time.perf_counter()
-        share = scatter_balanced(batch, workloads, trim=TRIM if kind.endswith("trimmed") else None)
+        share = scatter_balanced(*given, trim=TRIM if kind.endswith("trimmed") else None)
         dist.barrier()
-        between = time.perf_counter()
-        whole = broadcast_and_select(batch, workloads)
-        dist.barrier()
-        ended = time.perf_counter()
+        took = time.perf_counter() - started
         measured.append(
             {
                 "received ÷ share": share.bytes_received / Rows.of(share.batch).nbytes,
                 "received kB": share.bytes_received / 1e3,
-                "broadcast kB": whole / 1e3,
-                "scatter ms": (between - started) * 1e3,
-                "broadcast ms": (ended - between) * 1e3,
+                "whole batch, kB": Rows.of(batch).nbytes / 1e3,
+                "ms": took * 1e3,
                 "largest ÷ mean load": 1 + share.imbalance,
             }
         )
@@ -137,17 +115,14 @@ def main(repeats: int = 20, quick: bool = False) -> None:
         "dispatch",
         "Dispatch: bytes and time",
         "python -m benchmarks.dispatch",
-        f"{ROWS} rows per rank, lognormal lengths of mean 512, {repeats} steps. Time is that of rank 0, from the call "
-        "to the end on all ranks; on two cores the times of four ranks say little.",
+        f"{ROWS} rows per rank, lognormal lengths of mean 512, {repeats} steps, medians. Time is from the call to the "
+        "end on all ranks; on two cores the times of four ranks say little.",
     )
     body = []
     for size, kind in tqdm(list(itertools.product(sizes, BATCHES)), desc="scatter"):
-        of_source, *of_others = run_ranks(scattered, size, kind, repeats)
-        others = [step for rank in of_others for step in rank]
-        means, medians = each_column(others, np.mean), each_column(of_source)
-        worst = {"received ÷ share, worst": max(step["received ÷ share"] for step in others)}
-        times = {name: value for name, value in medians.items() if name.endswith(" ms")}
-        body.append({"ranks": size, "batch": kind} | worst | {name: means[name] for name in list(means)[1:]} | times)
+        others = [step for rank in run_ranks(scattered, size, kind, repeats)[1:] for step in rank]
+        worst = {"received ÷ share, worst": max(step.pop("received ÷ share") for step in others)}
+        body.append({"ranks": size, "batch": kind} | worst | each_column(others))
     page.target_of_cases("received ÷ share, worst step", 1.05, [row["received ÷ share, worst"] for row in body])
     page.section("scatter_balanced", body)
     page.section(

@@ -1,8 +1,8 @@
-"""How many bytes does a shuffle send, how long does the exchange take, and what does it cost the thread that launches?
+"""How many bytes does a shuffle send, and what does it cost the thread that launches?
 
-Bytes are counted on 2 and 4 real gloo ranks, and by the plan's own arithmetic up to 1024 ranks. The reference is what a
-shuffler does that gathers every row of every rank on every rank. What the worker thread costs the launching thread is
-measured on one rank, which hears of the others from a list.
+Bytes are counted in the exchange that one of up to 1024 ranks makes of a plan. The reference is what a shuffler does
+that gathers every row of every rank on every rank. What the worker thread costs the launching thread is measured on one
+rank, which hears of the others from a list.
 
 Examples:
     python -m benchmarks.exchange
@@ -22,14 +22,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
 from benchmarks.lengths import described, draw, make_batch
 from benchmarks.one_of_many_ranks import SIZES, MovedRows, fake_ranks, plan_batch, planned_exchange, tell_of_all_ranks
-from benchmarks.report import Page, each_column, run_ranks
-from commons.distributed.options import ShufflerOptions
+from benchmarks.report import Page, each_column
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 
@@ -38,28 +36,7 @@ LENGTHS = ("zipf", "lognormal", "user-like, mean 165")
 LAUNCHES = 2000
 
 
-def on_real_ranks(rank: int, lengths_name: str, repeats: int) -> dict[str, list[tuple[int, float]]]:
-    """Shuffle batches by both transports; bytes and host milliseconds of each."""
-    measured: dict[str, list[tuple[int, float]]] = {}
-    for transport in ("all_to_all", "all_gather"):
-        measured[transport] = []
-        options = ShufflerOptions(transport=transport)  # type: ignore[arg-type]
-        with closing(HSTUBalancedBatchShuffler(**SIZES, options=options)) as shuffler:
-            for step in range(repeats + 3):
-                lengths = draw(lengths_name, ROWS * dist.get_world_size(), step)
-                batch = make_batch(lengths[rank * ROWS : (rank + 1) * ROWS])
-                handle = shuffler.start_shuffle(batch)
-                handle.prepared()
-                dist.barrier()
-                started = time.perf_counter()
-                shuffler.finish_shuffle(batch, handle)
-                took, stats = (time.perf_counter() - started) * 1e3, shuffler.last_stats
-                assert stats is not None
-                measured[transport] += [(stats.bytes_sent, took)] if step >= 3 else []
-    return measured
-
-
-def by_arithmetic(world_size: int, lengths_name: str, seed: int) -> dict[str, float]:
+def bytes_sent(world_size: int, lengths_name: str, seed: int) -> dict[str, float]:
     """Bytes of a shuffle over `world_size` ranks, from the plan."""
     plan, layout = plan_batch(draw(lengths_name, world_size * ROWS, seed), world_size)
     moved = MovedRows.of(plan, layout)
@@ -154,48 +131,34 @@ def without_gil() -> Iterator[list[float]]:
         yield seconds
 
 
-def main(repeats: int = 30, quick: bool = False) -> None:
+def main(rounds: int = 300, quick: bool = False) -> None:
     """Measure and write benchmarks/results/exchange.md.
 
     Args:
-        repeats: shuffles per case on real ranks; ten times as many beside a launching thread.
+        rounds: of a launching thread alone, and beside.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    kinds, repeats = (LENGTHS[1:2], 5) if quick else (LENGTHS, repeats)
+    kinds, rounds = (LENGTHS[1:2], 50) if quick else (LENGTHS, rounds)
     page = Page(
         "exchange",
-        "Exchange: bytes, time and what it costs beside",
+        "Exchange: bytes, and what it costs beside",
         "python -m benchmarks.exchange",
         f"{ROWS} samples per rank; five contextual features, items, actions and a label per item; slack 1 %. "
         f"{described(kinds)}",
     )
-    real, planned, launching = [], [], []
-    for size, kind in tqdm(list(product((2,) if quick else (2, 4), kinds)), desc="real ranks"):
-        row: dict[str, Any] = {"ranks": size, "lengths": kind}
-        run = run_ranks(on_real_ranks, size, kind, repeats)
-        for transport in run[0]:
-            steps = np.array([each[transport] for each in run])
-            name = transport.replace("_", "-")
-            row |= {f"{name} kB": steps[..., 0].mean() / 1e3, f"{name} ms": float(np.median(steps[..., 1]))}
-        real.append(row)
-    for size, kind in tqdm(list(product((8,) if quick else (8, 64, 256, 1024), kinds)), desc="by arithmetic"):
-        means = each_column([by_arithmetic(size, kind, seed) for seed in range(3)], np.mean)
+    planned, launching = [], []
+    for size, kind in tqdm(list(product((8,) if quick else (8, 64, 256, 1024), kinds)), desc="bytes"):
+        means = each_column([bytes_sent(size, kind, seed) for seed in range(3)], np.mean)
         planned.append({"ranks": size, "lengths": kind} | means)
     for size, keys in tqdm([(8, 3)] if quick else list(product((8, 64), (3, 102))), desc="launching thread"):
-        launching.append({"ranks": size, "keys": keys} | beside_a_launching_thread(size, keys, 10 * repeats))
+        launching.append({"ranks": size, "keys": keys} | beside_a_launching_thread(size, keys, rounds))
     most = max(row["its bytes ÷ its moved rows"] for row in planned)
     fewest = min(row["fewer bytes, ×"] for row in planned)
     page.target("bytes sent by the busiest rank", "≤ 1.05 × its moved rows", f"{most:.3f}", most <= 1.05)
     page.target("bytes beside gathering everything, 8 ranks or more", "≥ 5× fewer", f"{fewest:.0f}×", fewest >= 5)
     page.section(
-        "On real gloo ranks",
-        "Bytes sent per rank (both transports send moved rows alone; all-gather sends them to everyone). Time of "
-        "`finish_shuffle` on the host, the plan being ready; median over ranks and steps.",
-        real,
-    )
-    page.section(
-        "By the plan's arithmetic",
+        "What is sent",
         "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.",
         planned,
     )

@@ -228,6 +228,7 @@ def main(
         device: where ranks run.
         ranks: how many; on CUDA a GPU each.
     """
+    torch.set_num_threads(1)
     pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)
     step_rows, hidden_rows = [], []
     for pipeline, lengths_name in itertools.product(pipelines, ("uniform", "zipf")):
