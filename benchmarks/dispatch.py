@@ -103,14 +103,13 @@ def redistributed(rank: int, repeats: int) -> dict[str, float]:
     return each_column(measured, np.mean)
 
 
-def main(repeats: int = 20, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/dispatch.md.
 
     Args:
-        repeats: steps per case.
         quick: fewer cases, for a look; writes nothing.
     """
-    repeats, sizes = (3, (2,)) if quick else (repeats, (2, 4))
+    repeats, sizes = (3, (2,)) if quick else (20, (2, 4))
     page = Page(
         "dispatch",
         "Dispatch: bytes and time",

@@ -131,15 +131,14 @@ def without_gil() -> Iterator[list[float]]:
         yield seconds
 
 
-def main(rounds: int = 300, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/exchange.md.
 
     Args:
-        rounds: of a launching thread alone, and beside.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    kinds, rounds = (LENGTHS[1:2], 50) if quick else (LENGTHS, rounds)
+    kinds, rounds = (LENGTHS[1:2], 50) if quick else (LENGTHS, 300)
     page = Page(
         "exchange",
         "Exchange: bytes, and what it costs beside",

@@ -7,7 +7,6 @@ that a drifting machine slows all of them alike; times are medians. Groups are h
 Examples:
     python -m benchmarks.packing
     python -m benchmarks.packing --quick
-    python -m benchmarks.packing --seeds 20 --repeats 15
 """
 
 from __future__ import annotations
@@ -241,21 +240,18 @@ def measure_padded(page: Page, seeds: int, repeats: int) -> None:
     )
 
 
-def main(seeds: int = 10, repeats: int = 7, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/packing.md.
 
     Args:
-        seeds: batches drawn per cell.
-        repeats: times that each batch is packed by each algorithm.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    if quick:
-        seeds, repeats = min(seeds, 2), min(repeats, 3)
+    seeds, repeats = (2, 3) if quick else (10, 7)
     page = Page(
         "packing",
         "Packing: groups, spread, time",
-        f"python -m benchmarks.packing --seeds {seeds} --repeats {repeats}",
+        "python -m benchmarks.packing",
         f"{described(LENGTHS)} Capacity in multiples of the longest row; plain: first-fit decreasing in Python.",
     )
     cells = itertools.product(ROWS[: 2 if quick else 3], LENGTHS, CAPACITIES, DIVISORS, range(seeds))

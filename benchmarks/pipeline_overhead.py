@@ -54,7 +54,7 @@ CUDA_PIPELINES = PIPELINES | {
     "prefetch": PrefetchTrainPipelineSparseDist,
 }
 STAGES = ("stock", "identity", "synchronous", "two-phase")
-LONGEST = 256
+LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
 _WRAPPED = ("_next_batch", "progress")  # methods that a recorder looks into
 NUM_IDS = 4000
 HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=2 * LONGEST + len(CONTEXT))
@@ -128,16 +128,14 @@ def measure(
     variants: tuple[str, ...],
     pipeline: str,
     lengths_name: str,
-    rows: int,
     steps: int,
-    warmup: int,
     kind: str,
 ) -> dict[str, Any]:
     """Step times of variants, and the two-phase stage's own figures, on one rank."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    total = warmup + steps
+    total = WARMUP + steps
     sources = {
-        variant: (host_batch(lengths_name, rank, step, rows, kind) for step in range(total + 4)) for variant in variants
+        variant: (host_batch(lengths_name, rank, step, ROWS, kind) for step in range(total + 4)) for variant in variants
     }
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     stats = []
@@ -156,9 +154,9 @@ def measure(
                 if kind == "cuda":
                     torch.cuda.synchronize()
                 dist.barrier()
-                if step >= warmup:
+                if step >= WARMUP:
                     times[variant].append((time.perf_counter() - started) * 1e3)
-                if variant == "two-phase" and step >= warmup:
+                if variant == "two-phase" and step >= WARMUP:
                     stats.append(trainer.last_stats)
         assert len(observing.recorder.lengths) == (total if "observed" in variants else 0)
     for trainer, shuffler in made.values():
@@ -211,9 +209,7 @@ def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
 
 
 def main(
-    rows: int = 32,
     steps: int = 40,
-    warmup: int = 6,
     quick: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
     ranks: int = 2,
@@ -221,9 +217,7 @@ def main(
     """Measure and write benchmarks/results/pipeline_overhead.md, or pipeline_overhead_cuda.md.
 
     Args:
-        rows: samples per rank.
         steps: measured steps per case.
-        warmup: steps before.
         quick: one pipeline and few steps, for a look; writes nothing.
         device: where ranks run.
         ranks: how many; on CUDA a GPU each.
@@ -232,7 +226,7 @@ def main(
     pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)
     step_rows, hidden_rows = [], []
     for pipeline, lengths_name in itertools.product(pipelines, ("uniform", "zipf")):
-        arguments = (pipeline, lengths_name, rows, 8 if quick else steps, warmup, device)
+        arguments = (pipeline, lengths_name, 8 if quick else steps, device)
         measured = run_ranks(measure, ranks, STAGES, *arguments, timeout=1800, device=device)
         times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in STAGES}
         case = {"pipeline": pipeline, "lengths": lengths_name}
@@ -263,7 +257,7 @@ def main(
         "pipeline_overhead_cuda" if on_cuda else "pipeline_overhead",
         "Pipelines: what the stage costs",
         "python -m benchmarks.pipeline_overhead" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
-        f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, {ranks} ranks, {steps} steps; "
+        f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {ROWS} users per rank, {ranks} ranks, {steps} steps; "
         "`min_gain` 3 %. Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
     )
     page.section(
@@ -277,7 +271,7 @@ def main(
         "A step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is "
         "hidden from the main thread.",
     )
-    measure_observing(page, ranks, (rows, 8 if quick else 2 * steps, warmup, device))
+    measure_observing(page, ranks, (8 if quick else 2 * steps, device))
     page.finish(quick=quick)
 
 

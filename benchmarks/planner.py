@@ -236,21 +236,18 @@ def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
     page.target_of_cases("time of a plan with speeds ÷ without", 1.3, [row["÷ ms without speeds"] for row in body])
 
 
-def main(seeds: int = 5, repeats: int = 50, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/planner.md.
 
     Args:
-        seeds: batches drawn per case.
-        repeats: times every plan is timed.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    if quick:
-        seeds, repeats = min(seeds, 2), min(repeats, 10)
+    seeds, repeats = (2, 10) if quick else (5, 50)
     page = Page(
         "planner",
         "Planner: balance, speed, locality, memory",
-        f"python -m benchmarks.planner --seeds {seeds} --repeats {repeats}",
+        "python -m benchmarks.planner",
         f"{described(LENGTHS)} Cost HSTU: 5120·L + L².",
     )
     measure_balance(page, seeds, quick)

@@ -227,21 +227,18 @@ def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarr
     }
 
 
-def main(seeds: int = 5, repeats: int = 30, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/window.md.
 
     Args:
-        seeds: windows drawn per case.
-        repeats: times every plan is timed.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    if quick:
-        seeds, repeats = min(seeds, 2), min(repeats, 6)
+    seeds, repeats = (2, 6) if quick else (5, 30)
     page = Page(
         "window",
         "Windows: several batches share the load",
-        f"python -m benchmarks.window --seeds {seeds} --repeats {repeats}",
+        "python -m benchmarks.window",
         f"{described(('user-like', 'zipf', 'lognormal'))} Cost HSTU: 5120·L + L². Ranks × rows per rank.",
     )
     measure_balance(page, seeds, quick)

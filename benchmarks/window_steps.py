@@ -52,7 +52,8 @@ ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is wa
 LONGEST = 2048
 NUM_IDS = 4000
 HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=LONGEST)
-MIXES = 24  # batches that the cost is fitted to
+MIXES, REPEATS = 24, 3  # batches that the cost is fitted to, and times that each is measured
+WARMUP = 1  # rounds
 # Features of a step that its cost is fitted to.
 _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 
@@ -167,13 +168,13 @@ def _real_lengths(batch: HSTUBatch) -> np.ndarray:
     return batch.features.lengths()[: batch.actual_batch_size].to(torch.int64).numpy()
 
 
-def fit_cost(rows: int, repeats: int) -> np.ndarray:
+def fit_cost(rows: int) -> np.ndarray:
     """float64 `(4,)`: milliseconds per `step_size` of steps in which all ranks have the same rows."""
     model, optimizer = make_model(torch.device("cpu"))
     generator = np.random.default_rng(0)
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
-    times = np.empty((repeats, MIXES))
-    for turn in range(-1, repeats):
+    times = np.empty((REPEATS, MIXES))
+    for turn in range(-1, REPEATS):
         for mix, lengths in enumerate(mixes):
             batch = make_batch(lengths)
             dist.barrier()
@@ -188,16 +189,16 @@ def fit_cost(rows: int, repeats: int) -> np.ndarray:
     return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
 
 
-def measure(rank: int, rows: int, rounds: int, warmup: int, repeats: int) -> dict[str, Any]:
+def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     """Rounds of every variant on one rank."""
-    cost = fit_cost(rows, repeats)
+    cost = fit_cost(rows)
     per_round = ROUND * rows * dist.get_world_size()
-    users = draw_users((warmup + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
+    users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
     variants = {name: make_variant(name, users, rows, rank) for name in VARIANTS}
     waits: list[float] = []
     done = dict.fromkeys(VARIANTS, 0)
     skipped = dict.fromkeys(VARIANTS, 0)
-    for turn in tqdm(range(warmup + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
+    for turn in tqdm(range(WARMUP + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
         for place in range(len(VARIANTS)):
             name = VARIANTS[(turn + place) % len(VARIANTS)]
             variant, before = variants[name], done[name]
@@ -214,12 +215,12 @@ def measure(rank: int, rows: int, rounds: int, warmup: int, repeats: int) -> dic
                 last = variant.wait_ms()
                 # A window that was begun in the round before was waited for when that one ended.
                 is_of_this_round = done[name] == (turn + 1) * per_round
-                if turn >= warmup and last is not None and last != seen and is_of_this_round:
+                if turn >= WARMUP and last is not None and last != seen and is_of_this_round:
                     waits.append(last[1])
             variant.settle()
             variant.processor_ms[-1] += (time.process_time() - busy) * 1e3
             dist.barrier()
-            if turn < warmup:
+            if turn < WARMUP:
                 skipped[name] = len(variant.trained)
             else:
                 variant.ms.append((time.perf_counter() - started) * 1e3)
@@ -286,19 +287,16 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     return lines
 
 
-def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/window_steps.md.
 
     Args:
-        rounds: measured rounds of eight steps.
-        warmup: rounds before.
-        repeats: times that each batch is measured which the cost is fitted to.
         quick: the smallest case and few rounds, for a look; writes nothing.
     """
-    cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else rounds
+    cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else 16
     lines, waits = [], []
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:
-        measured = run_ranks(measure, num_ranks, rows, rounds, warmup, repeats, timeout=3600)
+        measured = run_ranks(measure, num_ranks, rows, rounds, timeout=3600)
         case = {"ranks × rows": f"{num_ranks} × {rows}"}
         lines += [case | line for line in report_case(measured, cores)]
         of_windows = np.concatenate([each["waits"] for each in measured])
