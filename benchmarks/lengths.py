@@ -76,22 +76,27 @@ def described(names: Iterable[str]) -> str:
     return f"Lengths: {'; '.join(_LENGTHS[name][1] for name in names)}."
 
 
-def make_batch(lengths: np.ndarray, contextual: list[str] = CONTEXT, num_ids: int | None = None) -> HSTUBatch:
+def make_batch(
+    lengths: np.ndarray, contextual: list[str] = CONTEXT, num_ids: int | None = None, *, actions: bool = True
+) -> HSTUBatch:
     """A ranking batch: contextual features, items, actions, and one label per item; ids are below `num_ids`."""
     rows, total = len(lengths), int(lengths.sum())
+    histories = ["item", "action"] if actions else ["item"]
     item_lengths = torch.from_numpy(lengths).to(torch.int32)
-    ids = torch.arange(len(contextual) * rows + 2 * total)
+    ids = torch.arange(len(contextual) * rows + len(histories) * total)
     labels = torch.arange(total).remainder_(2).float()
     return HSTUBatch(
         features=KeyedJaggedTensor(
-            keys=[*contextual, "item", "action"],
+            keys=[*contextual, *histories],
             values=ids if num_ids is None else ids.remainder_(num_ids),
-            lengths=torch.cat([torch.ones(len(contextual) * rows, dtype=torch.int32), item_lengths, item_lengths]),
+            lengths=torch.cat(
+                [torch.ones(len(contextual) * rows, dtype=torch.int32)] + [item_lengths] * len(histories)
+            ),
         ),
         batch_size=rows,
-        feature_to_max_seqlen={"item": 4096, "action": 4096},
+        feature_to_max_seqlen=dict.fromkeys(histories, 4096),
         contextual_feature_names=contextual,
         labels=KeyedJaggedTensor(keys=["task_0"], values=labels, lengths=item_lengths),
         item_feature_name="item",
-        action_feature_name="action",
+        action_feature_name="action" if actions else None,
     )

@@ -38,14 +38,13 @@ from tqdm import tqdm
 from benchmarks.command_line import from_command_line
 from benchmarks.lengths import CONTEXT, draw, make_batch
 from benchmarks.report import Page, median_with_interval, milliseconds, run_ranks
+from benchmarks.window_steps import NUM_IDS, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.pipeline import balanced
 from commons.pipeline.recording import Recorder
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
 
 PIPELINES = {"base": TrainPipelineBase, "native": TrainPipelineSparseDist, "lite": TrainPipelineSparseDistLite}
 CUDA_PIPELINES = PIPELINES | {
@@ -56,8 +55,6 @@ CUDA_PIPELINES = PIPELINES | {
 STAGES = ("stock", "identity", "synchronous", "two-phase")
 LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
 _WRAPPED = ("_next_batch", "progress")  # methods that a recorder looks into
-NUM_IDS = 4000
-HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=2 * LONGEST + len(CONTEXT))
 
 
 class _Synchronous(HSTUBalancedBatchShuffler):
@@ -82,11 +79,7 @@ def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) 
 
 def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any, BaseTaskBalancedBatchShuffler | None]:
     """A replica of the model in its pipeline, and its shuffler."""
-    torch.manual_seed(0)
-    tables = dict.fromkeys([*CONTEXT, "item", "action"], NUM_IDS)
-    config = RankingConfig(HSTU, tables, (64, 1), 1)
-    model = build_distributed_model(HSTURankingModel(config), device=device)
-    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
+    model, optimizer = make_model(device, [*CONTEXT, "item", "action"], 2 * LONGEST + len(CONTEXT))
     stock = CUDA_PIPELINES[pipeline]
     arguments = (model, optimizer, device)
     if variant in ("stock", "observed"):

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,10 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
+from benchmarks import lengths
 from benchmarks.command_line import from_command_line
-from benchmarks.lengths import draw
 from benchmarks.report import Page, run_ranks, with_interval
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
@@ -51,7 +51,6 @@ WINDOW = 4
 ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
 LONGEST = 2048
 NUM_IDS = 4000
-HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=LONGEST)
 MIXES, REPEATS = 24, 3  # batches that the cost is fitted to, and times that each is measured
 WARMUP = 1  # rounds
 # Features of a step that its cost is fitted to.
@@ -60,26 +59,21 @@ _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 
 def draw_users(count: int, seed: int) -> np.ndarray:
     """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
-    return np.minimum(draw("user-like", count, seed), LONGEST)
+    return np.minimum(lengths.draw("user-like", count, seed), LONGEST)
 
 
-def make_batch(lengths: np.ndarray) -> HSTUBatch:
-    """A ranking batch of items alone, with one label per item."""
-    item_lengths = torch.from_numpy(lengths).to(torch.int32)
-    total = int(lengths.sum())
-    return HSTUBatch(
-        features=KeyedJaggedTensor(["item"], torch.arange(total).remainder_(NUM_IDS), lengths=item_lengths),
-        batch_size=len(lengths),
-        feature_to_max_seqlen={"item": LONGEST},
-        labels=KeyedJaggedTensor(["task_0"], torch.arange(total).remainder_(2).float(), lengths=item_lengths),
-        item_feature_name="item",
-    )
+# Items alone, with one label per item.
+make_batch = partial(lengths.make_batch, contextual=[], num_ids=NUM_IDS, actions=False)
 
 
-def make_model(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A replica of the model, and its optimizer."""
+def make_model(
+    device: torch.device, features: Sequence[str] = ("item",), longest: int = LONGEST
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A replica of a small HSTU with tables for these features, and its optimizer."""
     torch.manual_seed(0)
-    model = build_distributed_model(HSTURankingModel(RankingConfig(HSTU, {"item": NUM_IDS}, (64, 1), 1)), device=device)
+    hstu = HSTUConfig(64, 2, 4, 16, max_sequence_length=longest)
+    model = HSTURankingModel(RankingConfig(hstu, dict.fromkeys(features, NUM_IDS), (64, 1), 1))
+    model = build_distributed_model(model, device=device)
     return model, torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
 
 
@@ -99,10 +93,10 @@ class Variant:
     rows: list[int] = field(default_factory=list)  # of each round, of all ranks
 
 
-def step_size(lengths: np.ndarray) -> np.ndarray:
+def step_size(histories: np.ndarray) -> np.ndarray:
     """int64 `(4,)`: 1, rows, tokens and pairs of a batch; see `_FIXED` to `_PAIRS`."""
-    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(lengths))
-    return np.array([1, len(lengths), int(tokens.sum()), int(pairs.sum())])
+    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(histories))
+    return np.array([1, len(histories), int(tokens.sum()), int(pairs.sum())])
 
 
 def _task() -> HSTUAttentionTask:
@@ -175,8 +169,8 @@ def fit_cost(rows: int) -> np.ndarray:
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
     times = np.empty((REPEATS, MIXES))
     for turn in range(-1, REPEATS):
-        for mix, lengths in enumerate(mixes):
-            batch = make_batch(lengths)
+        for mix, histories in enumerate(mixes):
+            batch = make_batch(histories)
             dist.barrier()
             started = time.perf_counter()
             optimizer.zero_grad()
@@ -185,7 +179,7 @@ def fit_cost(rows: int) -> np.ndarray:
             dist.barrier()
             times[max(0, turn), mix] = (time.perf_counter() - started) * 1e3
     milliseconds = np.median(times, axis=0)
-    sizes = np.array([step_size(lengths) for lengths in mixes], dtype=np.float64)
+    sizes = np.array([step_size(histories) for histories in mixes], dtype=np.float64)
     return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
 
 
