@@ -1,7 +1,7 @@
 """How many groups do the allocators take, how even are these, and how long does it take?
 
 All four pack the same values under the same capacity: plain first-fit decreasing as training code would write it
-(plain_first_fit.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
+(plain.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
 that a drifting machine slows all of them alike; times are medians. Groups are held against the Martello–Toth L2 bound.
 
 Examples:
