@@ -1,8 +1,9 @@
 """What do plans gain that give a slow rank less work, and what do they cost where all ranks are equally fast?
 
-Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core as far as there are cores.
-After some steps one rank is limited to half of the processor time it had, by a quota of its control group (cgroup), for
-which this program needs the right to make one; later the limit is lifted. A step is measured from a barrier to a
+Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core. Where ranks share a core, a
+quota gives each of them the same part of it, so that none becomes faster while another one waits. After some steps one
+rank is limited to half of the processor time it had; later the limit is lifted. Quotas are those of control groups
+(cgroup), for which this program needs the right to make them. A step is measured from a barrier to a
 barrier, with the shuffler's worker idle at its end, so that gather, planning, exchange and reports are part of it.
 
 Variants, each with a replica of the model, the same batches and its turn in every step: speeds "equal"; "measured"; and
@@ -14,14 +15,14 @@ oscillate and what they gain at up to 1,024 ranks of which some are slow at rand
 Examples:
     python -m benchmarks.speeds
     python -m benchmarks.speeds --quick
-    python -m benchmarks.speeds --ranks 2 --steps 40 --equal-steps 100
+    python -m benchmarks.speeds --ranks 2 4 --steps 60 --equal-steps 200
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ OPTIONS = {"equal": "equal", "measured": "measured", "known": "equal"}
 SLOW = 1  # the rank that is limited
 SHARE = 0.5  # of its processor time
 PERIOD_US = 10_000
+QUOTAS = 0.9  # of a core that ranks share, in all
 PHASES = ("before", "limited", "after")
 # Of a phase, the first steps in which speeds change; the rest is settled.
 SETTLING = 75
@@ -88,11 +90,24 @@ class Limit:
 
 
 @contextmanager
-def on_own_core(rank: int) -> Iterator[float]:
-    """Pin this process to a core; gives the part of a core that it has when all ranks work."""
+def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
+    """Pin this process to a core; gives a function that limits it to half of what it had, or no longer does so."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    yield min(1.0, len(cores) / dist.get_world_size())
+    sharing = -(-dist.get_world_size() // len(cores))
+    own = None if sharing == 1 else QUOTAS / sharing
+    limit = Limit() if is_limited or own is not None else None
+
+    def set_slow(is_slow: bool) -> None:
+        if limit is not None:
+            limit.set((own or 1.0) * SHARE if is_slow and is_limited else own)
+
+    set_slow(False)
+    try:
+        yield set_slow
+    finally:
+        if limit is not None:
+            limit.close()
 
 
 class Variant:
@@ -147,12 +162,10 @@ def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...],
     known = np.full(num_ranks, FASTEST)
     known[SLOW] *= SHARE
     load = []
-    with on_own_core(rank) as cores:
-        limit = Limit() if rank == SLOW and len(phases) > 1 else None
+    with pinned(rank, rank == SLOW and len(phases) > 1) as set_slow:
         for step in tqdm(range(warmup + sum(phases)), desc=f"{num_ranks} ranks", disable=rank != 0):
             if step in (limited.start, limited.stop):
-                if limit is not None:
-                    limit.set(cores * SHARE if step == limited.start else None)
+                set_slow(step == limited.start)
                 if "known" in variants:
                     variants["known"].plan_with(known if step == limited.start else None)
             for place in range(len(names)):
@@ -161,8 +174,6 @@ def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...],
                 load.append(os.getloadavg()[0])
         for variant in variants.values():
             variant.close()
-        if limit is not None:
-            limit.close()
     return {
         "ms": {name: variant.ms[warmup:] for name, variant in variants.items()},
         "speed": {name: variant.speed[warmup:] for name, variant in variants.items()},
@@ -265,10 +276,11 @@ def main(
     page = Page(
         "speeds",
         "Speeds: less work for a slow rank",
-        "python -m benchmarks.speeds" + "".join(f" --ranks {each}" for each in ranks[:1] if len(ranks) == 1),
+        f"python -m benchmarks.speeds --ranks {' '.join(map(str, ranks))} --steps {steps} --equal-steps {equal_steps}",
         f"Ranks pinned to {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} rows per rank, 20 + "
         "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of the processor time it had, "
-        f"by a quota per {PERIOD_US // 1000} ms. Load of the machine, the ranks included: "
+        f"by a quota per {PERIOD_US // 1000} ms; ranks that share a core have {QUOTAS} of it in all, in equal parts. "
+        "Load of the machine, the ranks included: "
         + ", ".join(f"{value:.1f} with {each} ranks" for each, value in load.items())
         + f", {on_equal[0]['load']:.1f} on equal ranks.",
     )

@@ -85,7 +85,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         self._drop_last, self._padded = bool(drop_last), bool(padded)
         self._groups = None if groups is None else as_groups(groups, len(self._workloads))
-        self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, 0, "num_ranks")
+        self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, self._workloads[:0], "num_ranks")
         # Rows of every group; 0 where groups differ.
         self._group_size = 1 if self._groups is None else _size_of_all(self._groups)
         self._require_rows_below_cap()

@@ -47,7 +47,7 @@ def checked_arguments(
     if method not in METHODS:
         names = ", ".join(METHODS)
         raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
-    of_parts = None if speeds is None else as_speeds(speeds, k, int(weights.sum()), parts_name)
+    of_parts = None if speeds is None else as_speeds(speeds, k, weights, parts_name)
     if of_parts is not None and method not in METHODS_WITH_SPEEDS:
         raise ValueError(
             f"method is {method!r}, speeds are given; it makes equal loads, and {' and '.join(METHODS_WITH_SPEEDS)} "

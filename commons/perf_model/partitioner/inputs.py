@@ -148,13 +148,13 @@ def as_groups(groups: Any, num_rows: int) -> np.ndarray:
     return np.ascontiguousarray(array, np.int64)
 
 
-def as_speeds(speeds: Any, number: int, total: int, parts_name: str) -> np.ndarray | None:
+def as_speeds(speeds: Any, number: int, workloads: np.ndarray, parts_name: str) -> np.ndarray | None:
     """The speed of each partition as int64 `(k,)`; None if all are equal.
 
     Args:
         speeds: positive integers below 2^31: list, array or CPU tensor.
         number: partitions.
-        total: the sum of the workloads.
+        workloads: int64 `(n,)`, checked.
         parts_name: what the partitions are called.
 
     Raises:
@@ -167,20 +167,28 @@ def as_speeds(speeds: Any, number: int, total: int, parts_name: str) -> np.ndarr
             f"speeds has shape {array.shape}, {parts_name} is {number}; each has one speed: pass {number} positive "
             "integers"
         )
-    for index, value in enumerate(values := array.tolist()):
+    values = array.tolist()
+    if array.dtype.kind not in "iu" or min(values) <= 0 or max(values) > MOST_SPEED:
+        _refuse_bad_speed(values)
+    slowest, fastest = int(min(values)), int(max(values))
+    if slowest == fastest:
+        return None
+    if not core.all_within(workloads, INT64_MAX, ((MOST_LOAD // 2 + 1) * slowest - 1) // fastest):
+        raise ValueError(
+            f"the workloads sum up to {workloads.sum()}, speeds go from {slowest} to {fastest}; sum × largest ÷ "
+            "smallest speed must be below 2^61: scale the workloads down"
+        )
+    return array.astype(np.int64)
+
+
+def _refuse_bad_speed(values: list[Any]) -> None:
+    for index, value in enumerate(values):
         is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not is_number or not 0 < value <= MOST_SPEED or value != int(value):
             raise ValueError(
                 f"speeds[{index}] is {value}; a speed is a positive integer below 2^31: scale all of them by one "
                 "factor and round"
             )
-    slowest, fastest = int(min(values)), int(max(values))
-    if total * fastest // slowest > MOST_LOAD // 2:
-        raise ValueError(
-            f"the workloads sum up to {total}, speeds go from {slowest} to {fastest}; sum × largest ÷ smallest speed "
-            "must be below 2^61: scale the workloads down"
-        )
-    return None if slowest == fastest else array.astype(np.int64)
 
 
 def as_slack(slack: Any) -> float:

@@ -7,6 +7,11 @@
 
 namespace evenrank {
 
+// The time at which a plan is good enough, given a lower bound of it. Measured speeds are known to a few percent: what
+// near() would still gain costs more than it brings.
+constexpr Weight kTimeTolerance = 2'000;
+inline Weight near_time(Weight bound) { return bound + bound / kTimeTolerance; }
+
 // Targets tried below a time that is above the bound; with few rows more are worth their time.
 constexpr int kTargets = 2, kTargetsOfFew = 12;
 
@@ -41,7 +46,7 @@ inline Indices lpt_at_speeds(const Problem& problem) {
 // reached and what they could not, or the bound.
 inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targets, const Cap* cap = nullptr) {
   Weight time = problem.time(parts);
-  for (Weight failed = bound; targets > 0 && time > near(failed); --targets) {
+  for (Weight failed = bound; targets > 0 && time > near_time(failed); --targets) {
     const Weight target = failed + (time - failed) / 2;
     Indices tried = refine(problem.aim(target), parts, target, cap);
     const Weight reached = problem.time(tried);
@@ -60,7 +65,7 @@ inline bool is_few(const Problem& problem) {
 // The default algorithm: LPT by the room that is left under the bound, then swaps; with few rows also from the plan of
 // lpt_at_speeds(), if that is not enough.
 inline Indices refined_at_speeds(Problem problem, Weight bound) {
-  const Weight target = near(bound);
+  const Weight target = near_time(bound);
   problem.aim(target);
   Indices best = lpt(problem);
   if (problem.time(best) <= target) return best;
