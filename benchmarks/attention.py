@@ -1,32 +1,36 @@
 """Does attention over rows of any length cost what the shufflers say, and what does it save over padding?
 
-For HSTU's attention over jagged rows and for that of the semantic-ID decoder over packed ones:
+For HSTU's attention over jagged rows and for that of the semantic-ID decoder over packed ones, forward and backward:
+time against the pairs that the causal mask keeps, over batches of very different shapes; time against padding every row
+to the longest; time of a training step of a small model against the workloads of its shuffler; and for HSTU time and
+pairs of long rows by the width of a window. On the CPU, one thread, times are CPU times of the process, medians, taken
+in turn, so that a drifting machine cannot fake a ratio.
 
-1. Time against the pairs that the causal mask keeps, over batches of very different shapes.
-2. Time against padding every row to the longest: by the same kernel, and by whole score matrices in plain PyTorch.
-3. Time of a training step of a small model against the workloads of its shuffler.
-4. HSTU alone: time and pairs of long rows by the width of a window.
-
-Forward and backward on the CPU, one thread. Times are CPU times of the process, medians; variants are taken in turn, so
-that a drifting machine cannot fake a ratio.
+With `--device cuda` HSTU's Triton kernels are timed, in bfloat16 and by the device's clock, against the blocks of dense
+products, the kernel of generative-recommenders where that is installed, and the arithmetic floor: 3.5 · 4 · pairs ·
+channels operations at 550 TFLOP/s, two products forward and five backward. It prints, and writes no page; that is
+`benchmarks.on_device`.
 
 Examples:
     python -m benchmarks.attention
     python -m benchmarks.attention --quick
-    python -m benchmarks.attention --num-heads 2 --head-dim 64 --longest 256
+    python -m benchmarks.attention --device cuda
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Fit, Page, fit_line, interleaved_medians, one_rank, rows_table
+from benchmarks.report import Page, device_milliseconds, interleaved_medians, one_rank, rows_table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
@@ -34,6 +38,8 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model.task_estimator import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
+from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_launch import resolve_backend
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model import SIDGRConfig, SIDGRModel
 from sid_gr.model.attention import CausalRows
@@ -42,35 +48,42 @@ from sid_gr.parallel import initialize_model_parallel
 
 CPU = torch.device("cpu")
 CODEBOOK_SIZES = (500, 500, 500, 500)
+HEADS, HEAD_DIM = 4, 16
+WIDTH, ROWS, LONGEST = HEADS * HEAD_DIM, 32, 512
+_FLOOR_FLOPS = 550e12
 
 
-@dataclass(frozen=True)
-class Args:
-    """What to measure."""
+def draw_lengths(kind: str, rows: int, longest: int, generator: torch.Generator) -> torch.Tensor:
+    """int64 `(rows,)` of 1 to `longest`: "zipf" 1.2, "uniform", or "lognormal" around an eighth of the longest."""
+    if kind == "lognormal":
+        return (torch.randn(rows, generator=generator).exp() * longest / 8).long().clamp(1, longest)
+    weights = torch.arange(1, longest + 1, dtype=torch.float64) ** (-1.2 if kind == "zipf" else 0.0)
+    return torch.multinomial(weights, rows, replacement=True, generator=generator) + 1
 
-    num_heads: int = 4  # attention heads
-    head_dim: int = 16  # width of a head
-    num_rows: int = 32  # rows of a batch in the comparison with padding, and the most of one in the training steps
-    longest: int = 512  # longest row there, in tokens
-    num_shapes: int = 40  # batches in the fits
-    num_batches: int = 5  # batches in the comparison with padding
-    repeats: int = 5  # times every batch is measured
-    quick: bool = False  # few batches, to see it run; no page is written
+
+def pairs_of(lengths: torch.Tensor) -> int:
+    """Pairs of a query and a key that it sees."""
+    return int((lengths * (lengths + 1) // 2).sum())
+
+
+def line_in(work: list[float], seconds: list[float]) -> tuple[float, float, float]:
+    """Slope, intercept and R² of seconds as a line in a measure of work."""
+    slope, intercept = np.polyfit(work, seconds, 1)
+    residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
+    return float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds))
 
 
 class Subject:
-    """An attention and a small model that has it.
-
-    A subclass attends with what it plans for a batch, says what weights a whole matrix of scores `(rows, heads, length,
-    length)` has, of which `ahead` is what the mask drops, and makes batches for the model and counts their tokens.
-    """
+    """An attention, and a small model that has it: makes batches of histories for it and counts their tokens."""
 
     title: str
     model: torch.nn.Module
     shuffler: BaseTaskBalancedBatchShuffler
+    attend: Callable[..., torch.Tensor]  # of queries, keys, values and the lengths of rows
+    batch: Callable[[int, RandomDistribution], Any]
+    tokens: Callable[[Any], int]
 
-    def __init__(self, args: Args) -> None:
-        self.args, self.width, self.longest = args, args.num_heads * args.head_dim, args.longest
+    def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
 
@@ -80,29 +93,25 @@ class HSTU(Subject):
 
     title = "HSTU, jagged rows"
 
-    def __init__(self, args: Args) -> None:
-        super().__init__(args)
-        self.bias = torch.randn(args.num_heads, 4 * args.longest, generator=self.generator).requires_grad_()
-        config = HSTUConfig(self.width, 2, args.num_heads, args.head_dim, max_sequence_length=2 * args.longest + 1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.randn(HEADS, 4 * LONGEST, generator=self.generator).requires_grad_()
+        config = HSTUConfig(WIDTH, 2, HEADS, HEAD_DIM, max_sequence_length=2 * LONGEST + 1)
         tables = {"user": 6040, "item": 3952, "action": 6}
         self.model = HSTURankingModel(RankingConfig(config, tables, (64, 1), 1), plain_embeddings=True)
-        self.shuffler = HSTUBalancedBatchShuffler(self.width, args.num_heads, args.head_dim, 2)
+        self.shuffler = HSTUBalancedBatchShuffler(WIDTH, HEADS, HEAD_DIM, 2)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, max_attn_len: int | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        plan = plan_attention(lengths, num_heads=self.args.num_heads, max_attn_len=max_attn_len)
-        return hstu_attention(q, k, v, self.bias, plan, normalizer=float(self.longest))
-
-    def weigh(self, scores: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        place = torch.arange(scores.shape[-1])
-        scores = scores + self.bias[:, (place[:, None] - place).clamp(min=0)]
-        return torch.nn.functional.silu(scores) * ~ahead / self.longest
+        return hstu_attention(
+            q, k, v, self.bias, plan_attention(lengths, num_heads=HEADS, **options), normalizer=float(LONGEST)
+        )
 
     def batch(self, num_rows: int, histories: RandomDistribution) -> HSTUBatch:
         features = [
             FeatureConfig(["user"], [6040], 1, False),
-            FeatureConfig(["item", "action"], [3952, 6], self.longest, True, histories),
+            FeatureConfig(["item", "action"], [3952, 6], LONGEST, True, histories),
         ]
         options: dict[str, Any] = {"device": "cpu", "generator": self.generator}
         return HSTUBatch.random(num_rows, features, "item", ["user"], "action", 0, 1, **options)
@@ -116,126 +125,150 @@ class SIDGR(Subject):
 
     title = "SID-GR, packed rows"
 
-    def __init__(self, args: Args) -> None:
-        super().__init__(args)
-        config = SIDGRConfig(CODEBOOK_SIZES, args.longest // 4 + 1, self.width, 2, args.num_heads)
-        self.model = SIDGRModel(config)
-        self.shuffler = SIDGRBalancedBatchShuffler(self.width, args.num_heads, args.head_dim, 2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SIDGRModel(SIDGRConfig(CODEBOOK_SIZES, LONGEST // 4 + 1, WIDTH, 2, HEADS))
+        self.shuffler = SIDGRBalancedBatchShuffler(WIDTH, HEADS, HEAD_DIM, 2)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        layout = lay_out_batch(
-            lengths.numpy() - 1,
-            np.zeros(len(lengths), dtype=np.int64),
-            num_rows=len(lengths),
-            num_hierarchies=1,
-            num_heads=self.args.num_heads,
-            device=CPU,
-        )
+        sizes: dict[str, Any] = {"num_rows": len(lengths), "num_hierarchies": 1, "num_heads": HEADS, "device": CPU}
+        layout = lay_out_batch(lengths.numpy() - 1, np.zeros(len(lengths), dtype=np.int64), **sizes)
         return CausalRows(layout=layout).attend(1, q, k, v)
-
-    def weigh(self, scores: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        return (scores * self.args.head_dim**-0.5).masked_fill(ahead, -10_000.0).softmax(-1)
 
     def batch(self, num_rows: int, histories: RandomDistribution) -> GPTSIDBatch:
         histories = replace(histories, high=max(1, (histories.high or 4) // 4))
         options: dict[str, Any] = {"device": CPU, "generator": self.generator}
-        return GPTSIDBatch.random(num_rows, CODEBOOK_SIZES, self.longest // 4, history_dist=histories, **options)
+        return GPTSIDBatch.random(num_rows, CODEBOOK_SIZES, LONGEST // 4, history_dist=histories, **options)
 
     def tokens(self, batch: GPTSIDBatch) -> int:
         return int(batch.sequence_lengths().sum())
 
 
-def draw_lengths(subject: Subject, num_rows: int, longest: int, zipf: bool = True) -> torch.Tensor:
-    """int64 `(num_rows,)` of 1 to `longest`: P(L) ∝ L^−1.2, or uniform."""
-    weights = torch.arange(1, longest + 1, dtype=torch.float64) ** (-1.2 if zipf else 0.0)
-    return torch.multinomial(weights, num_rows, replacement=True, generator=subject.generator) + 1
-
-
-def attention_pass(subject: Any, lengths: torch.Tensor, *, dense: bool = False, **options: Any) -> Callable[[], None]:
+def attention_pass(subject: Subject, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
     """Forward and backward over a batch, with random queries, keys and values of its own."""
-    shape = (int(lengths.sum()), subject.args.num_heads, subject.args.head_dim)
+    shape = (int(lengths.sum()), HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
 
     def run() -> None:
-        if dense:
-            q, k, v = (each.unflatten(0, (len(lengths), -1)).transpose(1, 2) for each in inputs)
-            ahead = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-            output = subject.weigh(q @ k.transpose(2, 3), ahead) @ v
-        else:
-            output = subject.attend(*inputs, lengths, **options)
-        output.sum().backward()
+        subject.attend(*inputs, lengths, **options).sum().backward()
         for each in inputs:
             each.grad = None
 
     return run
 
 
-def fitted(subject: Subject, passes: list[Callable[[], None]], **measures: list[float]) -> list[Fit]:
-    """Seconds of every pass, in turn, as a line in each measure of its size."""
-    seconds = interleaved_medians({str(at): run for at, run in enumerate(passes)}, subject.args.repeats)
-    return [fit_line(measure, list(seconds.values())) for measure in measures.values()]
-
-
-def measure_shapes(subject: Subject) -> list[Fit]:
-    """Attention of batches of very different shapes, fitted to the pairs kept and to rows × longest²."""
-    args, passes, pairs, padded = subject.args, [], [], []
-    for index in range(args.num_shapes):
-        num_rows, longest = (
-            int(torch.randint(low, high, (), generator=subject.generator))
-            for low, high in ((4, 65), (64, 2 * args.longest))
-        )
-        lengths = draw_lengths(subject, num_rows, longest, zipf=index % 2 == 1)
+def measured(subject: Subject, shapes: int, batches: int, repeats: int) -> list[Any]:
+    """Measure a subject; the parts of its section."""
+    draw = partial(torch.randint, size=(), generator=subject.generator)
+    passes, steps, work = [], [], np.empty((4, shapes))
+    for index in range(shapes):
+        num_rows, longest = int(draw(4, 65)), int(draw(64, 2 * LONGEST))
+        lengths = draw_lengths("zipf" if index % 2 else "uniform", num_rows, longest, subject.generator)
         passes.append(attention_pass(subject, lengths))
-        pairs.append(float((lengths * (lengths + 1) // 2).sum()))
-        padded.append(float(num_rows * int(lengths.max()) ** 2))
-    return fitted(subject, passes, pairs=pairs, padded=padded)
-
-
-def measure_padding(subject: Subject) -> tuple[float, dict[str, float]]:
-    """Rows × longest² ÷ pairs of Zipf lengths, and seconds of the rows as they are and padded in two ways."""
-    args = subject.args
-    batches = [draw_lengths(subject, args.num_rows, args.longest) for _ in range(args.num_batches)]
-    passes: dict[str, list[Callable[[], None]]] = {"as they are": [], "padded, same kernel": [], "padded, matrices": []}
-    for lengths in batches:
-        longest = lengths.max().repeat(args.num_rows)
-        passes["as they are"].append(attention_pass(subject, lengths))
-        passes["padded, same kernel"].append(attention_pass(subject, longest))
-        passes["padded, matrices"].append(attention_pass(subject, longest, dense=True))
-
-    def run_all(of_batches: list[Callable[[], None]]) -> Callable[[], None]:
-        return lambda: [run() for run in of_batches] and None
-
-    medians = interleaved_medians({name: run_all(each) for name, each in passes.items()}, args.repeats)
-    kept = sum(int((lengths * (lengths + 1) // 2).sum()) for lengths in batches)
-    return sum(args.num_rows * int(lengths.max()) ** 2 for lengths in batches) / kept, medians
-
-
-def measure_steps(subject: Subject) -> list[Fit]:
-    """Training steps on batches of many sizes, fitted to the shuffler's workloads and to the tokens."""
-    args, passes, work, tokens = subject.args, [], [], []
-    for index in range(args.num_shapes):
-        most = int(torch.randint(32, args.longest + 1, (), generator=subject.generator))
-        num_rows = int(torch.randint(2, args.num_rows + 1, (), generator=subject.generator))
         kind: Any = {"dist_type": "zipf", "alpha": 1.2} if index % 2 else {"dist_type": "uniform"}
-        batch = subject.batch(num_rows, RandomDistribution(low=1, high=most, **kind))
+        histories = RandomDistribution(low=1, high=int(draw(32, LONGEST + 1)), **kind)
+        batch = subject.batch(int(draw(2, ROWS + 1)), histories)
 
-        def run(batch: Any = batch) -> None:
+        def step(batch: Any = batch) -> None:
             subject.model(batch)[0].backward()
             subject.model.zero_grad()
 
-        passes.append(run)
-        work.append(float(subject.shuffler.get_workloads(batch).sum()))
-        tokens.append(float(subject.tokens(batch)))
-    return fitted(subject, passes, work=work, tokens=tokens)
+        steps.append(step)
+        work[0, index], work[1, index] = pairs_of(lengths), num_rows * int(lengths.max()) ** 2
+        work[2, index], work[3, index] = subject.shuffler.get_workloads(batch).sum(), subject.tokens(batch)
+    names = ("pairs of the mask", "rows × longest²", "the shuffler's workloads", "tokens")
+    fits = []
+    for what, runs, own in (("attention", passes, (0, 1)), ("training step", steps, (2, 3))):
+        seconds = list(interleaved_medians(dict(enumerate(runs)), repeats).values())
+        fits += [(what, names[at], *line_in(work[at].tolist(), seconds)) for at in own]
+    drawn = [draw_lengths("zipf", ROWS, LONGEST, subject.generator) for _ in range(batches)]
+    own_passes = [attention_pass(subject, lengths) for lengths in drawn]
+    padded = [attention_pass(subject, lengths.max().repeat(ROWS)) for lengths in drawn]
+    medians = interleaved_medians(
+        {
+            "as they are": lambda: [run() for run in own_passes],
+            "padded to the longest": lambda: [run() for run in padded],
+        },
+        repeats,
+    )
+    more = sum(ROWS * int(lengths.max()) ** 2 for lengths in drawn) / sum(map(pairs_of, drawn))
+    return [
+        f"{shapes} batches, uniform and Zipf 1.2: attention of 4 to 64 rows of up to {2 * LONGEST:,} tokens, "
+        f"{fits[0][2] * 1e9:.1f} ns per pair; steps of 2 layers on 2 to {ROWS} rows.",
+        [
+            {"time of": what, "as a line in": name, "R²": r_squared, "fixed, ms": fixed * 1e3}
+            for what, name, _, fixed, r_squared in fits
+        ],
+        f"{batches} batches of {ROWS} rows, Zipf 1.2 up to {LONGEST:,} tokens; rows × longest² is {more:.0f} times the "
+        "pairs that the mask keeps.",
+        [{"rows": name, "ms": value * 1e3, "×": value / medians["as they are"]} for name, value in medians.items()],
+    ]
 
 
-def measure_windows(subject: HSTU) -> list[str]:
+def device_sections(
+    device: torch.device, head_dims: tuple[int, ...] = (64, 128), rows: int = 32, longest: int = 4096, repeats: int = 12
+) -> list[str]:
+    """A table of uniform, lognormal and Zipf lengths, with and without a bias; and how time follows the pairs."""
+    kinds = ("uniform", "lognormal", "zipf")
+    timed = partial(time_kernels, longest=longest, device=device, repeats=repeats)
+    body = [timed(*case)[0] for case in itertools.product(kinds, (rows,), head_dims, (False, True))]
+    of_shapes = [timed(kind, num_rows, 64, False) for kind, num_rows in itertools.product(kinds, (8, 16, 32, 64))]
+    _, _, r_squared = line_in([pairs for _, pairs, _ in of_shapes], [ms for _, _, ms in of_shapes])
+    return [rows_table(body), f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}."]
+
+
+def time_kernels(
+    kind: str, rows: int, head_dim: int, has_bias: bool, *, longest: int, device: torch.device, repeats: int
+) -> tuple[dict[str, Any], float, float]:
+    """Time one batch by all kernels that can run here: a row of the table, the pairs, and the best milliseconds."""
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
+    lengths = draw_lengths(kind, rows, longest, generator)
+    num_tokens, pairs = int(lengths.sum()), pairs_of(lengths)
+    shape = (num_tokens, HEADS, head_dim)
+    q, k, v, gradient = (torch.randn(shape, generator=generator).mul_(0.5).to(device, dtype) for _ in range(4))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    bias = torch.zeros(HEADS, longest, device=device, requires_grad=True)
+    floor_ms = 3.5 * 4 * pairs * HEADS * head_dim / _FLOOR_FLOPS * 1e3
+
+    def timed(output: Callable[[], torch.Tensor]) -> float:
+        def step() -> None:
+            for leaf in (*leaves, bias):
+                leaf.grad = None
+            output().backward(gradient)
+
+        return device_milliseconds(step, device, repeats)
+
+    blocks = plan_attention(lengths, num_heads=HEADS, device=device)
+    best = blocks_ms = timed(lambda: hstu_attention(q, k, v, bias, blocks, normalizer=float(longest)))
+    by_triton: dict[str, Any] = {"Triton, ms": "–", "TFLOP/s": "–", "× floor": "–", "blocks ÷ Triton": "–"}
+    if resolve_backend("auto", device, dtype, head_dim) == "triton":
+        plan, of_bias = plan_triton_attention(lengths, device=device), bias if has_bias else None
+        best = timed(lambda: triton_attention(q, k, v, of_bias, plan, normalizer=float(longest)))
+        flops = floor_ms * _FLOOR_FLOPS / best / 1e12
+        values = (f"{best:.3f}", f"{flops:.0f}", f"{best / floor_ms:.2f}", f"{blocks_ms / best:.1f}")
+        by_triton = dict(zip(by_triton, values))
+    peer = "has no bias"
+    if not has_bias:
+        try:
+            module = importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
+            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+            peer = f"{timed(lambda: module.triton_hstu_mha(longest, 1.0, q, k, v, offsets)):.3f}"
+        except ImportError:
+            peer = "not installed"
+        except (TypeError, RuntimeError) as error:
+            peer = f"{type(error).__name__}: {str(error)[:60]}"
+    row = {"lengths": kind, "batch": f"{rows} × {longest}", "heads": f"{HEADS} × {head_dim}"}
+    row |= {"bias": "position" if has_bias else "none", "tokens": num_tokens, "blocks, ms": f"{blocks_ms:.2f}"}
+    return row | by_triton | {"peer, ms": peer}, float(pairs), best
+
+
+def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
     """Attention of rows as long as the bias reaches, by the width of the window."""
     longest = subject.bias.shape[1]
     lengths = torch.full((4,), longest)
     windows: dict[str, int | None] = {"none": None} | {f"{width:,}": width for width in (512, 128, 32)}
     passes = {name: attention_pass(subject, lengths, max_attn_len=width) for name, width in windows.items()}
-    seconds = interleaved_medians(passes, subject.args.repeats)
+    seconds = interleaved_medians(passes, repeats)
     pairs = {name: int(attention_pairs(longest, max_attn_len=width)) for name, width in windows.items()}
     rows = [
         {
@@ -246,52 +279,36 @@ def measure_windows(subject: HSTU) -> list[str]:
         }
         for name in windows
     ]
-    return [f"Windows (`max_attn_len`): {len(lengths)} rows of {longest:,} tokens.", rows_table(rows)]
+    return [f"Windows (`max_attn_len`): {len(lengths)} rows of {longest:,} tokens.", rows]
 
 
-def measured(subject: Subject) -> list[str]:
-    """Measure a subject; the paragraphs of its section."""
-    args = subject.args
-    fits = dict(zip(("pairs of the mask", "rows × longest²"), measure_shapes(subject)))
-    ratio, medians = measure_padding(subject)
-    steps = dict(zip(("the shuffler's workloads", "tokens"), measure_steps(subject)))
-    subject.shuffler.close()
-    rows = [
-        {"time of": what, "as a line in": name, "R²": fit.r_squared, "fixed, ms": fit.intercept * 1e3}
-        for what, of in (("attention", fits), ("training step", steps))
-        for name, fit in of.items()
-    ]
-    own = medians["as they are"]
-    return [
-        f"{args.num_shapes} batches, uniform and Zipf 1.2: attention of 4 to 64 rows of up to {2 * args.longest:,} "
-        f"tokens, {fits['pairs of the mask'].slope * 1e9:.1f} ns per pair; steps of 2 layers on 2 to {args.num_rows} "
-        "rows.",
-        rows_table(rows),
-        f"{args.num_batches} batches of {args.num_rows} rows, Zipf 1.2 up to {args.longest:,} tokens; rows × "
-        f"longest² is {ratio:.0f} times the pairs that the mask keeps.",
-        rows_table([{"rows": name, "ms": value * 1e3, "×": value / own} for name, value in medians.items()]),
-    ]
+def main(device: Literal["cpu", "cuda"] = "cpu", quick: bool = False) -> None:
+    """Measure, print and, on the CPU, write benchmarks/results/attention.md.
 
-
-def main(args: Args) -> None:
-    """Measure, print and write the page."""
+    Args:
+        device: where; on cuda HSTU's kernels are timed.
+        quick: few batches, to see it run; no page is written.
+    """
+    if device == "cuda":
+        sizes = {"rows": 4, "longest": 256, "repeats": 2} if quick else {}
+        print("\n\n".join(device_sections(torch.device(device), **sizes)))
+        return
     torch.set_num_threads(1)
-    if args.quick:
-        args = replace(args, num_shapes=4, num_batches=1, repeats=1, longest=128)
+    shapes, batches, repeats = (4, 1, 1) if quick else (40, 5, 5)
     page = Page(
         "attention",
         "Attention over rows of any length",
         "python -m benchmarks.attention",
-        f"{args.num_heads} heads × {args.head_dim}, float32, CPU time on cores that other programs share, medians of "
-        f"{args.repeats}.",
+        f"{HEADS} heads × {HEAD_DIM}, float32, CPU time, medians of {repeats}.",
     )
     with one_rank():
         initialize_model_parallel()
-        for subject in (HSTU, SIDGR):
-            made = subject(args)
-            page.section(subject.title, *measured(made), *(measure_windows(made) if isinstance(made, HSTU) else []))
-    page.finish(quick=args.quick)
+        for subject in (HSTU(), SIDGR()):
+            windows = measure_windows(subject, repeats) if isinstance(subject, HSTU) else []
+            page.section(subject.title, *measured(subject, shapes, batches, repeats), *windows)
+            subject.shuffler.close()
+    page.finish(quick=quick)
 
 
 if __name__ == "__main__":
-    main(from_command_line(Args, __doc__))
+    from_command_line(main, __doc__)

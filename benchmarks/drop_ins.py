@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import itertools
 import statistics
 import sys
 import time
@@ -15,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, rows_table
+from benchmarks.lengths import described, draw
+from benchmarks.report import Page
 
 CAP, ROWS = 8192, 256
 Groups = list[list[int]]
@@ -38,11 +39,6 @@ class PretendedVllm(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         """Nothing to run."""
-
-
-def draw(seed: int, rows: int = ROWS) -> list[int]:
-    """Tokens of rollouts, lognormal, median 400, up to 4,096."""
-    return (20 + np.random.default_rng(seed).lognormal(np.log(400), 1.0, rows)).astype(int).clip(1, 4096).tolist()
 
 
 def of_verl() -> dict[str, Callable[[list[int]], Groups]]:
@@ -98,23 +94,20 @@ def of_torchtitan() -> dict[str, Callable[[list[int]], Groups]]:
 
 def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> dict[str, Any]:
     """Groups, their evenness and the time of both functions."""
-    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in functions}
-    for seed in range(seeds):
-        lengths = draw(seed)
-        for name, function in functions.items():
-            started = time.perf_counter()
-            groups = function(lengths)
-            seconds = time.perf_counter() - started
-            loads = [sum(lengths[row] for row in group) for group in groups]
-            found[name].append((len(groups), max(loads) * len(loads) / sum(loads), seconds * 1e3))
+    found: dict[str, dict[str, list[float]]] = {"groups": {}, "largest load ÷ mean": {}, "ms": {}}
+    for seed, (name, function) in itertools.product(range(seeds), functions.items()):
+        lengths = draw("rollouts", ROWS, seed).tolist()
+        started = time.perf_counter()
+        groups = function(lengths)
+        seconds = time.perf_counter() - started
+        loads = [sum(lengths[row] for row in group) for group in groups]
+        for what, value in zip(found, (len(groups), max(loads) * len(loads) / sum(loads), seconds * 1e3)):
+            found[what].setdefault(name, []).append(value)
+    summed: tuple[Callable[[list[float]], float], ...] = (sum, statistics.fmean, statistics.median)
     return {
-        f"{what}, {name}": summed(column)
-        for what, index, summed in (
-            ("groups", 0, sum),
-            ("largest load ÷ mean", 1, statistics.fmean),
-            ("ms", 2, statistics.median),
-        )
-        for name, column in ((name, [each[index] for each in found[name]]) for name in ("theirs", "ours"))
+        f"{what}, {name}": by(values)
+        for by, (what, of_names) in zip(summed, found.items())
+        for name, values in of_names.items()
     }
 
 
@@ -135,11 +128,10 @@ def main(seeds: int = 40, quick: bool = False) -> None:
         "drop_ins",
         "Functions of other frameworks",
         "python -m benchmarks.drop_ins",
-        f"{seeds} batches of {ROWS} rollouts, lognormal with a median of 400 tokens, up to 4,096; at most {CAP:,} "
-        "tokens a group.",
+        f"{seeds} batches of {ROWS} rollouts; at most {CAP:,} tokens a group. {described(['rollouts'])}",
     )
     rows = [{"function": name} | compare(functions, 2 if quick else seeds) for name, functions in pairs.items()]
-    page.section("", rows_table(rows), _READING)
+    page.section("", rows, _READING)
     page.finish(quick=quick)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, rows_table
+from benchmarks.report import Page
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
 
@@ -89,12 +89,13 @@ def main(quick: bool = False) -> None:
         "loader",
         "Loader",
         "python -m benchmarks.loader",
-        f"Target: at least {_TARGET:,} sequences/s per worker at mean length 165. {users:,} generated users; later "
-        "epochs are a median of five. The main process and its workers share the two cores: what a worker does with a "
-        "core of its own is the number per CPU second.",
+        f"{users:,} generated users of mean length 165; later epochs are a median of five. The main process and its "
+        "workers share the cores: what a worker does with a core of its own is the number per CPU second.",
         threads="; one thread per process",
     )
-    page.section("", rows_table(rows))
+    slowest = min(row["later epochs, seq/s"] for row in rows if row["workers"] == 1)
+    page.target("a worker, sequences/s", f"≥ {_TARGET:,}", f"{slowest:,.0f}", slowest >= _TARGET)
+    page.section("", rows)
     page.finish(quick=quick)
 
 

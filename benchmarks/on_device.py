@@ -13,50 +13,265 @@ Examples:
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from benchmarks import device_parts
+from benchmarks.attention import device_sections
 from benchmarks.command_line import from_command_line
-from benchmarks.processes import run_limited
-from benchmarks.report import RESULTS, heading
+from benchmarks.cost_model import load_target, replay
+from benchmarks.lengths import draw, make_batch
+from benchmarks.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
+from benchmarks.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, rows_table, table
+from commons.console import print_error
+from hstu.model.execution import choose_execution
+from hstu.train_config import ModelArgs
 
 PartName = Literal["warm_up", "cases", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
-TITLE = "On a GPU"
 LOGS = Path("runs", "on_device")  # what the parts print, while they run
+PUBLISHED_GAIN = 1.53  # recsys-examples' balanced shuffler on 16 × H100, the setting of hstu/configs/benchmark.toml
+
+
+class PartFailedError(RuntimeError):
+    """A part has run and something in it failed; the message is the part's text."""
+
+
+_BATCHES = ((32, 1024), (32, 4096), (128, 1024))  # rows of a rank, and the longest
+
+
+def warm_up(device: torch.device) -> str:
+    """Compile what the parts after this one use: kernels of three widths, and what torch.compile needs."""
+    rows = []
+    for head_dim in (16,) if device.type == "cpu" else (64, 128, 256):
+        config = ModelArgs(num_attention_heads=4, kv_channels=head_dim, compute_dtype="bf16").on(device)
+        hstu = config.ranking_config(max_sequence_length=4096, tables={"item": 1}, num_tasks=1).hstu
+        started = time.monotonic()
+        chosen = choose_execution(hstu, device)
+        rows.append([head_dim, f"{time.monotonic() - started:.0f}", chosen.uses_triton, chosen.compiles])
+    return table(["channels of a head", "seconds", "by Triton", "compiled"], rows)
+
+
+def cases_on_device(device: torch.device) -> str:
+    """All of tests/gpu but the layers, by ci/test_gpu.sh."""
+    if device.type == "cpu":
+        return _run_cases(["ci/test_gpu.sh", "--cpu", "2", "-k", "transports"])
+    return _run_cases(["ci/test_gpu.sh", "--share", "-k", "not layers"])
+
+
+def cases_of_layers(device: torch.device) -> str:
+    """Those of HSTU's layers, for which most kernels are compiled."""
+    arguments = ["tests/gpu/test_hstu_layers_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
+    chosen = ["-k", "a_model and fp32"] if device.type == "cpu" else []
+    return _run_cases([*_launch(device), "-m", "pytest", *arguments, *chosen])
+
+
+def cases_under_sanitizer(device: torch.device) -> str:
+    """The pipelines under torch's CUDA sanitizer, which looks for races between streams."""
+    arguments = ["tests/gpu/test_pipelines_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
+    cases = "lite" if device.type == "cpu" else "unshuffled and device_id"  # on the groups that the trainer makes
+    command = [*_launch(device), "-m", "pytest", *arguments, "-k", cases]
+    # Without CUDA torch cannot be imported with it.
+    return _run_cases(command, {"TORCH_CUDA_SANITIZER": "1"} if device.type == "cuda" else None)
+
+
+def _launch(device: torch.device) -> list[str]:
+    """The launch of torchrun with a rank on every GPU or, where there is one, two that share it; two on the CPU."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    launch = [*TORCHRUN, f"--nproc_per_node={max(gpus, 2)}"]
+    return [*launch, "--no-python", "ci/share_gpu.sh", sys.executable] if gpus == 1 else launch
+
+
+def _run_cases(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """Run cases of pytest; a part's text is what pytest sums up at the end."""
+    status, output = _streamed(command, environment)
+    lines = [line.strip("= \n") for line in output.splitlines()]
+    sums = [line for line in lines if re.search(r"\d+ (passed|failed|error)", line)]
+    failures = sorted({line for line in lines if line.startswith(("FAILED", "ERROR", "error:"))})
+    text = "\n".join([f"`{' '.join(command[-6:])}`", "", *(f"- {line}" for line in [*sums, *failures])])
+    if status:
+        last = "\n".join(output.splitlines()[-20:])
+        raise PartFailedError(f"{text}\n\nIt ended with status {status}:\n\n```\n{last}\n```")
+    return text
+
+
+def _streamed(command: Sequence[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program whose output goes to standard error as it comes; its status, and the output."""
+    lines = []
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            print(line, end="", file=sys.stderr, flush=True)
+            lines.append(line)
+    return job.returncode, "".join(lines)
+
+
+def exchange(device: torch.device) -> str:
+    """What finishing a shuffle costs one rank of many: time of the host and of the device, less that on the wire."""
+    rehearse = device.type == "cpu"
+    sizes = ((4, 8, 64),) if rehearse else [(8, *each) for each in _BATCHES] + [(64, *each) for each in _BATCHES]
+    rows = [_finish_cost(device, *each, 3 if rehearse else 40) for each in sizes]
+    return (
+        "Pack, hand over to the collective, unpack; the peers' rows are made up and the collective sends nothing, so "
+        "that the wire is not in it. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
+        + rows_table(rows)
+    )
+
+
+def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int, repeats: int) -> dict[str, Any]:
+    rank, on_cuda = min(3, world_size - 1), device.type == "cuda"
+    lengths = np.minimum(draw("zipf", world_size * rows, 0), longest)
+    batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
+    (plan, layout), host_ms = plan_batch(lengths, world_size, ranks_per_node=None), []
+    on_device = (batch.pin_memory() if on_cuda else batch).to(device, non_blocking=True)
+    made = partial(planned_exchange, plan.gathered, plan.destination, layout, rank, pin_memory=on_cuda)
+    waiting = [made() for _ in range(repeats + 5)]
+    sent = waiting[0].bytes_sent
+
+    def finish() -> None:
+        made = waiting.pop()
+        if on_cuda and len(waiting) < repeats:  # the allocator and the kernels are warm
+            torch.cuda.set_sync_debug_mode("error")
+        started = time.perf_counter()
+        buffer, sent_rows, indices = made.pack([on_device])
+        made.send_rows(buffer, sent_rows, dist.group.WORLD, async_op=False)
+        made.unpack(on_device, buffer, indices)
+        host_ms.append((time.perf_counter() - started) * 1e3)
+        if on_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with fake_ranks(world_size, rank):
+        device_ms = device_milliseconds(finish, device, repeats, warmup=5)
+    of_host = f"{statistics.median(host_ms[5:]):.3f}"
+    return {
+        **{"ranks": world_size, "rows": rows, "to": longest, "sent kB": f"{sent / 1e3:.0f}", "host ms": of_host},
+        "device ms": f"{device_ms:.3f}" if on_cuda else "–",
+    }
+
+
+def attention(device: torch.device) -> str:
+    """HSTU's attention: time against the arithmetic floor, and against the blocks of dense products."""
+    # One width of a head: for every further one a dozen kernels are compiled.
+    sizes = {"rows": 2, "longest": 16, "repeats": 1} if device.type == "cpu" else {}
+    return "\n\n".join(device_sections(device, head_dims=(64,), **sizes))
+
+
+def traced_step(device: torch.device) -> str:
+    """Steps of `hstu.train` on random data, balanced, under torch's profiler."""
+    small = device.type == "cpu"
+    first, traced, rows = (2, 2, 2) if small else (10, 6, 32)
+    model = (
+        "--model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 1 --model.kv-channels 8"
+        if small
+        else "--model.hidden-size 512 --model.num-layers 8 --model.num-attention-heads 4 --model.kv-channels 128"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (
+            f"{model} --model.compute-dtype bf16 --optimizer.sharding row_wise --trainer.device {device.type} "
+            "--dataset.dataset-name random --dataset.num-batches 20 "
+            f"--dataset.max-history-seqlen {16 if small else 1024} "
+            f"--trainer.train-batch-size {rows} --trainer.eval-batch-size 2 --trainer.eval-interval 1000 "
+            f"--trainer.max-train-iters {first + traced + 1} --trainer.enable-balanced-shuffler --trainer.sinks "
+            f"--trainer.profile --trainer.profile-step-start {first} --trainer.profile-step-end {first + traced} "
+        ).split()
+        status, output = _streamed([*_launch(device), "-m", "hstu.train", *flags, "--trainer.run-dir", folder])
+        if status:
+            raise PartFailedError("\n".join(["```", *output.splitlines()[-20:], "```"]))
+        trace = json.loads(Path(folder, "trace-rank0.json").read_text())
+    ranks = max(torch.cuda.device_count(), 2) if device.type == "cuda" else 2
+    shared = ", two ranks on one GPU" if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
+    rows = [[key, value] for key, value in describe_trace(trace["traceEvents"]).items()]
+    return f"{ranks} ranks{shared}; rank 0, {traced} steps.\n\n" + table(["", "median of the steps"], rows)
+
+
+def describe_trace(events: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What the device does in the forward passes of a trace of torch.profiler: by its name, milliseconds or a share."""
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    forwards = [each for each in spans if each["cat"] == "user_annotation" and each["name"].startswith("## forward")]
+    begins, ends = (
+        np.array(sorted((each["ts"], each["ts"] + each["dur"]) for each in spans if each["cat"] == "kernel"))
+        .reshape(-1, 2)
+        .T
+    )
+    found = {"forward pass on the host": f"{_median(each['dur'] for each in forwards):.2f} ms"}
+    if not len(begins):
+        return found | {"gap before the first layer": "– (no kernels in the trace)"}
+    last = np.concatenate([[-np.inf], np.maximum.accumulate(ends)])  # when the device is done with those before each
+    gaps, busy = [], []
+    for begin, length in ((each["ts"], each["dur"]) for each in forwards):
+        following = int(np.searchsorted(begins, begin))
+        if following < len(begins):
+            gaps.append(max(0.0, begins[following] - max(begin, last[following])))
+            alone = np.minimum(ends, begin + length) - np.maximum(np.maximum(begins, last[:-1]), begin)
+            busy.append(alone.clip(min=0).sum() / length)
+    return found | {
+        "gap before the first layer, the device idle": f"{_median(gaps):.3f} ms",
+        "device busy during it": f"{statistics.median(busy):.0%}" if busy else "–",
+        "kernels in a step": f"{len(begins) / max(len(forwards), 1):.0f}",
+    }
+
+
+def _median(microseconds: Iterable[float]) -> float:
+    values = list(microseconds)
+    return statistics.median(values) / 1e3 if values else float("nan")
+
+
+def balance(device: torch.device) -> str:
+    """What balancing gains in time: the batches of all ranks, one after the other on this device."""
+    target, longest = load_target("HSTU", device)
+    sizes = (2, 2, 2, 16) if device.type == "cpu" else (16, 32, 4, longest)
+    ranks, rows, steps, longest = sizes
+    costs = {"by operations": target.task}
+    row = replay(target, costs, "zipf", ranks=ranks, rows=rows, longest=longest, steps=steps)
+    return (
+        f"{ranks} ranks × {rows} rows, {steps} batches, lengths to {longest}: forward and backward pass of every "
+        "rank's batch in turn, without sharded tables, exchange and updates; largest ÷ mean time of the ranks, and how "
+        f"much faster the slowest is. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + rows_table([row])
+    )
 
 
 @dataclass(frozen=True)
 class Part:
-    """One section of the page.
-
-    Attributes:
-        title: of the section.
-        seconds: after which it is ended.
-        measure: makes the section's text; on the CPU it is a rehearsal.
-    """
+    """One section of the page."""
 
     title: str
-    seconds: float
-    measure: Callable[[torch.device], str]
+    seconds: float  # after which it is ended
+    measure: Callable[[torch.device], str]  # makes the text; on the CPU it is a rehearsal, with sizes that tell nothing
 
 
 PARTS: dict[PartName, Part] = {
-    "warm_up": Part("Compilation", 300, device_parts.warm_up),
-    "cases": Part("Cases of tests/gpu", 420, device_parts.cases_on_device),
-    "layers": Part("Cases of HSTU's layers", 300, device_parts.cases_of_layers),
-    "sanitizer": Part("Pipelines under torch's CUDA sanitizer", 180, device_parts.cases_under_sanitizer),
-    "exchange": Part("Finishing a shuffle", 60, device_parts.exchange),
-    "attention": Part("HSTU's attention", 180, device_parts.attention),
-    "step": Part("A traced training step", 120, device_parts.traced_step),
-    "balance": Part("Balance in time", 150, device_parts.balance),
+    "warm_up": Part("Compilation", 300, warm_up),
+    "cases": Part("Cases of tests/gpu", 420, cases_on_device),
+    "layers": Part("Cases of HSTU's layers", 300, cases_of_layers),
+    "sanitizer": Part("Pipelines under torch's CUDA sanitizer", 180, cases_under_sanitizer),
+    "exchange": Part("Finishing a shuffle", 60, exchange),
+    "attention": Part("HSTU's attention", 180, attention),
+    "step": Part("A traced training step", 120, traced_step),
+    "balance": Part("Balance in time", 150, balance),
 }
 
 
@@ -74,10 +289,8 @@ def main(
     """
     device = torch.device("cpu" if rehearse else "cuda")
     if not rehearse and not torch.cuda.is_available():
-        print(
-            "error: no CUDA device is visible; this is what only a GPU can tell: use --rehearse to run its code on the "
-            "CPU",
-            file=sys.stderr,
+        print_error(
+            "no CUDA device is visible; this is what only a GPU can tell: use --rehearse for its code on the CPU"
         )
         return 2
     sections, failed = [], []
@@ -100,7 +313,7 @@ def print_part(name: PartName, kind: str) -> int:
     """Run one part in this process and print its section; the exit status is 1 if something in it failed."""
     try:
         print(PARTS[name].measure(torch.device(kind)))
-    except device_parts.PartFailedError as error:
+    except PartFailedError as error:
         print(error)
         return 1
     return 0
@@ -112,21 +325,47 @@ def _run(name: PartName, kind: str) -> tuple[str, bool]:
     started, limit = time.monotonic(), PARTS[name].seconds * (3 if kind == "cpu" else 1)  # whose cores may be shared
     output, log = LOGS / f"{name}.md", LOGS / f"{name}.log"
     command = [sys.executable, "-c", program, name, kind]
-    status = run_limited(command, limit, output=output, complaints=log, cwd=device_parts.ROOT)
+    status = run_limited(command, limit, output, log)
     text = output.read_text().strip()
     if status is None:
         text += f"\n\nIt was ended after {limit:.0f} s."
     if status is None or not text:
-        text += "\n".join(
-            ["", "", f"The last lines of `{log}`:", "", "```", *log.read_text().splitlines()[-20:], "```"]
-        )
+        last = "\n".join(log.read_text().splitlines()[-20:])
+        text += f"\n\nThe last lines of `{log}`:\n\n```\n{last}\n```"
     verdict = "" if status == 0 else " · **failed**"
     return f"## {PARTS[name].title}\n\n{time.monotonic() - started:.0f} s{verdict}\n\n{text.strip()}", status == 0
 
 
+def run_limited(command: Sequence[str], seconds: float, output: Path, complaints: Path) -> int | None:
+    """Run a program whose output and errors go to files; its status, or None where it did not end in time.
+
+    What it has started ends with it: torchrun gives every rank a session of its own.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as out, complaints.open("w") as err:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            for each in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            process.wait()
+    return None
+
+
+def descendants(process: int) -> Iterator[int]:
+    """The numbers of the processes that a process has started, and those of theirs."""
+    for threads in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, threads.read_text().split()):
+            yield child
+            yield from descendants(child)
+
+
 def _head(device: torch.device, rehearse: bool, failed: list[PartName]) -> str:
-    packages = ", ".join(f"{name} {_version(name)}" for name in ("torchrec", "fbgemm-gpu", "triton"))
-    lines = [heading(TITLE, "python -m benchmarks.on_device" + (" --rehearse" if rehearse else "")).rstrip()]
+    names = ("torchrec", "fbgemm-gpu", "triton")
+    packages = ", ".join(f"{each.name} {each.version}" for each in metadata.distributions() if each.name in names)
+    lines = [heading("On a GPU", "python -m benchmarks.on_device" + (" --rehearse" if rehearse else "")).rstrip()]
     if rehearse:
         lines.append("A rehearsal on the CPU: the code has run, the numbers tell nothing.")
     else:
@@ -137,13 +376,6 @@ def _head(device: torch.device, rehearse: bool, failed: list[PartName]) -> str:
         )
     lines.append(f"**Failed: {', '.join(failed)}.**" if failed else "Every part that was asked for has run.")
     return "\n\n".join(lines)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "–"
 
 
 if __name__ == "__main__":

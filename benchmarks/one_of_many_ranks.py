@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,13 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.lengths import CONTEXT, NODE, make_batch
 from commons.distributed import engine
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.local_rows import LocalRows
-from commons.distributed.payload import PayloadLayout
+from commons.distributed.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.partitioner import core
-from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlanner
+from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, ShufflePlanner, plan_shuffle
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from commons.sequence_batch.schema import BatchSchema
+
+SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
 
 
 def packed_rows(
@@ -94,6 +101,50 @@ def planned_exchange(
     planner = ShufflePlanner(gathered.num_ranks, gathered.steps, **exchange)
     planner.plan(gathered, destination)
     return RowExchange.of(planner, layout)
+
+
+def plan_batch(
+    lengths: np.ndarray, world_size: int, *, ranks_per_node: int | None = NODE
+) -> tuple[ShufflePlan, PayloadLayout]:
+    """The shuffle of a batch of `make_batch` of all ranks, planned from its lengths, int64 `(rows,)` in their order."""
+    layout = PayloadLayout.of(BatchSchema.of(make_batch(lengths[:1])))
+    by_key = np.repeat(lengths[:, None], len(CONTEXT) + 3, axis=1)
+    by_key[:, : len(CONTEXT)] = 1
+    tokens = len(CONTEXT) + 2 * lengths
+    counts = np.full(world_size, len(lengths) // world_size, dtype=np.int64)
+    gathered = packed_rows(counts, counts, HSTUAttentionTask(**SIZES).get_workloads(tokens), tokens, by_key)
+    return plan_shuffle(gathered, slack=0.01, ranks_per_node=ranks_per_node), layout
+
+
+@dataclass(frozen=True)
+class MovedRows:
+    """What a plan moves between ranks."""
+
+    tokens_crossing: float  # tokens that leave their node, as a fraction of all
+    sent: np.ndarray  # float64 `(world_size,)`, bytes that each rank sends to others
+    received: np.ndarray  # the same of what arrives
+    everything: float  # bytes of all rows
+    peers: int  # most ranks that one rank sends rows to
+
+    @classmethod
+    def of(cls, plan: ShufflePlan, layout: PayloadLayout) -> MovedRows:
+        """Count a plan's rows."""
+        gathered, world_size = plan.gathered, plan.gathered.num_ranks
+        row_bytes, rows = np.zeros(len(gathered.home)), np.arange(len(gathered.home))
+        for some in np.array_split(rows, len(rows) // 4096 + 1):  # not the lengths of all at once
+            row_bytes[some] = words_of_rows(gathered.lengths(some), layout) * WORD_BYTES
+        moved = np.flatnonzero(plan.moves)
+        sender, receiver = gathered.home[moved], plan.destination[moved]
+        pairs = np.unique(sender * world_size + receiver)
+        count = partial(np.bincount, minlength=world_size)
+        crosses = sender // NODE != receiver // NODE
+        return cls(
+            float(gathered.tokens[moved][crosses].sum() / gathered.tokens.sum()),
+            count(sender, weights=row_bytes[moved]),
+            count(receiver, weights=row_bytes[moved]),
+            float(row_bytes.sum()),
+            int(max(count(ends).max() for ends in np.divmod(pairs, world_size))),
+        )
 
 
 class _HeardError(Exception):

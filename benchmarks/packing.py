@@ -1,13 +1,12 @@
 """How many groups do the allocators take, how even are these, and how long does it take?
 
 All four pack the same values under the same capacity: plain first-fit decreasing as training code would write it
-(plain_first_fit.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
+(plain.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
 that a drifting machine slows all of them alike; times are medians. Groups are held against the Martello–Toth L2 bound.
 
 Examples:
     python -m benchmarks.packing
     python -m benchmarks.packing --quick
-    python -m benchmarks.packing --seeds 20 --repeats 15
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.plain_first_fit import plain_first_fit
-from benchmarks.planner import draw
-from benchmarks.report import Page, interleaved_medians, mean_of, rows_table, share
-from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, refined_allocate
+from benchmarks.lengths import COSTS, described, draw
+from benchmarks.plain import plain_first_fit
+from benchmarks.report import Page, each_column, interleaved_medians, milliseconds, share
+from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, padded_allocate, refined_allocate
 
 ROWS = (64, 256, 1024)
 LENGTHS = ("zipf", "lognormal", "bimodal", "gsm8k-like")
@@ -41,22 +40,6 @@ ALGORITHMS: dict[str, Callable[..., list[list[int]]]] = {
     "kk": kk_allocate,
     "refined": refined_allocate,
 }
-# The published comparison: tokens of a micro-batch, rows of a step that fill ten of them, and what it found.
-PUBLISHED_CAPACITY, PUBLISHED_ROWS = 10240, 320
-PUBLISHED = {"spread": -97.84, "std_dev": -97.36, "cv": -97.38, "max_load": -4.27, "wasted_tokens": -4.57}
-
-
-def draw_values(name: str, count: int, seed: int) -> list[int]:
-    """Lengths of rows.
-
-    "gsm8k-like" is a question, lognormal of median 90 and sigma 0.35, and an answer, of median 200 and sigma 0.5, to
-    1024 tokens; the others are those of benchmarks/planner.py.
-    """
-    if name != "gsm8k-like":
-        return draw(name, count, seed).tolist()
-    rng = np.random.default_rng(seed)
-    lengths = rng.lognormal(np.log(90), 0.35, count) + rng.lognormal(np.log(200), 0.5, count)
-    return lengths.clip(1, 1024).astype(int).tolist()
 
 
 @dataclass
@@ -79,7 +62,7 @@ class Case:
 
 def pack(num_rows: int, lengths: str, factor: int, divisor: int, seed: int, repeats: int) -> Case:
     """Pack one batch by all algorithms; checks every packing."""
-    values = draw_values(lengths, num_rows, seed)
+    values = draw(lengths, num_rows, seed).tolist()
     capacity = factor * max(values)
     calls = {name: partial(allocate, values, capacity, 1, divisor) for name, allocate in ALGORITHMS.items()}
     metrics: dict[str, dict[str, Any]] = {}
@@ -87,7 +70,7 @@ def pack(num_rows: int, lengths: str, factor: int, divisor: int, seed: int, repe
         groups = call()
         metrics[name] = packing_metrics(values, groups, capacity)
         assert metrics[name]["max_load"] <= capacity and len(groups) % divisor == 0 and all(groups)
-    seconds = interleaved_medians(calls, repeats, clock=time.perf_counter, show=False)
+    seconds = interleaved_medians(calls, repeats, show=False)
     fewest = -(-metrics["refined"]["lower_bound"] // divisor) * divisor
     of_case = num_rows, lengths, factor, divisor, seed, fewest
     return Case(*of_case, metrics, {name: each * 1e3 for name, each in seconds.items()})
@@ -118,7 +101,9 @@ def report_groups(page: Page, cases: list[Case]) -> None:
     body = []
     for (lengths, capacity), some in by(cases, "lengths", "capacity").items():
         bound = sum(case.fewest for case in some)
-        used = mean_of([{f"used, {name}": case.metrics[name]["utilization"] for name in ALGORITHMS} for case in some])
+        used = each_column(
+            [{f"used, {name}": case.metrics[name]["utilization"] for name in ALGORITHMS} for case in some], np.mean
+        )
         body.append(
             {"lengths": lengths, "capacity": f"{capacity} ×", "bound": bound}
             | {f"+ {name}": sum(case.groups(name) for case in some) - bound for name in ALGORITHMS}
@@ -130,10 +115,8 @@ def report_groups(page: Page, cases: list[Case]) -> None:
         f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: at the bound in all, and by how many "
         "more each algorithm takes. Spread: (largest − smallest load) ÷ mean, mean / median; where one row fills a "
         "group by itself, no packing makes it small. Used: values ÷ (groups · capacity).",
-        rows_table(body),
+        body,
     )
-    rows = [{"divisor": divisor} | _spreads(some) for (divisor,), some in by(cases, "divisor").items()]
-    page.section("Spread by divisor", "Mean / median over all other cases.", rows_table(rows))
     missed = [
         {"rows": case.num_rows, "lengths": case.lengths, "capacity": f"{case.capacity} ×", "divisor": case.divisor}
         | {"seed": case.seed, "bound": case.fewest}
@@ -146,7 +129,7 @@ def report_groups(page: Page, cases: list[Case]) -> None:
         "Above the bound",
         "Cases in which refined takes more groups than the bound. Whether the bound can be met there is not known: it "
         "would leave no more room than the last column says.",
-        rows_table(missed) if missed else "None.",
+        missed or "None.",
     )
     fewer = [case.groups("refined") <= min(map(case.groups, ALGORITHMS)) for case in cases]
     page.target("groups, refined against all others", "never more", f"{share(fewer)} cases", all(fewer))
@@ -174,10 +157,10 @@ def report_time(page: Page, cases: list[Case]) -> None:
         )
     page.section(
         "Time",
-        "Milliseconds from a Python list to a list of lists, checks included: median over capacities and divisors of "
-        "the medians over seeds. Then how many times faster refined is than plain first fit, from the worst to the "
-        "best of these cells, and the slowest single case of refined.",
-        rows_table(body),
+        "Milliseconds of CPU from a Python list to a list of lists, checks included: median over capacities and "
+        "divisors of the medians over seeds. Then how many times faster refined is than plain first fit, from the "
+        "worst to the best of these cells, and the slowest single case of refined.",
+        body,
     )
     if large := [case.milliseconds["refined"] for case in cases if case.num_rows == 1024]:
         median, slowest = statistics.median(large), max(large)
@@ -186,89 +169,96 @@ def report_time(page: Page, cases: list[Case]) -> None:
         page.target("time, refined, 1024 rows", "median ≤ 4 ms, slowest ≤ 30 ms", reached, met)
 
 
-def measure_published(page: Page, steps: int) -> None:
-    """The table of the discussion that proposed Karmarkar-Karp for micro-batches, on bimodal data."""
-    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for step in tqdm(range(steps), desc="published table"):
-        rng = np.random.default_rng(step)
-        long = rng.random(PUBLISHED_ROWS) < 0.2
-        lengths = np.where(long, rng.normal(1024, 128, PUBLISHED_ROWS), rng.normal(128, 32, PUBLISHED_ROWS))
-        values = lengths.clip(1, 2048).astype(int).tolist()
-        for name in ("ffd", "kk", "refined"):
-            metrics = packing_metrics(values, ALGORITHMS[name](values, PUBLISHED_CAPACITY), PUBLISHED_CAPACITY)
-            found[name].append({key: value for key, value in metrics.items() if key not in ("group_sums", "seconds")})
-    means = {name: mean_of(of_steps) for name, of_steps in found.items()}
+def cheapest_padded(costs: np.ndarray, num_groups: int) -> int:
+    """The least cost of the costliest of so many padded groups, by trying every last group of every number of rows.
 
-    def change(name: str, key: str) -> float:
-        return 100 * (means[name][key] / means["ffd"][key] - 1) if means["ffd"][key] else 0.0
-
-    body = [
-        {"": key, **{name: f"{mean[key]:.6g}" for name, mean in means.items()}}
-        | {f"{name} to ffd": f"{change(name, key):+.2f} %" for name in ("kk", "refined")}
-        | {"published, kk to ffd": f"{PUBLISHED[key]:+.2f} %" if key in PUBLISHED else ""}
-        for key in means["ffd"]
-    ]
-    page.section(
-        "Karmarkar-Karp against first fit, as published",
-        f"{steps} steps of {PUBLISHED_ROWS} rows, 80 % near 128 and 20 % near 1024 tokens, {PUBLISHED_CAPACITY} tokens "
-        "per micro-batch; means over the steps. Published are changes from first fit to Karmarkar-Karp on GSM8K, where "
-        "the first fit was one that takes the group with the fewest rows.",
-        rows_table(body),
-    )
-    spread, largest = change("refined", "spread"), change("refined", "max_load")
-    goal = f"{PUBLISHED['spread']} %, as published"
-    page.target("bimodal, spread, refined to ffd", f"≤ {goal}", f"{spread:.2f} %", spread <= PUBLISHED["spread"])
-    goal = "about −4.27 %, as published (−3 to −6)"
-    page.target("bimodal, largest load, refined to ffd", goal, f"{largest:.2f} %", -6 <= largest <= -3)
+    Groups are runs of the rows in the order of their costs: of a group's rows, all but the heaviest may be exchanged
+    for lighter ones of heavier groups without raising a cost.
+    """
+    heaviest_first = np.sort(costs)[::-1].tolist()
+    count = len(heaviest_first)
+    best = [0, *[10**18] * count]  # of the first 0 … n rows in so many groups
+    for _ in range(num_groups):
+        best = [10**18] + [
+            min(max(best[begin], (end - begin) * heaviest_first[begin]) for begin in range(end))
+            for end in range(1, count + 1)
+        ]
+    return best[count]
 
 
-def measure_equal_sizes(page: Page, seeds: int) -> None:
-    """Groups and spread where all groups have as many rows."""
+def any_padded(costs: np.ndarray, num_groups: int) -> int:
+    """The same by trying every grouping, whatever the order of its rows."""
+    cheapest = 10**18
+    for groups in itertools.product(range(num_groups), repeat=len(costs)):
+        group, cost = np.array(groups), 0
+        for each in range(num_groups):
+            own = costs[group == each]
+            cost = max(cost, len(own) * int(own.max())) if len(own) else 10**18
+        cheapest = min(cheapest, cost)
+    return cheapest
+
+
+def measure_padded(page: Page, seeds: int, repeats: int) -> None:
+    """`padded_allocate`: beside the optimum on small cases, and its time on large ones."""
+    reached = {"dynamic programme": [], "best of all groupings": []}
+    for lengths, seed in tqdm(list(itertools.product(LENGTHS, range(seeds))), desc="padded"):
+        for name, num_rows, num_groups, optimum in (
+            ("dynamic programme", 40, 1 + seed % 9, cheapest_padded),
+            ("best of all groupings", 8, 3, any_padded),
+        ):
+            tokens = draw(lengths, num_rows, seed)
+            costs = COSTS["HSTU"](tokens)
+            groups = padded_allocate(tokens, num_groups=num_groups, cost=COSTS["HSTU"])
+            costliest = max(len(group) * int(costs[group].max()) for group in groups)
+            reached[name].append(costliest / optimum(costs, num_groups))
     body = []
-    for lengths, capacity in itertools.product(LENGTHS, CAPACITIES):
-        groups: dict[str, int] = dict.fromkeys(("ffd", "kk", "refined"), 0)
-        spreads: dict[str, list[float]] = {name: [] for name in groups}
-        for seed, name in itertools.product(range(seeds), groups):
-            values = draw_values(lengths, 256, seed)
-            packed = ALGORITHMS[name](values, capacity * max(values), equal_size=True)
-            groups[name] += len(packed)
-            spreads[name].append(packing_metrics(values, packed, capacity * max(values))["imbalance_ratio"])
-        of_spreads = {f"spread, {name}": mean_median(found) for name, found in spreads.items()}
-        body.append({"lengths": lengths, "capacity": f"{capacity} ×"} | groups | of_spreads)
+    for num_rows, lengths in itertools.product((256, 2048), LENGTHS):
+        tokens = draw(lengths, num_rows, 0)
+        call = partial(padded_allocate, tokens, cost=COSTS["HSTU"])
+        limit = max(len(group) * int(COSTS["HSTU"](tokens[group]).max()) for group in call(num_groups=num_rows // 8))
+        timed = {
+            "ms, number of groups": {"num_groups": num_rows // 8},
+            "ms, most that a group costs": {"max_cost": limit},
+        }
+        times = {
+            name: milliseconds(partial(call, **given), 3 * repeats, clock=time.process_time)
+            for name, given in timed.items()
+        }
+        body.append({"rows": num_rows, "lengths": lengths, "groups": num_rows // 8} | times)
+    slowest = max(max(value for name, value in row.items() if name.startswith("ms")) for row in body)
+    page.target("padded_allocate, 2,048 rows", "≤ 5 ms", f"slowest {slowest:.2f} ms", slowest <= 5)
+    for name, ratios in reached.items():
+        best = share(ratio == 1 for ratio in ratios)
+        page.target(f"padded_allocate beside the {name}", "the optimum", f"{best} cases", set(ratios) == {1.0})
     page.section(
-        "Equal sizes",
-        f"256 rows, `equal_size=True`, divisor 1, {seeds} seeds: groups in all, and spread ÷ mean load, mean / median. "
-        "First fit fills its first groups with the heaviest rows, so it takes many more groups than a method that "
-        "balances; it is not the one to take here.",
-        rows_table(body),
+        "Padded",
+        f"`padded_allocate`, where a group costs its rows × the cost of its longest, cost HSTU. Costliest group beside "
+        f"the optimum, {seeds} seeds of {len(LENGTHS)} kinds of lengths: 40 rows in 1 to 9 groups beside a dynamic "
+        "programme over the rows in order, and 8 rows in 3 groups beside every grouping. Milliseconds of CPU from an "
+        "array to lists, checks included: for a number of groups, and for the cost of their costliest as a limit.",
+        body,
     )
 
 
-def main(seeds: int = 10, repeats: int = 7, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/packing.md.
 
     Args:
-        seeds: batches drawn per cell.
-        repeats: times that each batch is packed by each algorithm.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    if quick:
-        seeds, repeats = min(seeds, 2), min(repeats, 3)
+    seeds, repeats = (2, 3) if quick else (10, 7)
     page = Page(
         "packing",
         "Packing: groups, spread, time",
-        f"python -m benchmarks.packing --seeds {seeds} --repeats {repeats}",
-        "Lengths: Zipf 1.2 to 4096; lognormal, mean and deviation 512, to 4096; bimodal, 80 % near 128 and 20 % near "
-        "4096; GSM8K-like, a question of median 90 and an answer of median 200, both lognormal, to 1024. Capacity in "
-        "multiples of the longest row; plain is first-fit decreasing in plain Python.",
+        "python -m benchmarks.packing",
+        f"{described(LENGTHS)} Capacity in multiples of the longest row; plain: first-fit decreasing in Python.",
     )
     cells = itertools.product(ROWS[: 2 if quick else 3], LENGTHS, CAPACITIES, DIVISORS, range(seeds))
     cases = [pack(*cell, repeats) for cell in tqdm(list(cells), desc="packing")]
     report_groups(page, cases)
     report_time(page, cases)
-    measure_published(page, 20 if quick else 100)
-    measure_equal_sizes(page, seeds)
+    measure_padded(page, seeds, repeats)
     page.finish(quick=quick)
 
 

@@ -1,27 +1,25 @@
-"""What does the shuffle stage cost, and how much of it is hidden?
+"""What does the shuffle stage cost, and how much of it is hidden? What does `python -m evenrank.observe` cost?
 
 Two gloo ranks, one thread each. Every variant has a replica of a small HSTU model and trains the same batches; the
 variants take turns step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
 its end, so that no work hides in another variant's step.
 
-Variants: the stock TorchRec pipeline; the identity shuffler, which agrees on the end of data alone; the stage with
-gather and plan waited for where they begin; and the two-phase stage.
+Variants: the stock TorchRec pipeline; the same as `evenrank.observe` records it; the identity shuffler, which agrees on
+the end of data alone; the stage with gather and plan waited for where they begin; and the two-phase stage. What is
+recorded of a step is timed by itself, too.
 
-On CUDA every rank has a GPU of its own, the pipelines that need CUDA streams take part, and `--trace` records some
-steps of the two-phase stage for Perfetto: the exchange is on the memcpy stream, beside the forward pass.
+On CUDA every rank has a GPU of its own, and the pipelines that need CUDA streams take part.
 
 Examples:
     python -m benchmarks.pipeline_overhead
     python -m benchmarks.pipeline_overhead --steps 30 --quick
-    python -m benchmarks.pipeline_overhead --device cuda --ranks 8 --trace trace.json
+    python -m benchmarks.pipeline_overhead --device cuda --ranks 8
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -38,15 +36,15 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.exchange import CONTEXT, make_batch
-from benchmarks.report import Page, draw_lengths, rows_table, run_ranks, with_interval
+from benchmarks.lengths import CONTEXT, draw, make_batch
+from benchmarks.report import Page, interleaved_seconds, median_with_interval, run_ranks
+from benchmarks.window_steps import NUM_IDS, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.pipeline import balanced
+from commons.pipeline.recording import Recorder
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
 
 PIPELINES = {"base": TrainPipelineBase, "native": TrainPipelineSparseDist, "lite": TrainPipelineSparseDistLite}
 CUDA_PIPELINES = PIPELINES | {
@@ -54,11 +52,9 @@ CUDA_PIPELINES = PIPELINES | {
     "semi_sync": TrainPipelineSemiSync,
     "prefetch": PrefetchTrainPipelineSparseDist,
 }
-VARIANTS = ("stock", "identity", "synchronous", "two-phase")
-LONGEST = 256
-TRACED = 6  # steps in a trace
-NUM_IDS = 4000
-HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=2 * LONGEST + len(CONTEXT))
+STAGES = ("stock", "identity", "synchronous", "two-phase")
+LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
+_WRAPPED = ("_next_batch", "progress")  # methods that a recorder looks into
 
 
 class _Synchronous(HSTUBalancedBatchShuffler):
@@ -76,23 +72,17 @@ def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) 
     if lengths_name == "uniform":
         lengths = np.random.default_rng(step).integers(120, 136, count)
     else:
-        lengths = np.minimum(draw_lengths(lengths_name, count, step), LONGEST)
-    batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
-    batch.features.values().remainder_(NUM_IDS)
-    batch.labels.values().round_()
+        lengths = np.minimum(draw(lengths_name, count, step), LONGEST)
+    batch = make_batch(lengths[rank * rows : (rank + 1) * rows], num_ids=NUM_IDS)
     return batch.pin_memory() if torch.cuda.is_available() and device == "cuda" else batch
 
 
 def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any, BaseTaskBalancedBatchShuffler | None]:
     """A replica of the model in its pipeline, and its shuffler."""
-    torch.manual_seed(0)
-    tables = dict.fromkeys([*CONTEXT, "item", "action"], NUM_IDS)
-    config = RankingConfig(HSTU, tables, (64, 1), 1)
-    model = build_distributed_model(HSTURankingModel(config), device=device)
-    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
+    model, optimizer = make_model(device, [*CONTEXT, "item", "action"], 2 * LONGEST + len(CONTEXT))
     stock = CUDA_PIPELINES[pipeline]
     arguments = (model, optimizer, device)
-    if variant == "stock":
+    if variant in ("stock", "observed"):
         return stock(*arguments), None
     if variant == "identity":
         identity = IdentityBalancedBatchShuffler()
@@ -102,36 +92,66 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
     return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
 
 
+class Observing:
+    """The recorder of `evenrank.observe`, installed on TorchRec's pipelines where it is wanted."""
+
+    def __init__(self) -> None:
+        kinds = {each for kind in CUDA_PIPELINES.values() for each in kind.__mro__}
+        stock = {kind: {name: vars(kind)[name] for name in _WRAPPED if name in vars(kind)} for kind in kinds}
+        self.recorder = Recorder()
+        self.recorder.install()
+        self._ways = [
+            (kind, name, method, vars(kind)[name]) for kind, own in stock.items() for name, method in own.items()
+        ]
+
+    def set(self, observes: bool) -> None:
+        """Record from now on, or do not."""
+        for kind, name, method, wrapped in self._ways:
+            setattr(kind, name, wrapped if observes else method)
+
+    def __enter__(self) -> Observing:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.set(False)
+
+
 def measure(
-    rank: int, pipeline: str, lengths_name: str, rows: int, steps: int, warmup: int, kind: str, trace: Path | None
+    rank: int,
+    variants: tuple[str, ...],
+    pipeline: str,
+    lengths_name: str,
+    steps: int,
+    kind: str,
 ) -> dict[str, Any]:
-    """Step times of every variant, and the two-phase stage's own figures, on one rank."""
+    """Step times of variants, and the two-phase stage's own figures, on one rank."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    made = {variant: make_variant(variant, pipeline, device) for variant in VARIANTS}
-    total = warmup + steps
+    total = WARMUP + steps
     sources = {
-        variant: (host_batch(lengths_name, rank, step, rows, kind) for step in range(total + 4 + TRACED))
-        for variant in VARIANTS
+        variant: (host_batch(lengths_name, rank, step, ROWS, kind) for step in range(total + 4)) for variant in variants
     }
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
     stats = []
-    for step in tqdm(range(total), desc=f"{pipeline}, {lengths_name}", disable=rank != 0):
-        for variant in itertools.islice(itertools.cycle(VARIANTS), step % 4, step % 4 + len(VARIANTS)):
-            trainer, shuffler = made[variant]
-            dist.barrier()
-            started = time.perf_counter()
-            trainer.progress(sources[variant])
-            if shuffler is not None:
-                shuffler.drain()
-            if kind == "cuda":
-                torch.cuda.synchronize()
-            dist.barrier()
-            if step >= warmup:
-                times[variant].append((time.perf_counter() - started) * 1e3)
-            if variant == "two-phase" and step >= warmup:
-                stats.append(trainer.last_stats)
-    if trace is not None:
-        record_trace(made["two-phase"][0], sources["two-phase"], trace if rank == 0 else None)
+    with Observing() as observing:
+        made = {variant: make_variant(variant, pipeline, device) for variant in variants}
+        for step in tqdm(range(total), desc=f"{pipeline}, {lengths_name}", disable=rank != 0):
+            for place in range(len(variants)):
+                variant = variants[(step + place) % len(variants)]
+                trainer, shuffler = made[variant]
+                observing.set(variant == "observed")
+                dist.barrier()
+                started = time.perf_counter()
+                trainer.progress(sources[variant])
+                if shuffler is not None:
+                    shuffler.drain()
+                if kind == "cuda":
+                    torch.cuda.synchronize()
+                dist.barrier()
+                if step >= WARMUP:
+                    times[variant].append((time.perf_counter() - started) * 1e3)
+                if variant == "two-phase" and step >= WARMUP:
+                    stats.append(trainer.last_stats)
+        assert len(observing.recorder.lengths) == (total if "observed" in variants else 0)
     for trainer, shuffler in made.values():
         if shuffler is not None:
             trainer.reset()
@@ -143,56 +163,70 @@ def measure(
         "work": [each.gather_ms + each.plan_ms for each in stats],
         "exchange": [each.exchange_ms for each in stats],
         "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats],
-        "moved": float(np.mean([each.moved for each in stats])),
+        "moved": float(np.mean([each.moved for each in stats] or [0])),
     }
 
 
-def record_trace(trainer: Any, source: Iterator[Any], path: Path | None) -> None:
-    """Record steps that follow one another without a barrier, as in training; one rank writes them down."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(TRACED):
-            trainer.progress(source)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(path))
+def recorded_step(keys: int) -> float:
+    """Least microseconds of CPU that recording takes from a step with a batch of 32 rows of so many keys."""
+    batch = make_batch(draw("lognormal", 32, 0), [f"context_{key}" for key in range(keys - 2)])
+    recorder, pipeline, steps = Recorder(), Observing, 500
+
+    def record() -> None:
+        for _ in range(steps):
+            recorder._reading(pipeline, lambda: batch)
+            recorder._training(pipeline, lambda: None)
+
+    return min(interleaved_seconds({keys: record}, 20, show=False)[keys]) / steps * 1e6
+
+
+def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
+    """What `evenrank.observe` takes from a step: by itself, and of whole steps in turn with stock ones."""
+    device = sizes[-1]
+    measured = run_ranks(
+        measure, ranks, ("stock", "observed"), "native", "uniform", *sizes, timeout=1800, device=device
+    )
+    times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in ("stock", "observed")}
+    _, ratio = median_with_interval(times["observed"] / times["stock"])
+    recorded = [{"keys": keys, "µs per step": recorded_step(keys)} for keys in (3, 20, 102)]
+    slowest, fastest_ms = max(row["µs per step"] for row in recorded), float(times["stock"].min())
+    part = slowest / 1e3 / fastest_ms
+    page.target("recording by evenrank.observe", "≤ 1 % of a step", f"{part:.3%} ({slowest:.0f} µs)", part <= 0.01)
+    page.section(
+        "What evenrank.observe takes",
+        "Microseconds of CPU for what is recorded of a batch of 32 rows, by its keys, the least of 20 runs; the target "
+        f"compares them with the fastest stock step, {fastest_ms:.0f} ms.",
+        recorded,
+        f"Whole steps of the native pipeline, uniform lengths, observed ÷ stock in turn: {ratio}.",
+    )
 
 
 def main(
-    rows: int = 32,
     steps: int = 40,
-    warmup: int = 6,
     quick: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
     ranks: int = 2,
-    trace: Path | None = None,
 ) -> None:
     """Measure and write benchmarks/results/pipeline_overhead.md, or pipeline_overhead_cuda.md.
 
     Args:
-        rows: samples per rank.
         steps: measured steps per case.
-        warmup: steps before.
         quick: one pipeline and few steps, for a look; writes nothing.
         device: where ranks run.
         ranks: how many; on CUDA a GPU each.
-        trace: a file for the trace of some steps of the last case, to be opened in Perfetto.
     """
-    if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
     pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)
     step_rows, hidden_rows = [], []
     for pipeline, lengths_name in itertools.product(pipelines, ("uniform", "zipf")):
-        arguments = (pipeline, lengths_name, rows, 8 if quick else steps, warmup, device, trace)
-        measured = run_ranks(measure, ranks, *arguments, timeout=1800, device=device)
-        times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in VARIANTS}
+        arguments = (pipeline, lengths_name, 8 if quick else steps, device)
+        measured = run_ranks(measure, ranks, STAGES, *arguments, timeout=1800, device=device)
+        times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in STAGES}
         case = {"pipeline": pipeline, "lengths": lengths_name}
         step_rows.append(
             case
             | {"stock ms": float(np.median(times["stock"]))}
-            | {variant: _median(times[variant] / times["stock"]) for variant in VARIANTS[1:]}
+            | {variant: median_with_interval(times[variant] / times["stock"])[1] for variant in STAGES[1:]}
         )
         wait, work, exchange = (
             np.concatenate([each[name] for each in measured]) for name in ("wait", "work", "exchange")
@@ -216,25 +250,22 @@ def main(
         "pipeline_overhead_cuda" if on_cuda else "pipeline_overhead",
         "Pipelines: what the stage costs",
         "python -m benchmarks.pipeline_overhead" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
-        f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} users per rank, {ranks} ranks, {steps} steps; "
+        f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {ROWS} users per rank, {ranks} ranks, {steps} steps; "
         "`min_gain` 3 %. Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
     )
     page.section(
         "Step time, as a ratio to the stock pipeline",
         "Median of the ratio step by step, and its 95 % bootstrap interval. Below 1: faster than stock.",
-        rows_table(step_rows),
+        step_rows,
     )
     page.section(
         "How much of gather and plan is hidden (two-phase)",
-        rows_table(hidden_rows),
+        hidden_rows,
         "A step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is "
         "hidden from the main thread.",
     )
+    measure_observing(page, ranks, (8 if quick else 2 * steps, device))
     page.finish(quick=quick)
-
-
-def _median(ratios: np.ndarray) -> str:
-    return with_interval(lambda chosen: np.median(ratios[chosen], axis=-1), len(ratios))[1]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ dealing out, sorting, writing. Peak memory is the largest resident size of that 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,13 +22,12 @@ import tyro
 
 from benchmarks.command_line import from_command_line
 from benchmarks.raw_data import GENERATORS
-from benchmarks.report import Page, rows_table
+from benchmarks.report import Page, run_program
 
 _SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
-_DATASETS = {"ml-20m": "ml-20m.zip", "kuairand-1k": "KuaiRand-1K"}
-_LARGE = {"kuairand-27k": "KuaiRand-27K"}
-_QUICK_USERS = {"ml-20m": 13_849, "kuairand-1k": 100}
+_DATASETS = {"ml-20m": ("ml-20m.zip", 13_849), "kuairand-1k": ("KuaiRand-1K", 100)}  # archive, and users if quick
+_LARGE = {"kuairand-27k": ("KuaiRand-27K", None)}
 # The child imports what the preprocessor needs and nothing else; its memory is that of preprocessing.
 _CHILD = """
 import json, resource, sys, time
@@ -57,10 +55,7 @@ def measure(name: str, source: Path, folder: Path, repeats: int) -> list[Any]:
     for _ in range(repeats):
         imports = _MOVIELENS if name == "ml-20m" else _KUAIRAND.format(name=name)
         child = _CHILD.format(name=name, imports=imports)
-        finished = subprocess.run(
-            [sys.executable, "-c", child, str(source), str(folder)], capture_output=True, text=True, check=True
-        )
-        runs.append(json.loads(finished.stdout))
+        runs.append(json.loads(run_program([sys.executable, "-c", child, str(source), str(folder)])))
     return min(runs, key=lambda run: run[2])
 
 
@@ -73,11 +68,11 @@ def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = 
     """
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        for name, archive in (_DATASETS | _LARGE if large else _DATASETS).items():
+        for name, (archive, few) in (_DATASETS | _LARGE if large else _DATASETS).items():
             folder = Path(temporary, name)
             folder.mkdir()
             source = folder / archive
-            GENERATORS[name](source, show_progress=True, **({"num_users": _QUICK_USERS[name]} if quick else {}))
+            GENERATORS[name](source, show_progress=True, **({"num_users": few} if quick else {}))
             repeats = 1 if quick or name in _LARGE else 3
             count, users, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
             rows.append(
@@ -99,7 +94,7 @@ def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = 
         "rows. The fastest of three runs, each a process of its own (one run of KuaiRand-27K).",
         threads="",
     )
-    page.section("", rows_table(rows))
+    page.section("", rows)
     page.finish(quick=not large)
 
 

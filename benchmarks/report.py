@@ -1,4 +1,4 @@
-"""What all benchmark programs share: lengths, ranks, timing, Markdown tables, and the head of a results page."""
+"""What all benchmark programs share: ranks, timing, Markdown tables, and results pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from tqdm import tqdm
 
-RESULTS = Path(__file__).parent / "results"
-
-
-def draw_lengths(name: str, count: int, seed: int) -> np.ndarray:
-    """int64 `(count,)`: "uniform" 512, "zipf" 1.2 to 4096, "lognormal" of mean 512, "user-like" of mean about 165."""
-    rng = np.random.default_rng(seed)
-    if name == "uniform":
-        return np.full(count, 512, dtype=np.int64)
-    if name == "zipf":
-        return np.clip(rng.zipf(1.2, count), 1, 4096).astype(np.int64)
-    if name == "lognormal":
-        spread = np.log(2.0)
-        return np.clip(rng.lognormal(np.log(512) - spread / 2, np.sqrt(spread), count), 1, 4096).astype(np.int64)
-    if name == "user-like":
-        return np.clip(20 + 125 * rng.weibull(0.76, count), 20, 2314).astype(np.int64)
-    raise ValueError(f"lengths {name!r} are unknown; choose uniform, zipf, lognormal or user-like")
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 def run_ranks(
@@ -78,13 +64,6 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def run_program(command: Sequence[str]) -> None:
-    """Run a program; an error has the end of what it printed there."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-
-
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     """This process as the only rank of a gloo group."""
@@ -94,14 +73,22 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def interleaved_medians(
-    variants: Mapping[str, Callable[[], Any]],
+def run_program(command: Sequence[str]) -> str:
+    """Run a program in the root of the project; what it printed, of which an error has the end."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def interleaved_seconds(
+    variants: Mapping[Any, Callable[[], Any]],
     repeats: int,
     *,
     clock: Callable[[], float] = time.process_time,
     show: bool = True,
-) -> dict[str, float]:
-    """Median seconds of each variant; every round runs all of them, after one round that is not counted.
+) -> dict[Any, list[float]]:
+    """Seconds of each variant in every round; a round runs all of them, after one that is not counted.
 
     Args:
         variants: by name.
@@ -109,19 +96,44 @@ def interleaved_medians(
         clock: seconds; by default of this process, so that others on the machine do not count.
         show: a progress bar.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[Any, list[float]] = {name: [] for name in variants}
     for turn in tqdm(range(repeats + 1), desc="rounds", leave=False, disable=not show):
         for name, variant in variants.items():
             started = clock()
             variant()
             if turn:
                 seconds[name].append(clock() - started)
+    return seconds
+
+
+def interleaved_medians(variants: Mapping[Any, Callable[[], Any]], repeats: int, **options: Any) -> dict[Any, float]:
+    """Median seconds of each variant, see `interleaved_seconds`."""
+    seconds = interleaved_seconds(variants, repeats, **options)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], float] = time.perf_counter) -> float:
     """Median time of a call after one call to warm up."""
     return interleaved_medians({"": call}, repeats, clock=clock, show=False)[""] * 1e3
+
+
+def device_milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 2) -> float:
+    """Median time of a call by the clock of the device, or of the host where that is the CPU."""
+    taken = []
+    for _ in range(warmup + repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            call()
+            taken.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(taken[warmup:])
 
 
 def with_interval(statistic: Callable[[np.ndarray], Any], count: int) -> tuple[float, str]:
@@ -136,20 +148,9 @@ def with_interval(statistic: Callable[[np.ndarray], Any], count: int) -> tuple[f
     return value, f"{value:.3f} ({low:.3f}–{high:.3f})"
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A least-squares line of time on a measure of work."""
-
-    slope: float
-    intercept: float
-    r_squared: float
-
-
-def fit_line(work: list[float], seconds: list[float]) -> Fit:
-    """Least squares of `seconds` on `work`."""
-    slope, intercept = np.polyfit(work, seconds, 1)
-    residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
-    return Fit(float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds)))
+def median_with_interval(values: np.ndarray) -> tuple[float, str]:
+    """The median of observations `(n,)`, and its text with the 95 % bootstrap interval."""
+    return with_interval(lambda chosen: np.median(values[chosen], axis=-1), len(values))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -172,9 +173,16 @@ def _cell(value: Any) -> str:
     return f"{value:,.{4 if size < 2 else 2 if size < 10 else 1 if size < 100 else 0}f}"
 
 
-def mean_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean of every column."""
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+def each_column(rows: Sequence[Mapping[str, Any]], summed_up: Callable[[list[Any]], Any] = np.median) -> dict[str, Any]:
+    """Every column of rows, summed up; a number as a float."""
+    found = {name: summed_up([row[name] for row in rows]) for name in rows[0]}
+    return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
+
+
+def share(values: Iterable[bool]) -> str:
+    """How many of `values` hold, as "k of n"."""
+    values = list(values)
+    return f"{sum(values)} of {len(values)}"
 
 
 def heading(title: str, command: str, threads: str = "; one thread per rank") -> str:
@@ -182,12 +190,6 @@ def heading(title: str, command: str, threads: str = "; one thread per rank") ->
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}{threads}"
     return f"# {title}\n\n{datetime.date.today().isoformat()} · `{command}` · {machine} · {versions}\n"
-
-
-def share(values: Iterable[bool]) -> str:
-    """How many of `values` hold, as "k of n"."""
-    values = list(values)
-    return f"{sum(values)} of {len(values)}"
 
 
 class Page:
@@ -204,9 +206,16 @@ class Page:
         """Note a target and whether it is met."""
         self._targets.append([what, target, reached, "yes" if met else "**no**"])
 
-    def section(self, title: str, *paragraphs: str) -> None:
-        """Add a section; one without a title has its paragraphs alone."""
-        self._sections.append("\n\n".join([f"## {title}", *paragraphs] if title else paragraphs))
+    def target_of_cases(self, what: str, limit: float, values: Sequence[float], unit: str = "") -> None:
+        """Note that all cases are to be at most `limit`."""
+        met = [value <= limit for value in values]
+        reached = f"mean {np.mean(values):.5f}, worst {max(values):.5f}, {share(met)} cases"
+        self.target(what, f"≤ {limit:g}{unit}", reached, all(met))
+
+    def section(self, title: str, *parts: str | Sequence[Mapping[str, Any]]) -> None:
+        """Add a section of paragraphs and of tables, which are given as rows; one without a title has these alone."""
+        texts = [part if isinstance(part, str) else rows_table(part) for part in parts]
+        self._sections.append("\n\n".join([f"## {title}", *texts] if title else texts))
 
     def finish(self, *, quick: bool) -> None:
         """Print the page and, unless it is a quick look, write it to benchmarks/results."""

@@ -14,23 +14,38 @@ Examples:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
+from benchmarks.lengths import NODE, described, draw, make_batch
 from benchmarks.link_model import LinkModel, connections, grid
-from benchmarks.planner import NODE
-from benchmarks.report import Page, rows_table
-from benchmarks.scale_parts import OneRank, play_rank
+from benchmarks.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
+from benchmarks.report import ROOT, Page
+from commons.distributed import shuffle_session
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.stats import WindowStats
+from commons.perf_model.partitioner import core, partition_grid
+from hstu import HSTUBalancedBatchShuffler
 
-LENGTHS = ("user-like", "lognormal", "zipf")
+ROWS = 32  # of each rank in a batch
+LENGTHS = ("user-like, mean 165", "lognormal", "zipf")
+# What the worker calls, in the order of a batch.
+STAGES: dict[str, tuple[Any, str]] = {"plan": (core, "shuffle"), "exchange": (shuffle_session.RowExchange, "of")}
 # What is asked for beside `ranks_per_node=8`; a gain of 60 % is more than these batches can have.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ranks_per_node=8": {},
@@ -40,111 +55,247 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slack=0.05": {"slack": 0.05},
     "min_gain=0.6": {"min_gain": 0.6},
 }
-OPTIONS_AT = WINDOWS_AT = (512, 4096)
+OPTIONS_AT = (512, 1024, 4096)  # ranks; windows too
 LINK = LinkModel()
 STEP_MS = 100.0
 GOAL_MS = 20.0
-PICTURE = Path(__file__).parents[1] / "docs" / "scale.svg"
-COMMAND = "python -m benchmarks.scale"
+PICTURE = ROOT / "docs" / "scale.svg"
 # What was played, by the first columns of its rows: ranks, and features, lengths, window or option.
-Played = dict[tuple[Any, ...], OneRank]
+Played = dict[tuple[Any, ...], "OneRank"]
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """What one rank of `world_size` does for a batch or a window; times are processor milliseconds of one thread."""
+
+    world_size: int
+    message_bytes: int  # what a rank sends to the gather
+    stage_ms: dict[str, float]  # by stage, and the "rest"
+    # Most memory beyond that of the process before, in 10^6 bytes: messages, plan, and what is held for a while.
+    peak_mb: float
+    indices_mb: float  # of that, what stays with the batch for its exchange
+    stats: WindowStats  # of all batches together
+    moved: MovedRows | None  # of a batch that is planned by itself
+    sampler_ms: float  # of a plan without a home, which a sampler makes of lengths that it knows beforehand
+
+    @property
+    def worker_ms(self) -> float:
+        """All that the worker computes."""
+        return sum(self.stage_ms.values())
+
+
+def play_rank(
+    world_size: int, features: int, kind: str, repeats: int, window: int | None = None, **options: Any
+) -> OneRank:
+    """Let one of `world_size` ranks prepare a shuffle.
+
+    Args:
+        world_size: ranks.
+        features: keys of a row besides its label: items, actions and one-value context.
+        kind: of lengths, as `benchmarks.lengths.draw` takes it.
+        repeats: after one run that is not timed; the least processor time counts.
+        window: batches that are planned together; None for a batch by itself.
+        **options: of the shuffler.
+    """
+    rank, steps = world_size // 2, window or 1
+    lengths = draw(kind, world_size * steps * ROWS, 0).reshape(world_size, steps, ROWS)
+    context = [f"context_{key}" for key in range(features - 2)]
+    options = {"ranks_per_node": NODE if world_size % NODE == 0 else None} | options
+
+    def batches(of_rank: np.ndarray) -> list[Any]:
+        return [make_batch(each, context) for each in of_rank]
+
+    with (
+        fake_ranks(world_size, rank),
+        closing(HSTUBalancedBatchShuffler(**SIZES, options=ShufflerOptions(**options))) as shuffler,
+    ):
+        own = batches(lengths[rank])
+        before = _memory("VmRSS", reset_peak=True)
+        told = tqdm(lengths, desc=f"messages of {world_size} ranks, {features} features", leave=False)
+        tell_of_all_ranks(shuffler, (made if window else made[0] for made in map(batches, told)), window)
+        session: Any = shuffler.engine._session(None) if window is None else shuffler.engine._session(None, window)
+        local = [shuffler.engine.costs.describe(batch, None) for batch in own]
+        times, prepared = [], None
+        for step in range(repeats + 1):
+            prepared = None  # what the step before has left behind is not held beside this one
+            with _timed_stages() as clock:
+                started = time.thread_time()
+                prepared = session.prepare(step, local)
+                total = (time.thread_time() - started) * 1e3
+            times.append({**clock, "rest": total - sum(clock.values())})
+        assert prepared is not None and prepared.plan is not None and prepared.exchange is not None
+        indices = prepared.exchange.indices
+        return OneRank(
+            world_size,
+            session.channel.message_bytes,
+            min(times[1:], key=lambda each: sum(each.values())),
+            (_memory("VmHWM") - before) / 1e6,
+            indices.numel() * indices.element_size() / 1e6,
+            WindowStats.of(0, prepared.describe(), 0.0),
+            None if window else MovedRows.of(prepared.plan, prepared.exchange.layout),
+            _sampler_ms(prepared.plan.gathered.workloads, world_size, window, repeats) if window else 0.0,
+        )
+
+
+def _sampler_ms(workloads: np.ndarray, world_size: int, window: int, repeats: int) -> float:
+    """Least processor milliseconds of a sampler's plan: as many rows in each batch, in order."""
+    times = []
+    batch_of_row = np.arange(len(workloads)) * window // len(workloads)
+    for _ in range(repeats):
+        started = time.thread_time()
+        partition_grid(workloads, world_size, window, home_step=batch_of_row)
+        times.append((time.thread_time() - started) * 1e3)
+    return min(times)
+
+
+@contextlib.contextmanager
+def _timed_stages() -> Iterator[dict[str, float]]:
+    """Processor milliseconds of this thread in each stage, while the block runs."""
+    clock = dict.fromkeys(STAGES, 0.0)
+
+    def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **keywords: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                clock[stage] += (time.thread_time() - started) * 1e3
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for stage, (owner, name) in STAGES.items():
+            stack.enter_context(mock.patch.object(owner, name, timed(stage, getattr(owner, name))))
+        yield clock
+
+
+def _memory(name: str, *, reset_peak: bool = False) -> int:
+    """Bytes that the process holds (VmRSS) or has held at most since the reset (VmHWM); see proc(5)."""
+    if reset_peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def main(
     ranks: tuple[int, ...] = (8, 64, 512, 1024, 4096, 16384),
     features: tuple[int, ...] = (5, 20, 200),
     windows: tuple[int, ...] = (1, 4, 8),
-    rows: int = 32,
-    repeats: int = 3,
     link: LinkModel = LINK,
     quick: bool = False,
 ) -> None:
     """Play one rank; write scale.md and scale_windows.md in benchmarks/results, and docs/scale.svg.
 
     Args:
-        ranks: numbers of ranks; options and windows are played with 512 and 4,096 of these.
+        ranks: numbers of ranks; options and windows are played with 512, 1,024 and 4,096 of these.
         features: keys of a row besides its label, at least 2; the first is the one that all lengths are measured with.
         windows: batches that are planned together.
-        rows: of each rank in a batch.
-        repeats: of every measurement; the least counts.
         link: what the wire takes.
         quick: few ranks, for a look; writes nothing.
     """
     torch.set_num_threads(1)
     if quick:
-        ranks, features, windows, repeats = (8, 64), (5, 20), (1, 4), 1
-    few = [world_size for world_size in (ranks if quick else WINDOWS_AT) if world_size in ranks]
-    cases = [(world_size, features[0], kind) for world_size, kind in itertools.product(ranks, LENGTHS)]
-    cases += [(world_size, keys, LENGTHS[0]) for world_size, keys in itertools.product(ranks, features[1:])]
-    played = {(size, keys, kind): play_rank(size, rows, keys, kind, repeats) for size, keys, kind in _shown(cases)}
+        ranks, features, windows = (8, 64), (5, 20), (1, 4)
+    repeats, few = (1, ranks) if quick else (3, [size for size in OPTIONS_AT if size in ranks])
+    keys, users = features[0], LENGTHS[0]
+    cases = [(size, keys, kind) for size, kind in itertools.product(ranks, LENGTHS)]
+    cases += [(size, more, users) for size, more in itertools.product(ranks, features[1:])]
+    played = {case: play_rank(*case, repeats) for case in tqdm(cases, desc="batches")}
     with_options = {
-        (size, name): play_rank(size, rows, features[0], LENGTHS[0], repeats, **OPTIONS[name])
-        for size, name in _shown(itertools.product(few, OPTIONS))
+        (size, name): play_rank(size, keys, users, repeats, **OPTIONS[name])
+        for size, name in tqdm(list(itertools.product(few, OPTIONS)), desc="options")
     }
     in_windows = {
-        (size, kind, window): play_rank(size, rows, features[0], kind, repeats, window)
-        for size, kind, window in _shown(itertools.product(few, LENGTHS, windows))
+        (size, kind, window): play_rank(size, keys, kind, repeats, window)
+        for size, kind, window in tqdm(list(itertools.product(few, LENGTHS, windows)), desc="windows")
     }
-    _page_of_batches(played, with_options, f"{rows} rows per rank", features[0], link).finish(quick=quick)
-    _page_of_windows(in_windows, f"{rows} rows per rank and batch", features[0], link).finish(quick=quick)
+    _page_of_batches(played, with_options, keys, link).finish(quick=quick)
+    _page_of_windows(in_windows, keys, link).finish(quick=quick)
     if not quick:
-        _draw({key[:2]: each for key, each in played.items() if key[2] == LENGTHS[0]}, link)
+        _draw({key[:2]: each for key, each in played.items() if key[2] == users}, link)
 
 
-def _shown(cases: Any) -> Any:
-    return tqdm(list(cases), desc="cases")
-
-
-def _page_of_batches(played: Played, with_options: Played, about: str, keys: int, link: LinkModel) -> Page:
+def _page_of_batches(played: Played, with_options: Played, keys: int, link: LinkModel) -> Page:
     page = Page(
         "scale",
         "Many ranks: what a shuffle takes and where its limits are",
-        COMMAND,
-        f"{about}, hosts of {link.ranks_per_host}, slack 1 %. Computed times are processor time of one thread, the "
-        "least of a few runs; times of the wire are modelled. [docs/scale.md](../../docs/scale.md) explains them. The "
-        f"model: {link.described()}.",
+        "python -m benchmarks.scale",
+        f"{ROWS} rows per rank, hosts of {link.ranks_per_host}, slack 1 %. Computed times are processor time of one "
+        "thread, the least of a few runs; times of the wire are modelled. [docs/scale.md](../../docs/scale.md) "
+        f"explains them. The model: {link.described()}. {described(LENGTHS)}",
     )
+    for size, goal in ((4096, 20), (16384, 100)):
+        of_size = [_total_ms(each, link) for key, each in played.items() if key[:2] == (size, keys)]
+        if of_size:
+            page.target_of_cases(f"gather and computed, {size:,} ranks", goal, of_size, " ms")
+    before, plans, resources = [], [], []
+    for (size, of_keys, kind), each in played.items():
+        case = {"ranks": size, "features": of_keys, "lengths": kind}
+        ring, in_grid, by_host = _gathers(each, link)
+        total, times = _total_ms(each, link), {"ring": ring, "grid": in_grid, "hosts first": by_host}
+        verdict = "within the goal" if total <= GOAL_MS else "hidden" if total <= STEP_MS else "**beyond a step**"
+        before.append(
+            case
+            | {"message, kB": each.message_bytes / 1e3, **times, **each.stage_ms, "all computed": each.worker_ms}
+            | {"gather and computed": total, "": verdict}
+        )
+        moved = each.moved
+        assert moved is not None
+        busiest = max(moved.sent.max(), moved.received.max()) / 1e3
+        sent = {"sent kB, mean": moved.sent.mean() / 1e3, "busiest": busiest, "its peers": moved.peers}
+        plans.append(case | {"before": 1 + each.stats.imbalance_before} | _plan(each) | sent | _rows_ms(each, link))
+        if kind == LENGTHS[0]:
+            of_ring, of_grid = connections(size, None), connections(size, grid(size))
+            resources.append(
+                {
+                    **{"ranks": size, "features": of_keys, "gathered, MB": each.message_bytes * size / 1e6},
+                    **{"peak, MB": each.peak_mb, "kept for the exchange, MB": each.indices_mb},
+                    **{"connections, ring": of_ring, "grid": of_grid},
+                    **{"addresses in the store, ring": size * of_ring, "grid.": size * of_grid},
+                }
+            )
     page.section(
         "Before the exchange",
-        "Milliseconds. Gather: modelled, as one ring, as a grid of √W × √W ranks, and hosts first.",
-        rows_table([_of(*key) | _before_exchange(each, link) for key, each in played.items()]),
-    )
-    page.section(
-        "What the worker computes",
-        "Milliseconds by stage.",
-        rows_table([_of(*key) | each.stage_ms for key, each in played.items()]),
+        "Milliseconds. Gather: modelled, as one ring, as a grid of √W × √W ranks, and hosts first. Then what the "
+        "worker computes, by stage, and the sum with the faster of ring and grid.",
+        before,
     )
     page.section(
         "The plan and its exchange",
         "Largest ÷ mean load, largest load ÷ the planner's lower bound, tokens moved, and modelled milliseconds.",
-        rows_table([_of(*key) | _exchange(each, link) for key, each in played.items()]),
+        plans,
     )
     if with_options:
         body = [
             {"ranks": size, "option": name, "plan": each.stage_ms["plan"], "all computed": each.worker_ms}
             | _plan(each)
-            | {"all-to-all ms": _rows_ms(each, link)}
+            | _rows_ms(each, link)
             for (size, name), each in with_options.items()
         ]
-        about = f"User-like lengths, {keys} features; milliseconds as above."
-        page.section("What options change", about, rows_table(body))
+        page.section("What options change", f"User-like, {keys} features; milliseconds as above.", body)
     page.section(
         "Memory, connections and the store",
         "Of one rank. Connections are those of the control group, each of which is a file descriptor.",
-        rows_table([_resources(*key[:2], each) for key, each in played.items() if key[2] == LENGTHS[0]]),
+        resources,
     )
     return page
 
 
-def _page_of_windows(played: Played, about: str, keys: int, link: LinkModel) -> Page:
+def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     page = Page(
         "scale_windows",
         "Many ranks: what a window takes",
-        COMMAND,
-        f"{about}, {keys} features, hosts of {link.ranks_per_host}, slack 1 %. Computed times are processor time of "
-        "one thread for a whole window, the least of a few runs; the gather in a grid of √W × √W ranks is modelled. "
-        f"The model: {link.described()}.",
+        "python -m benchmarks.scale",
+        f"{ROWS} rows per rank and batch, {keys} features, hosts of {link.ranks_per_host}, slack 1 %. Computed times "
+        "are processor time of one thread for a whole window, the least of a few runs; the gather in a grid of √W × √W "
+        f"ranks is modelled. The model: {link.described()}. {described(LENGTHS)}",
     )
+    for size, goal in ((1024, 10), (4096, 100)):
+        of_size = [
+            each.stage_ms["plan"] / window for (of, _, window), each in played.items() if of == size and window > 1
+        ]
+        if of_size:
+            page.target_of_cases(f"plan near home per step, {size:,} ranks", goal, of_size, " ms")
     times, gains = [], []
     for (size, kind, window), each in played.items():
         case = {"ranks": size, "lengths": kind, "window": window}
@@ -160,19 +311,15 @@ def _page_of_windows(played: Played, about: str, keys: int, link: LinkModel) -> 
             "What a window takes",
             "Milliseconds of a window, and the sum ÷ its steps; with a window of 1 each batch is planned by itself. "
             "The last column is a sampler's plan, which has no home, and gathers and exchanges nothing.",
-            rows_table(times),
+            times,
         )
         page.section(
             "What it gains",
             "Sum over the steps of the largest load ÷ mean load, as loaded and planned; the planned sum ÷ its lower "
             "bound; tokens that change their rank.",
-            rows_table(gains),
+            gains,
         )
     return page
-
-
-def _of(size: int, keys: int, kind: str) -> dict[str, Any]:
-    return {"ranks": size, "features": keys, "lengths": kind}
 
 
 def _gathers(each: OneRank, link: LinkModel) -> tuple[float, float, float]:
@@ -182,57 +329,22 @@ def _gathers(each: OneRank, link: LinkModel) -> tuple[float, float, float]:
     return ring, in_grid, link.by_host_ms(size, message)
 
 
-def _rows_ms(each: OneRank, link: LinkModel) -> float:
-    assert each.exchange is not None
-    return link.rows_ms(each.exchange.sent, each.exchange.received, each.exchange.peers)
+def _total_ms(each: OneRank, link: LinkModel) -> float:
+    return min(_gathers(each, link)[:2]) + each.worker_ms
 
 
-def _before_exchange(each: OneRank, link: LinkModel) -> dict[str, Any]:
-    ring, in_grid, by_host = _gathers(each, link)
-    total = min(ring, in_grid) + each.worker_ms
-    return {
-        "message, kB": each.message_bytes / 1e3,
-        "ring": ring,
-        "grid": in_grid,
-        "hosts first": by_host,
-        "plan": each.stage_ms["plan"],
-        "all computed": each.worker_ms,
-        "gather and computed": total,
-        "": "within the goal" if total <= GOAL_MS else "hidden" if total <= STEP_MS else "**beyond a step**",
-    }
+def _rows_ms(each: OneRank, link: LinkModel) -> dict[str, float]:
+    assert each.moved is not None
+    return {"all-to-all ms": link.rows_ms(each.moved.sent, each.moved.received, each.moved.peers)}
 
 
 def _plan(each: OneRank) -> dict[str, Any]:
-    assert each.exchange is not None
+    assert each.moved is not None
     return {
         "after": 1 + each.stats.imbalance_after,
         "÷ bound": 1 + each.stats.optimality_gap,
         "tokens moved": each.stats.token_fraction_moved,
-        f"leave their {NODE}": each.exchange.tokens_crossing,
-    }
-
-
-def _exchange(each: OneRank, link: LinkModel) -> dict[str, Any]:
-    exchange = each.exchange
-    assert exchange is not None
-    busiest = max(exchange.sent.max(), exchange.received.max()) / 1e3
-    bytes_sent = {"sent kB, mean": exchange.sent.mean() / 1e3, "busiest": busiest, "its peers": exchange.peers}
-    before = {"before": 1 + each.stats.imbalance_before}
-    return before | _plan(each) | bytes_sent | {"all-to-all ms": _rows_ms(each, link)}
-
-
-def _resources(size: int, keys: int, each: OneRank) -> dict[str, Any]:
-    ring, in_grid = connections(size, None), connections(size, grid(size))
-    return {
-        "ranks": size,
-        "features": keys,
-        "gathered, MB": each.message_bytes * size / 1e6,
-        "peak, MB": each.peak_mb,
-        "kept for the exchange, MB": each.indices_mb,
-        "connections, ring": ring,
-        "grid": in_grid,
-        "addresses in the store, ring": size * ring,
-        "grid.": size * in_grid,
+        f"leave their {NODE}": each.moved.tokens_crossing,
     }
 
 
@@ -246,17 +358,17 @@ def _draw(played: Played, link: LinkModel) -> None:
             sizes = [size for size, other in played if other == key]
             each = [played[size, key] for size in sizes]
             ring, in_grid, by_host = zip(*(_gathers(one, link) for one in each))
-            computed = [one.worker_ms for one in each]
-            together = [min(times) + own for times, own in zip(zip(ring, in_grid), computed)]
-            axis.plot(sizes, ring, ":", color="tab:blue", label="gather, ring (modelled)")
-            axis.plot(sizes, in_grid, "--", color="tab:blue", label="gather, grid (modelled)")
-            axis.plot(sizes, by_host, "-", color="tab:cyan", linewidth=1, label="gather, hosts first (modelled)")
-            plan = [one.stage_ms["plan"] for one in each]
-            axis.plot(sizes, plan, "o-", color="tab:orange", markersize=3, label="planning (measured)")
-            axis.plot(sizes, computed, "s-", color="tab:red", markersize=3, label="all computed (measured)")
-            rows_ms = [_rows_ms(one, link) for one in each]
-            axis.plot(sizes, rows_ms, "-.", color="tab:green", label="exchange (modelled)")
-            axis.plot(sizes, together, color="black", linewidth=2, label="gather and computed")
+            lines = {
+                "gather, ring (modelled)": (":", "tab:blue", ring),
+                "gather, grid (modelled)": ("--", "tab:blue", in_grid),
+                "gather, hosts first (modelled)": ("-", "tab:cyan", by_host),
+                "planning (measured)": ("o-", "tab:orange", [one.stage_ms["plan"] for one in each]),
+                "all computed (measured)": ("s-", "tab:red", [one.worker_ms for one in each]),
+                "exchange (modelled)": ("-.", "tab:green", [_rows_ms(one, link)["all-to-all ms"] for one in each]),
+                "gather and computed": ("-", "black", [_total_ms(one, link) for one in each]),
+            }
+            for name, (style, color, values) in lines.items():
+                axis.plot(sizes, values, style, color=color, label=name, markersize=3)
             for limit, name in ((GOAL_MS, "20 ms"), (STEP_MS, "a 100 ms step")):
                 axis.axhline(limit, color="grey", linewidth=0.8)
                 axis.text(sizes[0], limit * 1.08, name, color="grey", fontsize=8)

@@ -7,13 +7,13 @@ benchmarks/window_steps.py trains.
 Examples:
     python -m benchmarks.window
     python -m benchmarks.window --quick
-    python -m benchmarks.window --seeds 10
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,14 +22,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.planner import COSTS, NODE, draw
-from benchmarks.report import Page, milliseconds, rows_table, share
+from benchmarks.lengths import COSTS, NODE, described, draw
+from benchmarks.report import Page, each_column, milliseconds, share
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid
 
 WINDOWS = (2, 4, 8)
-
-
 # Times of this process: others on the machine do not count.
 cpu_milliseconds = partial(milliseconds, clock=time.process_time)
 
@@ -123,7 +121,7 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
         f"Sum over the steps of the largest load ÷ the mean, mean of {seeds} seeds, equal counts; for windows also the "
         "same sum ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. "
         f"{share(gap <= 0.002 for gap in gaps)} windows are within two thousandths of the bound.",
-        rows_table(body),
+        body,
     )
 
 
@@ -148,7 +146,7 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         "Milliseconds of CPU per plan of a whole window, `partition_grid()` from Python with all checks, one thread, "
         "the interpreter lock released: rows alone; with the batch of each, which adds every batch's own plan where "
         "the bound does not spare it; near home.",
-        rows_table(body),
+        body,
     )
 
 
@@ -172,14 +170,13 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
                     "sum ÷ mean": batches.over_mean(grid.sum_of_largest),
                 }
             )
-        medians = {name: float(np.median([each[name] for each in found])) for name in found[0]}
-        body.append({"lengths, ranks × rows": str(case), "window": window} | medians)
+        body.append({"lengths, ranks × rows": str(case), "window": window} | each_column(found))
     page.section(
         "Rows kept on their rank",
         f"Slack 1 %, nodes of {NODE}, shares, median of {seeds} seeds (one at 1024 ranks). A row may go to any step of "
         "its rank at no cost. A window of 1 is what `partition` moves. Where a window has no room left, as with few "
         "rows per rank, most rows move for the last percent; a larger slack keeps more of them.",
-        rows_table(body),
+        body,
     )
 
 
@@ -190,64 +187,59 @@ def measure_samplers(page: Page, quick: bool) -> None:
     work = COSTS["HSTU"](tokens)
     shared: dict[str, Any] = {"num_ranks": ranks, "rank": 0, "shuffle": False}
     heaviest, average = int(work.max()), round(rows * float(work.mean()))
+    of_heaviest = f"budget of the heaviest row ({heaviest / work.mean():.0f} average rows)"
     samplers = {
         "balanced, window of 1": BalancedBatchSampler(work, rows, **shared),
         "balanced, window of 8": BalancedBatchSampler(work, rows, window=8, **shared),
-        f"budget of the heaviest row ({heaviest / work.mean():.0f} average rows)": BudgetBatchSampler(
-            work, budget_per_rank=heaviest, **shared
-        ),
+        of_heaviest: BudgetBatchSampler(work, budget_per_rank=heaviest, **shared),
         f"budget of {rows} average rows": BudgetBatchSampler(work, budget_per_rank=average, **shared),
     }
-    as_loaded = np.arange(len(tokens)).reshape(-1, ranks, rows)
-    loaded = [(tokens[each].sum(1), work[each].sum(1), ranks * rows) for each in as_loaded]
-    body = [{"": "as loaded"} | _spreads(loaded) | {"ms per step": "–"}]
+    in_order = np.arange(len(tokens)).reshape(-1, ranks * rows)
+    body = [_spreads("as loaded", [(each, np.arange(ranks * rows) // rows) for each in in_order], tokens, work, ranks)]
     for name, sampler in tqdm(samplers.items(), desc="samplers"):
         started = time.process_time()
         steps = list(sampler.plan(0))
         per_step = (time.process_time() - started) / len(steps) * 1e3
-        found = [
-            (*(np.bincount(ranks_of, each[chosen], ranks) for each in (tokens, work)), len(chosen))
-            for chosen, ranks_of in steps[:-1]  # the last one has what is left
-        ]
-        body.append({"": name} | _spreads(found) | {"ms per step": f"{per_step:.1f}"})
+        # The last step has what is left.
+        body.append(_spreads(name, steps[:-1], tokens, work, ranks) | {"ms per step": f"{per_step:.1f}"})
     page.section(
         "Samplers: balance and memory",
         f"What each rank reads in a step, user-like lengths, {ranks} ranks, {rows} rows per rank where the number is "
         "fixed: the sum over the steps of the largest load ÷ the mean; the fullest rank of any step ÷ the mean, in "
         "tokens, by which memory grows; rows of a step, over all ranks. Rows above a budget have a rank to themselves "
         "and make their steps longer. Milliseconds of CPU per step for the plan.",
-        rows_table(body),
+        body,
     )
 
 
-def _spreads(steps: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, str]:
-    """From tokens and loads of every rank, and the rows, of each step: balance, peak tokens, rows."""
-    tokens, loads = (np.array([step[index] for step in steps], dtype=np.float64) for index in (0, 1))
-    rows = [step[2] for step in steps]
+def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarray, ranks: int) -> dict[str, str]:
+    """Balance, peak tokens and rows of steps, each its rows and their ranks."""
+    of_tokens, loads = (
+        np.array([np.bincount(rank, each[rows], ranks) for rows, rank in steps]) for each in (tokens, work)
+    )
+    sizes = [len(rows) for rows, _ in steps]
     return {
+        "": name,
         "sum ÷ mean": f"{loads.max(axis=1).sum() / loads.mean(axis=1).sum():.3f}",
-        "most tokens ÷ mean": f"{tokens.max() / tokens.mean():.2f}",
-        "rows of a step": f"{min(rows):,} to {max(rows):,}" if min(rows) < max(rows) else f"{rows[0]:,}",
+        "most tokens ÷ mean": f"{of_tokens.max() / of_tokens.mean():.2f}",
+        "rows of a step": f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{sizes[0]:,}",
+        "ms per step": "–",
     }
 
 
-def main(seeds: int = 5, repeats: int = 30, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/window.md.
 
     Args:
-        seeds: windows drawn per case.
-        repeats: times every plan is timed.
         quick: fewer cases, for a look; writes nothing.
     """
     torch.set_num_threads(1)
-    if quick:
-        seeds, repeats = min(seeds, 2), min(repeats, 6)
+    seeds, repeats = (2, 6) if quick else (5, 30)
     page = Page(
         "window",
         "Windows: several batches share the load",
-        f"python -m benchmarks.window --seeds {seeds} --repeats {repeats}",
-        "Lengths: user-like, 20 and a lognormal of median 130 and sigma 1.4, to 8192; Zipf 1.2 to 4096; lognormal, "
-        "mean and deviation 512, to 4096. Cost HSTU: 5120·L + L². Ranks × rows per rank.",
+        "python -m benchmarks.window",
+        f"{described(('user-like', 'zipf', 'lognormal'))} Cost HSTU: 5120·L + L². Ranks × rows per rank.",
     )
     measure_balance(page, seeds, quick)
     measure_speed(page, repeats, quick)

@@ -24,7 +24,7 @@ import duckdb
 from tqdm import tqdm
 
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, rows_table, run_program
+from benchmarks.report import TORCHRUN, Page, run_program
 
 _WHEEL, _RATINGS = "recbole==1.2.1", "recbole/dataset_example/ml-100k/ml-100k.inter"
 _COLUMNS = {"user": "user", "item": "movie", "time": "time", "actions": "rating >= 4"}
@@ -92,7 +92,7 @@ def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: bool =
                 "steps": f"{statistics.fmean(each.steps for each in own):.0f}",
             }
         )
-    page.section("", rows_table(rows), _READING)
+    page.section("", rows, _READING)
     page.finish(quick=quick)
 
 
@@ -110,8 +110,8 @@ def _train(folder: Path, data: Path, task: str, seed: int, mode: str, ranks: int
         **({"dataset.num-tasks": 1, "model.prediction-head-arch": [64, 1]} if task == "ranking" else {}),
         **({"trainer.max-train-iters": 20} if quick else {}),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "hstu.train", "--config", f"hstu/configs/{task}.toml", *_columns()]
+    command = [*TORCHRUN, f"--nproc_per_node={ranks}", "hstu.train"]
+    command += ["--config", f"hstu/configs/{task}.toml", *_columns()]
     for option, value in options.items():
         command += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     run_program(command + _MODES[mode])

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,11 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
+from benchmarks import lengths
 from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, rows_table, run_ranks, with_interval
+from benchmarks.report import Page, run_ranks, with_interval
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -50,35 +51,29 @@ WINDOW = 4
 ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
 LONGEST = 2048
 NUM_IDS = 4000
-HSTU = HSTUConfig(64, 2, 4, 16, max_sequence_length=LONGEST)
-MIXES = 24  # batches that the cost is fitted to
+MIXES, REPEATS = 24, 3  # batches that the cost is fitted to, and times that each is measured
+WARMUP = 1  # rounds
 # Features of a step that its cost is fitted to.
 _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 
 
 def draw_users(count: int, seed: int) -> np.ndarray:
     """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
-    drawn = 20 + np.random.default_rng(seed).lognormal(np.log(130), 1.4, count)
-    return np.minimum(drawn, LONGEST).astype(np.int64)
+    return np.minimum(lengths.draw("user-like", count, seed), LONGEST)
 
 
-def make_batch(lengths: np.ndarray) -> HSTUBatch:
-    """A ranking batch of items alone, with one label per item."""
-    item_lengths = torch.from_numpy(lengths).to(torch.int32)
-    total = int(lengths.sum())
-    return HSTUBatch(
-        features=KeyedJaggedTensor(["item"], torch.arange(total).remainder_(NUM_IDS), lengths=item_lengths),
-        batch_size=len(lengths),
-        feature_to_max_seqlen={"item": LONGEST},
-        labels=KeyedJaggedTensor(["task_0"], torch.arange(total).remainder_(2).float(), lengths=item_lengths),
-        item_feature_name="item",
-    )
+# Items alone, with one label per item.
+make_batch = partial(lengths.make_batch, contextual=[], num_ids=NUM_IDS, actions=False)
 
 
-def make_model(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A replica of the model, and its optimizer."""
+def make_model(
+    device: torch.device, features: Sequence[str] = ("item",), longest: int = LONGEST
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A replica of a small HSTU with tables for these features, and its optimizer."""
     torch.manual_seed(0)
-    model = build_distributed_model(HSTURankingModel(RankingConfig(HSTU, {"item": NUM_IDS}, (64, 1), 1)), device=device)
+    hstu = HSTUConfig(64, 2, 4, 16, max_sequence_length=longest)
+    model = HSTURankingModel(RankingConfig(hstu, dict.fromkeys(features, NUM_IDS), (64, 1), 1))
+    model = build_distributed_model(model, device=device)
     return model, torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
 
 
@@ -98,10 +93,10 @@ class Variant:
     rows: list[int] = field(default_factory=list)  # of each round, of all ranks
 
 
-def step_size(lengths: np.ndarray) -> np.ndarray:
+def step_size(histories: np.ndarray) -> np.ndarray:
     """int64 `(4,)`: 1, rows, tokens and pairs of a batch; see `_FIXED` to `_PAIRS`."""
-    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(lengths))
-    return np.array([1, len(lengths), int(tokens.sum()), int(pairs.sum())])
+    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(histories))
+    return np.array([1, len(histories), int(tokens.sum()), int(pairs.sum())])
 
 
 def _task() -> HSTUAttentionTask:
@@ -167,15 +162,15 @@ def _real_lengths(batch: HSTUBatch) -> np.ndarray:
     return batch.features.lengths()[: batch.actual_batch_size].to(torch.int64).numpy()
 
 
-def fit_cost(rows: int, repeats: int) -> np.ndarray:
+def fit_cost(rows: int) -> np.ndarray:
     """float64 `(4,)`: milliseconds per `step_size` of steps in which all ranks have the same rows."""
     model, optimizer = make_model(torch.device("cpu"))
     generator = np.random.default_rng(0)
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
-    times = np.empty((repeats, MIXES))
-    for turn in range(-1, repeats):
-        for mix, lengths in enumerate(mixes):
-            batch = make_batch(lengths)
+    times = np.empty((REPEATS, MIXES))
+    for turn in range(-1, REPEATS):
+        for mix, histories in enumerate(mixes):
+            batch = make_batch(histories)
             dist.barrier()
             started = time.perf_counter()
             optimizer.zero_grad()
@@ -184,20 +179,20 @@ def fit_cost(rows: int, repeats: int) -> np.ndarray:
             dist.barrier()
             times[max(0, turn), mix] = (time.perf_counter() - started) * 1e3
     milliseconds = np.median(times, axis=0)
-    sizes = np.array([step_size(lengths) for lengths in mixes], dtype=np.float64)
+    sizes = np.array([step_size(histories) for histories in mixes], dtype=np.float64)
     return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
 
 
-def measure(rank: int, rows: int, rounds: int, warmup: int, repeats: int) -> dict[str, Any]:
+def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     """Rounds of every variant on one rank."""
-    cost = fit_cost(rows, repeats)
+    cost = fit_cost(rows)
     per_round = ROUND * rows * dist.get_world_size()
-    users = draw_users((warmup + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
+    users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
     variants = {name: make_variant(name, users, rows, rank) for name in VARIANTS}
     waits: list[float] = []
     done = dict.fromkeys(VARIANTS, 0)
     skipped = dict.fromkeys(VARIANTS, 0)
-    for turn in tqdm(range(warmup + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
+    for turn in tqdm(range(WARMUP + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
         for place in range(len(VARIANTS)):
             name = VARIANTS[(turn + place) % len(VARIANTS)]
             variant, before = variants[name], done[name]
@@ -214,12 +209,12 @@ def measure(rank: int, rows: int, rounds: int, warmup: int, repeats: int) -> dic
                 last = variant.wait_ms()
                 # A window that was begun in the round before was waited for when that one ended.
                 is_of_this_round = done[name] == (turn + 1) * per_round
-                if turn >= warmup and last is not None and last != seen and is_of_this_round:
+                if turn >= WARMUP and last is not None and last != seen and is_of_this_round:
                     waits.append(last[1])
             variant.settle()
             variant.processor_ms[-1] += (time.process_time() - busy) * 1e3
             dist.barrier()
-            if turn < warmup:
+            if turn < WARMUP:
                 skipped[name] = len(variant.trained)
             else:
                 variant.ms.append((time.perf_counter() - started) * 1e3)
@@ -286,19 +281,16 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     return lines
 
 
-def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = False) -> None:
+def main(quick: bool = False) -> None:
     """Measure and write benchmarks/results/window_steps.md.
 
     Args:
-        rounds: measured rounds of eight steps.
-        warmup: rounds before.
-        repeats: times that each batch is measured which the cost is fitted to.
         quick: the smallest case and few rounds, for a look; writes nothing.
     """
-    cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else rounds
+    cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else 16
     lines, waits = [], []
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:
-        measured = run_ranks(measure, num_ranks, rows, rounds, warmup, repeats, timeout=3600)
+        measured = run_ranks(measure, num_ranks, rows, rounds, timeout=3600)
         case = {"ranks × rows": f"{num_ranks} × {rows}"}
         lines += [case | line for line in report_case(measured, cores)]
         of_windows = np.concatenate([each["waits"] for each in measured])
@@ -318,11 +310,11 @@ def main(rounds: int = 16, warmup: int = 1, repeats: int = 3, quick: bool = Fals
         "what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured is from "
         "it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so that less of an "
         "uneven load shows; the last two columns are for a core each, by the processor time of the costliest rank.",
-        rows_table(lines),
+        lines,
     )
     page.section(
         "How long the pipeline waited for a window",
-        rows_table(waits),
+        waits,
         "Steps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and "
         "fuller, and pay their fixed costs less often.",
     )

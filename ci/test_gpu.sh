@@ -57,6 +57,6 @@ if [ "$device" = cuda ]; then
   # As many ranks as there are GPUs for, on their own: a benchmark starts its ranks itself.
   count=${gpus:-$visible}
   echo "== what the stage costs, on $count rank(s)"
-  "$python" -m benchmarks.pipeline_overhead --device cuda --ranks "$count" --quick --trace runs/trace.json || failed=1
+  "$python" -m benchmarks.pipeline_overhead --device cuda --ranks "$count" --quick || failed=1
 fi
 exit "$failed"

@@ -24,6 +24,8 @@ _READERS = (
     train_pipelines.TrainPipelineSparseDist,
     train_pipelines.StagedTrainPipeline,
 )
+# What holds no tensor; a batch may have hundreds of names.
+_PLAIN = (str, int, float)
 
 
 class _Flight:
@@ -127,11 +129,12 @@ def _jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
         yield batch
     elif isinstance(batch, dict):
         for name, value in batch.items():
-            if name != "labels":
+            if name != "labels" and not isinstance(value, _PLAIN):
                 yield from _jagged_tensors(value)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from _jagged_tensors(value)
+            if not isinstance(value, _PLAIN):
+                yield from _jagged_tensors(value)
     elif hasattr(batch, "__dict__") and not isinstance(batch, torch.Tensor):
         yield from _jagged_tensors(vars(batch))
 

@@ -50,7 +50,7 @@ def test_a_section_that_fails_fails_the_job_after_the_others(tmp_path):
     assert [line for line in job.stdout.splitlines() if line.startswith("ran ")] == [
         "ran cuda -p no:cacheprovider",
         "ran no:cacheprovider -k take_turns or sparse",
-        "ran --quick --trace runs/trace.json",
+        "ran --ranks 2 --quick",
     ]
 
 

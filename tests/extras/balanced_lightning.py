@@ -58,7 +58,6 @@ def train(folder: Path, ranks: RankInfo, kind: str, resume: str | None = None, *
         "max_epochs": EPOCHS,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": False,
         "logger": False,
     }
     trainer = Trainer(callbacks=[BalancedBatches(sampler), saved], use_distributed_sampler=False, **options)

@@ -10,8 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.plain_first_fit import plain_first_fit
-from benchmarks.plain_karmarkar_karp import plain_karmarkar_karp
+from benchmarks.plain import plain_first_fit, plain_karmarkar_karp
 from commons.micro_batching import get_allocate_fn
 from commons.perf_model.partitioner import partition
 

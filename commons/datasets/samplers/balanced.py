@@ -204,10 +204,11 @@ class BalancedBatchSampler(PlannedSampler):
     def _plan_padded(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
         """Batches of like cost in one step, since all ranks wait for the costliest; steps and ranks in random order."""
         batches = padded_groups(self._workloads[rows], num_groups=steps * self._num_ranks, steps=steps)
+        step_of_row, rank_of_row = np.divmod(batches, self._num_ranks)
         draw = np.random.default_rng(seed)
         for step in draw.permutation(steps):
-            chosen = np.flatnonzero(batches // self._num_ranks == step)
-            yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[batches[chosen] % self._num_ranks])
+            chosen = np.flatnonzero(step_of_row == step)
+            yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[rank_of_row[chosen]])
 
     def _warn_above_cap(self, rows: np.ndarray, cells: np.ndarray, num_cells: int) -> None:
         if self._max_tokens is None or self._tokens is None or self._has_warned:

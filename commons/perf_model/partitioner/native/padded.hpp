@@ -15,10 +15,14 @@
 namespace evenrank {
 
 class PaddedGroups {
+  using Sum = unsigned __int128;  // of costs, each below 2^63
+
  public:
   // `costs`, descending.
   PaddedGroups(const Weight* costs, Weight num_rows, Weight max_rows)
-      : costs_(costs), num_rows_(num_rows), max_rows_(max_rows) {}
+      : costs_(costs), num_rows_(num_rows), max_rows_(max_rows), sums_(static_cast<std::size_t>(num_rows) + 1) {
+    for (Weight row = 0; row < num_rows; ++row) sums_[row + 1] = sums_[row] + static_cast<Sum>(costs[row]);
+  }
 
   // Fewest groups of which none costs more than `limit`, which is at least the heaviest row.
   Weight fewest(Weight limit) const { return fewest_of({0, num_rows_}, limit, num_rows_); }
@@ -54,7 +58,7 @@ class PaddedGroups {
   }
 
  private:
-  using Sum = unsigned __int128;  // of costs, each below 2^63
+  static constexpr Sum kNone = ~Sum{0};
   struct Range {
     Weight begin;
     Weight end;
@@ -83,17 +87,23 @@ class PaddedGroups {
       improves = false;
       for (std::size_t at = 0; at + 1 < ends.size(); ++at) {
         const Weight begin = at == 0 ? 0 : ends[at - 1], end = ends[at + 1];
-        const auto sum_with = [&](Weight middle) {
-          return static_cast<Sum>(cost_of({begin, middle}, per_step, limit)) +
-                 static_cast<Sum>(cost_of({middle, end}, per_step, limit));
+        // The sum with an end, kNone if it is above `most`: each part is searched within what the other leaves of that.
+        const auto sum_within = [&](Weight middle, Sum most) {
+          const auto left = [&](Weight other) { return static_cast<Weight>(std::min<Sum>(limit, most - other)); };
+          const Weight least_other = at_least({middle, end}, per_step);
+          if (most < static_cast<Sum>(least_other)) return kNone;
+          const Weight one = cost_of({begin, middle}, per_step, left(least_other));
+          if (one == kMax) return kNone;
+          const Weight other = cost_of({middle, end}, per_step, left(one));
+          return other == kMax ? kNone : static_cast<Sum>(one) + static_cast<Sum>(other);
         };
-        Sum least = sum_with(ends[at]);
+        Sum least = sum_within(ends[at], kNone);
         Weight first = begin + per_step, last = end - per_step;
         for (Weight stride = kMax; stride > 1;) {
           stride = std::max<Weight>(1, (last - first) / kPoints);
           Weight best = ends[at];
           for (Weight middle = first; middle <= last; middle += stride) {
-            const Sum sum = sum_with(middle);
+            const Sum sum = sum_within(middle, least);
             if (sum > least) continue;
             improves = improves || sum < least;
             least = sum;
@@ -120,14 +130,29 @@ class PaddedGroups {
     return fits ? least_limit(rows, num_groups, limit) : kMax;
   }
 
+  // What the costliest of as many groups of a range costs at least: its heaviest row, and the mean of the groups.
+  Weight at_least(const Range& rows, Weight num_groups) const {
+    const Sum mean = (sums_[rows.end] - sums_[rows.begin]) / static_cast<Sum>(num_groups);
+    return std::max(costs_[rows.begin], static_cast<Weight>(std::min(mean, Sum{kMax})));
+  }
+
+  // The least limit for this number of groups. Between the costs that groups have and would have with one more row,
+  // nothing changes: the bisection goes from one to the next.
   Weight least_limit(const Range& rows, Weight num_groups, Weight high) const {
-    Weight low = costs_[rows.begin];
+    Weight low = std::min(high, at_least(rows, num_groups));
     while (low < high) {
-      const Weight middle = low + (high - low) / 2;
-      if (fewest_of(rows, middle, num_groups) <= num_groups) {
-        high = middle;
+      const Weight limit = low + (high - low) / 2;
+      Weight groups = 0, begin = rows.begin, costliest = 0, next = high;
+      for (; begin < rows.end && groups <= num_groups; ++groups) {
+        const Weight size = most_from(begin, rows.end, limit), cost = size * costs_[begin];
+        costliest = std::max(costliest, cost);
+        if (size < std::min(max_rows_, rows.end - begin)) next = std::min(next - costs_[begin], cost) + costs_[begin];
+        begin += size;
+      }
+      if (groups <= num_groups) {
+        high = costliest;
       } else {
-        low = middle + 1;
+        low = next;
       }
     }
     return high;
@@ -180,6 +205,7 @@ class PaddedGroups {
   const Weight* costs_;
   Weight num_rows_;
   Weight max_rows_;
+  std::vector<Sum> sums_;  // of the first 0 … n rows
 };
 
 }  // namespace evenrank
