@@ -184,7 +184,11 @@ class _TextFile:
         stated = ", ".join(f"{key} = {value}" for key, value in options.items())
         texts = [f"coalesce(c{self._names.index(column.name)}, '')" for column in layout.columns]
         values = ", ".join(f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts))
+        with self.path.open("rb") as file:
+            has_nul = any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b""))
         try:
+            if has_nul:  # DuckDB passes over them; a broken download may end with many
+                raise duckdb.InvalidInputException("it has NUL bytes")
             yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
         except duckdb.Error as error:
             raise self._first_wrong() or ValueError(
