@@ -14,13 +14,18 @@ from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
-from tests.distributed.hstu.test_model import TABLES, global_batch, share
+from tests.distributed.hstu.test_model import share
 from tests.helpers.hstu_jobs import TINY
+from tests.helpers.hstu_models import TABLES, random_batch
 
 HSTU = HSTUConfig(
     **{"hidden_size": 8, "num_layers": 2, "num_attention_heads": 2, "kv_channels": 4, "max_sequence_length": 64},
     **{"contextual_mask": True, "target_group_size": 2, "max_attn_len": 5},
 )
+
+
+def global_batch():
+    return random_batch(24, longest=20, seed=3, max_num_candidates=4)
 
 
 def gradients(batch, hstu=HSTU):
@@ -31,7 +36,7 @@ def gradients(batch, hstu=HSTU):
 
 
 def averaged_gradients(*, balanced):
-    batch = share(global_batch(24, 3, max_num_candidates=4))
+    batch = share(global_batch())
     moved = 0
     if balanced:
         shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2, contextual_mask=True, target_group_size=2, max_attn_len=5)
@@ -49,7 +54,7 @@ def averaged_gradients(*, balanced):
 def test_gradients_are_those_of_one_process(two_ranks, balanced):
     found, moved = two_ranks.run(averaged_gradients, balanced=balanced)[0]
     assert bool(moved) == balanced
-    whole = global_batch(24, 3, max_num_candidates=4)
+    whole = global_batch()
     for name, expected in gradients(whole).items():
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-10, msg=name)
     without = gradients(whole, dataclasses.replace(HSTU, max_attn_len=None))
