@@ -34,6 +34,7 @@ class RowCosts:
         self._shuffler = weakref.ref(shuffler)
         self._error: Exception | None = None
         self._checked_device: torch.device | None = None
+        self._batch_type: type | None = None  # of the last batch
         self._known: dict[Any, BatchSchema] = {}  # the schema of the last batch, as of `BatchSchema.of`
 
     @property
@@ -87,7 +88,9 @@ class RowCosts:
             device: where it is trained; None if that is not known yet.
         """
         try:
-            register_type(type(batch))
+            if type(batch) is not self._batch_type:
+                register_type(type(batch))
+                self._batch_type = type(batch)
             with span("workload"):
                 get_costs = None if self._mode == "off" else self._costs
                 return LocalRows.of(batch, device, get_costs, moves=self._mode == "balance", known=self._known)

@@ -96,4 +96,4 @@ def test_the_page_lists_the_types_that_a_batch_meets_and_they_stand_in_few_files
         assert moved
         assert set(made) <= set(listed)
         assert {name: f"commons/{file}" for name, file in listed.items()}.items() <= classes.items()
-        assert len(files) <= MOST_FILES, files
+        assert len(files) <= MOST_FILES, "\n".join(files)

@@ -72,7 +72,7 @@ def test_tokens_that_see_less_cost_less():
     with contextlib.closing(HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True, max_attn_len=3)) as shuffler:
         assert shuffler.task == recipe.task == HSTUAttentionTask(**SIZES, max_attn_len=3)
         seqlen, num_targets = batch.sequence_lengths()
-        expected = recipe.task.get_workloads(seqlen, num_targets, torch.tensor([2] * 5 + [0]))
+        expected = recipe.task.get_workloads(seqlen, num_targets, batch.contextual_lengths())
         assert torch.equal(shuffler.get_workloads(batch), expected)
         assert recipe.flops(batch) == 3 * int(expected.sum())
     whole = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets)
