@@ -35,7 +35,7 @@ from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.perf_model.task_estimator import attention_pairs
+from commons.perf_model.attention_pairs import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from commons.checks import require_at_least
+from commons.perf_model.attention_pairs import attention_pairs, is_zero
 
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
 
 _INT64_MAX = 2**63 - 1
-_WIDEST = 2**62  # no row is as long as this window
 _COUNTS = ("seqlen", "num_targets", "num_contextual")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -35,96 +35,6 @@ def training_flops(forward_flops: IntLike) -> IntLike:
     do not count, as usual in the utilisation of a model (Chowdhery et al. 2022, "PaLM", appendix B).
     """
     return _PASSES_OF_TRAINING * forward_flops
-
-
-def attention_pairs(
-    seqlen: Any,
-    num_targets: Any = 0,
-    num_contextual: Any = 0,
-    *,
-    causal: bool = True,
-    target_group_size: int = 1,
-    max_attn_len: int | None = None,
-) -> Any:
-    """Number of (query, key) pairs that the attention mask keeps.
-
-    Full attention keeps L². Under a causal mask, with the last T tokens being targets in groups of g, a history token
-    sees itself and what precedes it, and a target sees the whole history and its own group up to itself:
-
-        (L − T)(L − T + 1) ÷ 2  +  T·(L − T)  +  T·(g + 1) ÷ 2
-
-    which is L(L + 1) ÷ 2 without targets. A last group of r < g targets keeps r(r + 1) ÷ 2 pairs within itself. Where
-    the first C tokens see all but the targets, C·(L − T) − C(C + 1) ÷ 2 pairs are added.
-
-    In a window of w a query sees no key that is more than w places away; every group of targets stands directly behind
-    the history, and the first C tokens see all but the targets whatever the window. With S(n, m) = Σ min(u, m) over u
-    from 1 to n, full attention then keeps 2·S(L, w + 1) − L pairs, the causal one S(L − T, w + 1) without targets; a
-    group of g targets adds S(w, L − T) − S(max(w − g, 0), L − T) + S(g, w + 1), and the first C tokens add
-    C·(L − T) − S(C, w + 1).
-
-    Args:
-        seqlen: tokens per row, targets included; an int or an integer array or tensor.
-        num_targets: targets per row, of the same kind.
-        num_contextual: tokens at the front of a row that are exempt from the causal mask, of the same kind; 0 for a
-            mask that treats contextual tokens as history.
-        causal: whether the mask is causal.
-        target_group_size: targets that may see one another.
-        max_attn_len: w, the largest distance at which a key is seen; no window if not given.
-
-    Returns:
-        Pairs per row, of the same kind.
-    """
-    if max_attn_len is not None:
-        window = _least(seqlen, min(max_attn_len, _WIDEST))
-        return _pairs_in_window(seqlen, num_targets, num_contextual, window, causal, target_group_size)
-    if not causal:
-        return seqlen * seqlen
-    history = seqlen if _is_zero(num_targets) else seqlen - num_targets
-    pairs = history * (history + 1) // 2
-    if not _is_zero(num_targets):
-        groups, rest = num_targets // target_group_size, num_targets % target_group_size
-        within_groups = groups * (target_group_size * (target_group_size + 1) // 2) + rest * (rest + 1) // 2
-        pairs = pairs + num_targets * history + within_groups
-    if not _is_zero(num_contextual):
-        pairs = pairs + num_contextual * history - num_contextual * (num_contextual + 1) // 2
-    return pairs
-
-
-def _pairs_in_window(
-    seqlen: Any, num_targets: Any, num_contextual: Any, window: Any, causal: bool, target_group_size: int
-) -> Any:
-    """Pairs in windows that are at most as wide as the rows are long; see `attention_pairs`."""
-    if not causal:
-        return 2 * _capped_sum(seqlen, window + 1) - seqlen
-    history = seqlen - num_targets
-
-    def of_group(size: Any) -> Any:
-        nearest = window - _least(window, size)  # keys of the history that all of the group see
-        return _capped_sum(window, history) - _capped_sum(nearest, history) + _capped_sum(size, window + 1)
-
-    pairs = _capped_sum(history, window + 1)
-    if not _is_zero(num_targets):
-        groups, rest = num_targets // target_group_size, num_targets % target_group_size
-        pairs = pairs + groups * of_group(target_group_size) + of_group(rest)
-    if not _is_zero(num_contextual):
-        pairs = pairs + num_contextual * history - _capped_sum(num_contextual, window + 1)
-    return pairs
-
-
-def _capped_sum(count: Any, cap: Any) -> Any:
-    """Σ min(u, cap) over u from 1 to `count`, for integers of any kind."""
-    rising = _least(count, cap)
-    return rising * (rising + 1) // 2 + (count - rising) * cap
-
-
-def _least(one: Any, other: Any) -> Any:
-    """The smaller of two integers, for those of any kind."""
-    return one + (other - one) * (other < one)
-
-
-def _is_zero(count: Any) -> bool:
-    """Whether no row has any, so that nothing need be computed."""
-    return isinstance(count, int) and count == 0
 
 
 def hstu_layer_flops(
@@ -285,7 +195,7 @@ class AttentionTask(ABC):
         arrays = [np.asarray(part) for part in given]
         if arrays[0].size == 0:
             return
-        counts = [array for array, part in zip(arrays[1:], given[1:]) if not _is_zero(part)]
+        counts = [array for array, part in zip(arrays[1:], given[1:]) if not is_zero(part)]
         if min(int(part.min()) for part in (arrays[0] - sum(counts) if counts else arrays[0], *counts)) < 0:
             _refuse_counts(*map(np.atleast_1d, arrays))
         longest = int(arrays[0].max())

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from commons.perf_model.task_estimator import attention_pairs
+from commons.perf_model.attention_pairs import attention_pairs
 from commons.sequence_batch.host_copies import to_device
 
 # Fewer queries than this make poor matrix products.

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, attention_pairs, training_flops
+from commons.perf_model.attention_pairs import attention_pairs
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, training_flops
 
 
 def kept_keys(query, length, targets, contextual, causal, group):

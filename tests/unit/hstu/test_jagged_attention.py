@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.perf_model.task_estimator import attention_pairs
+from commons.perf_model.attention_pairs import attention_pairs
 from hstu.model.attention import TokenTimes, hstu_attention, time_buckets
 from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
 from tests.helpers.reference_attention import reference_attention, sees

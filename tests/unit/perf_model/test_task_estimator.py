@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, attention_pairs
+from commons.perf_model.attention_pairs import attention_pairs
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
 
 
 def pairs_by_mask(length, targets, causal, group, window=10**9, context=0):
