@@ -71,9 +71,8 @@ class OwnRows:
         columns = columns_of(rows)
         windows = find_windows(rows, trims)
         cut = {path for window in windows for path in window.fields}
-        given = {name: "absent" if column is None else "given" for name, column in columns.items()}
         devices = {path_name(path): device_of(leaf).type for path, leaf in rows.leaves.items() if is_moved(leaf)}
-        described = json.dumps([_comparable(rows.schema, cut).text, {**given, **devices}])
+        described = json.dumps([_comparable(rows.schema, cut).text, devices])
         real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
         rows = rows.without_padding()
         differentiable = differentiable_leaves(rows)
@@ -121,6 +120,7 @@ def gather_rows(
     described, padding, differentiable, given = gathered[:, :_HEAD].T
     if len(np.unique(described[described > 0])) > 1:
         _raise_for_difference(channel.gather_text(own.described, channel.step))
+    _require_same_columns(list(own.columns), given, np.flatnonzero(rows_per_rank))
     texts = [own.padding]
     if len(np.unique(padding)) > 1:
         texts = channel.gather_text(own.padding, channel.step)
@@ -132,6 +132,12 @@ def gather_rows(
         Padding.of({rank: json.loads(text) for rank, text in zip(channel.names, texts) if text}),
         [number for number in range(MOST_LEAVES) if followed >> number & 1],
     )
+
+
+_MIXED = (
+    "rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all ranks, and what is "
+    "given for each row: make them equal, name what differs in width in Trim.fields"
+)
 
 
 def _comparable(schema: BatchSchema, cut: set[Path]) -> BatchSchema:
@@ -164,11 +170,19 @@ def _raise_for_difference(texts: list[str]) -> None:
     found = find_difference(schemas, _differences)
     if found is not None:
         what, (other, _) = found
-        raise ValueError(
-            f"{what}; rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all "
-            "ranks, and what is given for each row: make them equal, name what differs in width in Trim.fields"
-            f"{next(iter(schemas.values()))[0].way_out(other)}"
-        )
+        raise ValueError(f"{what}; {_MIXED}{next(iter(schemas.values()))[0].way_out(other)}")
+
+
+def _require_same_columns(names: list[str], given: np.ndarray, ranks: np.ndarray) -> None:
+    """ValueError unless all ranks with rows give the same columns, by the bits of `given`, int64 `(ranks of all,)`."""
+    for place, name in enumerate(names):
+        of_ranks = given[ranks] >> place & 1
+        if len(np.unique(of_ranks)) > 1:
+            other = int(np.argmax(of_ranks != of_ranks[0]))
+            states = [("absent", "given")[of_ranks[index]] for index in (0, other)]
+            raise ValueError(
+                f"the batches of ranks {ranks[0]} and {ranks[other]} differ: {name!r}: {' and '.join(states)}; {_MIXED}"
+            )
 
 
 def _differences(first: tuple[BatchSchema, Any], other: tuple[BatchSchema, Any]) -> list[str]:

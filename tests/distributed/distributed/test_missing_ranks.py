@@ -91,9 +91,9 @@ def _look_at_losses(folder):
 
 
 def _broadcast(folder):
-    broadcast_text("text", torch.device("cpu"), src=1)
+    broadcast_text("text", torch.device("cpu"))
     _die(folder)
-    broadcast_text("text", torch.device("cpu"), src=1)
+    broadcast_text("text", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
