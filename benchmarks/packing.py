@@ -187,7 +187,7 @@ def cheapest_padded(costs: np.ndarray, num_groups: int) -> int:
 
 
 def any_padded(costs: np.ndarray, num_groups: int) -> int:
-    """The same by trying every grouping, whatever the order of its rows."""
+    """The same by trying every grouping, of rows that are no neighbours too."""
     cheapest = 10**18
     for groups in itertools.product(range(num_groups), repeat=len(costs)):
         group, cost = np.array(groups), 0

@@ -46,7 +46,7 @@ class Constant:
 def branch_kind(value_type: type) -> BranchKind | None:
     """What values of a type are if they lead to leaves; None for others. TypeError for a tensorclass.
 
-    By type, because `isinstance` of mappings is slow: it is asked of every value of every batch.
+    By type, because `isinstance` of mappings is slow, and every value of every batch comes here.
     """
     tensordict = sys.modules.get("tensordict")  # a TensorDict exists only if its module was imported
     if tensordict is not None and issubclass(value_type, tensordict.TensorDictBase):

@@ -22,7 +22,7 @@ _MOVED: tuple[type[RowField] | None, ...] = (DenseField, KeyedJaggedField, Jagge
 
 @functools.cache
 def _kind_of_type(value_type: type) -> type[RowField] | None:
-    """By type, because `isinstance` is slow for TorchRec's classes: it is asked of every value of every batch."""
+    """By type, because `isinstance` is slow for TorchRec's classes, and every value of every batch comes here."""
     if issubclass(value_type, torch.Tensor):
         return DenseField
     if is_type_of(value_type, "KeyedJaggedTensor"):

@@ -117,7 +117,7 @@ def plan_attention(
         is_causal: whether a token sees only itself and what precedes it.
         target_group_size: targets that see one another; a row's groups start at its first target.
         max_attn_len: the largest distance at which a token is seen; every group of targets stands directly behind the
-            history, and contextual tokens see all of it whatever the window. No window if not given.
+            history, and contextual tokens see all of it, also beyond the window. No window if not given.
         device: where the plan's index tensors go; the device of `lengths` if not given.
         tuning: sizes of blocks and chunks; by the kind of device if not given.
 

@@ -75,7 +75,7 @@ class HSTUConfig:
     # actions a candidate is two tokens. Has no effect without targets or without the causal mask.
     target_group_size: int = 1
     # The largest distance at which a token sees another one; None for no window. Each group of targets stands directly
-    # behind the history, and with `contextual_mask` contextual tokens see all of it whatever the window. It is
+    # behind the history, and with `contextual_mask` contextual tokens see all of it, also beyond the window. It is
     # `max_attn_len` of generative-recommenders, but for 0, which is no window there, and for contextual tokens, which
     # are at their own places here and all at one place there.
     max_attn_len: int | None = None

@@ -22,7 +22,7 @@ from tests.helpers.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDi
 from tests.helpers.models import head_of, rank_batches, weights_of
 
 _IN_PLACE = {"enable_inplace_copy_batch": True}
-# TorchRec's classes by what is said of them, and options.
+# TorchRec's pipeline classes and their options, by the names that tests show.
 STOCK: dict[str, tuple[type, dict[str, Any]]] = {
     "base": (stock.TrainPipelineBase, {}),
     "base in place": (stock.TrainPipelineBase, _IN_PLACE),

@@ -96,7 +96,7 @@ def connect_store(folder: Path, hosts: bool) -> dist.TCPStore:
 
 
 def host_store(folder: Path) -> dist.TCPStore:
-    """A store at a port that it has chosen itself, for whoever asks for the `port_of` a folder."""
+    """A store at a free port, which `port_of` reads from the folder."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (folder / "port being written").write_text(str(store.port))
     (folder / "port being written").rename(folder / "port")

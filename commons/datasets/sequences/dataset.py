@@ -26,7 +26,7 @@ _Batch_co = TypeVar("_Batch_co", covariant=True)
 
 
 class UserDataset(Dataset[_Batch_co]):
-    """Users of one split; an item of the data set is the batch of the rows it is asked for."""
+    """Users of one split; `dataset[rows]` is the batch of these rows."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class UserDataset(Dataset[_Batch_co]):
 
 
 class SequenceDataset(UserDataset[HSTUBatch]):
-    """Users of one split; an item of the data set is the batch of the rows it is asked for.
+    """Users of one split; `dataset[rows]` is the batch of these rows.
 
     Meant for `DataLoader(dataset, batch_size=None, sampler=ShardedBatchSampler(len(dataset), ...))`.
 

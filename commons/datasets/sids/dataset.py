@@ -25,7 +25,7 @@ _SHOWN = 3
 
 
 class SIDDataset(UserDataset[GPTSIDBatch]):
-    """Users of one split; an item of the data set is the batch of the rows it is asked for.
+    """Users of one split; `dataset[rows]` is the batch of these rows.
 
     All histories are read once at the start, to count what is cut and to find items without a SID.
 

@@ -160,7 +160,7 @@ def _claim_report() -> bool:
                 first = ask_store(lambda store: store.compare_set(_FIRST_FAILURE, "", rank), _STORE_SECONDS)
                 return first.decode() == rank
             ask_store(lambda store: store.check(["evenrank"]))  # torch would print forty lines of C++ of one that ended
-        # On another thread: a store whose host stands still never answers, whatever the timeout.
+        # On another thread: while the host of the store stands still, not even its timeout ends the call.
         return not by_torchrun or DaemonWorker("evenrank-report").submit(_claim_in_store).result(2 * _STORE_SECONDS)
     except Exception:
         return True

@@ -178,7 +178,7 @@ def _make_and_use(group, step):
 
 
 def _open_channels():
-    """Sockets, pipes and events that are open; files come and go with imports and whoever measures coverage."""
+    """Sockets, pipes and events that are open; no files, which imports and coverage open and close."""
     names = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the list itself

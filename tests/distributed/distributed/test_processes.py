@@ -1,5 +1,6 @@
-"""A process forked from a rank, which has neither the shuffler's thread nor connections of its own, is told so at once;
-groups that are destroyed and made again in one process know nothing of the world before.
+"""A process forked from a rank has neither the shuffler's thread nor connections: a shuffle there fails at once.
+
+Groups that are destroyed and made again in one process know nothing of the world before.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_drawn_lengths_follow_what_was_named(here):
     assert abs((zipf == 1).mean() - 0.179) < 0.01  # 1 ÷ ζ(1.2)
 
 
-# The file, what it holds, options, and what is said of it.
+# The file, what it holds, options, and the message.
 FILES = [
     ("none.csv", None, [], "none.csv does not exist"),
     ("s3://bucket/a.csv", None, [], "names a file of lengths on this machine: copy it here"),
