@@ -247,6 +247,7 @@ def _fails_with_one_that_joined_later(store):
 
 
 def test_ranks_of_different_age_understand_one_another(own_ranks, tmp_path):
-    (first, _), (second, said) = own_ranks.run(_fails_with_one_that_joined_later, str(tmp_path / "store"))
-    assert first == second
-    assert said == "rank 0 failed in the gather of step 0: ValueError: no rows"
+    answers = own_ranks.run(_fails_with_one_that_joined_later, str(tmp_path / "store"))
+    assert len({generation for generation, _ in answers}) == 1
+    # Tests before may have let the ranks change places.
+    assert sorted(said for _, said in answers) == ["", "rank 0 failed in the gather of step 0: ValueError: no rows"]
