@@ -1,10 +1,13 @@
-"""Cases for Triton's interpreter, which has to be asked for before Triton is imported: see test_triton_attention.py."""
+"""Cases for Triton's interpreter, which has to be asked for before Triton is imported: see test_interpreted.py."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+
+from hstu.model import triton_attention as triton_attention_module
+from tests.unit.hstu.interpreted.cases import use_blocks
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
@@ -23,3 +26,19 @@ def bfloat16_products(monkeypatch):
         return multiply(builder, a, b, *options)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    use_blocks(monkeypatch)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels that are launched, where the backward pass may take one launch."""
+    found = []
+    launch = triton_attention_module.launch
+    monkeypatch.setattr(triton_attention_module, "launch", lambda *each: found.append(each[0]) or launch(*each))
+    monkeypatch.setattr(triton_attention_module, "adds_up", lambda _: True)
+    monkeypatch.setattr(triton_attention_module, "_SHORT_ROW", 0)
+    return found

@@ -10,34 +10,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
-from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
-from hstu.model.triton_agreement import disagreement
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from hstu.model.triton_blocks import KERNELS, Blocks
-from hstu.model.triton_launch import LayerKind
 from tests.helpers.hstu_models import HSTU
+from tests.unit.hstu.interpreted.cases import MASKS, use_blocks
 
 # Largest difference, as a part of the largest value: rounding of sums, or of weights and results to 16 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
-MASKS = {
-    "causal": {},
-    "groups": {"target_group_size": 3},
-    "groups and context": {"target_group_size": 2, "contextual": True},
-    "full": {"is_causal": False},
-}
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    use_blocks(monkeypatch)
-
-
-def use_blocks(monkeypatch, queries=16, keys=16):
-    blocks = dict.fromkeys(KERNELS, Blocks(queries, keys, 4, 2))
-    monkeypatch.setattr(triton_launch, "choose_blocks", lambda *_: blocks)
 
 
 def agree(
@@ -137,17 +118,6 @@ def test_any_batch(rows, bias, dtype, contextual, is_causal, group, head_dim, se
     )  # fmt: skip
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """Kernels that are launched, where the backward pass may take one launch."""
-    found = []
-    launch = triton_attention_module.launch
-    monkeypatch.setattr(triton_attention_module, "launch", lambda *each: found.append(each[0]) or launch(*each))
-    monkeypatch.setattr(triton_attention_module, "adds_up", lambda _: True)
-    monkeypatch.setattr(triton_attention_module, "_SHORT_ROW", 0)
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bias", ["none", "both"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -170,59 +140,6 @@ def test_deterministic_algorithms_add_nothing_up_in_memory(launched):
 def test_blocks_by_tensor_descriptors_compute_the_same(monkeypatch, mask):
     monkeypatch.setattr(triton_launch, "uses_tma", lambda _: True)
     agree([40, 0, 1, 3], [5, 0, 0, 3], [2, 0, 1, 0], bias="position", **MASKS[mask])
-
-
-def dense(q, k, v, position, rows, max_attn_len, *, contextual, is_causal, target_group_size):
-    """The definition, one row after the other."""
-    outputs, begin = [], 0
-    for length, targets, context in zip(*rows):
-        i = torch.arange(length)
-        history = length - targets if is_causal else length
-        place = torch.where(i < history, i, history + (i - history) % target_group_size)
-        apart = place[:, None] - place
-        seen = apart.abs() <= max_attn_len
-        if is_causal:
-            before = seen & (i[:, None] >= i)
-            own = (i[:, None] - history) // target_group_size == (i - history) // target_group_size
-            free = (i < (context if contextual else 0))[:, None]
-            seen = torch.where(i < history, before | free, before & own)
-        zero = position.shape[1] // 2 if contextual or not is_causal else 0
-        bias = position[:, (apart + zero).clamp(0, position.shape[1] - 1)]
-        qs, ks, vs = (each[begin : begin + length].transpose(0, 1) for each in (q, k, v))
-        weights = torch.nn.functional.silu(qs @ ks.transpose(1, 2) + bias) * seen
-        outputs.append((weights @ vs).transpose(0, 1) / 64.0)
-        begin += length
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("max_attn_len", [1, 7, 20, 1000])
-@pytest.mark.parametrize("mask", MASKS)
-def test_windows_compute_what_their_definition_says(request, mask, max_attn_len):
-    if max_attn_len == 20:
-        request.getfixturevalue("launched")
-    options = {"contextual": False, "is_causal": True, "target_group_size": 1} | MASKS[mask]
-    rows = [77, 0, 1, 35], [20, 0, 0, 3], [5, 0, 1, 0]
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, weights = torch.randn(4, 113, 2, 16, generator=generator) * 0.5
-    sees_ahead = options["contextual"] or not options["is_causal"]
-    position = torch.randn(2, 155 if sees_ahead else 78, generator=generator)
-    plan = plan_triton_attention(
-        *(torch.tensor(each) for each in rows[:2]),
-        torch.tensor(rows[2]) if options["contextual"] else None,
-        is_causal=options["is_causal"],
-        target_group_size=options["target_group_size"],
-        max_attn_len=max_attn_len,
-    )
-    found = []
-    for attend in (
-        lambda *each: dense(*each, rows, max_attn_len, **options),
-        lambda *each: triton_attention(*each, plan, normalizer=64.0),
-    ):
-        leaves = [each.clone().requires_grad_() for each in (q, k, v, position)]
-        output = attend(*leaves)
-        found.append([output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)])
-    for expected, value in zip(*found):
-        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1]])
@@ -289,32 +206,3 @@ def test_layers_compute_the_same_with_both(monkeypatch, position_bias, max_attn_
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     with pytest.raises(ValueError, match="the longest row has 41 tokens, the position bias reaches 40"):
         encoder(torch.zeros(41, 8), torch.tensor([41]), None, None, torch.zeros(41, dtype=torch.int64))
-
-
-KINDS = [
-    LayerKind(torch.float32, 16, True, False, 1, has_position=True, has_time=False),
-    LayerKind(torch.bfloat16, 16, True, True, 2, has_position=True, has_time=True),
-    LayerKind(torch.float16, 24, False, False, 1, has_position=False, has_time=False),
-    LayerKind(torch.float32, 16, True, True, 2, has_position=True, has_time=False, window=300),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_that_agree_are_trusted(monkeypatch, kind):
-    use_blocks(monkeypatch, 64, 64)
-    assert disagreement.__wrapped__(torch.device("cpu"), kind) is None
-
-
-@pytest.mark.parametrize(
-    ("planted", "reason"),
-    [
-        (lambda scalars: scalars | {"after": scalars["after"] * 1.2}, "it computes outputs that are off by"),
-        (lambda scalars: 1 / 0, "its kernels cannot run (ZeroDivisionError: division by zero)"),
-        (lambda scalars: scalars | {"window": 300}, "it computes outputs that are off by"),
-    ],
-)
-def test_kernels_that_compute_something_else_are_not(monkeypatch, planted, reason):
-    use_blocks(monkeypatch, 64, 64)
-    scalars = triton_launch.scalars
-    monkeypatch.setattr(triton_launch, "scalars", lambda inputs: planted(scalars(inputs)))
-    assert reason in disagreement.__wrapped__(torch.device("cpu"), KINDS[-1])
