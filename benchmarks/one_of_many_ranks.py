@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.lengths import CONTEXT, NODE, make_batch
-from commons.distributed import engine
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.local_rows import LocalRows
-from commons.distributed.payload import WORD_BYTES, PayloadLayout
-from commons.distributed.row_exchange import RowExchange
+from commons.distributed.engine import engine
+from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
+from commons.distributed.exchange.row_exchange import RowExchange
+from commons.distributed.gather.local_rows import LocalRows
 from commons.perf_model.partitioner import core
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, ShufflePlanner, plan_shuffle
 from commons.perf_model.task_estimator import HSTUAttentionTask

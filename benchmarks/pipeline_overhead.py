@@ -40,8 +40,8 @@ from benchmarks.lengths import CONTEXT, draw, make_batch
 from benchmarks.report import Page, interleaved_seconds, median_with_interval, run_ranks
 from benchmarks.window_steps import NUM_IDS, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.engine.shuffle_handle import ShuffleHandle
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.pipeline import balanced
 from commons.pipeline.recording import Recorder
 from hstu import HSTUBalancedBatchShuffler

@@ -36,7 +36,7 @@ from benchmarks.lengths import NODE, described, draw, make_batch
 from benchmarks.link_model import LinkModel, connections, grid
 from benchmarks.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
 from benchmarks.report import ROOT, Page
-from commons.distributed import shuffle_session
+from commons.distributed.engine import shuffle_session
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import WindowStats
 from commons.perf_model.partitioner import core, partition_grid

@@ -25,8 +25,8 @@ from torchrec.distributed.train_pipeline.tracing import Tracer
 from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.channel.absence import RankMissingError
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import windowed_iter
 from commons.trainer import TrainerArgs
 from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values

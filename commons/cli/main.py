@@ -40,8 +40,8 @@ _COMMANDS = {
     "doctor": ("doctor", "Doctor"),
     "make-sids": ("make_sids", "MakeSids"),
     "preprocess": ("preprocess", "Preprocess"),
-    "report": ("report", "Report"),
-    "simulate": ("simulate", "Simulate"),
+    "report": ("report.command", "Report"),
+    "simulate": ("simulate.command", "Simulate"),
 }
 
 _DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
@@ -200,7 +200,8 @@ class _Output(io.StringIO):
 def _outline(name: str) -> Callable[..., Command]:
     """A subcommand without its arguments, for the list of all: its module, which may need torch, is not imported."""
     module, class_name = _COMMANDS[name]
-    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     described = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
 
     def outline() -> Command:

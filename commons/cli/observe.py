@@ -19,9 +19,9 @@ import tyro
 
 from commons.checks import require_at_least
 from commons.cli.outputs import AnswerOutputs, command_line
-from commons.cli.row_cost import RowCost
-from commons.cli.simulate_answer import answer_of
-from commons.cli.simulation import Source, describe, simulate
+from commons.cli.simulate.answer import answer_of
+from commons.cli.simulate.row_cost import RowCost
+from commons.cli.simulate.simulation import Source, describe, simulate
 from commons.console import print_error
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times

@@ -14,7 +14,7 @@ from commons.dispatch.exchange import DispatchChannel
 from commons.dispatch.home import MOST_LEAVES, differentiable_leaves, leaf_paths
 from commons.dispatch.trim import Trim, find_windows
 from commons.dispatch.widen import Padding, padding_of
-from commons.distributed.schema_agreement import find_difference
+from commons.distributed.gather.schema_agreement import find_difference
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.plain_values import PlainField, differences
 from commons.sequence_batch.row_leaves import device_of, is_moved

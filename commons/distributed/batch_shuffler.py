@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.absence import RankMissingError
-from commons.distributed.engine import ShuffleEngine
+from commons.distributed.engine.engine import ShuffleEngine
+from commons.distributed.engine.shuffle_handle import ShuffleHandle
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group
-from commons.distributed.shuffle_handle import ShuffleHandle
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.calibration import CalibratedTask
 from commons.perf_model.task_estimator import AttentionTask

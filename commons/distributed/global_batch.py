@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from commons.distributed.engine.shuffle_handle import PreparedShuffle
 from commons.distributed.process_group import resolve_process_group
-from commons.distributed.shuffle_handle import PreparedShuffle
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch

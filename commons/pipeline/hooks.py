@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.engine import Starter
-from commons.distributed.shuffle_handle import ShuffleHandle, no_stats
+from commons.distributed.engine.engine import Starter
+from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
 from commons.distributed.stats import ShuffleStats
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 

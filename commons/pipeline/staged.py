@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.engine import Starter
+from commons.distributed.engine.engine import Starter
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
 

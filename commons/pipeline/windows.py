@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.engine.window import ShuffledWindow, WindowReader
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, WindowStats
-from commons.distributed.window import ShuffledWindow, WindowReader
 
 # Of so many batches handed out the stats wait to be taken; a program that never takes them shall not fill its memory.
 _MOST_WAITING = 256

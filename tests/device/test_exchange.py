@@ -19,9 +19,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.distributed.exchange.payload import PayloadLayout
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.payload import PayloadLayout
-from commons.distributed.row_exchange import RowExchange
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import row_fields
 from commons.sequence_batch.schema import BatchSchema

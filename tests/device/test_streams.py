@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
 from benchmarks import pipeline_overhead
-from commons.distributed.row_exchange import RowExchange
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.hooks import BalancedPipeline
 from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents

@@ -13,8 +13,8 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.row_exchange import RowExchange
-from commons.distributed.shuffle_session import ShuffleSession
+from commons.distributed.engine.shuffle_session import ShuffleSession
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.perf_model.shuffle_plan import ShufflePlan
 from tests.faults import acts, kinds
 from tests.faults.trials import Trial

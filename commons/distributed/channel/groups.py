@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from commons.distributed.channel.connections import connections_of, open_sockets
 from commons.distributed.channel.store import break_off
+from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.process_group import all_gather_single
-from commons.distributed.worker import DaemonWorker
 
 # Fewest ranks that form a grid: of fewer, one ring is short enough, and one collective is less work than two.
 FEWEST_RANKS = 64

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
 from commons.distributed.channel.connections import shut_down
+from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import first_line
-from commons.distributed.worker import DaemonWorker
 
 T = TypeVar("T")
 

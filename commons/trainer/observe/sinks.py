@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from commons.distributed.worker import DaemonWorker
+from commons.distributed.engine.worker import DaemonWorker
 from commons.run_log.files import without_nan
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName

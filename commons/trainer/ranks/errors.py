@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from commons.distributed.channel.store import ask_store
+from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import first_line
-from commons.distributed.worker import DaemonWorker
 
 logger = logging.getLogger(__name__)
 

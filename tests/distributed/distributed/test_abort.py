@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from commons.distributed import engine
 from commons.distributed.channel.absence import ShufflerAbortedError
+from commons.distributed.engine import engine
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import balanced, balanced_iter, windowed_iter

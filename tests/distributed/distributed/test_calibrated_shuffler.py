@@ -82,7 +82,7 @@ def _another_file_on_rank_1(good, bad):
 
 def _rank_1_reads(path, damage):
     """Rank 1 finds something else at the same path, as on another machine."""
-    import commons.distributed.row_costs as module
+    import commons.distributed.gather.row_costs as module
 
     original = module.load_calibration
     if dist.get_rank() == 1:

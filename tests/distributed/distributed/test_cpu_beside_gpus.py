@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
 from commons.dispatch import redistribute_balanced, scatter_balanced
-from commons.distributed import local_rows
 from commons.distributed.channel.groups import numbers_device, only_device
+from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.calibrations import MeasuredShuffler, write_calibration

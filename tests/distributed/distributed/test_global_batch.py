@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.row_exchange import RowExchange
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.host_copies import host_copy

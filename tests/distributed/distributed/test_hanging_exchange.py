@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from commons.distributed.channel import groups
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.row_exchange import RowExchange
 from tests.helpers.faults import my_batch, on_rank, raised_by
 from tests.helpers.pipelines import CubicShuffler
 

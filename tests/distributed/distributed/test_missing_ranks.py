@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch.exchange import EXCHANGE, DispatchChannel
-from commons.distributed import verification
 from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.engine.shuffle_session import ShuffleSession
+from commons.distributed.exchange import verification
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.shuffle_session import ShuffleSession
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks.collectives import broadcast_text
 from tests.helpers.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.dispatch import exchange, redistribute_balanced
-from commons.distributed import schema_agreement, verification
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import describe_error, raise_first_error
+from commons.distributed.exchange import verification
+from commons.distributed.exchange.row_exchange import RowExchange
+from commons.distributed.gather import schema_agreement
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.row_exchange import RowExchange
 from commons.perf_model.shuffle_plan import ShufflePlanner
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.schema import BatchSchema

@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.exchange.payload import Part
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.payload import Part
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from tests.helpers.batches import random_batch, rows_as_values

@@ -231,7 +231,7 @@ def test_windows_find_speeds_by_their_own_reports(two_ranks):
 def _silent():
     """Warnings of this rank in 60 steps of which no time is reported."""
     with (
-        mock.patch.object(logging.getLogger("commons.distributed.rank_speeds"), "warning") as warning,
+        mock.patch.object(logging.getLogger("commons.distributed.gather.rank_speeds"), "warning") as warning,
         closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler,
     ):
         for step in range(60):

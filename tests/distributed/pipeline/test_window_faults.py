@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from commons.distributed import engine, row_exchange
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.engine import engine
+from commons.distributed.exchange import row_exchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers import models

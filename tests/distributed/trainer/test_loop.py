@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.distributed import rank_speeds
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.gather import rank_speeds
 from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times

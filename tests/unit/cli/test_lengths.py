@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commons.cli.lengths import LengthReading
 from commons.cli.main import main
+from commons.cli.simulate.lengths import LengthReading
 
 VALUES = [5, 0, 17, 300]
 

@@ -18,7 +18,7 @@ from commons.cli.answer import Answer, AnswerTable, Section
 from commons.cli.main import main
 from commons.cli.page import write_page
 from commons.cli.pictures import COLORS, THEMES, Picture, svg_of
-from commons.cli.simulate_pictures import band_edges
+from commons.cli.simulate.pictures import band_edges
 from tests.helpers.pages import read_page
 from tests.helpers.training_configs import CONFIG
 

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from commons.cli.main import main
-from commons.cli.report_pictures import curve_of, pictures_of
+from commons.cli.report.pictures import curve_of, pictures_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.cli.simulate import LengthOptions
-from commons.cli.simulation import Advice, Simulation, simulate
+from commons.cli.simulate.command import LengthOptions
+from commons.cli.simulate.simulation import Advice, Simulation, simulate
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.perf_model.gain import Budget, Comparison, DealtRows, LoadedRows
 from commons.trainer import TrainerArgs

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from commons.distributed.rank_speeds import RankSpeeds, StepTimes, over_explained
+from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes, over_explained
 
 SLOWER = 1.5
 

@@ -20,9 +20,9 @@ import sid_gr
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory, register_batch_shuffler
 from commons.distributed.channel import groups
+from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.distributed.worker import DaemonWorker
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from tests.helpers.batches import random_batch, rows_as_values
 from tests.helpers.easyrec import clicks, easyrec_batch

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commons.distributed import shuffle_session
-from commons.distributed import worker as worker_module
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.engine import shuffle_session
+from commons.distributed.engine import worker as worker_module
+from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.worker import DaemonWorker
 from tests.helpers.batches import random_batch
 
 

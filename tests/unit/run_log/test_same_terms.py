@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from commons.cli.main import main
-from commons.cli.simulate import LengthOptions
-from commons.cli.simulation import simulate
+from commons.cli.simulate.command import LengthOptions
+from commons.cli.simulate.simulation import simulate
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.gain import StepCost
 from commons.perf_model.partitioner import lower_bound

@@ -1,5 +1,5 @@
 // From a plan to one rank's index array: which segment of which row lies where, who gets it, and how long it is.
-// commons/distributed/row_exchange.py names the results.
+// commons/distributed/exchange/row_exchange.py names the results.
 //
 // The rank exchanges rows through a buffer of 4-byte words. A segment is the words of one key (or of a dense part) of
 // one row. The buffer has three regions:

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import only_device
+from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
+from commons.distributed.engine.shuffle_session import GRACE_SECONDS, ShuffleSession
+from commons.distributed.engine.window import ShuffledWindow, WindowReader, describe_blocked_loader, shuffle_window
+from commons.distributed.engine.worker import DaemonWorker
+from commons.distributed.gather.local_rows import LocalRows
+from commons.distributed.gather.rank_speeds import StepTimes
+from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.global_batch import attach_global_batches
-from commons.distributed.local_rows import LocalRows
 from commons.distributed.process_group import resolve_process_group
-from commons.distributed.rank_speeds import StepTimes
-from commons.distributed.row_costs import RowCosts
-from commons.distributed.shuffle_handle import ShuffleHandle, no_stats
-from commons.distributed.shuffle_session import GRACE_SECONDS, ShuffleSession
 from commons.distributed.stats import ShuffleStats
-from commons.distributed.window import ShuffledWindow, WindowReader, describe_blocked_loader, shuffle_window
-from commons.distributed.worker import DaemonWorker
 from commons.sequence_batch.open_batch import batch_device
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import attempt
-from commons.distributed.payload import Part, PayloadLayout
+from commons.distributed.exchange.payload import Part, PayloadLayout
 from commons.sequence_batch.fields import path_name
 from commons.sequence_batch.open_batch import row_counts, value_at
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_lines, whole_steps
-from commons.cli.simulation import WORTH, Simulation, Source
+from commons.cli.simulate.simulation import WORTH, Simulation, Source
 from commons.perf_model.gain import Comparison, DealtRows
 
 # Steps that a picture shows one by one, and the most bands of lengths.

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.distributed.payload import WORD_BYTES, PayloadLayout
+from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
 from commons.perf_model.partitioner import core
 from commons.perf_model.shuffle_plan import ShufflePlanner

@@ -10,11 +10,11 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.lengths import LengthReading, Lengths
 from commons.cli.outputs import AnswerOutputs
-from commons.cli.row_cost import RowCost
-from commons.cli.simulate_answer import answer_of
-from commons.cli.simulation import OF_LAYERS, Source, describe, simulate
+from commons.cli.simulate.answer import answer_of
+from commons.cli.simulate.lengths import LengthReading, Lengths
+from commons.cli.simulate.row_cost import RowCost
+from commons.cli.simulate.simulation import OF_LAYERS, Source, describe, simulate
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.task_estimator import training_flops
@@ -223,7 +223,7 @@ class Simulate:
         if self.lengths is not None:
             return self.of_lengths.read(self.lengths)
         # Imported here: it needs TorchRec, and lengths alone do not.
-        from commons.cli.config_rows import read_config_rows
+        from commons.cli.simulate.config_rows import read_config_rows
 
         assert self.config is not None  # noqa: S101  one of them is given
         return read_config_rows(self.config, self.model, self.shuffler, max(self.ranks) * steps)

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from commons.available_memory import require_memory
 from commons.checks import as_count
+from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.errors import attempt
+from commons.distributed.gather.local_rows import LocalRows
+from commons.distributed.gather.schema_agreement import SchemasDifferError
 from commons.distributed.global_batch import attach_global_batches
-from commons.distributed.local_rows import LocalRows
-from commons.distributed.schema_agreement import SchemasDifferError
-from commons.distributed.shuffle_session import ShuffleSession
 from commons.distributed.stats import ShuffleStats, WindowStats
 from commons.sequence_batch.fields import require_dataclass
 from commons.sequence_batch.open_batch import batch_device

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commons.distributed.channel.absence import RankMissingError
-from commons.distributed.local_rows import LocalRows
-from commons.distributed.row_exchange import RowExchange
+from commons.distributed.exchange.row_exchange import RowExchange
+from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.shuffle_plan import ShufflePlan
@@ -25,7 +25,7 @@ from commons.sequence_batch.open_batch import row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
 
 if TYPE_CHECKING:
-    from commons.distributed.shuffle_session import ShuffleSession
+    from commons.distributed.engine.shuffle_session import ShuffleSession
 
 _LOOK_SECONDS = 1.0
 

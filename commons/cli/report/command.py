@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from commons.cli.outputs import AnswerOutputs
-from commons.cli.report_answer import answer_of
+from commons.cli.report.answer import answer_of
 from commons.run_log.files import LOG_FILE
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport

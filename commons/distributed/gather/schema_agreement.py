@@ -9,7 +9,7 @@ import torch
 
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import attempt
-from commons.distributed.local_rows import LocalRows
+from commons.distributed.gather.local_rows import LocalRows
 from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
 from commons.version import __version__

@@ -41,7 +41,7 @@ def answer_of(reports: Sequence[RunReport]) -> Answer:
     notes, advice = _notes(reports, beside), _advice(reports, beside)
 
     def pictures() -> Sequence[Any]:
-        from commons.cli.report_pictures import pictures_of  # draws: a table needs none of it
+        from commons.cli.report.pictures import pictures_of  # draws: a table needs none of it
 
         return pictures_of(reports)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commons.distributed.local_rows import LocalRows
+from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.spans import span
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask

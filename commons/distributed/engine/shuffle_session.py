@@ -19,19 +19,19 @@ import torch
 
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.engine.shuffle_handle import PreparedShuffle
 from commons.distributed.errors import attempt
-from commons.distributed.local_rows import LocalRows, counted_keys, message_of
+from commons.distributed.exchange.payload import PayloadLayout
+from commons.distributed.exchange.row_exchange import RowExchange
+from commons.distributed.exchange.verification import checksums_of_all, require_same_rows
+from commons.distributed.gather.local_rows import LocalRows, counted_keys, message_of
+from commons.distributed.gather.peer_calibration import require_equal_among_peers, slowest_of_peers
+from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
+from commons.distributed.gather.row_costs import RowCosts
+from commons.distributed.gather.schema_agreement import agree_on_schema
 from commons.distributed.options import ShufflerOptions
-from commons.distributed.payload import PayloadLayout
-from commons.distributed.peer_calibration import require_equal_among_peers, slowest_of_peers
-from commons.distributed.rank_speeds import RankSpeeds, StepTimes
-from commons.distributed.row_costs import RowCosts
-from commons.distributed.row_exchange import RowExchange
-from commons.distributed.schema_agreement import agree_on_schema
-from commons.distributed.shuffle_handle import PreparedShuffle
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
-from commons.distributed.verification import checksums_of_all, require_same_rows
 from commons.perf_model.partitioner.core import address
 from commons.perf_model.shuffle_plan import BATCH_NUMBERS, MESSAGE_NUMBERS, ShufflePlan, ShufflePlanner
 from commons.sequence_batch.schema import BatchSchema

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commons.cli.answer import Answer, AnswerTable, Section
-from commons.cli.simulation import OF_LAYERS, Simulation
+from commons.cli.simulate.simulation import OF_LAYERS, Simulation
 from commons.console import format_number
 from commons.perf_model.gain import TRAINED_SLACK, Comparison, DealtRows
 
@@ -73,7 +73,7 @@ def answer_of(simulation: Simulation) -> Answer:
     tables = [_table(simulation, result, columns, ways) for result, ways in zip(simulation.comparisons, numbers)]
 
     def pictures() -> Sequence[Any]:
-        from commons.cli.simulate_pictures import pictures_of  # draws: a table needs none of it
+        from commons.cli.simulate.pictures import pictures_of  # draws: a table needs none of it
 
         return pictures_of(simulation)
 

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from commons.cli.recipes import load_recipe
-from commons.cli.simulation import OF_LAYERS, Source, describe
+from commons.cli.simulate.simulation import OF_LAYERS, Source, describe
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.gain import LoadedRows, StepCost

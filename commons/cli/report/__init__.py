@@ -1,0 +1,1 @@
+"""`evenrank report`: what runs have logged, side by side."""

@@ -1,0 +1,1 @@
+"""What a rank sends before the plan: rows with their costs, the schema, task calibrations and step times."""
