@@ -43,9 +43,8 @@ print(json.dumps([metadata.num_interactions, metadata.num_users, seconds, len(me
 """
 _MOVIELENS = "from commons.datasets.public.movielens import preprocess_movielens_20m as preprocess"
 _KUAIRAND = """
-import functools
-from commons.datasets.public.kuairand import VERSIONS, preprocess_kuairand
-preprocess = functools.partial(preprocess_kuairand, VERSIONS["{name}"])
+from commons.datasets.public.kuairand import VERSIONS
+preprocess = VERSIONS["{name}"].preprocess
 """
 
 

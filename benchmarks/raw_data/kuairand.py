@@ -20,7 +20,8 @@ import pyarrow.csv as pcsv
 from benchmarks.raw_data.archive import GeneratedArchive, write_archive
 from benchmarks.raw_data.histories import Rows, draw_histories, lengths_with, spread_evenly
 from commons.console import progress_bar
-from commons.datasets.public.kuairand import USER_FEATURES, KuaiRandVersion
+from commons.datasets.public.dataset import PublicDataset
+from commons.datasets.public.kuairand import USER_FEATURES
 
 # Midnights of April 8 and 22, 2022, in China, and the last interaction.
 _FIRST_MS, _SECOND_PERIOD_MS, _LAST_MS = 1_649_347_200_000, 1_650_556_800_000, 1_652_025_130_589
@@ -66,7 +67,7 @@ _ONEHOT_SIZES = (2, 7, 50, 1471, 15, 34, 3, 118, 454, 7, 5, 5, 2, 2, 2, 2, 2, 2)
 
 
 def generate_kuairand(
-    version: KuaiRandVersion,
+    version: PublicDataset,
     output: str | Path,
     *,
     num_users: int | None = None,
@@ -74,7 +75,7 @@ def generate_kuairand(
     show_progress: bool = False,
 ) -> GeneratedArchive:
     """Write a generated archive of one of the three; see `write_archive`. Interactions are those of standard logs."""
-    published_users, published_videos, interactions, quantiles = _SIZES[version.name]
+    published_users, published_videos, interactions, quantiles = _SIZES[version.schema.dataset_name]
     num_users = published_users if num_users is None else num_users
     num_videos = max(round(published_videos * min(num_users / published_users, 1)), 1_000)
 
@@ -82,13 +83,17 @@ def generate_kuairand(
         data = folder / "data"
         data.mkdir()
         lengths = rng.permutation(lengths_with(num_users, quantiles, interactions / published_users))
-        pcsv.write_csv(_users(num_users, rng), data / version.user_file, pcsv.WriteOptions(quoting_style="needed"))
-        video_ids, parts = rng.permutation(num_videos), version.log_parts
+        pcsv.write_csv(
+            _users(num_users, rng), data / version.listings["user"].file, pcsv.WriteOptions(quoting_style="needed")
+        )
+        video_ids, parts = rng.permutation(num_videos), len(version.event_files) // 2
         with (
             contextlib.ExitStack() as stack,
-            progress_bar(f"generate {version.name}", int(lengths.sum()), "row", show=show_progress) as progress,
+            progress_bar(
+                f"generate {version.schema.dataset_name}", int(lengths.sum()), "row", show=show_progress
+            ) as progress,
         ):
-            files = [stack.enter_context((data / name).open("wb")) for name in version.log_names]
+            files = [stack.enter_context((data / name).open("wb")) for name in version.event_files]
             for file in files:
                 file.write(_LOG_HEADER.encode())
             for rows in draw_histories(num_videos, lengths, rng, distinct=False):
@@ -104,7 +109,7 @@ def generate_kuairand(
         return lengths
 
     url = "https://kuairand.com/"
-    return write_archive(output, version.folder, url, "README.txt", write, num_users=num_users, seed=seed)
+    return write_archive(output, version.raw.title, url, "README.txt", write, num_users=num_users, seed=seed)
 
 
 def _events(rows: Rows, video_ids: np.ndarray, rng: np.random.Generator) -> pa.Table:

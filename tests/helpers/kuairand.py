@@ -42,15 +42,15 @@ USERS = users_csv((8, "full_active", "(0,10]"), (3, "UNKNOWN", "500+"), (5, "ful
 
 def files_of(version=PURE, **changes: str | None) -> dict[str, str]:
     """Contents of an archive by file name; None removes a file."""
-    logs = dict.fromkeys(version.log_names, LOG_HEADER)
-    logs[version.log_names[0]], logs[version.log_names[-1]] = EARLY, LATE
-    random_log = f"log_random_4_22_to_5_08_{version.suffix}.csv"
+    logs = dict.fromkeys(version.event_files, LOG_HEADER)
+    logs[version.event_files[0]], logs[version.event_files[-1]] = EARLY, LATE
+    random_log = f"log_random_4_22_to_5_08_{version.raw.title.removeprefix('KuaiRand-').lower()}.csv"
     contents = {
         **logs,
-        version.user_file: USERS,
+        version.listings["user"].file: USERS,
         random_log: LOG_HEADER + "8,1,20220501,1,1651338000000" + ",0" * 14 + "\n",
     }
-    named = {"early": version.log_names[0], "late": version.log_names[-1], "users": version.user_file}
+    named = {"early": version.event_files[0], "late": version.event_files[-1], "users": version.listings["user"].file}
     contents.update({named[key]: text for key, text in changes.items()})
     return {name: text for name, text in contents.items() if text is not None}
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from commons.available_memory import require_memory
-from commons.datasets.public.movielens import SCHEMA, ml_1m_of
+from commons.datasets.public.movielens import ML_1M
 from commons.datasets.sequences.event_store import EventStore
 from commons.datasets.sequences.preprocessing import Preprocessor
 from commons.datasets.sequences.writer import SequenceSource
@@ -100,9 +100,10 @@ def generate_ratings(
     def read(source: Path, store: EventStore) -> SequenceSource:
         event = "user_id AS user, movie_id AS item, rating::SMALLINT AS action, timestamp AS time"
         store.add(f"SELECT {event} FROM drawn", drawn=drawn.table)  # noqa: S608
-        return ml_1m_of(drawn.users.table, pa.array(np.sort(drawn.movies.all_ids), pa.int32()), generated=True)
+        movies = pa.table({"movie_id": pa.array(drawn.movies.all_ids, pa.int32())})  # ascending
+        return ML_1M.describe(store, {"user": drawn.users.table, "item": movies}, generated=True)
 
-    preprocess = Preprocessor(SCHEMA.dataset_name, read)
+    preprocess = Preprocessor(ML_1M.schema.dataset_name, read)
     return preprocess(os.devnull, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress)
 
 
@@ -128,7 +129,7 @@ class Users:
     taste_end: np.ndarray  # the same
     opinion: np.ndarray  # the same: the part of the opinion that is independent of the taste
     mildness: np.ndarray  # float32 `(num_users,)`, mean 0 and standard deviation 1
-    table: pa.Table  # user_id and age and occupation int32, gender and zip string
+    table: pa.Table  # user_id int32, age and occupation int64, gender and zip string
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
@@ -180,8 +181,8 @@ def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) ->
         {
             "user_id": np.arange(1, num_users + 1, dtype=np.int32),
             "gender": pa.array(["M", "F"]).take(pa.array(is_female.astype(np.int8))),
-            "age": np.array(_AGES, np.int32)[age],
-            "occupation": occupation.astype(np.int32),
+            "age": np.array(_AGES, np.int64)[age],
+            "occupation": occupation,
             "zip": pa.array(zips).take(pa.array(zip_ids)),
         }
     )

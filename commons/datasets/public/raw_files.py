@@ -41,12 +41,11 @@ _Member = tuple[str, int, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class RawKind:
-    """A data set as it is published."""
+    """The archive in which a data set is published."""
 
     title: str  # its name, for errors
     archive: str  # file name of the archive
     folder: str  # in which the archive holds the files
-    names: tuple[str, ...]  # the files that are read
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,12 @@ class RawFiles:
         return f"{self.source}: {name}"
 
 
-def open_raw_files(kind: RawKind, source: Path, scratch: Path, *, show_progress: bool = False) -> RawFiles:
+def open_raw_files(
+    kind: RawKind, names: tuple[str, ...], source: Path, scratch: Path, *, show_progress: bool = False
+) -> RawFiles:
     """Find the files of a data set in a folder, a zip file or a tar file, which is unpacked into a folder of `scratch`.
+
+    `names` are those of the files that are read.
 
     Raises:
         FileNotFoundError: nothing at `source`.
@@ -87,20 +90,20 @@ def open_raw_files(kind: RawKind, source: Path, scratch: Path, *, show_progress:
     elif source.is_file():
         root = scratch / "unpacked"
         root.mkdir()
-        members = _unpack(source, kind.names, root, hint, show_progress)
+        members = _unpack(source, names, root, hint, show_progress)
     else:
         raise ValueError(f"{source} is neither a file nor a folder; {hint}")
-    paths = {name: root / name for name in kind.names if (root / name).is_file()}
-    missing = [name for name in kind.names if name not in paths]
+    paths = {name: root / name for name in names if (root / name).is_file()}
+    missing = [name for name in names if name not in paths]
     if missing:
         shown = ", ".join(members[:8]) + (f" and {len(members) - 8} more" if len(members) > 8 else "")
         raise ValueError(
-            f"{source} has no {', '.join(missing)}; {kind.title} has {', '.join(kind.names)}, found: "
+            f"{source} has no {', '.join(missing)}; {kind.title} has {', '.join(names)}, found: "
             f"{shown or 'nothing'}: give the path of {kind.archive} or of its unpacked folder"
         )
     sha256 = "" if source.is_dir() else _sha256_of(source)
     if source.is_dir():
-        lines = "".join(f"{_sha256_of(paths[name])}  {name}\n" for name in sorted(kind.names))
+        lines = "".join(f"{_sha256_of(paths[name])}  {name}\n" for name in sorted(names))
         sha256 = hashlib.sha256(lines.encode()).hexdigest()
     # A README stands above an inner folder of data.
     above = [root.resolve().parent] if "/" in kind.folder and root.resolve().name == inner else []

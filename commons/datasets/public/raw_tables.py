@@ -14,6 +14,7 @@ import re
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import duckdb
@@ -81,12 +82,16 @@ class TextLayout:
         return next(csv.reader([text], strict=True), []) if self.has_header else text.split(self.separator)
 
 
-class Listed(NamedTuple):
-    """What users, or items, there are."""
+class Listing(NamedTuple):
+    """A file with a line for each user, or for each item."""
 
-    values: pa.Array | pa.ChunkedArray  # all of them
-    name: str  # their column in the files of events, for errors
-    listing: str  # the file that has them
+    file: str  # its name
+    layout: TextLayout  # the first column is the id
+
+    @property
+    def key(self) -> str:
+        """The column of the ids."""
+        return self.layout.columns[0].name
 
 
 class RawTables:
@@ -94,52 +99,51 @@ class RawTables:
 
     def __init__(self, files: RawFiles, store: EventStore) -> None:
         self._files, self._store = files, store
+        self._first_rows: list[tuple[int, _TextFile]] = []  # row of the store with which each file of events begins
 
-    def add_events(
-        self, names: Sequence[str], layout: TextLayout, event: Mapping[str, str], listed: Mapping[str, Listed]
-    ) -> None:
+    def add_events(self, names: Sequence[str], layout: TextLayout, event: Mapping[str, str]) -> None:
         """Put the events of files into the store.
 
         Args:
             names: of the files with events, in the order in which ties of time are broken.
             layout: of these files.
             event: SQL of the columns of the store, of those of the layout.
-            listed: by column of the store, what values there may be.
 
         Raises:
-            ValueError: a malformed line, or a value that is not listed, named by file and line.
+            ValueError: a malformed line, named by file and line.
 
         """
-        files = [_TextFile(self._files, name, layout) for name in names]
         selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
-        first_rows = []
-        for file in files:
-            first_rows.append(self._store.num_rows)
+        for name in names:
+            file, begin = _TextFile(self._files, name, layout), self._store.num_rows
+            self._first_rows.append((begin, file))
             with file.rows() as rows:
                 self._store.add(f"SELECT {selected} FROM {rows}")  # noqa: S608
-            file.require_lines(self._store.num_rows - first_rows[-1])
-        for column, known in listed.items():
-            found = self._store.query(
-                f"SELECT rowid AS number, {column} AS value FROM events ANTI JOIN known ON {column} = known.value "  # noqa: S608
-                "ORDER BY rowid LIMIT 1",
-                known=pa.table({"value": known.values}),
-            )
-            if found.num_rows:
-                row = found["number"][0].as_py()
-                index = bisect(first_rows, row) - 1
-                raise ValueError(
-                    f"{files[index].line_of(row - first_rows[index])} has {known.name} {found['value'][0]}, which "
-                    f"{known.listing} does not list; both files come from one archive: download it again"
-                )
+            file.require_lines(self._store.num_rows - begin)
 
-    def listing(self, name: str, layout: TextLayout) -> pa.Table:
-        """All lines of a file that has one for each user or item, sorted by the first column of the layout, their ids.
+    def require_listed(self, column: str, listing: Listing, ids: pa.ChunkedArray) -> None:
+        """Raise ValueError unless a column of the store has values of `ids` alone, those that the listing has."""
+        found = self._store.query(
+            f"SELECT rowid AS number, {column} AS value FROM events ANTI JOIN known ON {column} = known.value "  # noqa: S608
+            "ORDER BY rowid LIMIT 1",
+            known=pa.table({"value": ids}),
+        )
+        if found.num_rows:
+            row = found["number"][0].as_py()
+            begin, file = self._first_rows[bisect(self._first_rows, row, key=itemgetter(0)) - 1]
+            raise ValueError(
+                f"{file.line_of(row - begin)} has {listing.key} {found['value'][0]}, which {listing.file} does not "
+                "list; both files come from one archive: download it again"
+            )
+
+    def listed(self, listing: Listing) -> pa.Table:
+        """All lines of a listing, sorted by id.
 
         Raises:
             ValueError: a malformed line, a file of more than 256 MiB, or an id that stands twice.
 
         """
-        file, key = _TextFile(self._files, name, layout), layout.columns[0].name
+        file, key = _TextFile(self._files, listing.file, listing.layout), listing.key
         size = file.path.stat().st_size
         if size > _MOST_IN_MEMORY:
             raise ValueError(

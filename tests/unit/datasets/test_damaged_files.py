@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.kuairand import preprocess_kuairand
 from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.metadata import MANIFEST
@@ -213,7 +212,7 @@ def test_kuairand_archives(tmp_path, random):
         part = random.choice(sorted(parts))
         contents = kuairand.files_of(**{part: damaged_text(parts[part], random).decode("latin-1")})
         path = kuairand.write_tar(tmp_path / "a.tar.gz", contents)
-    require_answer(lambda: preprocess_kuairand(kuairand.PURE, path, tmp_path / "out"))
+    require_answer(lambda: kuairand.PURE.preprocess(path, tmp_path / "out"))
 
 
 def test_a_zip_file_whose_directory_lies_before_its_start(tmp_path):
@@ -232,7 +231,7 @@ def test_a_zip_file_whose_directory_lies_before_its_start(tmp_path):
     [
         lambda path: preprocess_movielens(path, path.parent / "out"),
         lambda path: preprocess_movielens_20m(path, path.parent / "out"),
-        lambda path: preprocess_kuairand(kuairand.PURE, path, path.parent / "out"),
+        lambda path: kuairand.PURE.preprocess(path, path.parent / "out"),
         lambda path: preprocess_parquet(COLUMNS, path, path.parent / "out"),
         lambda path: SIDMap.load(path.rename(path.with_suffix(".npy")) if path.is_dir() else path, (2, 2)),
         lambda path: list(get_data_loader("ml-1m", batch_size=2, max_history_seqlen=5, dataset_path=path)),

@@ -23,7 +23,7 @@ from tests.helpers.movielens_20m import MOVIES as MOVIES_20M
 from tests.helpers.movielens_20m import RATINGS as RATINGS_20M
 
 PURE = VERSIONS["kuairand-pure"]
-LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.log_names]
+LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.event_files]
 BOMB = 192 << 20
 # Peak of the process's own memory in MiB, reset before each; what getrusage says includes the parent of an exec.
 PREPROCESS = """
@@ -91,7 +91,7 @@ class _Zeros(io.RawIOBase):
     ("name", "members"),
     [
         ("ml-1m", {"ml-1m/ratings.dat": 1, "ml-1m/users.dat": USERS, "ml-1m/movies.dat": MOVIES}),
-        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.user_file}": 1}),
+        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.listings['user'].file}": 1}),
     ],
 )
 @pytest.mark.parametrize("write", [write_zip, write_tar])

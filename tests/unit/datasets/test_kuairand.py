@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.raw_data.kuairand import generate_kuairand
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS, preprocess_kuairand
+from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, users_csv, write_tar
@@ -38,7 +38,7 @@ def rows_of(path: Path, name: str) -> dict[int, dict]:
 class TestPreprocess:
     def test_sequences(self, tmp_path):
         source = write_tar(tmp_path / "KuaiRand-Pure.tar.gz", files_of())
-        path = preprocess_kuairand(PURE, source, tmp_path / "data")
+        path = PURE.preprocess(source, tmp_path / "data")
         assert path == tmp_path / "data" / "kuairand-pure.parquet"
         assert rows_of(path, "kuairand-pure") == {
             3: {
@@ -79,7 +79,7 @@ class TestPreprocess:
             "log_standard_4_22_to_5_08_27k_part2.csv",
         ]
         source = write_tar(tmp_path / "a.tar.gz", contents, "KuaiRand-27K/data/")
-        expected = rows_of(preprocess_kuairand(V27K, source, tmp_path / "a"), "kuairand-27k")
+        expected = rows_of(V27K.preprocess(source, tmp_path / "a"), "kuairand-27k")
         assert expected[3]["video_id"] == [20, 1071, 999, 7]
         with tarfile.open(source) as archive:
             archive.extractall(tmp_path / "unpacked", filter="data")
@@ -90,12 +90,12 @@ class TestPreprocess:
         for other in sources:
             for rows_per_partition in (1, 1000):
                 with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", rows_per_partition):
-                    path = preprocess_kuairand(V27K, other, tmp_path / "b")
+                    path = V27K.preprocess(other, tmp_path / "b")
                 assert rows_of(path, "kuairand-27k") == expected, other
 
     def test_batches(self, tmp_path):
         source = write_tar(tmp_path / "a.tar.gz", files_of())
-        preprocess_kuairand(PURE, source, tmp_path, test_fraction=0)
+        PURE.preprocess(source, tmp_path, test_fraction=0)
         options = {"dataset_path": tmp_path, "batch_size": 4, "max_history_seqlen": 3}
         (batch,) = get_data_loader("kuairand-pure", num_tasks=8, **options)
         assert batch.features.keys() == [
@@ -114,7 +114,7 @@ class TestPreprocess:
 def error_of(tmp_path: Path, contents: dict[str, str], version=PURE) -> str:
     source = write_tar(tmp_path / "a.tar.gz", contents)
     with pytest.raises(ValueError) as caught:
-        preprocess_kuairand(version, source, tmp_path / "output")
+        version.preprocess(source, tmp_path / "output")
     message = str(caught.value)
     assert "\n" not in message
     assert str(source) in message
@@ -201,20 +201,20 @@ class TestGenerator:
     )
     def test_archive_has_the_published_format(self, tmp_path, name, num_users, mean):
         version = VERSIONS[name]
-        written = generate_kuairand(version, tmp_path / version.folder, num_users=num_users, seed=1)
+        written = generate_kuairand(version, tmp_path / version.raw.title, num_users=num_users, seed=1)
         assert written.mean_length == pytest.approx(mean, rel=0.01)
-        for log in version.log_names:
-            with (tmp_path / version.folder / "data" / log).open() as file:
+        for log in version.event_files:
+            with (tmp_path / version.raw.title / "data" / log).open() as file:
                 assert file.readline() == LOG_HEADER
                 row = dict(zip(LOG_HEADER.strip().split(","), next(csv.reader(file))))
             early = "4_08" in log
             assert ("20220408" if early else "20220422") <= row["date"] <= ("20220421" if early else "20220508")
             assert row["is_rand"] == "0"
-        with (tmp_path / version.folder / "data" / version.user_file).open(newline="") as file:
+        with (tmp_path / version.raw.title / "data" / version.listings["user"].file).open(newline="") as file:
             header, *users = csv.reader(file)
         assert len(header) == 31
         assert len(users) == num_users
-        path = preprocess_kuairand(version, tmp_path / version.folder, tmp_path)
+        path = version.preprocess(tmp_path / version.raw.title, tmp_path)
         metadata = SequenceFile(path, name, []).metadata
         assert (metadata.num_users, metadata.num_interactions) == (num_users, written.num_interactions)
         weights = np.concatenate([row["action_weights"] for row in rows_of(path, name).values()])

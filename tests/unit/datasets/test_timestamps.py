@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.kuairand import preprocess_kuairand
 from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.random.distribution import random_times
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -38,7 +37,7 @@ def movies(tmp_path_factory):
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kuairand")
-    return preprocess_kuairand(PURE, write_tar(folder / "a.tar.gz", files_of()), folder, test_fraction=0)
+    return PURE.preprocess(write_tar(folder / "a.tar.gz", files_of()), folder, test_fraction=0)
 
 
 def test_seconds_stay_seconds(movies):
