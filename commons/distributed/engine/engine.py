@@ -28,7 +28,7 @@ from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.gather.rank_speeds import StepTimes
 from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.global_batch import attach_global_batches
-from commons.distributed.process_group import resolve_process_group
+from commons.distributed.process_group import resolve_process_group, tensor_parallel_group
 from commons.distributed.stats import ShuffleStats
 from commons.sequence_batch.open_batch import batch_device
 
@@ -127,7 +127,9 @@ class ShuffleEngine:
         """
         self._device = device or self._device
         if window is not None or (dist.is_available() and dist.is_initialized()):
-            self._channel(self._group(pg_group), window)
+            group = self._group(pg_group)
+            self._channel(group, window)
+            self._peers(group, window)
 
     def begin(self, starter: Starter) -> None:
         """Register what starts shuffles from now on.
@@ -342,23 +344,39 @@ class ShuffleEngine:
         if all(ended):
             _close_channels(self._channels)
 
-    def _channel(self, group: dist.ProcessGroup | None, window: int | None = None) -> ControlChannel:
+    def _channel(
+        self, group: dist.ProcessGroup | None, window: int | None, *, of_peers: bool = False
+    ) -> ControlChannel:
         self.require_own_process()
         if (group, window) not in self._channels:
             _close_abandoned()
-            moves_rows = self._options.mode == "balance" and window is None
             self._channels[group, window] = ControlChannel(
-                group, self._options.timeout, moves_rows=moves_rows, pairwise=window is not None
+                group,
+                # Peers are missed before the ranks that wait for this one give up.
+                self._options.timeout / (2 if of_peers else 1),
+                moves_rows=self._options.mode == "balance" and window is None and not of_peers,
+                pairwise=window is not None and not of_peers,
             )
         return self._channels[group, window]
+
+    def _peers(self, group: dist.ProcessGroup | None, window: int | None) -> ControlChannel | None:
+        """The channel of this rank's tensor-parallel peers; None where nothing is measured, or there are none.
+
+        They belong to different data-parallel groups, which plan by themselves and must come to the same plan. What
+        these gather is the same; what they read from a file or have timed may not be.
+        """
+        options, peers = self._options, tensor_parallel_group()
+        measures = options.mode != "off" and (options.calibration is not None or options.speeds == "measured")
+        return self._channel(peers, window, of_peers=True) if measures and peers not in (None, group) else None
 
     def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
         """The session of a group; made with the first shuffle, when all settings are known."""
         key = self._group(pg_group), window
-        channel, session = self._channel(*key), self._sessions.get(key)
+        channel, peers, session = self._channel(*key), self._peers(*key), self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = ShuffleSession(
                 channel,
+                peers,
                 self._options,
                 self._shuffler_type,
                 self.costs,

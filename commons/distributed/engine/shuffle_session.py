@@ -25,7 +25,6 @@ from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.exchange.verification import checksums_of_all, require_same_rows
 from commons.distributed.gather.local_rows import LocalRows, counted_keys, message_of
-from commons.distributed.gather.peer_calibration import require_equal_among_peers, slowest_of_peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.gather.schema_agreement import agree_on_schema
@@ -39,6 +38,7 @@ from commons.sequence_batch.schema import BatchSchema
 logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
+_PEERS_SPEED = "comparison of speeds with tensor-parallel peers"
 _NO_WORDS = np.zeros(0, dtype=np.int64)
 # Seconds after the timeout in which a step of the worker thread ends at the latest: ranks exchange who is missing.
 GRACE_SECONDS = 10.0
@@ -51,6 +51,7 @@ class ShuffleSession:
 
     Args:
         channel: the ranks.
+        peers: the tensor-parallel peers, with whom measured numbers are made equal; None for none.
         options: of the shuffler.
         shuffler_type: name of its class.
         costs: what the shuffler says of rows.
@@ -63,6 +64,7 @@ class ShuffleSession:
     def __init__(
         self,
         channel: ControlChannel,
+        peers: ControlChannel | None,
         options: ShufflerOptions,
         shuffler_type: str,
         costs: RowCosts,
@@ -85,8 +87,10 @@ class ShuffleSession:
         self._planner: ShufflePlanner | None = None
         self._alike: BatchSchema | None = None  # that of an own batch, which was found to be the agreed one
         self._counted: np.ndarray | None = None  # the keys that count as tokens
-        settle = functools.partial(slowest_of_peers, channel.generation, options.timeout / 2)
-        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, settle)
+        self._peers = peers
+        self._peers_problem: Exception | None = None  # what they do not have alike
+        self._compares_with_peers = peers is not None and options.calibration is not None
+        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, self._slowest_of_peers)
         self._pins = self._has_warned_of_end = False  # index arrays are pinned where batches are trained on CUDA
 
     @property
@@ -229,18 +233,23 @@ class ShuffleSession:
 
     def _agree(self, step: int, local: Sequence[LocalRows]) -> PayloadLayout | None:
         """The layout of the batches of all ranks, which have compared their settings; None if no rank has a batch."""
-        options, calibration = self._options, None if self._calibrated is None else self._calibrated.calibration
-        if options.calibration is not None and options.mode != "off":
-            among = self.channel.generation, options.timeout / 2
-            _, error = attempt(lambda: require_equal_among_peers(calibration, *among))
-            local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
+        options = self._options
+        calibration = None if self._calibrated is None else dataclasses.asdict(self._calibrated.calibration)
+        if self._peers is not None and self._compares_with_peers:
+            self._compares_with_peers = False
+            compare = functools.partial(self._peers.agree, "shuffle of tensor-parallel peers", step=step)
+            if calibration is None:
+                _, self._peers_problem = attempt(lambda: compare(None, local[0].error))
+            else:
+                _, self._peers_problem = attempt(lambda: compare({"calibrations": calibration}, None))
+        local = [dataclasses.replace(local[0], error=local[0].error or self._peers_problem), *local[1:]]
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # their gather raises an error in them
 
         def settings() -> dict[str, Any]:
             return {
                 "options": json.loads(options.to_json()),
-                "calibrations": None if calibration is None else dataclasses.asdict(calibration),
+                "calibrations": calibration,
                 "shuffler": self._shuffler_type,
                 "window": self._window or 1,
                 "token_features": None if self._token_features is None else list(self._token_features),
@@ -250,6 +259,9 @@ class ShuffleSession:
         schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         return None if schema is None else PayloadLayout.of(schema)
+
+    def _slowest_of_peers(self, speed: int, step: int) -> int:
+        return speed if self._peers is None else int(self._peers.gather(np.array([speed]), step, _PEERS_SPEED).min())
 
     def _require_padding(self, schema: BatchSchema) -> None:
         if self._window is not None and not schema.states_padding:
