@@ -92,11 +92,10 @@ class ShuffleEngine:
         self.read_stats: Callable[[], ShuffleStats | None] = no_stats
         self.num_cap_exceeded = 0
         self._options, self._pg_group = shuffler.options, pg_group
-        self._shuffler_type = type(shuffler).__name__
         self._channels: _Channels = {}
         self._sessions: dict[_Key, ShuffleSession] = {}
-        self._worker = DaemonWorker(f"evenrank-{self._shuffler_type}")
-        self._window_worker = DaemonWorker(f"evenrank-windows-{self._shuffler_type}")
+        name = type(shuffler).__name__
+        self._worker, self._window_worker = DaemonWorker(f"evenrank-{name}"), DaemonWorker(f"evenrank-windows-{name}")
         self._order = threading.Lock()
         self._device: torch.device | None = None
         self._is_closed = False
@@ -127,6 +126,7 @@ class ShuffleEngine:
         """
         self._device = device or self._device
         if window is not None or (dist.is_available() and dist.is_initialized()):
+            self.require_own_process()
             group = self._group(pg_group)
             self._channel(group, window)
             self._peers(group, window)
@@ -163,11 +163,7 @@ class ShuffleEngine:
         self._require_open()
         session = self._session(pg_group)
         device = self._device or session.only_device
-        problem = error or self.costs.problem(device)
-        if batch is None or problem is not None:
-            local = LocalRows(device=device, error=problem)
-        else:
-            local = self.costs.describe(batch, device)
+        local = self.costs.describe(batch, device, error or self.costs.problem(device))
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
             future = self._worker.submit(lambda: session.prepare(step, [local]), device)
@@ -244,9 +240,8 @@ class ShuffleEngine:
         problem, step = self.costs.problem(device), session.next_step()
 
         def describe(batch: Any) -> LocalRows:
-            if problem is not None:
-                return LocalRows(error=problem)
-            return shuffler.engine.costs.describe(batch, torch.device("cpu"))  # the job keeps the shuffler alive
+            # The job keeps the shuffler alive.
+            return shuffler.engine.costs.describe(batch, torch.device("cpu"), problem)
 
         return self._window_worker.submit(lambda: shuffle_window(session, step, reader, describe), device)
 
@@ -347,7 +342,6 @@ class ShuffleEngine:
     def _channel(
         self, group: dist.ProcessGroup | None, window: int | None, *, of_peers: bool = False
     ) -> ControlChannel:
-        self.require_own_process()
         if (group, window) not in self._channels:
             _close_abandoned()
             self._channels[group, window] = ControlChannel(
@@ -371,20 +365,12 @@ class ShuffleEngine:
 
     def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
         """The session of a group; made with the first shuffle, when all settings are known."""
+        self.require_own_process()
         key = self._group(pg_group), window
-        channel, peers, session = self._channel(*key), self._peers(*key), self._sessions.get(key)
-        if session is None:
-            session = self._sessions[key] = ShuffleSession(
-                channel,
-                peers,
-                self._options,
-                self._shuffler_type,
-                self.costs,
-                self.step_times,
-                window=window,
-                only_device=only_device(key[0]),
-            )
-        return session
+        if key not in self._sessions:
+            channel, peers, device = self._channel(*key), self._peers(*key), only_device(key[0])
+            self._sessions[key] = ShuffleSession(channel, peers, self.costs, self.step_times, device, window)
+        return self._sessions[key]
 
     def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
