@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -268,7 +269,8 @@ class ShuffleEngine:
         session = self._session(pg_group)
         while True:
             quiet = until()
-            states = session.channel.gather_on_main([session.steps, int(quiet)], session.steps, "realignment")
+            own = np.array([session.steps, quiet], dtype=np.int64)
+            states = session.channel.gather(own, session.steps, "realignment", on_main=True)
             furthest = max(steps for steps, _ in states)
             if all(quiet for _, quiet in states) and all(steps == furthest for steps, _ in states):
                 return
