@@ -122,12 +122,13 @@ def gather_rows(
     alike = (gathered[:, 0] == gathered[0, 0]).all()
     texts = [text] if alike else channel.gather_text(text, channel.step)
     brought = {rank: json.loads(each) for rank, each in enumerate(texts) if each}
-    described = {rank: (BatchSchema.from_text(schema), *beside) for rank, (schema, *beside, _, _) in brought.items()}
+    described = {rank: (schema, devices, given) for rank, (schema, devices, given, *_) in brought.items()}
     # Those with rows first, which say what is given for each.
     described = dict(sorted(described.items(), key=lambda each: not each[1][2]))
     if (found := find_difference(described, _differences)) is not None:
-        what, (other, *_) = found
-        raise ValueError(f"{what}; {_MIXED}{next(iter(described.values()))[0].way_out(other)}")
+        what, other = found
+        mine, its = (BatchSchema.from_text(schema) for schema, *_ in (next(iter(described.values())), other))
+        raise ValueError(f"{what}; {_MIXED}{mine.way_out(its)}")
     tables = gathered[:, 1:].reshape(channel.world_size, len(own.columns), most)
     is_row = np.arange(most) < rows_per_rank[:, None]
     states = next((given for _, _, given in described.values()), None) or {}
@@ -161,7 +162,10 @@ def _comparable(schema: BatchSchema, cut: set[Path]) -> BatchSchema:
     return BatchSchema(tuple(map(comparable, schema.fields)))
 
 
-def _differences(first: tuple[BatchSchema, Any, Any], other: tuple[BatchSchema, Any, Any]) -> list[str]:
-    """What differs first between two descriptions."""
+def _differences(first: tuple[str, Any, Any], other: tuple[str, Any, Any]) -> list[str]:
+    """What differs first between two descriptions: schemas as text, devices, and what is given for each row."""
+    of_schema = (
+        [] if first[0] == other[0] else BatchSchema.from_text(first[0]).differences(BatchSchema.from_text(other[0]))
+    )
     beside = differences(first[1], other[1]) or (differences(first[2], other[2]) if other[2] else [])
-    return (first[0].differences(other[0]) or [f"{name!r}: {mine} and {its}" for name, mine, its in beside])[:3]
+    return (of_schema or [f"{name!r}: {mine} and {its}" for name, mine, its in beside])[:3]
