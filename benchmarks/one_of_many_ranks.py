@@ -23,7 +23,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.engine import engine
 from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
-from commons.distributed.gather.local_rows import LocalRows
+from commons.distributed.gather.local_rows import LocalRows, counted_keys
 from commons.perf_model.partitioner import core
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, ShufflePlanner, plan_shuffle
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -236,7 +236,7 @@ def tell_of_all_ranks(
         channel.most_words = 0
         for each in local:
             assert isinstance(each, LocalRows) and each.error is None and each.schema is not None, each.error
-            channel.most_words += len(session._own_table(each.schema, each))
+            channel.most_words += len(each.table(counted_keys(each.schema, session._token_features)))
         session._capacity = max(session._capacity, channel.most_words + channel.most_words // 4)
         with contextlib.suppress(_HeardError):
             session.prepare(0, local)

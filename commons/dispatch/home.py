@@ -16,8 +16,6 @@ from commons.sequence_batch.row_fields import DenseField
 from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 
-# Leaves that may require gradients are the first so many: ranks say which by a bit of an int64 for each.
-MOST_LEAVES = 63
 R = TypeVar("R")
 # Gradients `(rows,) + shape` of what has arrived, to those of what was there; None on a rank that had no rows.
 MoveBack = Callable[[Rows[tuple[torch.Tensor, ...]]], Rows[tuple[torch.Tensor, ...]] | None]
@@ -68,7 +66,7 @@ def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
     """Numbers of the leaves that require gradients, in the order of `Rows.leaves`; none where gradients are off.
 
     Raises:
-        ValueError: such a leaf that is no dense tensor, or behind the first 63.
+        ValueError: such a leaf that is no dense tensor.
     """
     if rows is None or not torch.is_grad_enabled():
         return []
@@ -81,11 +79,6 @@ def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
             raise ValueError(
                 f"field {path_name(path)!r} requires grad and is jagged; gradients follow rows of dense tensors: pass "
                 "detach(), or its rows as a tensor"
-            )
-        if number >= MOST_LEAVES:
-            raise ValueError(
-                f"field {path_name(path)!r} requires grad and is field {number + 1} of the batch; gradients follow the "
-                f"first {MOST_LEAVES}: put it before others, or pass detach()"
             )
         found.append(number)
     return found

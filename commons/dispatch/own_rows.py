@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from commons.dispatch.exchange import DispatchChannel
-from commons.dispatch.home import MOST_LEAVES, differentiable_leaves, leaf_paths
+from commons.dispatch.home import differentiable_leaves, leaf_paths
 from commons.dispatch.trim import Trim, find_windows
 from commons.dispatch.widen import Padding, padding_of
 from commons.distributed.gather.schema_agreement import find_difference
@@ -21,10 +21,6 @@ from commons.sequence_batch.row_leaves import device_of, is_moved
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import BatchSchema, BranchField
 
-# Numbers of a rank before its columns: digests of its two texts, a bit for each differentiable leaf, and for each
-# column that it gives.
-_HEAD = 4
-
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
@@ -33,8 +29,9 @@ class OwnRows:
     rows: Rows[Any] | None  # its real rows; None for none at all
     # By name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
     columns: Mapping[str, np.ndarray | None]
-    described: str = ""  # what must be equal on all ranks, as JSON; empty without a batch
-    padding: str = ""  # `padding_of` its rows, as JSON
+    schema: BatchSchema | None = None  # that must be equal on all ranks; None without a batch
+    devices: Mapping[str, str] = field(default_factory=dict)  # of its fields, which must be equal too
+    padding: Any = None  # `padding_of` its rows
     differentiable: Sequence[int] = ()  # leaves that require gradients
 
     @classmethod
@@ -72,7 +69,8 @@ class OwnRows:
         windows = find_windows(rows, trims)
         cut = {path for window in windows for path in window.fields}
         devices = {path_name(path): device_of(leaf).type for path, leaf in rows.leaves.items() if is_moved(leaf)}
-        described = json.dumps([_comparable(rows.schema, cut).text, devices])
+        schema = _comparable(rows.schema, cut)
+        _ = schema.text  # of keys that JSON cannot hold it raises here, where all ranks learn of it
         real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
         rows = rows.without_padding()
         differentiable = differentiable_leaves(rows)
@@ -82,13 +80,22 @@ class OwnRows:
                     f"field {path_name(path)!r} requires grad and is trimmed; gradients follow rows as they are: pass "
                     "detach(), or leave it out of Trim.fields"
                 )
-        padding = json.dumps(padding_of(rows, trims, windows)) if trims else ""
-        return cls(rows, real, described, padding, differentiable)
+        padding = padding_of(rows, trims, windows) if trims else None
+        return cls(rows, real, schema, devices, padding, differentiable)
 
     @property
     def count(self) -> int:
         """Real rows."""
         return 0 if self.rows is None else self.rows.count
+
+    @property
+    def text(self) -> str:
+        """What the others have to know of the batch beside its columns, as JSON; empty without a batch."""
+        if self.schema is None:
+            return ""
+        states = {name: _ABSENT if column is None else _GIVEN for name, column in self.columns.items()}
+        given = states if self.count else None  # of no rows nothing has to be given
+        return json.dumps([self.schema.text, self.devices, given, self.differentiable, self.padding])
 
 
 def gather_rows(
@@ -105,35 +112,37 @@ def gather_rows(
             on all.
         RankMissingError: a rank did not take part in time.
     """
-    most, columns = int(rows_per_rank.max()), own.columns.values()
-    message = np.zeros(_HEAD + len(columns) * most, dtype=np.int64)
-    message[:_HEAD] = (
-        _digest(own.described),
-        _digest(own.padding),
-        _bits(own.differentiable),
-        _bits([place for place, column in enumerate(columns) if column is not None]),
-    )
-    for place, column in enumerate(columns):
+    text, most = own.text, int(rows_per_rank.max())
+    message = np.zeros(1 + len(own.columns) * most, dtype=np.int64)
+    message[0] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+    for place, column in enumerate(own.columns.values()):
         if column is not None:
-            message[_HEAD + place * most :][: own.count] = column
+            message[1 + place * most :][: own.count] = column
     gathered = channel.gather(message, channel.step, "gather of workloads")
-    described, padding, differentiable, given = gathered[:, :_HEAD].T
-    if len(np.unique(described[described > 0])) > 1:
-        _raise_for_difference(channel.gather_text(own.described, channel.step))
-    _require_same_columns(list(own.columns), given, np.flatnonzero(rows_per_rank))
-    texts = [own.padding]
-    if len(np.unique(padding)) > 1:
-        texts = channel.gather_text(own.padding, channel.step)
-    tables = gathered[:, _HEAD:].reshape(channel.world_size, len(columns), most)
+    alike = (gathered[:, 0] == gathered[0, 0]).all()
+    texts = [text] if alike else channel.gather_text(text, channel.step)
+    brought = {rank: json.loads(each) for rank, each in enumerate(texts) if each}
+    described = {rank: (schema, devices, given) for rank, (schema, devices, given, *_) in brought.items()}
+    # Those with rows first, which say what is given for each.
+    described = dict(sorted(described.items(), key=lambda each: not each[1][2]))
+    if (found := find_difference(described, _differences)) is not None:
+        what, other = found
+        mine, its = (BatchSchema.from_text(schema) for schema, *_ in (next(iter(described.values())), other))
+        raise ValueError(f"{what}; {_MIXED}{mine.way_out(its)}")
+    tables = gathered[:, 1:].reshape(channel.world_size, len(own.columns), most)
     is_row = np.arange(most) < rows_per_rank[:, None]
-    is_given, followed = (np.bitwise_or.reduce(each) for each in (given, differentiable))
+    states = next((given for _, _, given in described.values()), None) or {}
     return (
-        {name: tables[:, place][is_row] if is_given >> place & 1 else None for place, name in enumerate(own.columns)},
-        Padding.of({rank: json.loads(text) for rank, text in zip(channel.names, texts) if text}),
-        [number for number in range(MOST_LEAVES) if followed >> number & 1],
+        {
+            name: tables[:, place][is_row] if states.get(name) == _GIVEN else None
+            for place, name in enumerate(own.columns)
+        },
+        Padding.of({channel.names[rank]: padding for rank, (*_, padding) in brought.items() if padding}),
+        sorted({number for *_, differentiable, _ in brought.values() for number in differentiable}),
     )
 
 
+_GIVEN, _ABSENT = "given", "absent"
 _MIXED = (
     "rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all ranks, and what is "
     "given for each row: make them equal, name what differs in width in Trim.fields"
@@ -153,39 +162,10 @@ def _comparable(schema: BatchSchema, cut: set[Path]) -> BatchSchema:
     return BatchSchema(tuple(map(comparable, schema.fields)))
 
 
-def _bits(numbers: Sequence[int]) -> int:
-    return sum(1 << number for number in numbers)
-
-
-def _digest(text: str) -> int:
-    """63 bits of a text, 0 of none."""
-    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1 | 1 if text else 0
-
-
-def _raise_for_difference(texts: list[str]) -> None:
-    """Raise ValueError for ranks whose batches differ, in what `OwnRows.described` says of them."""
-    described = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-    schemas = {rank: (BatchSchema.from_text(text), beside) for rank, (text, beside) in described.items()}
-    found = find_difference(schemas, _differences)
-    if found is not None:
-        what, (other, _) = found
-        raise ValueError(f"{what}; {_MIXED}{next(iter(schemas.values()))[0].way_out(other)}")
-
-
-def _require_same_columns(names: list[str], given: np.ndarray, ranks: np.ndarray) -> None:
-    """ValueError unless all ranks with rows give the same columns, by the bits of `given`, int64 `(ranks of all,)`."""
-    for place, name in enumerate(names):
-        of_ranks = given[ranks] >> place & 1
-        if len(np.unique(of_ranks)) > 1:
-            other = int(np.argmax(of_ranks != of_ranks[0]))
-            states = [("absent", "given")[of_ranks[index]] for index in (0, other)]
-            raise ValueError(
-                f"the batches of ranks {ranks[0]} and {ranks[other]} differ: {name!r}: {' and '.join(states)}; {_MIXED}"
-            )
-
-
-def _differences(first: tuple[BatchSchema, Any], other: tuple[BatchSchema, Any]) -> list[str]:
-    """What differs first between two descriptions."""
-    beside = [f"{name!r}: {mine} and {its}" for name, mine, its in differences(first[1], other[1])]
-    return (first[0].differences(other[0]) or beside)[:3]
+def _differences(first: tuple[str, Any, Any], other: tuple[str, Any, Any]) -> list[str]:
+    """What differs first between two descriptions: schemas as text, devices, and what is given for each row."""
+    of_schema = (
+        [] if first[0] == other[0] else BatchSchema.from_text(first[0]).differences(BatchSchema.from_text(other[0]))
+    )
+    beside = differences(first[1], other[1]) or (differences(first[2], other[2]) if other[2] else [])
+    return (of_schema or [f"{name!r}: {mine} and {its}" for name, mine, its in beside])[:3]

@@ -34,11 +34,22 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
         return pg_group
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    parallel_state = _parallel_state()
+    return dist.group.WORLD if parallel_state is None else parallel_state.get_data_parallel_group()
+
+
+def tensor_parallel_group() -> dist.ProcessGroup | None:
+    """This rank's tensor-parallel group of megatron-core; None where there is none of several ranks."""
+    parallel_state = _parallel_state()
+    group = None if parallel_state is None else parallel_state.get_tensor_model_parallel_group()
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def _parallel_state() -> Any:
+    """megatron-core's parallel_state, if it is initialised."""
     # Looked up rather than imported: where megatron-core is in use, its user has imported it.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        return parallel_state.get_data_parallel_group()
-    return dist.group.WORLD
+    return parallel_state if parallel_state is not None and parallel_state.model_parallel_is_initialized() else None
 
 
 def require_process_group(pg_group: Any) -> None:

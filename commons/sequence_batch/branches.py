@@ -98,11 +98,6 @@ def child_at(value: Any, key: Any) -> Any:
     return value[key] if kind in ("mapping", "sequence", "tensordict") else getattr(value, key)
 
 
-def traits_of(kind: BranchKind | None, value: Any) -> tuple[Any, ...]:
-    """What branches must have in common, beside their children, to be joined."""
-    return (type(value), value.keys(), value.length_per_key()) if kind == "keyed" else (type(value),)
-
-
 def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int | None) -> Any:
     """A branch of the type of `prototype` around new children, of `rows` rows or of as many."""
     if kind == "tensordict":

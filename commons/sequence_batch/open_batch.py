@@ -6,7 +6,7 @@ sorted order, so that batches whose dicts were filled in another order are equal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -18,9 +18,7 @@ from commons.sequence_batch.branches import (
     Constant,
     child_at,
     children_of,
-    is_equal,
     rebuild_branch,
-    traits_of,
 )
 from commons.sequence_batch.fields import (
     Path,
@@ -178,20 +176,6 @@ def rebuild(tree: Tree, values: Mapping[Path, Any], rows: int | None = None, rea
     return Tree(leaves, plain, dict(reversed(branches.items())))
 
 
-def map_leaves(
-    trees: Sequence[Tree], function: Callable[[Path, list[Any]], Any], rows: int | None = None, real: int | None = None
-) -> Tree:
-    """A tree like the first one, each leaf made by `function(path, leaves at that path)`; see `rebuild`.
-
-    ValueError unless the trees have one structure and the same metadata.
-    """
-    first = trees[0]
-    for index, other in enumerate(trees[1:], 1):
-        _require_alike(first, other, index)
-    leaves = {path: function(path, [tree.leaves[path] for tree in trees]) for path in first.leaves}
-    return rebuild(first, leaves, rows, real)
-
-
 def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Any:
     """A copy of a batch with other values at some paths: see `rebuild`."""
     if all(len(path) == 1 for path in values):  # most batches of a shuffler have no branches: nothing to open
@@ -306,52 +290,6 @@ def holds_scalars(value: Any) -> bool:
     if kind is dict:
         return _SCALARS.issuperset(map(type, value)) and _SCALARS.issuperset(map(type, value.values()))
     return (kind is list or kind is tuple) and _SCALARS.issuperset(map(type, value))
-
-
-def _require_alike(first: Tree, other: Tree, index: int) -> None:
-    """Raise ValueError, with the place, unless trees have one structure and the same metadata; leaves may differ."""
-    differ = None
-    for path, branch in first.branches.items():
-        its = other.branches.get(path)
-        alike = its is not None and _traits(branch) == _traits(its)
-        differ = path if differ is None and not alike else differ
-    if differ is None:
-        differ = next((path for path in first.leaves if path not in other.leaves), None)
-    if differ is None:
-        own = first.own_paths
-        differ = next(
-            (
-                path
-                for path, value in first.metadata.items()
-                if path not in own and not (path in other.plain and is_equal(value, other.plain[path]))
-            ),
-            None,
-        )
-    if differ is not None:
-        shown = " and ".join(_summary(_found(tree, differ)) for tree in (first, other))
-        raise ValueError(
-            f"batches 0 and {index} differ at {path_name(differ)!r}: {shown}; batches of one structure and with equal "
-            "metadata can be joined: make them equal, or give a value per row"
-        )
-
-
-def _traits(branch: Branch) -> tuple[Any, ...]:
-    """What branches of one structure have in common."""
-    return *traits_of(branch.kind, branch.value), set(branch.keys)
-
-
-def _found(tree: Tree, path: Path) -> Any:
-    branch = tree.branches.get(path)
-    return {**tree.leaves, **tree.plain}.get(path) if branch is None else branch.value
-
-
-def _summary(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} of {sorted(map(str, value))}"
-    if isinstance(value, (bool, int, float, str, tuple, NoneType)):
-        text = repr(value)
-        return text if len(text) <= 60 else f"{text[:57]}..."
-    return type(value).__name__
 
 
 def _named(counts: Mapping[Path, int]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,28 +73,6 @@ def require_movable(path: Path, value: Any) -> None:
 def device_of(value: Any) -> torch.device:
     """Device of a tensor, or of the values of a jagged one."""
     return value.device if isinstance(value, torch.Tensor) else value.values().device
-
-
-def join_leaves(path: Path, values: Sequence[Any]) -> Any:
-    """Rows of all values, in turn; ValueError for values of different kinds."""
-    first = _traits(path, values[0])
-    for index, value in enumerate(values[1:], 1):
-        other = _traits(path, value)
-        if other != first:
-            shown = [describe_leaf(path, each).summary() for each in (values[0], value)]
-            if shown[0] == shown[1]:
-                shown = [f"{text} on {device}" for text, (_, _, device) in zip(shown, (first, other))]
-            raise ValueError(
-                f"batches 0 and {index} differ at {path_name(path)!r}: {' and '.join(shown)}; only rows of one kind "
-                "can be joined: convert, pad or trim them first"
-            )
-    return first[0].join(values)
-
-
-def _traits(path: Path, value: Any) -> tuple[type[RowField], tuple[Any, ...], torch.device | None]:
-    """What leaves of one kind have in common."""
-    kind = leaf_kind(value)
-    return kind, kind.facts(path, value), device_of(value) if is_moved(value) else None
 
 
 def pad_leaf(path: Path, value: Any, rows: int) -> Any:

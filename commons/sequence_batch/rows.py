@@ -30,17 +30,19 @@ last and is empty, or zero. A batch without that field cannot state padding, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
+from commons.sequence_batch.branches import is_equal
 from commons.sequence_batch.fields import Path, can_state_padding, path_name
-from commons.sequence_batch.open_batch import Tree, count_tree, map_leaves, open_tree, rebuild
-from commons.sequence_batch.row_leaves import join_leaves, leaf_kind, pad_leaf
+from commons.sequence_batch.open_batch import Tree, count_tree, open_tree, rebuild
+from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, leaf_kind, pad_leaf
 from commons.sequence_batch.schema import BatchSchema
 
 B = TypeVar("B")
@@ -81,12 +83,18 @@ class Rows(Generic[B]):
         """
         if len(parts) == 0:
             raise ValueError("there are no batches to concatenate; rows come from at least one: give one or more")
+        for index, part in enumerate(parts[1:], 1):
+            _require_alike(parts[0].tree, part.tree, index)
         count, real = sum(part.count for part in parts), sum(part.real for part in parts)
         if count > real:
             # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
             kept = [part._select(torch.arange(part.real), part.real) for part in parts]
             parts = kept + [part._select(torch.arange(part.real, part.count), 0) for part in parts]
-        return Rows(map_leaves([part.tree for part in parts], join_leaves, count, real), count, real)
+        first, trees = parts[0].tree, [part.tree for part in parts]
+        joined = {
+            path: leaf_kind(value).join([tree.leaves[path] for tree in trees]) for path, value in first.leaves.items()
+        }
+        return Rows(rebuild(first, joined, count, real), count, real)
 
     @property
     def batch(self) -> B:
@@ -210,6 +218,48 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
 
     """
     return Rows.of(batch).select(indices).batch
+
+
+def _require_alike(first: Tree, other: Tree, index: int) -> None:
+    """Raise ValueError, with the place, unless batches have one structure, rows of one kind and equal metadata."""
+    mine, its = _traits(first), _traits(other)
+    for path, traits in mine.items():
+        if path in its and is_equal(traits, its[path]):
+            continue
+        shown = [_shown(tree, path) for tree in (first, other)]
+        if path in first.leaves and shown[0] == shown[1]:
+            shown = [f"{text} on {device}" for text, (_, _, device) in zip(shown, (traits, its[path]))]
+        rule = (
+            "batches of one structure and with equal metadata can be joined: make them equal, or give a value per row"
+        )
+        if path in first.leaves:
+            rule = "only rows of one kind can be joined: convert, pad or trim them first"
+        raise ValueError(f"batches 0 and {index} differ at {path_name(path)!r}: {' and '.join(shown)}; {rule}")
+
+
+def _traits(tree: Tree) -> dict[Path, Any]:
+    """What batches must have in common to be joined, by path: of branches, leaves and metadata."""
+    traits: dict[Path, Any] = {}
+    for path, (value, kind, keys) in tree.branches.items():
+        traits[path] = type(value), set(keys), (value.keys(), value.length_per_key()) if kind == "keyed" else None
+    for path, value in tree.leaves.items():
+        leaf = leaf_kind(value)
+        traits[path] = leaf, leaf.facts(path, value), device_of(value) if is_moved(value) else None
+    own = tree.own_paths
+    return traits | {path: value for path, value in tree.metadata.items() if path not in own}
+
+
+def _shown(tree: Tree, path: Path) -> str:
+    """What messages show of what a batch holds at a path."""
+    if path in tree.leaves:
+        return describe_leaf(path, tree.leaves[path]).summary()
+    value = tree.branches[path].value if path in tree.branches else tree.plain.get(path)
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} of {sorted(map(str, value))}"
+    if isinstance(value, (bool, int, float, str, tuple, NoneType)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return type(value).__name__
 
 
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:

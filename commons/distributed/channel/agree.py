@@ -188,15 +188,27 @@ class ControlChannel(NamedCollectives):
             self.raise_on_all(error, step)
         return table[:, 2:last]
 
-    def gather(self, values: np.ndarray, step: int, what: str = "gather") -> np.ndarray:
+    def gather(self, values: np.ndarray, step: int, what: str = "gather", *, on_main: bool = False) -> np.ndarray:
         """Gather int64 `(n,)`, of one size on all ranks, into `(world_size, n)`.
+
+        Args:
+            values: of this rank.
+            step: number of the step or call, in messages.
+            what: names the gather in messages.
+            on_main: whether this is the main thread of a channel whose groups a worker thread is using; it has groups
+                of its own, which are made with the first such call.
 
         Raises:
             RankMissingError: a rank did not take part in time; names it.
         """
-        return values.reshape(1, -1) if self._groups is None else self._gather(self._groups, values, step, what)
-
-    def _gather(self, pair: GroupPair, values: np.ndarray, step: int, what: str) -> np.ndarray:
+        pair = self._groups
+        if pair is None or (group := self._given) is None:
+            return values.reshape(1, -1)
+        if on_main:
+            timeout = self._timeout
+            pair = self._groups_of_main = self._groups_of_main or self._make(
+                lambda: acquire_groups(group, timeout), step, what
+            )
         # numpy, because torch calls release the GIL.
         for ring in pair.rings:
             gathered = np.empty(ring.size() * len(values), dtype=np.int64)
@@ -206,13 +218,13 @@ class ControlChannel(NamedCollectives):
         return values.reshape(self.world_size, -1)
 
     def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
-        """Gather one string per rank; see `raise_on_all` for `on_main`."""
-        gather = self.gather_on_main if on_main else self.gather
+        """Gather one string per rank; see `gather` for `on_main`."""
+        gather = functools.partial(self.gather, step=step, on_main=on_main)
         encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
-        sizes = gather(np.array([len(encoded)]), step, "gather of text sizes")[:, 0]
+        sizes = gather(np.array([len(encoded)]), what="gather of text sizes")[:, 0]
         words = max(-(-int(sizes.max()) // _WORD), 1)
         padded = bytearray(encoded.ljust(words * _WORD))  # torch warns of memory that it could not write to
-        rows = gather(np.frombuffer(padded, dtype=np.int64), step, "gather of texts")
+        rows = gather(np.frombuffer(padded, dtype=np.int64), what="gather of texts")
         return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
 
     def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
@@ -221,30 +233,10 @@ class ControlChannel(NamedCollectives):
         Args:
             error: of this rank, if it has one.
             step: number of the step or call, in messages.
-            on_main: whether this is the main thread of a channel whose gloo group a worker thread is using.
+            on_main: as of `gather`.
         """
         said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step, on_main=on_main)
         raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
-
-    def gather_on_main(self, values: Sequence[int] | np.ndarray, step: int = 0, what: str = "gather") -> np.ndarray:
-        """`gather`, for the main thread while the worker thread may be using the rings; may wait for a device.
-
-        It uses the payload group; where there is none, rings of its own are made with the first call.
-        """
-        values = np.asarray(values, dtype=np.int64)
-        if self._groups is None or (group := self._given) is None:
-            return values.reshape(1, -1)
-        if (payload := self.payload_group) is None:
-            timeout = self._timeout
-            self._groups_of_main = self._groups_of_main or self._make(
-                lambda: acquire_groups(group, timeout), step, what
-            )
-            return self._gather(self._groups_of_main, values, step, what)
-        source = torch.from_numpy(values).to(numbers_device(payload))
-        result = source.new_empty(self.world_size * len(values))
-        work = all_gather_single(result, source, group=payload, async_op=True)
-        self.wait(work, step, what, on_host=source.device.type == "cpu")
-        return result.view(self.world_size, -1).cpu().numpy()
 
     def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
         """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one.

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.gather.rank_speeds import StepTimes
 from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.global_batch import attach_global_batches
-from commons.distributed.process_group import resolve_process_group
+from commons.distributed.process_group import resolve_process_group, tensor_parallel_group
 from commons.distributed.stats import ShuffleStats
 from commons.sequence_batch.open_batch import batch_device
 
@@ -92,11 +93,10 @@ class ShuffleEngine:
         self.read_stats: Callable[[], ShuffleStats | None] = no_stats
         self.num_cap_exceeded = 0
         self._options, self._pg_group = shuffler.options, pg_group
-        self._shuffler_type = type(shuffler).__name__
         self._channels: _Channels = {}
         self._sessions: dict[_Key, ShuffleSession] = {}
-        self._worker = DaemonWorker(f"evenrank-{self._shuffler_type}")
-        self._window_worker = DaemonWorker(f"evenrank-windows-{self._shuffler_type}")
+        name = type(shuffler).__name__
+        self._worker, self._window_worker = DaemonWorker(f"evenrank-{name}"), DaemonWorker(f"evenrank-windows-{name}")
         self._order = threading.Lock()
         self._device: torch.device | None = None
         self._is_closed = False
@@ -127,7 +127,10 @@ class ShuffleEngine:
         """
         self._device = device or self._device
         if window is not None or (dist.is_available() and dist.is_initialized()):
-            self._channel(self._group(pg_group), window)
+            self.require_own_process()
+            group = self._group(pg_group)
+            self._channel(group, window)
+            self._peers(group, window)
 
     def begin(self, starter: Starter) -> None:
         """Register what starts shuffles from now on.
@@ -161,11 +164,7 @@ class ShuffleEngine:
         self._require_open()
         session = self._session(pg_group)
         device = self._device or session.only_device
-        problem = error or self.costs.problem(device)
-        if batch is None or problem is not None:
-            local = LocalRows(device=device, error=problem)
-        else:
-            local = self.costs.describe(batch, device)
+        local = self.costs.describe(batch, device, error or self.costs.problem(device))
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
             future = self._worker.submit(lambda: session.prepare(step, [local]), device)
@@ -242,9 +241,8 @@ class ShuffleEngine:
         problem, step = self.costs.problem(device), session.next_step()
 
         def describe(batch: Any) -> LocalRows:
-            if problem is not None:
-                return LocalRows(error=problem)
-            return shuffler.engine.costs.describe(batch, torch.device("cpu"))  # the job keeps the shuffler alive
+            # The job keeps the shuffler alive.
+            return shuffler.engine.costs.describe(batch, torch.device("cpu"), problem)
 
         return self._window_worker.submit(lambda: shuffle_window(session, step, reader, describe), device)
 
@@ -271,7 +269,8 @@ class ShuffleEngine:
         session = self._session(pg_group)
         while True:
             quiet = until()
-            states = session.channel.gather_on_main([session.steps, int(quiet)], session.steps, "realignment")
+            own = np.array([session.steps, quiet], dtype=np.int64)
+            states = session.channel.gather(own, session.steps, "realignment", on_main=True)
             furthest = max(steps for steps, _ in states)
             if all(quiet for _, quiet in states) and all(steps == furthest for steps, _ in states):
                 return
@@ -342,31 +341,38 @@ class ShuffleEngine:
         if all(ended):
             _close_channels(self._channels)
 
-    def _channel(self, group: dist.ProcessGroup | None, window: int | None = None) -> ControlChannel:
-        self.require_own_process()
+    def _channel(
+        self, group: dist.ProcessGroup | None, window: int | None, *, of_peers: bool = False
+    ) -> ControlChannel:
         if (group, window) not in self._channels:
             _close_abandoned()
-            moves_rows = self._options.mode == "balance" and window is None
             self._channels[group, window] = ControlChannel(
-                group, self._options.timeout, moves_rows=moves_rows, pairwise=window is not None
+                group,
+                # Peers are missed before the ranks that wait for this one give up.
+                self._options.timeout / (2 if of_peers else 1),
+                moves_rows=self._options.mode == "balance" and window is None and not of_peers,
+                pairwise=window is not None and not of_peers,
             )
         return self._channels[group, window]
 
+    def _peers(self, group: dist.ProcessGroup | None, window: int | None) -> ControlChannel | None:
+        """The channel of this rank's tensor-parallel peers; None where nothing is measured, or there are none.
+
+        They belong to different data-parallel groups, which plan by themselves and must come to the same plan. What
+        these gather is the same; what they read from a file or have timed may not be.
+        """
+        options, peers = self._options, tensor_parallel_group()
+        measures = options.mode != "off" and (options.calibration is not None or options.speeds == "measured")
+        return self._channel(peers, window, of_peers=True) if measures and peers not in (None, group) else None
+
     def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
         """The session of a group; made with the first shuffle, when all settings are known."""
+        self.require_own_process()
         key = self._group(pg_group), window
-        channel, session = self._channel(*key), self._sessions.get(key)
-        if session is None:
-            session = self._sessions[key] = ShuffleSession(
-                channel,
-                self._options,
-                self._shuffler_type,
-                self.costs,
-                self.step_times,
-                window=window,
-                only_device=only_device(key[0]),
-            )
-        return session
+        if key not in self._sessions:
+            channel, peers, device = self._channel(*key), self._peers(*key), only_device(key[0])
+            self._sessions[key] = ShuffleSession(channel, peers, self.costs, self.step_times, device, window)
+        return self._sessions[key]
 
     def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return resolve_process_group(pg_group if pg_group is not None else self._pg_group)

@@ -25,11 +25,9 @@ from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.exchange.verification import checksums_of_all, require_same_rows
 from commons.distributed.gather.local_rows import LocalRows, counted_keys, message_of
-from commons.distributed.gather.peer_calibration import require_equal_among_peers, slowest_of_peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.gather.schema_agreement import agree_on_schema
-from commons.distributed.options import ShufflerOptions
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.partitioner.core import address
@@ -39,6 +37,7 @@ from commons.sequence_batch.schema import BatchSchema
 logger = logging.getLogger(__name__)
 
 _EXCHANGE = "exchange"
+_PEERS = "shuffle of tensor-parallel peers"
 _NO_WORDS = np.zeros(0, dtype=np.int64)
 # Seconds after the timeout in which a step of the worker thread ends at the latest: ranks exchange who is missing.
 GRACE_SECONDS = 10.0
@@ -51,42 +50,41 @@ class ShuffleSession:
 
     Args:
         channel: the ranks.
-        options: of the shuffler.
-        shuffler_type: name of its class.
-        costs: what the shuffler says of rows.
+        peers: the tensor-parallel peers, with whom measured numbers are made equal; None for none.
+        costs: what the shuffler says of rows; its options count.
         step_times: of this rank's own work, which travel with the comparison of plans, and what follows from all.
+        only_device: where all batches of the group lie; None where only a batch can tell.
         window: most batches of a rank that are planned together. Given, rows are exchanged on the host, by the worker
             thread and over the group that it plans with; None: batch by batch, over a group of their own.
-        only_device: where all batches of the group lie; None where only a batch can tell.
     """
 
     def __init__(
         self,
         channel: ControlChannel,
-        options: ShufflerOptions,
-        shuffler_type: str,
+        peers: ControlChannel | None,
         costs: RowCosts,
         step_times: StepTimes,
-        *,
-        window: int | None = None,
-        only_device: torch.device | None = None,
+        only_device: torch.device | None,
+        window: int | None,
     ) -> None:
         self.channel, self.only_device, self.steps = channel, only_device, 0
-        self._options, self._shuffler_type, self._window = options, shuffler_type, window
+        self._options, self._shuffler_type = costs.shuffler.options, type(costs.shuffler).__name__
+        options, self._window = self._options, window
         self._calibrated, self._token_features = costs.calibrated, costs.token_features
         self._has_groups = costs.has_groups
-        on_host = window is not None
-        self._rows_group = channel.control_group if on_host else channel.payload_group
-        has_all_to_all = on_host or channel.has_all_to_all
-        self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and not has_all_to_all)
+        self._rows_group = channel.payload_group if window is None else channel.control_group
+        lacks_all_to_all = window is None and not channel.has_all_to_all
+        self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and lacks_all_to_all)
         self._header = MESSAGE_NUMBERS + BATCH_NUMBERS * (window or 1)
         self._capacity = 0
         self._layout: PayloadLayout | None = None
         self._planner: ShufflePlanner | None = None
         self._alike: BatchSchema | None = None  # that of an own batch, which was found to be the agreed one
-        self._counted: np.ndarray | None = None  # the keys that count as tokens
-        settle = functools.partial(slowest_of_peers, channel.generation, options.timeout / 2)
-        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, settle)
+        self._counted = _NO_WORDS  # the keys that count as tokens
+        self._peers = peers
+        self._peers_problem: Exception | None = None  # what they do not have alike
+        self._compares_with_peers = peers is not None and options.calibration is not None
+        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, self._slowest_of_peers)
         self._pins = self._has_warned_of_end = False  # index arrays are pinned where batches are trained on CUDA
 
     @property
@@ -125,7 +123,6 @@ class ShuffleSession:
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
-        self._require_padding(layout.schema)
         device = local[0].device
         self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         while True:
@@ -218,8 +215,7 @@ class ShuffleSession:
         """Run the payload collective; host tensors are waited for here, on a device only the stream waits."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
         with self.channel.collective(step, _EXCHANGE):
-            on_host = sent.device.type == "cpu"
-            work = exchange.send_rows(buffer, sent, self._rows_group, async_op=on_host)
+            work = exchange.send_rows(buffer, sent, self._rows_group, async_op=sent.device.type == "cpu")
             if work is not None:
                 self.channel.wait(work, step, _EXCHANGE)
 
@@ -229,18 +225,21 @@ class ShuffleSession:
 
     def _agree(self, step: int, local: Sequence[LocalRows]) -> PayloadLayout | None:
         """The layout of the batches of all ranks, which have compared their settings; None if no rank has a batch."""
-        options, calibration = self._options, None if self._calibrated is None else self._calibrated.calibration
-        if options.calibration is not None and options.mode != "off":
-            among = self.channel.generation, options.timeout / 2
-            _, error = attempt(lambda: require_equal_among_peers(calibration, *among))
-            local = [dataclasses.replace(local[0], error=local[0].error or error), *local[1:]]
+        options = self._options
+        calibration = None if self._calibrated is None else dataclasses.asdict(self._calibrated.calibration)
+        peers = self._peers
+        if peers is not None and self._compares_with_peers:
+            self._compares_with_peers = False
+            said, error = (None, local[0].error) if calibration is None else ({"calibrations": calibration}, None)
+            _, self._peers_problem = attempt(lambda: peers.agree(_PEERS, said, error, step=step))
+        local = [dataclasses.replace(local[0], error=local[0].error or self._peers_problem), *local[1:]]
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # their gather raises an error in them
 
         def settings() -> dict[str, Any]:
             return {
                 "options": json.loads(options.to_json()),
-                "calibrations": None if calibration is None else dataclasses.asdict(calibration),
+                "calibrations": calibration,
                 "shuffler": self._shuffler_type,
                 "window": self._window or 1,
                 "token_features": None if self._token_features is None else list(self._token_features),
@@ -249,15 +248,19 @@ class ShuffleSession:
 
         schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
-        return None if schema is None else PayloadLayout.of(schema)
-
-    def _require_padding(self, schema: BatchSchema) -> None:
+        if schema is None:
+            return None
         if self._window is not None and not schema.states_padding:
             raise ValueError(
                 f"window is {self._window}, and {schema.type_name} cannot state padding; the batches of a window are "
                 "padded where ranks have brought fewer rows: give it a field actual_batch_size, derive it from "
                 "BaseBatch, or use no window"
             )
+        self._counted = counted_keys(schema, self._token_features)
+        return PayloadLayout.of(schema)
+
+    def _slowest_of_peers(self, speed: int, step: int) -> int:
+        return speed if self._peers is None else int(self._peers.gather(np.array([speed]), step, _PEERS).min())
 
     def _make_planner(self, layout: PayloadLayout) -> ShufflePlanner:
         """Plans every batch of the run."""
@@ -323,8 +326,6 @@ class ShuffleSession:
                 f"the rows{agreed.way_out(local.schema)}"
             )
         self._alike = local.schema
-        if self._counted is None:
-            self._counted = counted_keys(agreed, self._token_features)
         return self._table(local, self._counted)
 
     def _table(self, local: LocalRows, counted: np.ndarray) -> np.ndarray:

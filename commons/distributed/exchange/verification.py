@@ -87,7 +87,7 @@ def require_same_rows(
         before: `checksums_of_all` of the batches that this rank brought; None if it failed.
         results: the batches that this rank trains.
         error: why it failed.
-        on_main: as for `ControlChannel.raise_on_all`.
+        on_main: as of `ControlChannel.gather`.
 
     Raises:
         RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
@@ -100,8 +100,8 @@ def require_same_rows(
         numbers[-1] = 1
     else:
         numbers[:-1] = (after - before).numpy()
-    gather = channel.gather_on_main if on_main else channel.gather
-    *wrong, failed = gather(numbers, step, "comparison of checksums").sum(axis=0).tolist()
+    table = channel.gather(numbers, step, "comparison of checksums", on_main=on_main)
+    *wrong, failed = table.sum(axis=0).tolist()
     if failed:
         channel.raise_on_all(error or problem, step, on_main=on_main)
     damaged = [part for part, value in zip(layout.parts, wrong) if value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.partitioner.inputs import as_groups
-from commons.sequence_batch.fields import path_name, require_dataclass
+from commons.sequence_batch.fields import path_name
 from commons.sequence_batch.jagged_fields import require_sum
-from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.schema import BatchSchema
 
 
-@dataclass(eq=False)  # not frozen: one is made per batch
+@dataclass(eq=False)  # not frozen: one is made per batch, by RowCosts
 class LocalRows:
     """One rank's batch at one step: what it tells the others, and what tells it from other batches."""
 
@@ -27,68 +26,13 @@ class LocalRows:
     real_rows: int = 0  # rows that are no padding
     sizes: tuple[int, ...] = ()  # of every row field, see `BatchSchema.sizes`
     workloads: Any = None  # what `get_workloads` returned, on the host; None in mode "off"
-    lengths: tuple[np.ndarray, ...] = ()  # lengths `(keys, rows)` of every jagged field; none in mode "off"
+    lengths: Sequence[np.ndarray] = ()  # lengths `(keys, rows)` of every jagged field; none in mode "off"
     # `(rows,)` of every field that the host keeps, see `BaseBatch`; none in mode "off".
-    host_values: tuple[np.ndarray, ...] = ()
+    host_values: Sequence[np.ndarray] = ()
     groups: Any = None  # what `get_groups` returned, on the host; None for rows that move each by itself
     copied: torch.Event | None = None  # the event after which copies from a device are complete
     device: torch.device | None = None  # where the batch is trained; None if that is not known yet
     error: Exception | None = None  # what went wrong so far
-
-    @classmethod
-    def of(
-        cls,
-        batch: Any,
-        device: torch.device | None,
-        get_costs: Callable[[Any, BatchSchema], tuple[Any, Any]] | None,
-        *,
-        moves: bool = False,
-        known: dict[Any, BatchSchema] | None = None,
-    ) -> LocalRows:
-        """Describe a batch; what lies on CUDA is copied to the host without waiting.
-
-        Args:
-            batch: on the host, or on its device.
-            device: where it is trained; None if that is not known yet.
-            get_costs: gives the workloads of the batch, and the groups of its rows or None; None where they are not
-                needed.
-            moves: whether its rows may move, and so must not require grad.
-            known: as of `BatchSchema.of`.
-
-        Raises:
-            TypeError, ValueError: as `BatchSchema.of`, fields on different devices, a field that requires grad, and
-                whatever `get_costs` raises.
-        """
-        require_dataclass(batch)
-        tree = open_batch(batch)
-        leaves = tree.leaves
-        rows, real = row_counts(batch, tree)
-        require_one_device(leaves)
-        if moves:  # in any step: gradients must not depend on whether rows move in this one
-            require_no_grad(leaves)
-        schema = BatchSchema.of(batch, tree, known)
-        sizes = schema.sizes(schema.row_tensors(batch, leaves))
-        if get_costs is None:
-            return cls(schema, rows, real, sizes, device=device)
-        lengths = [leaves[field.path].lengths().view(len(field.keys), rows) for field in schema.jagged]
-        kept = [leaves[field.path] for field in schema.host_fields]
-        (workloads, groups, *rest), copied = _on_host([*get_costs(batch, schema), *lengths, *kept])
-        # As arrays, of values that may yet come: torch lets go of the interpreter lock wherever it is asked, and the
-        # worker would have to wait for it as often.
-        arrays = [values.numpy() for values in rest]
-        lengths, kept = arrays[: len(lengths)], arrays[len(lengths) :]
-        return cls(
-            schema=schema,
-            rows=rows,
-            real_rows=real,
-            sizes=sizes,
-            workloads=_as_array(workloads),
-            lengths=tuple(lengths),
-            host_values=tuple(kept),
-            groups=_as_array(groups),
-            copied=copied,
-            device=device,
-        )
 
     @property
     def elements(self) -> int:
@@ -190,27 +134,3 @@ def _one_per_row(workloads: Any, rows: int) -> Any:
             "per sample"
         )
     return workloads
-
-
-def _as_array(workloads: Any) -> Any:
-    """A tensor of integers, one per row, as the array that shares its memory; anything else as it is."""
-    if isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_floating_point():
-        return workloads.detach().numpy()
-    return workloads
-
-
-def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
-    """Copies in pinned memory of what lies on CUDA, and the event after which they are complete."""
-    device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
-    if device is None:
-        return values, None
-    host = [
-        torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in values
-    ]
-    # On the stream that copies: that of the tensors' device, which need not be the current one.
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(device))
-    return host, copied

@@ -86,7 +86,7 @@ class RankSpeeds:
         rank: this one, in the group; the first one warns.
         times: of this rank.
         option: `ShufflerOptions.speeds`.
-        settle: makes a number of this rank the same on its tensor-parallel peers; counts its calls.
+        settle: makes a speed of this rank the same on its tensor-parallel peers; is given the step too.
 
     Attributes:
         to_plan_with: int64 `(num_ranks,)`, as of the latest step; None for equal ones, and unless "measured".
@@ -98,7 +98,7 @@ class RankSpeeds:
         rank: int,
         times: StepTimes,
         option: str = "equal",
-        settle: Callable[[int, int], int] = lambda number, look: number,
+        settle: Callable[[int, int], int] = lambda speed, step: speed,
     ) -> None:
         self.to_plan_with: np.ndarray | None = None
         self._names, self._rank, self._times, self._option, self._settle = names, rank, times, option, settle
@@ -118,7 +118,7 @@ class RankSpeeds:
         # By the number of steps: tensor-parallel peers wait for one another here, and may look at other steps.
         if self._steps % LOOK_STEPS == 0:
             measured = self._option == "measured"
-            self._own = self._settle(self._found, self._steps // LOOK_STEPS) if measured else self._found
+            self._own = self._settle(self._found, self._steps) if measured else self._found
         self._steps += 1
         return *self._times.take(), self._own
 

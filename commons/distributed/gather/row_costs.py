@@ -11,6 +11,8 @@ from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.spans import span
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.task_estimator import AttentionTask
+from commons.sequence_batch.fields import require_dataclass
+from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.plain_values import register_type
 from commons.sequence_batch.schema import BatchSchema
 
@@ -80,22 +82,47 @@ class RowCosts:
                 self._error = self._refused(error)
         return self._error
 
-    def describe(self, batch: Any, device: torch.device | None) -> LocalRows:
+    def describe(self, batch: Any | None, device: torch.device | None, error: Exception | None = None) -> LocalRows:
         """What this rank brings with a batch; a mistake becomes its error, which all ranks raise.
 
+        What lies on CUDA is copied to the host without waiting.
+
         Args:
-            batch: on the host, or on its device.
+            batch: on the host, or on its device; None if there is none.
             device: where it is trained; None if that is not known yet.
+            error: what went wrong already.
         """
+        if batch is None or error is not None:
+            return LocalRows(device=device, error=error)
         try:
             if type(batch) is not self._batch_type:
+                require_dataclass(batch)
                 register_type(type(batch))
                 self._batch_type = type(batch)
             with span("workload"):
-                get_costs = None if self._mode == "off" else self._costs
-                return LocalRows.of(batch, device, get_costs, moves=self._mode == "balance", known=self._known)
-        except Exception as error:
-            return LocalRows(device=device, error=error)
+                return self._describe(batch, device)
+        except Exception as mistake:
+            return LocalRows(device=device, error=mistake)
+
+    def _describe(self, batch: Any, device: torch.device | None) -> LocalRows:
+        tree = open_batch(batch)
+        leaves = tree.leaves
+        rows, real = row_counts(batch, tree)
+        require_one_device(leaves)
+        if self._mode == "balance":  # in any step: gradients must not depend on whether rows move in this one
+            require_no_grad(leaves)
+        schema = BatchSchema.of(batch, tree, self._known)
+        local = LocalRows(schema, rows, real, schema.sizes(schema.row_tensors(batch, leaves)), device=device)
+        if self._mode != "off":
+            lengths = [leaves[field.path].lengths().view(len(field.keys), rows) for field in schema.jagged]
+            kept = [leaves[field.path] for field in schema.host_fields]
+            (workloads, groups, *rest), local.copied = _on_host([*self._costs(batch, schema), *lengths, *kept])
+            local.workloads, local.groups = _as_array(workloads), _as_array(groups)
+            # As arrays, of values that may yet come: every torch call releases the GIL, and the worker would wait for
+            # it as often.
+            arrays = [values.numpy() for values in rest]
+            local.lengths, local.host_values = arrays[: len(lengths)], arrays[len(lengths) :]
+        return local
 
     def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
         """The workloads and the groups of a batch; None for no groups."""
@@ -117,3 +144,27 @@ class RowCosts:
 
     def _refused(self, error: Exception) -> ValueError:
         return ValueError(f"calibration {self._file!r}: {error}")
+
+
+def _as_array(workloads: Any) -> Any:
+    """A tensor of integers, one per row, as the array that shares its memory; anything else as it is."""
+    if isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_floating_point():
+        return workloads.detach().numpy()
+    return workloads
+
+
+def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
+    """Copies in pinned memory of what lies on CUDA, and the event after which they are complete."""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
+    if device is None:
+        return values, None
+    host = [
+        torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
+    # On the stream that copies: that of the tensors' device, which need not be the current one.
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(device))
+    return host, copied

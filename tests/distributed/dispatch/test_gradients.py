@@ -161,22 +161,16 @@ def _jagged():
     redistribute_balanced({"x": values, "y": torch.ones(2)}, [1, 2])
 
 
-def _behind_the_first_63():
-    batch = {f"x{number:02}": torch.ones(2) for number in range(64)}
-    batch["x63"].requires_grad_(dist.get_rank() == 1)
-    redistribute_balanced(batch, [1, 2])
-
-
-def _the_last_of_63():
-    batch = {f"x{number:02}": torch.ones(4) for number in range(63)}
-    x = batch["x62"].requires_grad_()
+def _the_last_of_many():
+    batch = {f"x{number:02}": torch.ones(4) for number in range(70)}
+    x = batch["x69"].requires_grad_()
     moved = redistribute_balanced(batch, [[9, 9, 9, 9], [1, 1, 1, 1]][dist.get_rank()], slack=0.0)
-    (moved.batch["x62"] * moved.indices).sum().backward()
+    (moved.batch["x69"] * moved.indices).sum().backward()
     return moved.num_moved > 0 and x.grad.tolist() == [4 * dist.get_rank() + row for row in range(4)]
 
 
-def test_the_last_field_that_may_require_gradients(two_ranks):
-    assert two_ranks.run(_the_last_of_63) == [True, True]
+def test_any_of_many_fields_may_require_gradients(two_ranks):
+    assert two_ranks.run(_the_last_of_many) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +178,6 @@ def test_the_last_field_that_may_require_gradients(two_ranks):
     [
         (_one_rank_without_gradients, "gradients"),
         (_jagged, "field 'x' requires grad and is jagged; gradients follow rows of dense tensors: pass detach()"),
-        (_behind_the_first_63, "field 'x63' requires grad and is field 64 of the batch; gradients follow the first 63"),
     ],
 )
 def test_a_mistake_is_raised_on_every_rank(two_ranks, mistake, said):

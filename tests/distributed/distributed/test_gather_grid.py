@@ -78,7 +78,7 @@ def _heard(shape):
             channel.gather(np.zeros(0, np.int64), 2),
         ]
         texts = channel.gather_text("ä" * rank, 3)
-        on_main = channel.gather_on_main([rank]).tolist()
+        on_main = channel.gather(np.array([rank]), 4, on_main=True).tolist()
         rings = [dist.get_process_group_ranks(each) for each in channel._groups.rings]
         over_all = channel.control_group is not None
         channel.close()

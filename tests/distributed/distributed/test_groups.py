@@ -9,6 +9,7 @@ from contextlib import closing
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,7 +138,7 @@ def _payload_groups():
             if kind is not None:
                 shuffler.shuffle(make_batch([1 + dist.get_rank(), 9], 2))
             if len(had) == 2:  # a pipeline that is reset in its middle; the worker has the control group
-                assert channel.gather_on_main([dist.get_rank()]).tolist() == [[0], [1]]
+                assert channel.gather(np.array([dist.get_rank()]), 0, on_main=True).tolist() == [[0], [1]]
             shuffler.close()
             if kind is CubicShuffler:
                 groups._WORLDS.clear()
