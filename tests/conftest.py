@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.ranks.rank_pool import RankPool
 
 torch.set_num_threads(1)  # the machine's cores are shared with the ranks
 os.environ.pop("COLUMNS", None)  # workers of xdist have that of the terminal; tables are compared at their own width

@@ -17,8 +17,8 @@ from commons.cli.main import main
 from commons.cli.preprocess import Preprocess
 from commons.datasets.sequences.file import SequenceFile
 from commons.version import __version__
-from tests.helpers.movielens import RATINGS, write_zip
-from tests.helpers.run_logs import lines_of, make_steps, write_run, write_unlooked
+from tests.helpers.datasets.movielens import RATINGS, write_zip
+from tests.helpers.jobs.run_logs import lines_of, make_steps, write_run, write_unlooked
 
 
 def test_preprocess(tmp_path, capsys):

@@ -19,8 +19,8 @@ from commons.cli.main import main
 from commons.cli.page import write_page
 from commons.cli.pictures import COLORS, THEMES, Picture, svg_of
 from commons.cli.simulate.pictures import band_edges
-from tests.helpers.pages import read_page
-from tests.helpers.training_configs import CONFIG
+from tests.helpers.documents.pages import read_page
+from tests.helpers.jobs.training_configs import CONFIG
 
 LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8", "--steps", "8", "--batch-size", "4"]
 

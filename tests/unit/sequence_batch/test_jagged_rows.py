@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from commons.sequence_batch.open_batch import row_counts
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.any_batches import concat_rows, count_rows
+from tests.helpers.batches.any_batches import concat_rows, count_rows
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.sequence_batch.wire import decode, encode
-from tests.helpers.any_batches import concat_rows, count_rows
+from tests.helpers.batches.any_batches import concat_rows, count_rows
 
 MASKED = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0], fill_value=1e20)
 

@@ -20,8 +20,8 @@ from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.any_batches import concat_rows
-from tests.helpers.plain import plain
+from tests.helpers.batches.any_batches import concat_rows
+from tests.helpers.batches.plain import plain
 
 
 @dataclass
