@@ -46,7 +46,7 @@ def test_no_file(tmp_path, kind, suffix):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("a.toml", "x = " + "[" * 50_000), ("a.yaml", "x: " + "[y," * 20_000), ("a.json", '{"x": ' + "[" * 50_000)],
+    [("a.toml", "x = " + "[" * 50_000), ("a.yaml", "x: " + "[y," * 500), ("a.json", '{"x": ' + "[" * 50_000)],
 )
 def test_deeper_than_any_config(tmp_path, name, text):
     (tmp_path / name).write_text(text)

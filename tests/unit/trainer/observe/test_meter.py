@@ -77,65 +77,47 @@ def test_ranks_without_torchrun():
         initialize_ranks()
 
 
+# Every case in a process of its own, forked so that torch is imported once.
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys
 from commons.trainer.ranks.errors import log_to_file, run_main
 def main():
-    if sys.argv[1] == "mistake":
+    if case == "mistake":
         raise KeyError("x is 3, the rule is\\nanother: correct it")
-    log_to_file(sys.argv[2])
-    if sys.argv[1] == "bug":
+    log_to_file(folder)
+    if case == "bug":
         raise RuntimeError("out of order")
-    if sys.argv[1] == "goes on":
-        os.kill(os.getpid(), signal.SIGINT)
-    print("ready", flush=True)
-    if sys.argv[1] == "wait":
-        time.sleep(60)
-run_main(main)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("goes on")
+for case in sys.argv[2:]:
+    folder = os.path.join(sys.argv[1], case)
+    os.mkdir(folder)
+    child = os.fork()
+    if child == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if case == "ignored" else signal.default_int_handler)
+        run_main(main)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "shown"),
-    [
-        ("mistake", 2, "error: x is 3, the rule is another: correct it\n"),
-        ("bug", 1, "error: RuntimeError: out of order (traceback in {})\n"),
-    ],
-)
-def test_a_failure_is_one_line(tmp_path, kind, status, shown):
-    process, log = start(kind, tmp_path), tmp_path / "rank0.log"
-    assert process.communicate(timeout=60) == ("", shown.format(log))
-    assert process.returncode == status
-    assert kind == "mistake" or "Traceback" in log.read_text()
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_says_nothing(tmp_path):
-    process = start("wait", tmp_path)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == -signal.SIGINT  # a shell says 130
-
-
-@pytest.mark.parametrize(
-    "at_start, status, shown", [(signal.SIG_IGN, 0, "ready\n"), (signal.default_int_handler, -signal.SIGINT, "")]
-)
-def test_a_program_started_with_sigint_ignored_goes_on(tmp_path, ctrl_c, at_start, status, shown):
-    signal.signal(signal.SIGINT, at_start)
-    process = start("goes on", tmp_path)
-    assert process.communicate(timeout=60) == (shown, "")
-    assert process.returncode == status
+def test_how_programs_end(tmp_path):
+    cases = {
+        "mistake": (2, "", "error: x is 3, the rule is another: correct it\n"),
+        "bug": (1, "", f"error: RuntimeError: out of order (traceback in {tmp_path}/bug/rank0.log)\n"),
+        "interrupted": (-signal.SIGINT, "", ""),  # a shell says 130
+        "ignored": (0, "goes on\n", ""),
+    }
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *cases]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.stderr == ""
+    found = [(tmp_path / name / "out", tmp_path / name / "err") for name in cases]
+    ends = [(int(status), *(file.read_text() for file in own)) for status, own in zip(done.stdout.split(), found)]
+    assert ends == list(cases.values())
+    assert "Traceback" in (tmp_path / "bug" / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize(
