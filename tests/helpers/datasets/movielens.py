@@ -1,4 +1,4 @@
-"""Small MovieLens-1M archives."""
+"""Small archives of MovieLens-1M and MovieLens-20M."""
 
 from __future__ import annotations
 
@@ -18,4 +18,22 @@ def write_zip(
         for name, text in (("ratings", ratings), ("users", users), ("movies", movies)):
             archive.writestr(f"{folder}{name}.dat", text.replace("\n", newline).encode("latin-1"))
         archive.writestr(f"{folder}README", readme)
+    return path
+
+
+HEADER_20M = "userId,movieId,rating,timestamp\n"
+RATINGS_20M = HEADER_20M + "7,50,5.0,200\n7,9,4.0,100\n3,9,0.5,5\n7,1193,2.5,100\n7,50,3.0,99\n"
+MOVIES_20M = (
+    'movieId,title,genres\n50,Plain (1999),War\n9,"Comma, The ""x"" (1995)",Drama|Musical\n1193,Ñandú (1975),Drama\n'
+)
+
+
+def write_zip_20m(
+    path: Path, *, ratings=RATINGS_20M, movies=MOVIES_20M, readme="Summary (ml-20m)", folder="ml-20m/"
+) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in (("ratings.csv", ratings), ("movies.csv", movies), ("README.txt", readme)):
+            archive.writestr(folder + name, text)
+        for name in ("links.csv", "tags.csv", "genome-scores.csv", "genome-tags.csv"):
+            archive.writestr(folder + name, "a,b\n")
     return path

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
@@ -21,7 +22,6 @@ from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.helpers.batches.any_batches import concat_rows
-from tests.helpers.batches.plain import plain
 
 
 @dataclass
@@ -196,7 +196,24 @@ def noted(note: Any) -> Noted:
     return Noted(torch.ones(2), note)
 
 
-@given(plain)
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
 def test_a_rank_without_data_holds_the_same_plain_values(value):
     again = learned(noted(value)).empty_batch().note
     assert again == value and repr(again) == repr(value)

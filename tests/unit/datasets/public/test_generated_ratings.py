@@ -10,10 +10,12 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from benchmarks.raw_data.movielens import generate_movielens
+from benchmarks.raw_data.histories import draw_histories, lengths_with
+from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate_movielens, generate_movielens_20m
 from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
-from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.sequences.file import SequenceFile
+from tests.helpers.datasets.stored_users import users_of
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +142,52 @@ def test_the_latest_movies_tell_what_comes_next(histories):
     mean = {name: np.mean(values) for name, values in log_ranks.items()}
     assert mean["history"] < mean["popularity"] - 0.25
     assert mean["latest"] < mean["history"] - 0.1
+
+
+def test_lengths_of_20m_follow_the_published_statistics():
+    lengths = lengths_with(NUM_USERS_20M, QUANTILES_20M, 20_000_263 / NUM_USERS_20M)
+    assert (lengths.min(), lengths.max()) == (20, 9_254)
+    assert lengths.mean() == pytest.approx(144.41, rel=1e-4)
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([35, 68, 155], abs=1)
+    assert lengths_with(30, QUANTILES_20M, 144.4).mean() == pytest.approx(144.4, abs=0.5)
+
+
+def test_an_archive_of_20m(tmp_path):
+    written = generate_movielens_20m(tmp_path / "ml-20m.zip", num_users=300, seed=1)
+    assert written.mean_length == pytest.approx(144.4, abs=0.5)
+    path = preprocess_movielens_20m(written.path, tmp_path)
+    metadata = SequenceFile(path, "ml-20m", []).metadata
+    assert metadata.generated
+    assert (metadata.num_users, metadata.num_interactions) == (300, written.num_interactions)
+    assert metadata.max_length == written.max_length
+    assert metadata.vocabulary_sizes["movie_id"] == 27_278
+    ratings = np.concatenate([row["rating"] for row in users_of(path, "ml-20m").values()])
+    published = [0.012, 0.034, 0.014, 0.072, 0.044, 0.215, 0.110, 0.278, 0.077, 0.145]
+    assert np.bincount(ratings)[1:] / len(ratings) == pytest.approx(published, abs=0.002)
+    for row in users_of(path, "ml-20m").values():
+        assert len(set(row["movie_id"])) == len(row["movie_id"])  # nobody rates a movie twice
+
+
+def test_nobody_has_an_item_twice():
+    rng = np.random.default_rng(0)
+    (rows,) = draw_histories(5_000, np.full(500, 100), rng, distinct=True)
+    assert rows.users.tolist() == np.repeat(np.arange(500), 100).tolist()
+    assert all(len(set(own)) == 100 for own in rows.items.reshape(500, 100).tolist())
+    assert np.bincount(rows.items)[:50].mean() > 5 * np.bincount(rows.items)[-500:].mean()
+
+
+def test_chunks_hold_whole_users():
+    rng = np.random.default_rng(0)
+    lengths = np.array([700_000, 0, 700_000, 5])
+    chunks = list(draw_histories(100, lengths, rng, distinct=False))
+    assert [len(chunk.users) for chunk in chunks] == [700_000, 700_005]
+    assert np.bincount(np.concatenate([chunk.users for chunk in chunks]), minlength=4).tolist() == lengths.tolist()
+
+
+@pytest.mark.parametrize("num_users", [1, 7, 1000])
+def test_lengths_have_the_mean_and_stay_within_bounds(num_users):
+    lengths = lengths_with(num_users, {0.0: 5, 0.5: 20, 0.9995: 900}, 40.0)
+    assert lengths.mean() == pytest.approx(40, abs=1)
+    assert lengths.min() >= 5
+    assert lengths.max() <= 900
+    assert (np.diff(lengths) >= 0).all()

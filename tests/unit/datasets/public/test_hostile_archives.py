@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -16,11 +15,9 @@ import pytest
 
 from commons.datasets.public import raw_files
 from commons.datasets.public.kuairand import VERSIONS
-from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
+from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.public.registry import PUBLIC_DATASETS
-from tests.helpers.datasets.movielens import MOVIES, RATINGS, USERS
-from tests.helpers.datasets.movielens_20m import MOVIES as MOVIES_20M
-from tests.helpers.datasets.movielens_20m import RATINGS as RATINGS_20M
+from tests.helpers.datasets.movielens import MOVIES, MOVIES_20M, RATINGS, RATINGS_20M, USERS
 
 PURE = VERSIONS["kuairand-pure"]
 LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.log_names]
@@ -145,75 +142,48 @@ def test_memory_does_not_grow_with_them(tmp_path):
         assert grown < 256, (source, grown)
 
 
-def test_an_encrypted_zip_file(tmp_path):
-    data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M}).read_bytes())
-    entry = data.index(b"PK\x01\x02")
-    data[entry + 8] |= 1
-    (tmp_path / "a.zip").write_bytes(bytes(data))
-    with pytest.raises(ValueError, match="is no complete zip file .*encrypted, password required"):
-        preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
+WHOLE = {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}
 
 
-def tar_of(path, name, kind, size):
+def zip_that_says(place, value):
+    """A zip file whose directory says something else of the first member."""
+
+    def write(path):
+        data = bytearray(write_zip(path, WHOLE).read_bytes())
+        start = data.index(b"PK\x01\x02") + place
+        data[start : start + len(value)] = value
+        path.write_bytes(data)
+
+    return write
+
+
+def zip_before_its_start(path):
+    """The place of the directory is counted back from the end, and zipfile seeks there."""
+    data = bytearray(write_zip(path, WHOLE).read_bytes())
+    end = data.rfind(b"PK\x05\x06")
+    data[end + 16 : end + 20] = bytes(4)
+    path.write_bytes(data[end - 30 :])
+
+
+def zip_with_a_link(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        info = zipfile.ZipInfo("ratings.csv")
+        info.external_attr = 0o120777 << 16
+        archive.writestr(info, "/etc/passwd")
+        archive.writestr("movies.csv", MOVIES_20M)
+
+
+def tar_of_a_header(name, kind, size):
     """A tar file of one member that is nothing but its header."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, size
-    path.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
-    return path
+    return lambda path: path.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
 
 
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE])
-def test_a_header_that_says_it_is_huge(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"is no complete tar file|has no ratings.csv") as caught:
-        preprocess_movielens_20m(tar_of(tmp_path / "a.tar.gz", "x", kind, 1 << 40), tmp_path / "output")
-    assert "\n" not in str(caught.value)
+def tar_with(kind):
+    """A tar file with a link, a device or a pipe."""
 
-
-def test_a_file_with_holes_is_passed_over(tmp_path):
-    with pytest.raises(ValueError, match=r"has no ratings.csv"):
-        preprocess_movielens_20m(tar_of(tmp_path / "a.tar.gz", "ratings.csv", tarfile.GNUTYPE_SPARSE, 0), tmp_path)
-
-
-class TestNamesAndKinds:
-    """Members go by their last name, which is unpacked if it is one of ours: no name leads anywhere."""
-
-    @pytest.fixture(autouse=True)
-    def nothing_else_is_written(self, tmp_path, monkeypatch):
-        """Whatever the archive says, the data set's folder is all that is new, around the working directory too."""
-        inner = tmp_path / "here" / "and" / "there"
-        inner.mkdir(parents=True)
-        monkeypatch.chdir(inner)
-        yield
-        kept = {"a.zip", "a.tar.gz", "folder", "output", "here"}
-        assert {path.name for path in tmp_path.iterdir()} <= kept
-        assert {path.name for path in (tmp_path / "here").rglob("*")} == {"and", "there"}
-
-    def num_rows(self, source, tmp_path):
-        path = preprocess_movielens_20m(source, tmp_path / "output")
-        return sum(json.loads((path / "_manifest.json").read_text())["splits"].values())
-
-    def expected(self, tmp_path):
-        (tmp_path / "folder").mkdir()
-        for name, text in (("ratings.csv", RATINGS_20M), ("movies.csv", MOVIES_20M)):
-            (tmp_path / "folder" / name).write_text(text)
-        return self.num_rows(tmp_path / "folder", tmp_path)
-
-    @pytest.mark.parametrize(
-        ("write", "place", "folder"),
-        [(write_zip, "/etc", None), (write_tar, "../../x", ".."), (write_zip, "C:/x", "C:")],
-    )
-    def test_names_that_lead_elsewhere(self, tmp_path, write, place, folder):
-        members = {f"{place}/ratings.csv": RATINGS_20M, f"{place}/movies.csv": MOVIES_20M}
-        source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
-        if folder is None:
-            assert self.num_rows(source, tmp_path) == self.expected(tmp_path) > 0
-            return
-        with pytest.raises(ValueError, match=re.escape(f" holds {folder}, not MovieLens-20M: ")):
-            self.num_rows(source, tmp_path)
-
-    @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
-    def test_links_devices_and_pipes_are_no_members_of_a_tar_file(self, tmp_path, kind):
-        path = tmp_path / "a.tar.gz"
+    def write(path):
         with tarfile.open(path, "w:gz") as archive:
             info = tarfile.TarInfo("ratings.csv")
             info.type, info.linkname, info.devmajor, info.devminor = kind, "/etc/passwd", 1, 5
@@ -221,44 +191,76 @@ class TestNamesAndKinds:
             info = tarfile.TarInfo("movies.csv")
             info.size = len(MOVIES_20M)
             archive.addfile(info, io.BytesIO(MOVIES_20M.encode()))
-        with pytest.raises(ValueError, match=r"has no ratings.csv; .*found: movies.csv: "):
-            self.num_rows(path, tmp_path)
 
-    def test_a_link_in_a_zip_file_is_its_text(self, tmp_path):
-        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-            info = zipfile.ZipInfo("ratings.csv")
-            info.external_attr = 0o120777 << 16
-            archive.writestr(info, "/etc/passwd")
-            archive.writestr("movies.csv", MOVIES_20M)
-        with pytest.raises(ValueError, match=r"ratings.csv.* line 1 .*'/etc/passwd'|ratings.csv.*/etc/passwd"):
-            self.num_rows(tmp_path / "a.zip", tmp_path)
-
-    @pytest.mark.parametrize("write", ["zip", "tar"])
-    def test_of_two_members_with_one_name_the_first_counts(self, tmp_path, write):
-        members = [("ratings.csv", RATINGS_20M), ("movies.csv", MOVIES_20M), ("other/ratings.csv", "no ratings")]
-        if write == "zip":
-            with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-                for name, text in members:
-                    archive.writestr(name, text)
-                with pytest.warns(UserWarning, match="Duplicate name"):
-                    archive.writestr("ratings.csv", "neither")
-        else:
-            write_tar(tmp_path / "a.tar.gz", dict(members))
-        source = tmp_path / ("a.zip" if write == "zip" else "a.tar.gz")
-        assert self.num_rows(source, tmp_path) == self.expected(tmp_path)
+    return write
 
 
-def test_a_zip_file_that_holds_more_than_it_says(tmp_path):
-    data = bytearray(write_zip(tmp_path / "a.zip", {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}).read_bytes())
-    entry = data.index(b"PK\x01\x02")
-    data[entry + 24 : entry + 28] = (10).to_bytes(4, "little")
-    (tmp_path / "a.zip").write_bytes(bytes(data))
-    with pytest.raises(ValueError, match=r"a\.zip is no complete zip file") as caught:
-        preprocess_movielens_20m(tmp_path / "a.zip", tmp_path / "output")
-    assert "\n" not in str(caught.value) and not list(tmp_path.glob("output/*"))
+def within(write, folder):
+    return lambda path: write(path, {f"{folder}/{name}": text for name, text in WHOLE.items()})
 
 
-def test_what_is_neither_a_file_nor_a_folder(tmp_path):
-    os.mkfifo(tmp_path / "ml-1m.zip")
-    with pytest.raises(ValueError, match="is neither a file nor a folder; the source is ml-1m.zip as published"):
-        preprocess_movielens(tmp_path / "ml-1m.zip", tmp_path / "output")
+REFUSED = {
+    "an encrypted zip": (zip_that_says(8, b"\1"), "is no complete zip file .*encrypted, password required"),
+    "a zip that holds more than it says": (zip_that_says(24, b"\n\0\0\0"), r"a\.zip is no complete zip file"),
+    "a zip before its start": (zip_before_its_start, "is no complete zip file"),
+    "a link in a zip, which is its text": (zip_with_a_link, r"ratings\.csv.*/etc/passwd"),
+    "a folder above in a tar": (within(write_tar, "../../x"), r" holds \.\., not MovieLens-20M: "),
+    "another drive in a zip": (within(write_zip, "C:/x"), " holds C:, not MovieLens-20M: "),
+    "a tar of holes": (tar_of_a_header("ratings.csv", tarfile.GNUTYPE_SPARSE, 0), r"has no ratings\.csv"),
+    **{
+        f"a huge header of kind {kind!r} in a tar": (
+            tar_of_a_header("x", kind, 1 << 40),
+            r"is no complete tar file|has no ratings\.csv",
+        )
+        for kind in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)
+    },
+    **{
+        f"a member of kind {kind!r} in a tar": (tar_with(kind), r"has no ratings\.csv; .*found: movies\.csv: ")
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+    },
+    "a pipe, no zip": (os.mkfifo, "is neither a file nor a folder; the source is ml-20m.zip as published"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where an archive and `output` are all that is new afterwards, around the working directory too."""
+    inner = tmp_path / "here" / "and" / "there"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    yield tmp_path
+    assert {path.name for path in tmp_path.iterdir()} <= {"a.zip", "a.tar.gz", "output", "here"}
+    assert {path.name for path in (tmp_path / "here").rglob("*")} == {"and", "there"}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused(folder, kind):
+    write, message = REFUSED[kind]
+    source = folder / ("a.tar.gz" if "tar" in kind.split() else "a.zip")
+    write(source)
+    with pytest.raises(ValueError, match=message) as caught:
+        preprocess_movielens_20m(source, folder / "output")
+    assert "\n" not in str(caught.value) and not (folder / "output").exists()
+
+
+def zip_with_names_twice(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in {**WHOLE, "other/ratings.csv": "no ratings"}.items():
+            archive.writestr(name, text)
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr("ratings.csv", "neither")
+
+
+READ = {
+    "a name from the root in a zip": within(write_zip, "/etc"),
+    "names twice in a zip": zip_with_names_twice,
+    "names twice in a tar": lambda path: write_tar(path, {**WHOLE, "other/ratings.csv": "no ratings"}),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_names_lead_nowhere_and_the_first_of_two_counts(folder, kind):
+    source = folder / ("a.tar.gz" if "tar" in kind.split() else "a.zip")
+    READ[kind](source)
+    path = preprocess_movielens_20m(source, folder / "output")
+    assert json.loads((path / "_manifest.json").read_text())["num_interactions"] == RATINGS_20M.count("\n") - 1

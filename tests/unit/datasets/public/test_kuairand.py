@@ -17,22 +17,13 @@ from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS, preproc
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.datasets.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, users_csv, write_tar
+from tests.helpers.datasets.stored_users import users_of
+
+COLUMNS = ("user_active_degree", "follow_user_num_range", "video_id", "action_weights", "timestamp")
 
 
 def rows_of(path: Path, name: str) -> dict[int, dict]:
-    columns = ["user_id", "user_active_degree", "follow_user_num_range", "video_id", "action_weights", "timestamp"]
-    file = SequenceFile(path, name, columns)
-    vocabularies = file.vocabularies()
-    rows = {}
-    for row in range(file.metadata.num_users):
-        selection = file.select(np.array([row]))
-        plain = {column: vocabularies[column][int(selection.values(column)[0])] for column in columns[:3]}
-        length = selection.lengths("video_id")
-        lists = {column: selection.tails(column, length).tolist() for column in columns[3:]}
-        lists["video_id"] = [vocabularies["video_id"][video] for video in lists["video_id"]]
-        user = plain.pop("user_id")
-        rows[user] = {**plain, **lists}
-    return rows
+    return {user: {column: row[column] for column in COLUMNS} for user, row in users_of(path, name).items()}
 
 
 class TestPreprocess:

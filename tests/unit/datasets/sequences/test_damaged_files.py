@@ -20,7 +20,7 @@ from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.metadata import MANIFEST
 from commons.datasets.sequences.own_parquet import EventFiles, preprocess_parquet
 from commons.datasets.sids.map import SIDMap, is_sid_map
-from tests.helpers.datasets import kuairand, movielens, movielens_20m
+from tests.helpers.datasets import kuairand, movielens
 from tests.helpers.datasets.fuzzing import (
     ODD_PLACES,
     damaged_bytes,
@@ -190,14 +190,14 @@ def test_own_parquet_files(tmp_path, random):
 @fuzzed(30)
 @given(random=RANDOM, is_20m=st.booleans())
 def test_movielens_archives(tmp_path, random, is_20m):
-    helper, write = (movielens_20m, movielens_20m.write_archive) if is_20m else (movielens, movielens.write_zip)
+    write, which = (movielens.write_zip_20m, "_20M") if is_20m else (movielens.write_zip, "")
     preprocess = preprocess_movielens_20m if is_20m else preprocess_movielens
     if random.random() < 0.5:
         path = write(tmp_path / "a.zip")
         path.write_bytes(damaged_bytes(path.read_bytes(), random))
     else:
         part = random.choice(["ratings", "movies"] if is_20m else ["ratings", "users", "movies"])
-        text = damaged_text(getattr(helper, part.upper()), random).decode("latin-1")
+        text = damaged_text(getattr(movielens, part.upper() + which), random).decode("latin-1")
         path = write(tmp_path / "a.zip", **{part: text})
     require_answer(lambda: preprocess(path, tmp_path / "out"))
 
@@ -214,16 +214,6 @@ def test_kuairand_archives(tmp_path, random):
         contents = kuairand.files_of(**{part: damaged_text(parts[part], random).decode("latin-1")})
         path = kuairand.write_tar(tmp_path / "a.tar.gz", contents)
     require_answer(lambda: preprocess_kuairand(kuairand.PURE, path, tmp_path / "out"))
-
-
-def test_a_zip_file_whose_directory_lies_before_its_start(tmp_path):
-    """The place of the directory is counted back from the end, and zipfile seeks there."""
-    path = movielens.write_zip(tmp_path / "a.zip")
-    data = bytearray(path.read_bytes())
-    end = data.rfind(b"PK\x05\x06")
-    data[end + 16 : end + 20] = (0).to_bytes(4, "little")
-    path.write_bytes(data[end - 30 :])
-    assert "is no complete zip file" in require_answer(lambda: preprocess_movielens(path, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ODD_PLACES)

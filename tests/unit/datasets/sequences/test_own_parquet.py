@@ -25,23 +25,16 @@ from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
 from tests.helpers.datasets.own_events import COLUMNS, EVENTS, write
+from tests.helpers.datasets.stored_users import users_of
 
 
 def rows_of(path):
     """By raw user: items, actions and times, and the raw context."""
-    metadata = SequenceFile(path, "parquet", []).metadata
-    columns = metadata.options["columns"]
-    file = SequenceFile(path, "parquet", list(metadata.columns))
-    vocabularies = file.vocabularies()
-    names = [name for name in metadata.columns if name in vocabularies and name != columns["item"]]
+    columns = SequenceFile(path, "parquet", []).metadata.options["columns"]
     rows = {}
-    for row in range(metadata.num_users):
-        chosen = file.select(np.array([row]))
-        length = chosen.lengths(columns["item"])
-        items = [vocabularies[columns["item"]][item] for item in chosen.tails(columns["item"], length)]
-        context = {name: vocabularies[name][chosen.values(name)[0]] for name in names}
-        actions, times = (chosen.tails(name, length).tolist() for name in ("actions", "timestamp"))
-        rows[context.pop(columns["user"])] = (list(zip(items, actions, times)), context)
+    for user, row in users_of(path, "parquet", columns["user"]).items():
+        del row["split"]
+        rows[user] = (list(zip(*(row.pop(name) for name in (columns["item"], "actions", "timestamp")))), row)
     return rows
 
 

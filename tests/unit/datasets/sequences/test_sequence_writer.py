@@ -27,6 +27,7 @@ from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sequences.writer import _row_groups
+from tests.helpers.datasets.stored_users import users_of
 
 _STOPS_BEFORE_THE_MANIFEST = """
 import sys, time
@@ -89,14 +90,8 @@ def draw_events(rng, num_events):
 
 def histories_of(path):
     """By raw user, (item, action, time) from the oldest on, as they are in the shards."""
-    file = SequenceFile(path, "parquet", [])
-    users, items = (file.vocabulary(name).to_pylist() for name in ("uid", "iid"))
-    return {
-        users[row["uid"]]: [
-            (items[item], action, time) for item, action, time in zip(row["iid"], row["actions"], row["timestamp"])
-        ]
-        for row in pq.read_table(path).to_pylist()
-    }
+    rows = users_of(path, "parquet", "uid")
+    return {user: list(zip(row["iid"], row["actions"], row["timestamp"])) for user, row in rows.items()}
 
 
 def write_events(folder, events, num_files):

@@ -16,7 +16,7 @@ from hstu.batch_shuffler import workload_lengths
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.datasets.kuairand import PURE, files_of, write_tar
-from tests.helpers.datasets.movielens_20m import write_archive
+from tests.helpers.datasets.movielens import write_zip_20m
 
 
 def by_row(batch, name) -> list[list[int]]:
@@ -32,7 +32,7 @@ def make(path, name="ml-20m", **arguments):
 @pytest.fixture(scope="module")
 def movies(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ml-20m")
-    return preprocess_movielens_20m(write_archive(folder / "a.zip"), folder, test_fraction=0)
+    return preprocess_movielens_20m(write_zip_20m(folder / "a.zip"), folder, test_fraction=0)
 
 
 @pytest.fixture(scope="module")
