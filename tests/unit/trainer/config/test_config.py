@@ -97,6 +97,35 @@ def test_flags_replace_values_of_the_file(tmp_path):
     assert config.trainer.eval_batch_size == 8
 
 
+@pytest.mark.parametrize("name", ["trainer.shuffler.equal_size", "trainer.enable_balanced_shuffler"])
+def test_a_boolean_flag_may_have_a_value(tmp_path, name):
+    """What it sets is what the pair of flags sets."""
+    flag, config = f"--{name.replace('_', '-')}", ["--config", str(write(tmp_path, TOML))]
+    section, _, last = flag.rpartition(".")
+    for value, pair in ((True, flag), (False, f"{section}.no-{last}")):
+        expected = load_config(TrainConfig, [*config, pair])
+        assert functools.reduce(getattr, name.split("."), expected) is value
+        for written in ([flag, str(value)], [flag, str(value).lower()], [f"{flag}={value}"], [f"--{name}", str(value)]):
+            read = load_config(TrainConfig, [*config, *written, "--trainer.seed", "7"])
+            assert dataclasses.replace(read, trainer=dataclasses.replace(read.trainer, seed=1234)) == expected
+
+
+@dataclasses.dataclass
+class Required:
+    """A field without a default takes a value, as all such fields do."""
+
+    must: bool
+    may: bool = True
+    either: bool | None = None
+
+
+def test_fields_that_take_a_value_keep_it():
+    assert load_config(Required, ["--must", "False", "--may", "False"]) == Required(False, may=False)
+    assert load_config(Required, ["--must", "True", "--either", "False"]) == Required(True, either=False)
+    with pytest.raises(ValueError, match="Unrecognized options: maybe"):
+        load_config(Required, ["--must", "True", "--may", "maybe"])
+
+
 def test_flags_alone_are_enough():
     flags = "--trainer.train-batch-size 2 --trainer.eval-batch-size 2 --dataset.dataset-name random"
     config = load_config(TrainConfig, [*flags.split(), "--dataset.max-history-seqlen", "5"])
