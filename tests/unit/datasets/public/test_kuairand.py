@@ -78,11 +78,10 @@ class TestPreprocess:
             archive.add(tmp_path / "unpacked" / "KuaiRand-27K", "KuaiRand-27K")
         unpacked = tmp_path / "unpacked"
         sources = [unpacked, unpacked / "KuaiRand-27K", unpacked / "KuaiRand-27K" / "data", tmp_path / "plain.tar"]
-        for other in sources:
-            for rows_per_partition in (1, 1000):
-                with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", rows_per_partition):
-                    path = preprocess_kuairand(V27K, other, tmp_path / "b")
-                assert rows_of(path, "kuairand-27k") == expected, other
+        for other, rows_per_partition in zip(sources, (1, 1000, 1, 1000)):
+            with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", rows_per_partition):
+                path = preprocess_kuairand(V27K, other, tmp_path / "b")
+            assert rows_of(path, "kuairand-27k") == expected, other
 
     def test_batches(self, tmp_path):
         source = write_tar(tmp_path / "a.tar.gz", files_of())
