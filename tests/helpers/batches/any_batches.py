@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.rows import Rows
+from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -193,3 +194,10 @@ def as_values(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, [as_values(child) for child in value])
     return value
+
+
+def there_and_back(batch: Any) -> Any:
+    """The batch that another rank makes of its message."""
+    buffer = MessageBuffer(0, on_accelerator=False)
+    buffer.append(encode(batch))
+    return decode(buffer.bytes)[0][0]

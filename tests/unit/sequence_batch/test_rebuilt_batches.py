@@ -20,8 +20,7 @@ from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.batches.any_batches import concat_rows
+from tests.helpers.batches.any_batches import concat_rows, there_and_back
 
 
 @dataclass
@@ -81,18 +80,12 @@ def small(batch_type: Any) -> Any:
     return batch_type(torch.arange(4), torch.arange(1, 5))
 
 
-def sent(batch: Any) -> Any:
-    buffer = MessageBuffer(0, on_accelerator=False)
-    buffer.append(encode(batch))
-    return decode(buffer.bytes)[0][0]
-
-
 REBUILT = {
     "select_rows": lambda batch: select_rows(batch, range(4)),
     "concat_rows": lambda batch: concat_rows([select_rows(batch, [0, 1]), select_rows(batch, [2, 3])]),
     "pad_rows": lambda batch: select_rows(Rows.of(batch).pad(6).batch, range(4)),
     "pin_rows": lambda batch: Rows.of(batch).pin().batch,
-    "wire": sent,
+    "wire": there_and_back,
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import Place, ShardedBatchSampler
-from tests.unit.datasets.samplers.test_planned_samplers import steps_of
+from tests.helpers.datasets.sampler_steps import steps_of
 
 
 def test_steps_before_the_last_leave_a_row_for_every_rank(caplog):

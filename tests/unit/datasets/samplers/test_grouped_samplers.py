@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, Place
+from tests.helpers.datasets.sampler_steps import steps_of
 
 
 @st.composite
@@ -20,13 +21,6 @@ def groups_of(draw, least, same_size):
     sizes = [draw(st.integers(1, 4))] * count if same_size else [draw(st.integers(1, 4)) for _ in range(count)]
     numbers = draw(st.lists(st.sampled_from(range(-40, 40)), min_size=count, max_size=count, unique=True))
     return draw(st.permutations([number for number, size in zip(numbers, sizes) for _ in range(size)]))
-
-
-def steps_of(samplers, epoch, place=EPOCH_START):
-    """The batches of all ranks, step by step."""
-    steps = [list(sampler.items(epoch, place)) for sampler in samplers]
-    assert len({len(each) for each in steps}) == 1
-    return list(zip(*steps))
 
 
 def check_whole_groups(steps, groups):

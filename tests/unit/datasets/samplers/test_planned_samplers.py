@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.perf_model.partitioner import padded_groups
+from tests.helpers.datasets.sampler_steps import steps_of
 
 WORK = st.lists(st.integers(0, 50), max_size=70)
 SPEEDS = st.none() | st.lists(st.integers(1, 9), min_size=4, max_size=4)  # of as many ranks as there are
@@ -28,17 +29,6 @@ def user_like(num_rows: int, seed: int = 0) -> np.ndarray:
 
 def cost(lengths: np.ndarray) -> np.ndarray:
     return 5120 * lengths + lengths**2
-
-
-def steps_of(samplers, epoch, start=EPOCH_START):
-    """Rows of every step on every rank: as many batches on each, none of them empty."""
-    batches = []
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-        sampler.start_at(*start)
-        batches.append(list(sampler))
-    assert len(set(map(len, batches))) == 1 and all(row for own in batches for row in own)
-    return [list(step) for step in zip(*batches)]
 
 
 def rows_of(steps):
