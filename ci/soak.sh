@@ -31,8 +31,8 @@ step() {
   "$python" -m "$@" || failed+=("$*")
 }
 step tests.soak --steps "$steps" --ranks 4 --seed 0
-step pytest -q --hypothesis-profile soak tests/unit/datasets/test_damaged_files.py \
-  tests/unit/trainer/test_damaged_configs.py tests/unit/perf_model/test_damaged_calibrations.py
+step pytest -q --hypothesis-profile soak tests/unit/datasets/sequences/test_damaged_files.py \
+  tests/unit/trainer/config/test_damaged_configs.py tests/unit/perf_model/test_damaged_calibrations.py
 step pytest -q --hypothesis-profile soak tests/distributed/test_stateful.py
 if [ -d tests/faults ]; then
   step tests.faults --trials "$trials" --store agent

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.utils.data import _utils as loader_utils
 
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.ranks.rank_pool import RankPool
 
 torch.set_num_threads(1)  # the machine's cores are shared with the ranks
+# How long a loader that is left after an error of its worker waits for it: torch waits for five seconds.
+loader_utils.MP_STATUS_CHECK_INTERVAL = 0.2
 os.environ.pop("COLUMNS", None)  # workers of xdist have that of the terminal; tables are compared at their own width
 # The same examples in every run: whoever changes something else is not refused by an example that nobody had seen.
 settings.register_profile(

@@ -29,10 +29,10 @@ from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.trainer import TrainerArgs
-from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
-from tests.helpers.faults import meet, raised_by
-from tests.helpers.models import build_plain, make_batch, rank_batches, weights_of
-from tests.helpers.pipelines import (
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing
+from tests.helpers.models.torchrec_model import build_plain, make_batch, rank_batches, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     CubicShuffler,
     evaluate,
@@ -43,8 +43,8 @@ from tests.helpers.pipelines import (
     one_process_of,
     train,
 )
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.square_shuffler import SquareShuffler, closing
+from tests.helpers.ranks.faults import meet, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 ROWS = [7, 0, 12, 3]

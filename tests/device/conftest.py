@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.pretended_process import PretendedProcess, build_library, cannot_pretend
+from tests.helpers.cuda.pretended_process import PretendedProcess, build_library, cannot_pretend
 
 
 @pytest.fixture(scope="package")

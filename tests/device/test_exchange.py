@@ -26,11 +26,11 @@ from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import row_fields
 from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
-from tests.helpers.batches import JAGGED_DTYPES, random_kjt, random_values
-from tests.helpers.easyrec import ClicksShuffler, easyrec_batch
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, like_on_cuda, pretended_pinning
-from tests.helpers.pretended_process import PretendedProcess
+from tests.helpers.batches.easyrec import ClicksShuffler, easyrec_batch
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_kjt, random_values
+from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, like_on_cuda, pretended_pinning
+from tests.helpers.cuda.pretended_process import PretendedProcess
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
 RANK = 3
 DENSE_DTYPES = [*JAGGED_DTYPES, torch.complex64, torch.complex128]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.helpers.pretended_cuda import Watch, fake_mode, like_on_cuda
-from tests.helpers.pretended_process import PretendedProcess
+from tests.helpers.cuda.pretended_cuda import Watch, fake_mode, like_on_cuda
+from tests.helpers.cuda.pretended_process import PretendedProcess
 
 MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda rows: rows.sum().item(),

@@ -17,9 +17,18 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.hooks import BalancedPipeline
 from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
 from commons.sequence_batch.batch import BaseBatch
-from tests.helpers import models
-from tests.helpers.models import rank_batches
-from tests.helpers.pipelines import (
+from tests.helpers.cuda.pretended_streams import (
+    DEFAULT_STREAM,
+    PretendedStream,
+    current_stream,
+    on_stream,
+    replaced,
+    with_streams,
+)
+from tests.helpers.cuda.stream_sanitizer import sanitized
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import rank_batches
+from tests.helpers.pipelines.shuffled_pipelines import (
     SIZES,
     STOCK,
     STOCK_EVALUATIONS,
@@ -28,15 +37,6 @@ from tests.helpers.pipelines import (
     require_pipeline,
     steps_of,
 )
-from tests.helpers.pretended_streams import (
-    DEFAULT_STREAM,
-    PretendedStream,
-    current_stream,
-    on_stream,
-    replaced,
-    with_streams,
-)
-from tests.helpers.stream_sanitizer import sanitized
 
 CPU = torch.device("cpu")
 STEPS = 7

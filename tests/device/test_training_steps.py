@@ -24,9 +24,9 @@ from commons.trainer.optimize.updates import StepUpdate
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RetrievalConfig
 from hstu.model.config import ExecutionConfig, KernelBackend
 from hstu.negatives import with_negatives
-from tests.helpers import hstu_models, sid_models
-from tests.helpers.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
-from tests.helpers.pretended_process import PretendedProcess
+from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
+from tests.helpers.cuda.pretended_process import PretendedProcess
+from tests.helpers.models import hstu_models, sid_models
 
 
 class Step(NamedTuple):

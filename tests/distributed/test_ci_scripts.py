@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers.programs import ROOT, TWO_RANKS, run_program
+from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
 
 
 def run(*arguments):

@@ -25,10 +25,10 @@ from torch.distributed.run import get_args_parser
 from commons.cli.main import main as evenrank_main
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model import measurement
-from tests.helpers import documented_names as given
-from tests.helpers import documented_pages as pages
-from tests.helpers.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
-from tests.helpers.programs import run_program
+from tests.helpers.documents import documented_names as given
+from tests.helpers.documents import documented_pages as pages
+from tests.helpers.documents.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
+from tests.helpers.jobs.programs import run_program
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tests.faults.__main__ import Arguments, main
 from tests.faults.kinds import KINDS
 from tests.faults.nursery import Nursery
 from tests.faults.trials import Trial, draw, kinds_for
-from tests.helpers.programs import run_program
+from tests.helpers.jobs.programs import run_program
 
 # Their outcome does not hang on how fast the machine is.
 QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "workloads: negative")

@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from commons.trainer.config.load import load_config
 from hstu.train_config import TrainConfig
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 SBATCH = ROOT / "examples/slurm.sbatch"
 # srun on one machine: its options are shown, and the program is started once.

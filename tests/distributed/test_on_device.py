@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import on_device
 from benchmarks.on_device import PartFailedError, describe_trace, run_limited
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.rank_pool import RankFailure, RankPool
+from tests.helpers.ranks.rank_pool import RankFailure, RankPool
 
 
 def _sum_of_ranks() -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.programs import run_program
+from tests.helpers.jobs.programs import run_program
 from tests.soak.__main__ import main, problems_of
 from tests.soak.accounts import require_equal, row_digests
 from tests.soak.episodes import Episode, Totals

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
-from tests.helpers.fuzzing import fuzzed
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.square_shuffler import SquareShuffler
+from tests.helpers.batches.square_shuffler import SquareShuffler
+from tests.helpers.datasets.fuzzing import fuzzed
+from tests.helpers.ranks.rank_pool import RankPool
 from tests.soak.accounts import row_digests
 from tests.soak.streams import Stream
 

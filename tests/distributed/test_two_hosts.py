@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 SCRIPT = ("bash", "ci/test_two_hosts.sh")
 

@@ -1,6 +1,6 @@
 """Planner, micro-batches and dispatch where TorchRec, fbgemm and megatron-core cannot be imported, on two gloo ranks.
 
-The ranks of `tests/helpers/rank_pool.py` have imported TorchRec, so this file runs itself.
+The ranks of `tests/helpers/ranks/rank_pool.py` have imported TorchRec, so this file runs itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import multiprocessing
 import sys
 from importlib.abc import MetaPathFinder
 
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 BLOCKED = ("torchrec", "fbgemm_gpu", "megatron")
 

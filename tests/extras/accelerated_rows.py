@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from commons.datasets import BudgetBatchSampler
 from commons.datasets.samplers.epoch import ShardedBatchSampler
 from evenrank import BalancedBatchSampler
-from tests.helpers.faults import raised_by
+from tests.helpers.ranks.faults import raised_by
 
 NUM_ROWS = 257
 EPOCHS = 2

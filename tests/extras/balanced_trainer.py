@@ -14,7 +14,7 @@ import torch
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from evenrank.integrations.transformers import balanced
-from tests.helpers.faults import error_of
+from tests.helpers.ranks.faults import error_of
 
 NUM_ROWS, EPOCHS, ACCUMULATED, BATCH, RATE = 90, 2, 2, 3, 0.05
 PAD = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.programs import TWO_RANKS, run_program
+from tests.helpers.jobs.programs import TWO_RANKS, run_program
 
 # Programs of ranks, which import the library at once.
 collect_ignore = ["accelerated_rows.py", "balanced_trainer.py", "balanced_lightning.py"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commons.cli.main import main
-from tests.helpers.run_logs import lines_of, make_steps, write_run, write_unlooked
+from tests.helpers.jobs.run_logs import lines_of, make_steps, write_run, write_unlooked
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = [

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.programs import run_program
+from tests.helpers.jobs.programs import run_program
 
 pytestmark = [pytest.mark.extra("ray"), pytest.mark.timeout(620), pytest.mark.slow]
 

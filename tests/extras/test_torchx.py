@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.documented import commands_in, documented_blocks
-from tests.helpers.programs import run_program
+from tests.helpers.documents.documented import commands_in, documented_blocks
+from tests.helpers.jobs.programs import run_program
 
 pytestmark = [pytest.mark.extra("torchx"), pytest.mark.timeout(420), pytest.mark.slow]
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tests.helpers.rank_preload  # noqa: F401  what a rank imports, once for all of them
+import tests.helpers.ranks.rank_preload  # noqa: F401  what a rank imports, once for all of them
 
 # isort: split
 import torch
@@ -23,7 +23,7 @@ from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import Trial
 from tests.faults.uses import USES, FaultyShuffler
-from tests.helpers.stopped_ranks import connect_store, host_store, port_of
+from tests.helpers.ranks.stopped_ranks import connect_store, host_store, port_of
 
 
 def main(job: dict[str, Any]) -> None:

@@ -16,9 +16,9 @@ from commons.trainer.loop import TrainingLoop
 from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import ROWS, own_ids
-from tests.helpers.models import SampleBatch, make_batch
-from tests.helpers.pipelines import CubicShuffler, steps_of
-from tests.helpers.trainer_loops import Parts
+from tests.helpers.models.torchrec_model import SampleBatch, make_batch
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
+from tests.helpers.pipelines.trainer_loops import Parts
 
 WINDOW = 2
 

@@ -13,8 +13,8 @@ from hstu.model.attention_plan import plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_launch import resolve_backend
 from hstu.train_config import ModelArgs
-from tests.helpers.hstu_models import TABLES, random_batch
-from tests.helpers.models import rank_device
+from tests.helpers.models.hstu_models import TABLES, random_batch
+from tests.helpers.models.torchrec_model import rank_device
 
 CONFIGS = {
     "ranking": lambda hstu: RankingConfig(hstu, TABLES, (8, 2), 2, embedding_dims={"item": 4}),

@@ -14,7 +14,7 @@ from commons.trainer.run import run_training
 from hstu import recipe
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
-from tests.helpers.models import rank_device
+from tests.helpers.models.torchrec_model import rank_device
 
 RUN = [
     *("--trainer.train-batch-size", "6", "--trainer.eval-batch-size", "6", "--trainer.enable-balanced-shuffler"),

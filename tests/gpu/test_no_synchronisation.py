@@ -16,9 +16,10 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTURankingModel
-from tests.helpers import hstu_models, models
-from tests.helpers.models import rank_batches, rank_device
-from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.models import hstu_models
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import rank_batches, rank_device
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
 
 @contextmanager

@@ -19,10 +19,19 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
-from tests.helpers import cpu_pipelines, models, pipelines
-from tests.helpers.models import head_of, rank_batches, rank_device, weights_of
-from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, make_shuffler, require_pipeline, steps_of
-from tests.helpers.pretended_streams import pretended_streams, with_streams
+from tests.helpers.cuda.pretended_streams import pretended_streams, with_streams
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import head_of, rank_batches, rank_device, weights_of
+from tests.helpers.pipelines import cpu_pipelines
+from tests.helpers.pipelines import shuffled_pipelines as pipelines
+from tests.helpers.pipelines.shuffled_pipelines import (
+    SIZES,
+    CubicShuffler,
+    largest_difference,
+    make_shuffler,
+    require_pipeline,
+    steps_of,
+)
 
 # Not TrainPipelineSparseDistCompAutograd, which leaves collectives and compilers otherwise for the cases that follow:
 # tests/distributed/pipeline/test_trains_like_stock.py gives it ranks of its own.

@@ -7,8 +7,14 @@ import torch
 import torch.distributed as dist
 
 from sid_gr.metrics import GenerationMetrics
-from tests.helpers.models import rank_device, weights_of
-from tests.helpers.sid_models import build_sharded, heavy_tailed_batches, make_batch, make_pipeline, model_parallel
+from tests.helpers.models.sid_models import (
+    build_sharded,
+    heavy_tailed_batches,
+    make_batch,
+    make_pipeline,
+    model_parallel,
+)
+from tests.helpers.models.torchrec_model import rank_device, weights_of
 
 STEPS = 6
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from benchmarks.command_line import from_command_line
 from commons.console import print_error, print_summary
-from tests.helpers.rank_pool import RankFailure
+from tests.helpers.ranks.rank_pool import RankFailure
 from tests.soak.footprint import Footprint, growth, per_10k
 from tests.soak.ranks import RankReport, run
 

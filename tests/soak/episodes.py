@@ -24,10 +24,10 @@ from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
-from tests.helpers import models
-from tests.helpers.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.pipelines import PIPELINES
-from tests.helpers.square_shuffler import SquareShuffler
+from tests.helpers.batches.square_shuffler import SquareShuffler
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES
 from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.streams import KINDS, AnyBatch, Stream
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from commons.distributed.channel.store import ask_store
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.square_shuffler import SquareShuffler
+from tests.helpers.batches.square_shuffler import SquareShuffler
+from tests.helpers.ranks.rank_pool import RankPool
 from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.episodes import Episode, Soak, Totals
 from tests.soak.footprint import Footprint

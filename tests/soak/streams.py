@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from tests.helpers.batches import JAGGED_DTYPES, random_batch
-from tests.helpers.models import make_batch
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch
+from tests.helpers.models.torchrec_model import make_batch
 
 MOST_ROWS = 8
 LONGEST = 40

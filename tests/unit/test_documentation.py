@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import evenrank
-from tests.helpers.documented import PAGES, ROOT
+from tests.helpers.documents.documented import PAGES, ROOT
 
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import pytest
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import ShuffleStats
 from commons.trainer.config.args import TrainerArgs
-from tests.helpers.documented import ROOT, documented_blocks
+from tests.helpers.documents.documented import ROOT, documented_blocks
 
 PAGE = (ROOT / "docs/options.md").read_text(encoding="utf-8")
 # Rows of three columns: what one sees or wants, what to set, what it costs.

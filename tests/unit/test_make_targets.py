@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 # Files with tests of both parts, and one that runs on four ranks in `make test` too.
 FILES = [
     "tests/distributed/distributed/test_shuffler.py",
     "tests/distributed/distributed/test_loss.py",
     "tests/unit/hstu/test_triton_attention.py",
-    "tests/unit/perf_model/test_grid.py",
+    "tests/unit/perf_model/partitioner/test_grid.py",
 ]
 
 

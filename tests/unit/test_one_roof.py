@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import evenrank
-from tests.helpers.programs import run_program
+from tests.helpers.jobs.programs import run_program
 
 # What users call, by the headings of the design.
 PUBLIC = {

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.command_line import from_command_line
 from benchmarks.link_model import LinkModel
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 PROGRAMS = sorted(
     file for file in (ROOT / "benchmarks").rglob("*.py") if 'if __name__ == "__main__":' in file.read_text()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ci import licences
-from tests.helpers.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, run_program
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.y*ml"))
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from commons.dispatch import redistribute, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.faults import error_of
-from tests.helpers.models import make_batch
+from tests.helpers.models.torchrec_model import make_batch
+from tests.helpers.ranks.faults import error_of
 
 WIDTH = 3
 # By rank; the first has most of the work, another one no row.

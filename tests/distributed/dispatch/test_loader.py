@@ -11,8 +11,8 @@ from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.dispatch import SingleRankLoader, Trim
 from commons.sequence_batch.rows import Rows
-from tests.helpers.any_batches import as_values, length_of, padded_batch
-from tests.helpers.faults import error_of
+from tests.helpers.batches.any_batches import as_values, length_of, padded_batch
+from tests.helpers.ranks.faults import error_of
 
 
 def dict_batches(sizes):

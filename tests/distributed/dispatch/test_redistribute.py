@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
 from commons.sequence_batch.rows import Rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
-from tests.helpers.faults import error_of
+from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
+from tests.helpers.ranks.faults import error_of
 
 
 def move_and_send_home(kind, ids_per_rank, none_for_none, options):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from commons.dispatch import Trim, scatter_balanced
 from commons.sequence_batch.rows import Rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
-from tests.helpers.faults import error_of, limit_waits, meet
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
+from tests.helpers.ranks.faults import error_of, limit_waits, meet
+from tests.helpers.ranks.rank_pool import RankPool
 
 
 def scatter_and_gather(kind, ids, src, options):

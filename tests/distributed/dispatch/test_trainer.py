@@ -21,11 +21,11 @@ from commons.trainer.loop import TrainingLoop
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.sharding import build_distributed_model
-from tests.helpers.batches import rows_as_values
-from tests.helpers.hstu_jobs import TINY, run
-from tests.helpers.models import AveragedSGD, weights_of
-from tests.helpers.run_folders import losses
-from tests.helpers.trainer_loops import Parts
+from tests.helpers.batches.random_batches import rows_as_values
+from tests.helpers.jobs.hstu_jobs import TINY, run
+from tests.helpers.jobs.run_folders import losses
+from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
+from tests.helpers.pipelines.trainer_loops import Parts
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches
-from tests.helpers.faults import error_of
+from tests.helpers.ranks.faults import error_of
 
 # The second rank has one long row, and so no padding; the third one has no rows.
 LENGTHS = [[5, 9, 2, 7], [12], [], [3, 3, 4]]

@@ -22,11 +22,11 @@ from commons.distributed.engine import engine
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import balanced, balanced_iter, windowed_iter
-from tests.helpers import models
-from tests.helpers.faults import ends_by_itself, my_batch
-from tests.helpers.models import rank_batches
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import rank_batches
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import ends_by_itself, my_batch
+from tests.helpers.ranks.rank_pool import RankPool
 
 # Far above what the test may take, which the pool limits: nothing ends by it.
 TIMEOUT = 600.0

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
-from tests.helpers.calibrations import MeasuredShuffler, write_calibration
-from tests.helpers.faults import my_batch, raised_by
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.sid_models import model_parallel
+from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
+from tests.helpers.models.sid_models import model_parallel
+from tests.helpers.ranks.faults import my_batch, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 
 
 class UnawareShuffler(MeasuredShuffler):

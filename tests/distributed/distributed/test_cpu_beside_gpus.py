@@ -20,11 +20,11 @@ from commons.distributed.channel.groups import numbers_device, only_device
 from commons.distributed.gather import row_costs
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
-from tests.helpers.calibrations import MeasuredShuffler, write_calibration
-from tests.helpers.faults import my_batch, raised_by
-from tests.helpers.models import build_sharded, head_of, make_batch, rank_batches
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
+from tests.helpers.models.torchrec_model import build_sharded, head_of, make_batch, rank_batches
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import my_batch, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 USES = ("_lazy_init", "current_device", "set_device", "current_stream", "Stream", "Event", "get_device_name")

@@ -25,12 +25,12 @@ from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import grid_shape, ring_members
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
-from tests.helpers.batches import rows_as_values
-from tests.helpers.faults import my_batch
-from tests.helpers.models import rank_batches
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.stopped_ranks import fault, run_with_fault
+from tests.helpers.batches.random_batches import rows_as_values
+from tests.helpers.models.torchrec_model import rank_batches
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import my_batch
+from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
 TWO_BY_THREE, THREE_BY_TWO = (2, 3), (3, 2)
 

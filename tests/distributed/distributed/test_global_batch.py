@@ -28,10 +28,10 @@ from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.host_copies import host_copy
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import RetrievalConfig
-from tests.helpers import hstu_models
-from tests.helpers.batches import random_batch
-from tests.helpers.hstu_models import random_batch as random_hstu_batch
-from tests.helpers.square_shuffler import SquareShuffler, closing
+from tests.helpers.batches.random_batches import random_batch
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing
+from tests.helpers.models import hstu_models
+from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
 META = torch.device("meta")
 

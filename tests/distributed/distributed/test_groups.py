@@ -20,12 +20,19 @@ from commons.distributed.channel import groups
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
-from tests.helpers.batches import rows_as_values
-from tests.helpers.faults import my_batch, raised_by
-from tests.helpers.models import build_plain, build_sharded, head_of, make_batch, rank_batches, weights_of
-from tests.helpers.pipelines import CubicShuffler, largest_difference, steps_of
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.sid_models import model_parallel
+from tests.helpers.batches.random_batches import rows_as_values
+from tests.helpers.models.sid_models import model_parallel
+from tests.helpers.models.torchrec_model import (
+    build_plain,
+    build_sharded,
+    head_of,
+    make_batch,
+    rank_batches,
+    weights_of,
+)
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, steps_of
+from tests.helpers.ranks.faults import my_batch, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 
 
 def _tensor_parallel():

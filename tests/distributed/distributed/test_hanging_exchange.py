@@ -18,8 +18,8 @@ from commons.distributed.channel import groups
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
-from tests.helpers.faults import my_batch, on_rank, raised_by
-from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import my_batch, on_rank, raised_by
 
 # Far above what the test may take, which the pool limits.
 TIMEOUT = 300.0

@@ -26,10 +26,10 @@ from commons.distributed import global_mean_loss, mean_over_ranks
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.helpers import pipelines
-from tests.helpers.cpu_pipelines import CpuSemiSync
-from tests.helpers.models import _init, shard, weights_of
-from tests.helpers.pipelines import lacking, steps_of
+from tests.helpers.models.torchrec_model import _init, shard, weights_of
+from tests.helpers.pipelines import shuffled_pipelines as pipelines
+from tests.helpers.pipelines.cpu_pipelines import CpuSemiSync
+from tests.helpers.pipelines.shuffled_pipelines import lacking, steps_of
 
 # How the count of all ranks may be stated where it is known.
 KNOWN = {"known": int, "known to numpy": np.int64}

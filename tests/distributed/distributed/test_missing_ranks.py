@@ -26,10 +26,10 @@ from commons.distributed.exchange import verification
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks.collectives import broadcast_text
-from tests.helpers.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.programs import run_program
-from tests.helpers.stopped_ranks import fault, run_with_fault, wait_for
+from tests.helpers.jobs.programs import run_program
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by
+from tests.helpers.ranks.stopped_ranks import fault, run_with_fault, wait_for
 
 # Survivors learn of a death by their connections, and end long before a timeout.
 PATIENT = 600.0

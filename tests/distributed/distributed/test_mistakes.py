@@ -27,9 +27,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlanner
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.schema import BatchSchema
-from tests.helpers.batches import RichBatch
-from tests.helpers.faults import on_rank, raised_by
-from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.batches.random_batches import RichBatch
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.ranks.faults import on_rank, raised_by
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = 600.0

@@ -26,12 +26,12 @@ from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import row_fields
-from tests.helpers.any_batches import dense, jagged, keyed, kjt
-from tests.helpers.batches import rows_as_values
-from tests.helpers.easyrec import ClicksShuffler, EasyRecBatch, EasyRecModel, clicks, easyrec_batch
-from tests.helpers.faults import raised_by
-from tests.helpers.pipelines import CubicShuffler, steps_of
-from tests.helpers.square_shuffler import SquareShuffler, closing
+from tests.helpers.batches.any_batches import dense, jagged, keyed, kjt
+from tests.helpers.batches.easyrec import ClicksShuffler, EasyRecBatch, EasyRecModel, clicks, easyrec_batch
+from tests.helpers.batches.random_batches import rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
+from tests.helpers.ranks.faults import raised_by
 
 SIZES = [7, 2, 5, 1]
 STEPS = 4

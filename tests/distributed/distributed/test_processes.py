@@ -26,11 +26,11 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import absence, agree, groups
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, windowed_iter
-from tests.helpers.batches import random_batch, rows_as_values
-from tests.helpers.models import build_sharded, make_batch, rank_batches, weights_of
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import PRELOAD, RankPool
-from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.batches.random_batches import random_batch, rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.models.torchrec_model import build_sharded, make_batch, rank_batches, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.rank_pool import PRELOAD, RankPool
 
 _SECONDS = 20.0
 

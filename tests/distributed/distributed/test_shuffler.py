@@ -22,9 +22,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch import branches, fields
 from commons.sequence_batch.fields import batch_items
-from tests.helpers.batches import random_batch, rows_as_values
-from tests.helpers.faults import raised_by
-from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.batches.random_batches import random_batch, rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.ranks.faults import raised_by
 
 # ------------------------------------------------------------------------------------------------ conservation
 

@@ -21,11 +21,11 @@ from commons.distributed.exchange.payload import Part
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
-from tests.helpers.batches import random_batch, rows_as_values
-from tests.helpers.faults import error_of, raised_by
-from tests.helpers.models import make_batch
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.batches.random_batches import random_batch, rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.models.torchrec_model import make_batch
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import error_of, raised_by
 
 
 def _mode(options):

@@ -14,14 +14,14 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
-from tests.helpers import models
-from tests.helpers.batches import rows_as_values
-from tests.helpers.faults import error_of
-from tests.helpers.models import rank_batches, weights_of
-from tests.helpers.pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.sid_models import model_parallel
-from tests.helpers.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.batches.random_batches import rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.sid_models import model_parallel
+from tests.helpers.models.torchrec_model import rank_batches, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
+from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.rank_pool import RankPool
 
 SLOW = 1
 FASTEST = 1024

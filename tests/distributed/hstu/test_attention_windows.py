@@ -15,8 +15,8 @@ from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.distributed.hstu.test_model import share
-from tests.helpers.hstu_jobs import TINY
-from tests.helpers.hstu_models import TABLES, random_batch
+from tests.helpers.jobs.hstu_jobs import TINY
+from tests.helpers.models.hstu_models import TABLES, random_batch
 
 HSTU = HSTUConfig(
     **{"hidden_size": 8, "num_layers": 2, "num_attention_heads": 2, "kv_channels": 4, "max_sequence_length": 64},

@@ -21,8 +21,8 @@ from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
-from tests.helpers.hstu_models import model_of, with_timestamps
-from tests.helpers.models import AveragedSGD, weights_of
+from tests.helpers.models.hstu_models import model_of, with_timestamps
+from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
 
 STEPS = 10
 TABLES = {"user": 30, "item": 50, "action": 6}

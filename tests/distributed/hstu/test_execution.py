@@ -15,7 +15,7 @@ from hstu.model import ExecutionConfig, HSTURankingModel, execution, triton_laun
 from hstu.model.execution import Execution, choose_execution, execution_of
 from hstu.model.triton_blocks import KERNELS, Blocks
 from hstu.sharding import build_distributed_model
-from tests.helpers.hstu_models import CONFIG, HSTU
+from tests.helpers.models.hstu_models import CONFIG, HSTU
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ from commons.datasets.hstu_batch import HSTUBatch
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTURankingModel, RankingOutput
 from hstu.sharding import build_distributed_model, dense_parameters, require_rows_on_all_ranks
-from tests.helpers import hstu_models
-from tests.helpers.faults import raised_by
-from tests.helpers.hstu_models import random_batch
-from tests.helpers.models import weights_of
+from tests.helpers.models import hstu_models
+from tests.helpers.models.hstu_models import random_batch
+from tests.helpers.models.torchrec_model import weights_of
+from tests.helpers.ranks.faults import raised_by
 
 CPU = torch.device("cpu")
 HSTU = dataclasses.replace(hstu_models.HSTU, max_sequence_length=64)

@@ -32,10 +32,10 @@ from hstu.recipe import HSTURecipe
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import build_distributed_model
 from hstu.train_config import TrainConfig
-from tests.helpers.faults import raised_by
-from tests.helpers.hstu_models import model_of
-from tests.helpers.run_folders import lines
-from tests.helpers.trainer_loops import Parts
+from tests.helpers.jobs.run_folders import lines
+from tests.helpers.models.hstu_models import model_of
+from tests.helpers.pipelines.trainer_loops import Parts
+from tests.helpers.ranks.faults import raised_by
 
 CPU = torch.device("cpu")
 NUM_ROWS, NUM_ITEMS = 45, 37

@@ -11,8 +11,8 @@ import pytest
 
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
-from tests.helpers.hstu_jobs import TINY, run, start
-from tests.helpers.programs import run_program
+from tests.helpers.jobs.hstu_jobs import TINY, run, start
+from tests.helpers.jobs.programs import run_program
 
 QUIET_TORCHRUN = "commons.trainer.torchrun"
 # A training script of a user's own: rank 1 fails while rank 0 is in a collective.

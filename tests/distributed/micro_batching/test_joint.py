@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from commons.dispatch import Trim
 from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches, pack_rows
-from tests.helpers.any_batches import padded_batch
-from tests.helpers.faults import error_of
+from tests.helpers.batches.any_batches import padded_batch
+from tests.helpers.ranks.faults import error_of
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2, 2, 1], [1, 1, 1, 1, 1, 1], [30, 1, 1], []]
 

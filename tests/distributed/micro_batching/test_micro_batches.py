@@ -15,8 +15,8 @@ from commons.distributed import global_mean_loss
 from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.faults import error_of, limit_waits, meet
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.ranks.faults import error_of, limit_waits, meet
+from tests.helpers.ranks.rank_pool import RankPool
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
 

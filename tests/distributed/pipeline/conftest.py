@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.pipelines import PIPELINES, require_pipeline
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, require_pipeline
 
 
 @pytest.fixture(autouse=True)

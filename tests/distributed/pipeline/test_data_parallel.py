@@ -17,7 +17,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 from commons.distributed import global_mean_loss
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.helpers.models import NUM_IDS, SampleBatch, rank_batches
+from tests.helpers.models.torchrec_model import NUM_IDS, SampleBatch, rank_batches
 
 CPU = torch.device("cpu")
 STEPS = 5

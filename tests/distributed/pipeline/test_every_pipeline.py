@@ -23,11 +23,10 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from commons.pipeline.balanced import HOOKS, REFUSED
-from tests.helpers.faults import raised_by
-from tests.helpers.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
-from tests.helpers.models import build_sharded, head_of, rank_batches, weights_of
-from tests.helpers.pipeline_classes import BALANCED_SUBCLASSES, REFUSED_SUBCLASSES, torchrec_pipelines
-from tests.helpers.pipelines import (
+from tests.helpers.models.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
+from tests.helpers.models.torchrec_model import build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.pipelines.pipeline_classes import BALANCED_SUBCLASSES, REFUSED_SUBCLASSES, torchrec_pipelines
+from tests.helpers.pipelines.shuffled_pipelines import (
     EVALUATIONS,
     CubicShuffler,
     evaluate,
@@ -37,6 +36,7 @@ from tests.helpers.pipelines import (
     require_pipeline,
     steps_of,
 )
+from tests.helpers.ranks.faults import raised_by
 
 CPU = torch.device("cpu")
 STEPS = 6

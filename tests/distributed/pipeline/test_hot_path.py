@@ -15,7 +15,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 import commons.pipeline
 from commons.pipeline import balanced
 from commons.sequence_batch import schema
-from tests.helpers.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = str(Path(commons.pipeline.__file__).parents[1])

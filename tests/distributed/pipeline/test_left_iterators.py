@@ -13,10 +13,10 @@ from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSpar
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from commons.pipeline.look_ahead import LookAhead
-from tests.helpers import models
-from tests.helpers.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.models import head_of, rank_batches
-from tests.helpers.pipelines import SIZES, CubicShuffler, expected_ids, host_count, steps_of
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import head_of, rank_batches
+from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, expected_ids, host_count, steps_of
 
 
 class _SlowThread(LookAhead):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from commons.cli.observe import main
-from tests.helpers.plain_torchrec import ROWS, lengths_of
+from tests.helpers.pipelines.plain_torchrec import ROWS, lengths_of
 
 ROOT = Path(__file__).parents[3]
-SCRIPT, STEPS = "tests/helpers/plain_torchrec.py", 24
+SCRIPT, STEPS = "tests/helpers/pipelines/plain_torchrec.py", 24
 
 
 def run(*arguments, ranks=2):
@@ -60,7 +60,7 @@ def test_a_script_trains_as_before_and_its_rows_are_on_record(tmp_path, pipeline
 @pytest.mark.slow
 def test_a_module_too_and_a_report_once_more(tmp_path, capsys):
     observe = ["-m", "evenrank.observe", "--folder", str(tmp_path / "seen"), "--window", "2"]
-    run(*observe, "-m", "tests.helpers.plain_torchrec", "TrainPipelineSparseDist", "4")
+    run(*observe, "-m", "tests.helpers.pipelines.plain_torchrec", "TrainPipelineSparseDist", "4")
     assert main(["--folder", str(tmp_path / "seen"), "--report", "--task", "transformer"]) == 0
     shown = capsys.readouterr().out
     assert "8 steps of 2 ranks: 128 rows" in shown and "6 steps have times; 20 of them" in shown

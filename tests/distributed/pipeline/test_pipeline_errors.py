@@ -21,11 +21,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, shuffle_stage
-from tests.helpers import models
-from tests.helpers.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.faults import error_of
-from tests.helpers.models import KEYS, SampleBatch, head_of
-from tests.helpers.pipelines import PIPELINES, CubicShuffler, steps_of
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import KEYS, SampleBatch, head_of
+from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, steps_of
+from tests.helpers.ranks.faults import error_of
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
 SCHEDULES = [

@@ -19,10 +19,10 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
-from tests.helpers import models
-from tests.helpers.cpu_pipelines import CpuSemiSync, CpuStaged, HostStream
-from tests.helpers.models import head_of, rank_batches, weights_of
-from tests.helpers.pipelines import (
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
+from tests.helpers.pipelines.cpu_pipelines import CpuSemiSync, CpuStaged, HostStream
+from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     SIZES,
     CubicShuffler,

@@ -23,8 +23,8 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.helpers.models import weights_of
-from tests.helpers.pipelines import steps_of
+from tests.helpers.models.torchrec_model import weights_of
+from tests.helpers.pipelines.shuffled_pipelines import steps_of
 
 CPU = torch.device("cpu")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torchrec_dlrm.py"

@@ -33,16 +33,16 @@ from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.updates import DeferredOptimizer, StepUpdate
-from tests.helpers.models import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
-from tests.helpers.pipeline_classes import torchrec_pipelines
-from tests.helpers.pipelines import CubicShuffler, largest_difference, require_pipeline, steps_of
-from tests.helpers.pretended_streams import (
+from tests.helpers.cuda.pretended_streams import (
     pretended_streams,
     replaced,
     with_streams,
 )
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.trainer_loops import Output, Parts
+from tests.helpers.models.torchrec_model import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, require_pipeline, steps_of
+from tests.helpers.pipelines.trainer_loops import Output, Parts
+from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 STEPS = 7

@@ -21,10 +21,10 @@ from commons.distributed.engine import engine
 from commons.distributed.exchange import row_exchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
-from tests.helpers import models
-from tests.helpers.faults import limit_waits, meet, on_rank, raised_by
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import limit_waits, meet, on_rank, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]
 
@@ -153,8 +153,8 @@ PROGRAM = """
 import itertools
 import torch
 from commons.pipeline import windowed_iter
-from tests.helpers.models import make_batch
-from tests.helpers.pipelines import CubicShuffler
+from tests.helpers.models.torchrec_model import make_batch
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
 def source():
     for row in itertools.count(1):

@@ -20,12 +20,12 @@ from commons import available_memory
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter, windows
-from tests.helpers import models
-from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
-from tests.helpers.faults import raised_by
-from tests.helpers.models import make_batch
-from tests.helpers.pipelines import PIPELINES, CubicShuffler
-from tests.helpers.square_shuffler import SquareShuffler, closing
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import make_batch
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler
+from tests.helpers.ranks.faults import raised_by
 
 
 def own_batches(seed, sizes):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.process_group import resolve_process_group
-from tests.helpers.models import weights_of
-from tests.helpers.sid_models import build_sharded, heavy_tailed_batches, make_pipeline, model_parallel
+from tests.helpers.models.sid_models import build_sharded, heavy_tailed_batches, make_pipeline, model_parallel
+from tests.helpers.models.torchrec_model import weights_of
 
 STEPS = 12
 

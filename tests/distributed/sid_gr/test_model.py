@@ -16,8 +16,7 @@ from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDDecoder, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
 from sid_gr.sharding import build_distributed_model, cpu_in_place_of_cuda, dense_parameters
-from tests.helpers.faults import raised_by
-from tests.helpers.sid_models import (
+from tests.helpers.models.sid_models import (
     CPU,
     SID_MAP,
     SIZES,
@@ -29,6 +28,7 @@ from tests.helpers.sid_models import (
     metric_of_user,
     model_parallel,
 )
+from tests.helpers.ranks.faults import raised_by
 
 METRICS = ["HitRate@1", "HitRate@5", "NDCG@5", "Recall@3"]
 

@@ -23,9 +23,9 @@ from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.run import run_training
 from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
-from tests.helpers.models import weights_of
-from tests.helpers.programs import ROOT, run_program
-from tests.helpers.sid_models import CPU, model_parallel
+from tests.helpers.jobs.programs import ROOT, run_program
+from tests.helpers.models.sid_models import CPU, model_parallel
+from tests.helpers.models.torchrec_model import weights_of
 
 
 def _train(folder, tensor_parallel_size, **changes):

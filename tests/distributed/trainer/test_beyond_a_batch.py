@@ -24,9 +24,9 @@ from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.faults import error_of
-from tests.helpers.run_folders import lines, losses
-from tests.helpers.trainer_loops import Parts
+from tests.helpers.jobs.run_folders import lines, losses
+from tests.helpers.pipelines.trainer_loops import Parts
+from tests.helpers.ranks.faults import error_of
 
 CPU = torch.device("cpu")
 ROWS = 59  # in training, of 70 users

@@ -28,10 +28,10 @@ from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.sharding import dense_parameters
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.faults import raised_by
-from tests.helpers.models import build_sharded, weights_of
-from tests.helpers.run_folders import lines, losses
-from tests.helpers.trainer_loops import Parts
+from tests.helpers.jobs.run_folders import lines, losses
+from tests.helpers.models.torchrec_model import build_sharded, weights_of
+from tests.helpers.pipelines.trainer_loops import Parts
+from tests.helpers.ranks.faults import raised_by
 
 CPU = torch.device("cpu")
 SAVE_AT = 4  # at an evaluation, too

@@ -18,10 +18,10 @@ from commons.distributed.gather import rank_speeds
 from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times
-from tests.helpers import models
-from tests.helpers.faults import error_of
-from tests.helpers.models import Head, head_of, rank_batches, weights_of
-from tests.helpers.trainer_loops import CubicShuffler, Output, Parts
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import Head, head_of, rank_batches, weights_of
+from tests.helpers.pipelines.trainer_loops import CubicShuffler, Output, Parts
+from tests.helpers.ranks.faults import error_of
 
 SIZES = [6, 3, 1, 2]
 

@@ -13,10 +13,10 @@ from commons.distributed.channel.absence import RankMissingError
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks import collectives
 from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
-from tests.helpers.faults import limit_waits, meet, my_batch
-from tests.helpers.pipelines import CubicShuffler
-from tests.helpers.rank_pool import RankPool
-from tests.helpers.stopped_ranks import fault, run_with_fault
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.faults import limit_waits, meet, my_batch
+from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
 
 def _stays_away():

@@ -17,8 +17,7 @@ from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.updates import StepUpdate
-from tests.helpers.faults import error_of
-from tests.helpers.models import (
+from tests.helpers.models.torchrec_model import (
     KEYS,
     LEARNING_RATE,
     Head,
@@ -29,7 +28,8 @@ from tests.helpers.models import (
     rank_batches,
     weights_of,
 )
-from tests.helpers.trainer_loops import CubicShuffler, Output, Parts
+from tests.helpers.pipelines.trainer_loops import CubicShuffler, Output, Parts
+from tests.helpers.ranks.faults import error_of
 
 CPU = torch.device("cpu")
 SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms

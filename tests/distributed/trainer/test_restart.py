@@ -19,7 +19,7 @@ from commons.trainer.config.load import load_config
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
-from tests.helpers.run_folders import losses
+from tests.helpers.jobs.run_folders import losses
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,8 @@ def _train(arguments):
 
 def launch(arguments, *options):
     """torchrun, whose ranks get a new store with every attempt; the page docs/launch.md says why."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.helpers.killed_ranks", *arguments]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *options)
+    command = [*torchrun, "-m", "tests.helpers.ranks.killed_ranks", *arguments]
     return subprocess.Popen(
         [str(each) for each in command],
         cwd=ROOT,

@@ -17,7 +17,7 @@ from commons.trainer.config.load import load_config
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
-from tests.helpers.run_folders import lines
+from tests.helpers.jobs.run_folders import lines
 
 CPU = torch.device("cpu")
 RUN = (

@@ -11,9 +11,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from hstu.sharding import dense_parameters
-from tests.helpers.models import build_sharded
-from tests.helpers.square_shuffler import SquareShuffler, my_batch
-from tests.helpers.trainer_loops import Parts
+from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.models.torchrec_model import build_sharded
+from tests.helpers.pipelines.trainer_loops import Parts
 
 
 def _resume(folder, begin=None):

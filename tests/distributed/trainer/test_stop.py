@@ -10,8 +10,8 @@ import torch.distributed as dist
 from commons.distributed.channel import groups
 from commons.distributed.channel.absence import RankMissingError
 from commons.trainer.ranks.stop import StopSignal
-from tests.helpers.faults import limit_waits, meet
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.ranks.faults import limit_waits, meet
+from tests.helpers.ranks.rank_pool import RankPool
 
 
 def _stays_away():

@@ -13,12 +13,12 @@ import sys
 import pytest
 
 from benchmarks.raw_data.movielens import generate_movielens
-from commons.cli.main import main
+from commons.cli.main import _parse, main
 from commons.cli.preprocess import Preprocess
 from commons.datasets.sequences.file import SequenceFile
 from commons.version import __version__
-from tests.helpers.movielens import RATINGS, write_zip
-from tests.helpers.run_logs import lines_of, make_steps, write_run, write_unlooked
+from tests.helpers.datasets.movielens import RATINGS, write_zip
+from tests.helpers.jobs.run_logs import lines_of, make_steps, write_run, write_unlooked
 
 
 def test_preprocess(tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
 def test_data_are_prepared_without_waiting_for_torch(tmp_path):
     program = """
 import sys
-from commons.cli.main import main
+from commons.cli.main import _parse, main
 assert main(["preprocess", "ml-1m", "--source", sys.argv[1], "--output", sys.argv[2]]) == 0
 assert main(["preprocess", "ml-1m", "--source", "no.zip", "--output", sys.argv[2]]) == 2
 assert "torch" not in sys.modules
@@ -154,6 +154,19 @@ sys.exit(cli.main(["preprocess", "ml-1m"]))
 def test_ctrl_c_while_modules_are_imported():
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_boolean_options_may_have_a_value(capsys):
+    command = _parse(
+        ["simulate", "--lengths", "x.csv", "--json", "False", "--in-order", "true", "--shuffler.equal-size=False"]
+    )
+    assert (
+        command.of_output.json is False and command.of_lengths.in_order is True and command.shuffler.equal_size is False
+    )
+    assert main(["simulate", "--lengths", "zipf:1.2:64", "--ranks", "2", "--json", "True", "--steps", "2"]) == 0
+    assert capsys.readouterr().out.startswith("{")
+    command = _parse(["report", "--json", "True", "runs/a"])
+    assert command.of_output.json is True and [str(run) for run in command.runs] == ["runs/a"]
 
 
 def test_the_version(capsys):

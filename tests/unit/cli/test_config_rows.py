@@ -26,9 +26,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model import measurement
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.user_package import import_user_module
-from tests.helpers.calibrations import make_calibration
-from tests.helpers.movielens import write_zip
-from tests.helpers.training_configs import CONFIG
+from tests.helpers.datasets.movielens import write_zip
+from tests.helpers.jobs.training_configs import CONFIG
+from tests.helpers.models.calibrations import make_calibration
 
 # Lengths of rows come from lengths.txt: a line is a batch.
 RECIPE = """

@@ -8,7 +8,7 @@ import torch
 from commons.cli.main import main
 from commons.perf_model import measurement
 from commons.perf_model.calibration import load_calibration
-from tests.helpers.training_configs import CONFIG
+from tests.helpers.jobs.training_configs import CONFIG
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from commons.cli.observe import main, step_cost
 from commons.perf_model.gain import LoadedRows
 from commons.pipeline.recording import Recorder, _lengths_of
-from tests.helpers.pages import read_page
+from tests.helpers.documents.pages import read_page
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from commons.cli.report.pictures import curve_of, pictures_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
-from tests.helpers.documented import ROOT
-from tests.helpers.pages import read_page
-from tests.helpers.run_logs import config_of, line_of, lines_of, make_steps, write_run, write_unlooked
+from tests.helpers.documents.documented import ROOT
+from tests.helpers.documents.pages import read_page
+from tests.helpers.jobs.run_logs import config_of, line_of, lines_of, make_steps, write_run, write_unlooked
 
 SIZES = [10] * 5
 

@@ -134,14 +134,6 @@ def test_the_table_says_it_all(histories, capsys):
     assert "32 ranks × 8 rows, 16 steps" in capsys.readouterr().out
 
 
-def test_the_published_case(capsys):
-    """16 ranks, Zipf 1.2 to 4,096, 32 rows: at least 0.99 of what is possible."""
-    model = ["--hidden-size", "1024", "--num-heads", "4", "--head-dim", "256", "--num-layers", "8"]
-    lengths = ["--lengths", "zipf:1.2:4096", "--ranks", "16", "--tokens-per-item", "2"]
-    refined = ways_of(asked(capsys, *lengths, *model))["refined"]
-    assert refined["speed_up"] > 0.99 * refined["possible_speed_up"] and 1.5 < refined["speed_up"] < 1.75
-
-
 def test_uneven_lengths_that_nothing_evens_are_not_called_even(tmp_path, capsys):
     path = tmp_path / "two.csv"
     path.write_text("1\n9\n")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
 from commons.sequence_batch.open_batch import open_tree
 from commons.sequence_batch.rows import Rows, select_rows
-from tests.helpers.any_batches import KINDS, as_values, count_rows, dense, everything, padded_batch
+from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, everything, padded_batch
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 weights = st.integers(0, 1000)

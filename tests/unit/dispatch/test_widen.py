@@ -13,7 +13,7 @@ from commons.dispatch import Trim, redistribute_balanced, scatter_balanced, trim
 from commons.dispatch.trim import find_windows
 from commons.dispatch.widen import Padding, join_trimmed, padding_of
 from commons.sequence_batch.rows import Rows
-from tests.helpers.any_batches import concat_rows
+from tests.helpers.batches.any_batches import concat_rows
 
 NAN, DAY = float("nan"), np.datetime64("2026-01-01")
 

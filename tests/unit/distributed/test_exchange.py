@@ -15,9 +15,9 @@ from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.host_copies import host_copy
 from commons.sequence_batch.open_batch import row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
-from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
-from tests.helpers.easyrec import easyrec_batch
-from tests.helpers.hstu_models import random_batch as random_hstu_batch
+from tests.helpers.batches.easyrec import easyrec_batch
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
 KEYS = ("user", "item", "action")
 

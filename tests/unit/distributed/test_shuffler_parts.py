@@ -24,8 +24,8 @@ from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
-from tests.helpers.batches import random_batch, rows_as_values
-from tests.helpers.easyrec import clicks, easyrec_batch
+from tests.helpers.batches.easyrec import clicks, easyrec_batch
+from tests.helpers.batches.random_batches import random_batch, rows_as_values
 
 
 @pytest.mark.parametrize(

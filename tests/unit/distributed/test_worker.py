@@ -13,7 +13,7 @@ from commons.distributed.engine import shuffle_session
 from commons.distributed.engine import worker as worker_module
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
-from tests.helpers.batches import random_batch
+from tests.helpers.batches.random_batches import random_batch
 
 
 def test_a_job_that_was_cancelled_before_its_turn_is_passed_over():

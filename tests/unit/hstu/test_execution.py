@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hstu.model import HSTUEncoder, execution, layer, triton_agreement, triton_launch
 from hstu.model.execution import Execution, choose_execution, compile_problem
 from hstu.model.triton_blocks import KERNELS, Blocks
-from tests.helpers.hstu_models import HSTU, with_execution
+from tests.helpers.models.hstu_models import HSTU, with_execution
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 HERE = f"on node {platform.node()} (rank 0)"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commons.perf_model.attention_pairs import attention_pairs
 from hstu.model.attention import TokenTimes, hstu_attention, time_buckets
 from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
-from tests.helpers.reference_attention import reference_attention, sees
+from tests.helpers.models.reference_attention import reference_attention, sees
 
 LONGEST = 12
 # From one query at a time to whole blocks.

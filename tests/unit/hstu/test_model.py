@@ -14,8 +14,8 @@ from commons.datasets.hstu_batch import HSTUBatch
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, interleave_tokens
 from hstu.model.layer import RelativePositionBias, distance_buckets
 from hstu.model.ranking import stack_labels
-from tests.helpers.hstu_models import CONFIG, HSTU, TABLES, numbered, plain_model, random_batch, with_timestamps
-from tests.helpers.reference_attention import reference_attention
+from tests.helpers.models.hstu_models import CONFIG, HSTU, TABLES, numbered, plain_model, random_batch, with_timestamps
+from tests.helpers.models.reference_attention import reference_attention
 
 # ---------------------------------------------------------------------------------------------------------- tokens
 

@@ -16,7 +16,15 @@ from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, interleave_tokens, layer
 from hstu.recipe import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.hstu_models import CONFIG, HSTU, numbered, plain_model, random_batch, with_execution, with_timestamps
+from tests.helpers.models.hstu_models import (
+    CONFIG,
+    HSTU,
+    numbered,
+    plain_model,
+    random_batch,
+    with_execution,
+    with_timestamps,
+)
 
 TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
 

@@ -20,7 +20,7 @@ from hstu.model.retrieval import unit
 from hstu.negatives import draw_negatives, sample_negatives, with_negatives
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.hstu_models import HSTU, TABLES, plain_model, random_batch
+from tests.helpers.models.hstu_models import HSTU, TABLES, plain_model, random_batch
 
 CPU = torch.device("cpu")
 NUM_ITEMS = TABLES["item"]

@@ -15,7 +15,7 @@ from commons.trainer import DatasetArgs, TrainerArgs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.hstu_models import random_batch
+from tests.helpers.models.hstu_models import random_batch
 
 SIZES = {"hidden_size": 32, "num_heads": 2, "head_dim": 24, "num_layers": 3}
 

@@ -22,7 +22,7 @@ from hstu.model.execution import Execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks, candidate_blocks
 from hstu.model.triton_launch import TILE_SPAN, LayerKind, resolve_backend
-from tests.helpers.hstu_models import HSTU
+from tests.helpers.models.hstu_models import HSTU
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, which requirements/dev.txt has for Linux")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of
 from commons.trainer.config.load import load_config, load_config_file
-from tests.helpers.any_batches import KINDS, as_values, concat_rows, padded_batch
+from tests.helpers.batches.any_batches import KINDS, as_values, concat_rows, padded_batch
 
 ALGORITHMS = ("ffd", "kk", "refined")
 

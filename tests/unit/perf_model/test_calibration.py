@@ -18,7 +18,7 @@ from commons.perf_model.calibration import (
 from commons.perf_model.calibration_fit import StepMeasurement, fit_calibration, judge_calibration
 from commons.perf_model.measurement import RowTokens, draw_mixes, measure_steps
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
-from tests.helpers.calibrations import DEVICE, TASK, make_calibration
+from tests.helpers.models.calibrations import DEVICE, TASK, make_calibration
 
 
 def measured(cost, num=80, noise=0.0, seed=0):

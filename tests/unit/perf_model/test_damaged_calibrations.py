@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.perf_model.calibration import CalibratedTask, load_calibration
-from tests.helpers.calibrations import TASK, make_calibration
-from tests.helpers.fuzzing import ODD_PLACES, damaged_text, fuzzed, odd_place, require_answer
+from tests.helpers.datasets.fuzzing import ODD_PLACES, damaged_text, fuzzed, odd_place, require_answer
+from tests.helpers.models.calibrations import TASK, make_calibration
 
 
 def use(path):

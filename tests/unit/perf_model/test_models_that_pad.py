@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import SelfAttentionTask
-from tests.helpers.documented import ROOT
+from tests.helpers.documents.documented import ROOT
 
 RANKS, ROWS, STEPS, HIDDEN, HEADS = 8, 16, 10, 64, 2
 TASK = SelfAttentionTask(HIDDEN, HEADS, HIDDEN // HEADS, causal=False)

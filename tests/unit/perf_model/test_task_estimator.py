@@ -1,4 +1,7 @@
-"""Workloads: the formulas against a count over the mask, dtypes, and what is refused."""
+"""Workloads: the formulas against a count over the mask and against torch's counter, dtypes, and what is refused.
+
+References compute exactly what the mask keeps, so that what torch counts is exact.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,27 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from commons.perf_model.attention_pairs import attention_pairs
-from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask
+from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, training_flops
 
 
-def pairs_by_mask(length, targets, causal, group, window=10**9, context=0):
-    """Count the pairs one by one."""
-    kept = 0
+def kept_keys(query, length, targets, causal, group, window=10**9, context=0):
+    """Keys that one query sees, found one by one."""
     history = length - targets
-    for query in range(length):
-        for key in range(length):
-            places = [
-                each if each < history or not causal else history + (each - history) % group for each in (query, key)
-            ]
-            is_near = abs(places[0] - places[1]) <= window
-            if not causal:
-                kept += is_near
-            elif query < history or key < history:
-                kept += key < history if query < context else key <= query and is_near
-            else:
-                same_group = (query - history) // group == (key - history) // group
-                kept += same_group and key <= query and is_near
-    return kept
+
+    def is_kept(key):
+        places = [each if each < history or not causal else history + (each - history) % group for each in (query, key)]
+        is_near = abs(places[0] - places[1]) <= window
+        if not causal:
+            return is_near
+        if query < history or key < history:
+            return key < history if query < context else key <= query and is_near
+        return (query - history) // group == (key - history) // group and key <= query and is_near
+
+    return [key for key in range(length) if is_kept(key)]
 
 
-@given(st.integers(0, 24), st.integers(0, 24), st.booleans(), st.integers(1, 5))
-def test_pairs_are_those_that_the_mask_keeps(length, targets, causal, group):
-    targets = min(targets, length)
-    assert attention_pairs(length, targets, causal=causal, target_group_size=group) == pairs_by_mask(
-        length, targets, causal, group
-    )
+def pairs_by_mask(length, *mask):
+    return sum(len(kept_keys(query, length, *mask)) for query in range(length))
 
 
 @st.composite
@@ -128,45 +123,123 @@ def test_lengths_that_are_wrong_are_refused():
     assert task.get_workloads([]).tolist() == []
 
 
-class SequentialTransducer(torch.nn.Module):
-    """A layer of generative-recommenders' shapes: values of another width than queries, [u, x, y] projected back.
+def attend(q, k, v, masks, activation):
+    """Attention of one row, one query at a time over its own keys; q `(heads, length, dim)`."""
+    out = []
+    for query, keys in enumerate(masks):
+        scores = activation(torch.bmm(q[:, query : query + 1], k[:, keys].transpose(1, 2)))
+        out.append(torch.bmm(scores, v[:, keys]))
+    return torch.cat(out, dim=1)
 
-    Every query is multiplied with the keys that the mask keeps and no others, so that what torch counts is exact.
-    """
 
-    def __init__(self, embedding_dim, num_heads, attention_dim, hidden_dim, *, concat):
-        super().__init__()
-        self.heads, self.widths = num_heads, [hidden_dim, hidden_dim, attention_dim, attention_dim]
-        self.uvqk = torch.nn.Linear(embedding_dim, num_heads * sum(self.widths))
-        self.concat = concat
-        self.output = torch.nn.Linear(num_heads * hidden_dim * (3 if concat else 1), embedding_dim)
+def heads_first(x, heads, dim):
+    return x.view(-1, heads, dim).transpose(0, 1)
 
-    def forward(self, x, mask):
-        split = torch.nn.functional.silu(self.uvqk(x)).split([self.heads * width for width in self.widths], dim=-1)
-        u, v, q, k = (part.unflatten(-1, (self.heads, -1)).transpose(0, 1) for part in split)  # (heads, tokens, width)
+
+def hstu_layers(lengths, masks, h, heads, d, value_dim, layers, concat):
+    """Layers of generative-recommenders' shapes: values of another width than queries, [u, x, y] projected back."""
+    widths = [heads * each for each in (value_dim, value_dim, d, d)]
+    x = torch.randn(sum(lengths), h, requires_grad=True)
+    for _ in range(layers):
+        first = torch.randn(h, sum(widths), requires_grad=True)
+        last = torch.randn(heads * value_dim * (3 if concat else 1), h, requires_grad=True)
         rows = []
-        for query, kept in enumerate(mask):
-            scores = torch.nn.functional.silu(torch.bmm(q[:, query : query + 1], k[:, kept].transpose(1, 2)))
-            rows.append(torch.bmm(scores, v[:, kept]))
-        attended = torch.cat(rows, dim=1)
-        parts = [u, attended, u * attended] if self.concat else [u * attended]
-        return x + self.output(torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=-1))
+        for part, mask in zip(torch.mm(x, first).split(lengths), masks):
+            u, v, q, k = part.split(widths, dim=1)
+            q, k, v = (heads_first(each, heads, dim) for each, dim in ((q, d), (k, d), (v, value_dim)))
+            attended = attend(q, k, v, mask, torch.nn.functional.silu).transpose(0, 1).reshape(-1, heads * value_dim)
+            rows.append(torch.cat([u, attended, u * attended], dim=1) if concat else u * attended)
+        x = torch.mm(torch.cat(rows), last)
+    return x
+
+
+def transformer_layers(lengths, masks, h, heads, d, layers, groups, ffn, gated, experts, active, vocab):
+    p, kv = heads * d, groups * d
+    x = torch.randn(sum(lengths), h, requires_grad=True)
+
+    def weight(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    for _ in range(layers):
+        qkv, out = weight(h, p + 2 * kv), weight(p, h)
+        rows = []
+        for part, mask in zip(torch.mm(x, qkv).split(lengths), masks):
+            q, k, v = part.split([p, kv, kv], dim=1)
+            q, k, v = heads_first(q, heads, d), heads_first(k, groups, d), heads_first(v, groups, d)
+            k, v = (each.repeat_interleave(heads // groups, dim=0) for each in (k, v))
+            rows.append(attend(q, k, v, mask, lambda s: s.softmax(-1)).transpose(0, 1).reshape(-1, p))
+        x = torch.mm(torch.cat(rows), out)
+        blocks = []
+        for _ in range(active):  # every token passes `active` blocks
+            up = torch.mm(x, weight(h, ffn))
+            if gated:
+                up = up * torch.mm(x, weight(h, ffn))
+            blocks.append(torch.mm(up, weight(ffn, h)))
+        if experts > 1:
+            blocks.append(torch.mm(x, weight(h, experts)).sum(dim=1, keepdim=True))
+        x = sum(blocks)
+    return x if vocab is None else torch.mm(x, weight(h, vocab))
+
+
+def count(function, *args):
+    """Operations of the forward pass, and of forward and backward together."""
+    with FlopCounterMode(display=False) as forward:
+        out = function(*args)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
 
 
 @pytest.mark.parametrize("concat", [False, True])
-@pytest.mark.parametrize(("heads", "head_dim", "value_dim"), [(2, 8, 8), (3, 5, 7), (1, 16, 4), (4, 4, 12)])
-@pytest.mark.parametrize(("length", "targets", "causal"), [(9, 0, True), (9, 4, True), (7, 0, False), (1, 1, True)])
-def test_metas_hstu_to_the_operation(concat, heads, head_dim, value_dim, length, targets, causal):
-    history = length - targets
-    mask = torch.ones(length, length).tril().bool() if causal else torch.ones(length, length).bool()
-    mask[history:, history:] = torch.eye(targets).bool()
-    layers = [SequentialTransducer(24, heads, head_dim, value_dim, concat=concat) for _ in range(2)]
-    with FlopCounterMode(display=False) as counted, torch.no_grad():
-        x = torch.randn(length, 24)
-        for layer in layers:
-            x = layer(x, mask)
-    task = HSTUAttentionTask(24, heads, head_dim, 2, causal=causal, value_dim=value_dim, concat_ux=concat)
-    assert task.get_workloads(length, targets) == counted.get_total_flops() > 0
+@pytest.mark.parametrize(("heads", "d", "value_dim"), [(3, 5, 5), (3, 5, 7), (1, 16, 4), (4, 4, 12)])
+@pytest.mark.parametrize(
+    ("causal", "group", "targets", "contextual"),
+    [
+        (True, 1, [0, 3, 5, 1], [0, 0, 0, 0]),
+        (True, 3, [0, 7, 5, 0], [0, 0, 0, 0]),
+        (True, 2, [1, 4, 0, 0], [2, 3, 6, 1]),
+        (False, 1, [0, 2, 5, 0], [0, 0, 0, 0]),
+    ],
+)
+def test_hstu_operations_are_those_that_are_counted(causal, group, targets, contextual, heads, d, value_dim, concat):
+    h, layers, lengths = 12, 2, [4, 9, 6, 1]  # heads · d is not the hidden size
+    masks = [
+        [kept_keys(query, length, count, causal, group, context=context) for query in range(length)]
+        for length, count, context in zip(lengths, targets, contextual)
+    ]
+    options = {"causal": causal, "target_group_size": group, "value_dim": value_dim, "concat_ux": concat}
+    workload = int(HSTUAttentionTask(h, heads, d, layers, **options).get_workloads(lengths, targets, contextual).sum())
+    forward, both = count(hstu_layers, lengths, masks, h, heads, d, value_dim, layers, concat)
+    assert workload == forward and training_flops(workload) == both
+
+
+@pytest.mark.parametrize(
+    "groups, gated, experts, active, vocab",
+    [(4, False, 1, 1, None), (2, True, 1, 1, 11), (1, True, 5, 2, None), (4, False, 3, 3, 7)],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_transformer_operations_are_those_that_are_counted(groups, gated, experts, active, vocab, causal):
+    h, heads, d, layers, ffn = 12, 4, 5, 2, 18
+    lengths = [1, 8, 5]
+    masks = [[kept_keys(query, length, 0, causal, 1) for query in range(length)] for length in lengths]
+    task = SelfAttentionTask(
+        h,
+        heads,
+        d,
+        layers,
+        ffn_hidden_size=ffn,
+        num_query_groups=groups,
+        gated_ffn=gated,
+        causal=causal,
+        num_experts=experts,
+        num_active_experts=active,
+        vocab_size=vocab,
+    )
+    forward, both = count(
+        transformer_layers, lengths, masks, h, heads, d, layers, groups, ffn, gated, experts, active, vocab
+    )
+    workload = int(task.get_workloads(lengths).sum())
+    assert workload == forward and training_flops(workload) == both
 
 
 def test_a_value_dim_that_is_that_of_the_queries_is_none():
@@ -175,3 +248,14 @@ def test_a_value_dim_that_is_that_of_the_queries_is_none():
     for wrong in (0, -1):
         with pytest.raises(ValueError, match=f"value_dim is {wrong}"):
             HSTUAttentionTask(8, 2, 4, value_dim=wrong)
+
+
+def test_what_no_model_has_is_refused():
+    with pytest.raises(ValueError, match="num_active_experts is 3, num_experts is 2"):
+        SelfAttentionTask(8, 2, 4, num_experts=2, num_active_experts=3)
+    with pytest.raises(ValueError, match="vocab_size is 0"):
+        SelfAttentionTask(8, 2, 4, vocab_size=0)
+    with pytest.raises(ValueError, match="row 0 has 5 targets and contextual tokens in 4 tokens"):
+        HSTUAttentionTask(8, 2, 4).get_workloads([4], [2], [3])
+    with pytest.raises(ValueError, match="num_contextual holds -1"):
+        HSTUAttentionTask(8, 2, 4).get_workloads([4], [2], [-1])

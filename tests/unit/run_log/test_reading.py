@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commons.run_log.reading import read_log, read_runs
 from commons.run_log.report import RunReport
-from tests.helpers.run_logs import CONFIG, line_of, lines_of, make_steps, write_run
+from tests.helpers.jobs.run_logs import CONFIG, line_of, lines_of, make_steps, write_run
 
 STEPS = make_steps()
 LINES = lines_of(STEPS, [5] * 11)

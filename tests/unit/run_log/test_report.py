@@ -14,7 +14,7 @@ from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
-from tests.helpers.run_logs import (
+from tests.helpers.jobs.run_logs import (
     EXCHANGE_MS,
     FIXED_MS,
     MS_PER_LOAD,

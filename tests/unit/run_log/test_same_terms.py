@@ -16,7 +16,7 @@ from commons.perf_model.gain import StepCost
 from commons.perf_model.partitioner import lower_bound
 from commons.perf_model.shuffle_plan import plan_shuffle
 from commons.perf_model.task_estimator import HSTUAttentionTask
-from tests.helpers.run_logs import config_of, write_run
+from tests.helpers.jobs.run_logs import config_of, write_run
 
 RANKS, ROWS, STEPS = 4, 8, 40
 PER_STEP, PER_LOAD = 30.0, 2e-6

@@ -9,7 +9,7 @@ from commons.cli.report.answer import answer_of
 from commons.run_log.advice import warning_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
-from tests.helpers.run_logs import config_of, line_of, make_steps, write_run
+from tests.helpers.jobs.run_logs import config_of, line_of, make_steps, write_run
 
 RNG = np.random.default_rng(5)
 

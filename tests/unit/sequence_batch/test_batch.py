@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.schema import BatchSchema
-from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 
 
 def make(rows=3, **changes):

@@ -27,8 +27,8 @@ from commons.sequence_batch.host_copies import (
     host_copy,
     to_device,
 )
-from tests.helpers.batches import RichBatch, random_batch
-from tests.helpers.hstu_models import random_batch as random_hstu_batch
+from tests.helpers.batches.random_batches import RichBatch, random_batch
+from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 KEYS = ("user", "item", "action")

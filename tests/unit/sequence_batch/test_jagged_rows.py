@@ -13,8 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.sequence_batch.open_batch import row_counts
 from commons.sequence_batch.rows import Rows, select_rows
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.any_batches import concat_rows, count_rows
+from tests.helpers.batches.any_batches import concat_rows, count_rows, there_and_back
 
 
 @dataclass
@@ -48,9 +47,7 @@ rows_of_numbers = st.lists(st.lists(st.integers(0, 9).map(float), max_size=3), m
 def test_offsets_that_do_not_begin_at_0(rows, others, before, after, width):
     value = within(rows, before, after, width)
     order = list(range(len(rows)))[::-1]
-    buffer = MessageBuffer(0, on_accelerator=False)
-    buffer.append(encode(value))
-    assert as_rows(decode(buffer.bytes)[0][0]) == expected(rows, width)
+    assert as_rows(there_and_back(value)) == expected(rows, width)
     assert as_rows(select_rows(value, order)) == expected(rows[::-1], width)
     assert as_rows(concat_rows([value, within(others, after, before, width)])) == expected(rows + others, width)
     assert as_rows(Rows.of(value).pad(len(rows) + 2).batch) == expected([*rows, [], []], width)

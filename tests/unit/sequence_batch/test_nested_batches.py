@@ -19,9 +19,9 @@ from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import batch_device, open_batch, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
-from tests.helpers.any_batches import as_values, concat_rows, dense, jagged, keyed, kjt
-from tests.helpers.batches import rows_as_values
-from tests.helpers.easyrec import PaddedEasyRecBatch, Reserves, easyrec_batch
+from tests.helpers.batches.any_batches import as_values, concat_rows, dense, jagged, keyed, kjt
+from tests.helpers.batches.easyrec import PaddedEasyRecBatch, Reserves, easyrec_batch
+from tests.helpers.batches.random_batches import rows_as_values
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -12,21 +12,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import BatchOrderSampler
-from commons.sequence_batch.wire import decode, encode
-from tests.helpers.any_batches import concat_rows, count_rows
+from commons.sequence_batch.wire import encode
+from tests.helpers.batches.any_batches import concat_rows, count_rows, there_and_back
 
 MASKED = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0], fill_value=1e20)
 
 
 class Celsius(torch.Tensor):
     """A tensor whose type says what its values are."""
-
-
-def there_and_back(batch):
-    message = encode(batch)
-    received = torch.empty(message.nbytes, dtype=torch.uint8)
-    message.write(received)
-    return decode(received)[0][0]
 
 
 class Made(Dataset):

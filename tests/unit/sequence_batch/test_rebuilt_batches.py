@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.any_batches import concat_rows
-from tests.helpers.plain import plain
+from tests.helpers.batches.any_batches import concat_rows, there_and_back
 
 
 @dataclass
@@ -81,18 +80,12 @@ def small(batch_type: Any) -> Any:
     return batch_type(torch.arange(4), torch.arange(1, 5))
 
 
-def sent(batch: Any) -> Any:
-    buffer = MessageBuffer(0, on_accelerator=False)
-    buffer.append(encode(batch))
-    return decode(buffer.bytes)[0][0]
-
-
 REBUILT = {
     "select_rows": lambda batch: select_rows(batch, range(4)),
     "concat_rows": lambda batch: concat_rows([select_rows(batch, [0, 1]), select_rows(batch, [2, 3])]),
     "pad_rows": lambda batch: select_rows(Rows.of(batch).pad(6).batch, range(4)),
     "pin_rows": lambda batch: Rows.of(batch).pin().batch,
-    "wire": sent,
+    "wire": there_and_back,
 }
 
 
@@ -196,7 +189,24 @@ def noted(note: Any) -> Noted:
     return Noted(torch.ones(2), note)
 
 
-@given(plain)
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
 def test_a_rank_without_data_holds_the_same_plain_values(value):
     again = learned(noted(value)).empty_batch().note
     assert again == value and repr(again) == repr(value)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows, select_rows
-from tests.helpers.any_batches import (
+from tests.helpers.batches.any_batches import (
     KINDS,
     as_values,
     concat_rows,

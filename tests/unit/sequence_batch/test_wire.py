@@ -16,8 +16,8 @@ from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.any_batches import KINDS, as_values, dense, nested
-from tests.helpers.batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.batches.any_batches import KINDS, as_values, dense, nested
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 
 
 def there_and_back(*batches, extra=None):

@@ -16,7 +16,7 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader, WrappedBatch, unwrap, wrap
 from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.datasets.sids.map import SIDMap
-from tests.helpers.any_batches import as_values
+from tests.helpers.batches.any_batches import as_values
 
 
 @dataclass

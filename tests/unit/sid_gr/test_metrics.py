@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sid_gr.metrics import GenerationMetrics, parse_metric
 from sid_gr.model.beam_search import GeneratedItems
 from sid_gr.model.gpt import GenerationOutput
-from tests.helpers.sid_models import metric_of_user
+from tests.helpers.models.sid_models import metric_of_user
 
 NAMES = ["HitRate@1", "HR@3", "Recall@1", "Recall@5", "NDCG@2", "NDCG@5"]
 

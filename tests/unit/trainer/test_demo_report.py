@@ -6,7 +6,7 @@ import pytest
 
 from commons.datasets.public.movielens import preprocess_movielens
 from commons.trainer.demo import DemoOptions, choose_ranks, prepare_data
-from tests.helpers.movielens import write_zip
+from tests.helpers.datasets.movielens import write_zip
 
 
 def test_options():

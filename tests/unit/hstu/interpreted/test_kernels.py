@@ -14,7 +14,7 @@ from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from tests.helpers.hstu_models import HSTU
+from tests.helpers.models.hstu_models import HSTU
 from tests.unit.hstu.interpreted.cases import MASKS, use_blocks
 
 # Largest difference, as a part of the largest value: rounding of sums, or of weights and results to 16 bits.

@@ -1,0 +1,340 @@
+"""What the text around a documented block has introduced, and what the block then has to have done; on every rank."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import types
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import evenrank
+from commons.distributed.errors import attempt
+from commons.pipeline import TrainPipelineFactory
+from commons.trainer.config.load import load_config
+from commons.trainer.run import run_training
+from hstu.train_config import TrainConfig
+from tests.helpers.jobs.hstu_jobs import TINY
+from tests.helpers.models import torchrec_model as models
+
+_SIZES = [6, 2, 3, 1]
+
+
+def torchrec_script() -> dict[str, Any]:
+    """A sharded model, its optimizer and a dataloader whose ranks end at different steps."""
+    model, optimizer = models.build_sharded()
+    batches = list(models.rank_batches(dist.get_rank(), 4 + dist.get_rank(), _SIZES))
+    return {"model": model, "optimizer": optimizer, "device": torch.device("cpu"), "dataloader": batches}
+
+
+def all_rows_were_trained(names: dict[str, Any]) -> None:
+    """Every row of every rank was trained once, and the steps that were printed were evened out."""
+    assert _trained(names) == _rows(names["dataloader"])
+    steps = re.findall(r"imbalance ([\d.]+)% → ([\d.]+)%", names["printed"])
+    assert len(steps) in (0, 5) and (steps or dist.get_rank())  # every rank prints, or rank 0 alone
+    assert not steps or any(float(after) < float(before) for before, after in steps)
+
+
+def _trained(names: dict[str, Any]) -> list[int]:
+    """Ids of the rows that the model has seen, on all ranks."""
+    return sorted(of_all([row for step in models.head_of(names["model"]).seen for row in step]))
+
+
+def _rows(batches: list[Any]) -> list[int]:
+    """Ids of the real rows of all ranks."""
+    return sorted(of_all([row for batch in batches for row in batch.sample_id[: batch.actual_batch_size].tolist()]))
+
+
+def script_with_evaluation() -> dict[str, Any]:
+    """A script whose pipeline trains, and what it evaluates on."""
+    names = torchrec_script()
+    parts = {name: names[name] for name in ("model", "optimizer", "device")}
+    shuffler = evenrank.TokensBalancedBatchShuffler()
+    pipeline = TrainPipelineFactory.create("native", batch_shuffler=shuffler, **parts)
+    batches = models.rank_batches(10 + dist.get_rank(), 2 + dist.get_rank(), [3, 1])
+    return names | {"shuffler": shuffler, "pipeline": pipeline, "eval_dataloader": list(batches)}
+
+
+def segments_were_evaluated(names: dict[str, Any]) -> None:
+    """One segment, all of whose rows were trained; then an evaluation of all rows, which left the weights alone."""
+    assert _trained(names) == sorted(_rows(names["dataloader"]) + _rows(names["eval_dataloader"]))
+    assert names["losses"] == [] and len(names["outputs"]) == 3  # the rank with fewer batches goes on, too
+    assert names["model"].training
+
+
+def pipeline_trains(names: dict[str, Any]) -> None:
+    """The pipeline that the block has made trains a batch."""
+    names["pipeline"].progress(iter(names["dataloader"]))
+    assert names["pipeline"].last_stats.num_rows == sum(of_all([names["dataloader"][0].actual_batch_size]))
+
+
+def hstu_batches() -> dict[str, Any]:
+    """A dataloader of HSTU batches, one more on the first rank, and what trains them."""
+    features = [
+        evenrank.FeatureConfig(
+            ["item", "action"], [50, 5], 40, True, evenrank.RandomDistribution("zipf", 1, 40, alpha=1.2)
+        )
+    ]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [
+        evenrank.HSTUBatch.random(
+            4, features, "item", action_feature_name="action", device=torch.device("cpu"), generator=generator
+        )
+        for _ in range(11 - dist.get_rank())
+    ]
+    trained: list[int] = []
+    return {"dataloader": batches, "trained": trained, "train_step": lambda batch: trained.extend(_items(batch))}
+
+
+def _items(batch: Any) -> list[int]:
+    return batch.features["item"].values().tolist()
+
+
+def windows_hold_every_row(names: dict[str, Any]) -> None:
+    """The items of all ranks have been trained, in as many steps on both, whose loads are nearly even."""
+    own = [item for batch in names["dataloader"] for item in _items(batch)]
+    assert sorted(of_all(names["trained"])) == sorted(of_all(own))
+    window = names["batches"].last_window
+    assert (window.window, window.steps) == (1, 3) and window.imbalance_after < window.imbalance_before
+    assert names["stats"].window == 3
+
+
+def rows_of_known_length() -> dict[str, Any]:
+    """A map-style data set that knows the lengths of its rows."""
+    lengths = (torch.arange(40) * 7 % 40 + 1).tolist()
+    return {"lengths": lengths, "dataset": list(range(40)), "dist": dist}
+
+
+def every_row_is_read_once(names: dict[str, Any]) -> None:
+    """The ranks read every row once, in steps of equal cost."""
+    steps = [batch.tolist() for batch in names["loader"]]
+    assert sorted(of_all([row for batch in steps for row in batch])) == list(range(40))
+    work = [sum(int(names["workloads"][row]) for row in batch) for batch in steps]
+    both = of_all(work)
+    assert all(abs(a - b) <= 0.02 * a for a, b in zip(both[: len(work)], both[len(work) :]))
+
+
+def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
+    """The shuffler has the options, and works."""
+    shuffler = names["shuffler"]
+    assert (shuffler.options.slack, shuffler.options.min_gain) == (0.05, 0.02)
+    batch = models.make_batch([1 + dist.get_rank(), 3], 2)
+    assert sorted(of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(of_all(batch.sample_id.tolist()))
+
+
+def mine_is_registered(names: dict[str, Any]) -> None:
+    """The block's shuffler is there under its name, and moves rows by its workloads."""
+    (name,) = (each for each in evenrank.BatchShufflerFactory.list_available() if each.startswith("mine"))
+    try:
+        _moves_long_rows(evenrank.BatchShufflerFactory.create, name)
+    finally:
+        evenrank.BatchShufflerFactory.unregister(name)
+
+
+def costs_are_those_of_a_transformer(names: dict[str, Any]) -> None:
+    """The class of the block says what rows cost, and moves them by it."""
+    _moves_long_rows(names["MyBatchShuffler"])
+
+
+def _moves_long_rows(make: Any, *args: Any) -> None:
+    """Longer rows cost more, and no row is lost."""
+    batch = models.make_batch([[3, 4, 5], [1000, 2000, 3000]][dist.get_rank()], 3, longest=40)
+    with contextlib.closing(make(*args, options=evenrank.ShufflerOptions(verify=True))) as shuffler:
+        workloads = shuffler.get_workloads(batch)
+        assert workloads.dtype == torch.int64 and workloads.shape == (3,)
+        assert workloads.argsort().tolist() == batch.features["item"].lengths().argsort().tolist()
+        assert sorted(of_all(shuffler.shuffle(batch).sample_id.tolist())) == [3, 4, 5, 1000, 2000, 3000]
+
+
+@dataclass
+class _Output:
+    loss_sum: torch.Tensor
+    num_loss_tokens: int
+
+
+class _ItemModel(nn.Module):
+    """Tells the first label of every row from the mean of its items."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(100, hidden_size, mode="mean")
+        self.head = nn.Linear(hidden_size, 1)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, _Output]:
+        rows, items = batch.actual_batch_size, batch.features[batch.item_feature_name]
+        scores = self.head(self.items(items.values().long() % 100, items.offsets()[:-1].long()))[:rows, 0]
+        loss_sum = (scores - 1).square().sum()
+        return evenrank.global_mean_loss(loss_sum, rows), _Output(loss_sum.detach(), rows)
+
+
+def a_model() -> dict[str, Any]:
+    """A model of the user's own."""
+    return {"MyModel": _ItemModel}
+
+
+def recipe_trains(names: dict[str, Any]) -> None:
+    """The recipe of the block is trained, evaluated and simulated."""
+    device = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = evenrank.TrainerArgs(
+            4, 4, run_dir=folder, pipeline_type="none", enable_balanced_shuffler=True, sinks=()
+        )
+        dataset = evenrank.DatasetArgs("random", 12, num_batches=3)
+        recipe = names["RECIPE"](names["MyConfig"](trainer, dataset, shuffler_type="tokens"), device)
+        summary = run_training(recipe)
+    assert summary.steps == 3 and summary.metrics["eval_rows"] == 24 and summary.shuffle["rows_moved"] > 0
+    batch = next(recipe.host_batches())
+    assert recipe.task.get_workloads(*recipe.row_tokens(batch)).shape == (4,)
+
+
+def a_step_was_balanced() -> dict[str, Any]:
+    """A step of a pipeline, and a folder for what is written."""
+    folder = Path(tempfile.mkdtemp())
+    with contextlib.closing(_RowsShuffler()) as shuffler:
+        shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
+    return {"Path": lambda name: folder / name, "pipeline": SimpleNamespace(last_stats=shuffler.last_stats)}
+
+
+def its_stats_are_in_the_file(names: dict[str, Any]) -> None:
+    """A line of them."""
+    path = names["Path"]("shuffle.jsonl")
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == json.loads(json.dumps(names["pipeline"].last_stats.to_dict()))
+    shutil.rmtree(path.parent)
+
+
+def a_step_was_timed() -> dict[str, Any]:
+    """A balanced step, and how long the rank's own work on it took."""
+    shuffler = _RowsShuffler()
+    shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
+    pipeline = SimpleNamespace(last_stats=shuffler.last_stats)
+    return {"shuffler": shuffler, "pipeline": pipeline, "milliseconds": 0.5 * (1 + dist.get_rank())}
+
+
+def speeds_are_known(names: dict[str, Any]) -> None:
+    """With the next batch, those of all ranks."""
+    names["shuffler"].shuffle(models.make_batch([dist.get_rank() + 1], 1))
+    assert names["shuffler"].last_stats.rank_speeds == (2.0, 1.0)
+
+
+def speeds_are_measured(names: dict[str, Any]) -> None:
+    """Stats have them from the first batch on."""
+    with contextlib.closing(names["shuffler"]) as shuffler:
+        shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
+        assert shuffler.last_stats.speeds == (1024, 1024) and shuffler.last_stats.speed_saving == 0.0
+
+
+class _RowsShuffler(evenrank.BaseTaskBalancedBatchShuffler):
+    """A row is a row."""
+
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        return torch.ones(batch.batch_size, dtype=torch.int64)
+
+
+@dataclass
+class _UserBatch(evenrank.BaseBatch):
+    user_id: torch.Tensor = field(kw_only=True)
+
+
+def rows_of_users() -> dict[str, Any]:
+    """A shuffler of one's own."""
+    return {"MyBatchShuffler": _RowsShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
+
+
+def users_are_together(names: dict[str, Any]) -> None:
+    """Rows of a user, which lie on both ranks, end on one of them."""
+    batch = models.make_batch([1, 2, 3, 4], 4)
+    users = {name: value for name, value in vars(batch).items() if name not in ("sample_id", "target")}
+    result = names["shuffler"].shuffle(_UserBatch(**users, user_id=torch.tensor([7, 8, 7, 9])))
+    own = result.user_id[: result.actual_batch_size].tolist()
+    assert sorted(of_all(sorted(set(own)))) == [7, 8, 9] and sorted(of_all(own)) == [7, 7, 7, 7, 8, 8, 9, 9]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The fixture `ranks`, as seen from the ranks."""
+
+    world_size: int
+
+    def run(self, function: Any) -> list[Any]:
+        return of_all([function()])
+
+
+def ranks_add_up(names: dict[str, Any]) -> None:
+    """The test passes, and would fail for another sum."""
+    names["test_all_ranks_add_up"](_Ranks(dist.get_world_size()))
+    assert names["_sum_of_ranks"]() == 1
+
+
+def resiliency_extension() -> dict[str, Any]:
+    """Its module with the one class that the text derives from: the package itself is for GPUs."""
+    name = "nvidia_resiliency_ext"
+    for part in (name, f"{name}.inprocess", f"{name}.inprocess.abort"):
+        sys.modules[part] = types.ModuleType(part)
+    sys.modules[f"{name}.inprocess.abort"].Abort = type("Abort", (abc.ABC,), {})  # type: ignore[attr-defined]
+    return {}
+
+
+def abort_ends_a_wait(names: dict[str, Any]) -> None:
+    """A rank that waits for the other one comes home, and the groups serve a new shuffler."""
+    for part in [each for each in sys.modules if each.startswith("nvidia_resiliency_ext")]:
+        del sys.modules[part]
+    aborts, state = names["AbortShuffler"](), object()
+    assert aborts(state) is state  # before there is a shuffler
+    options = evenrank.ShufflerOptions(timeout=60.0)
+    aborts.shuffler = evenrank.BatchShufflerFactory.create("tokens", options=options)
+    if dist.get_rank() == 0:
+        handle = aborts.shuffler.start_shuffle(models.make_batch([1], 1))
+        threading.Timer(0.2, aborts, [state]).start()
+        _, error = attempt(lambda: handle.has_ended())
+        assert isinstance(error, evenrank.ShufflerAbortedError)
+    dist.barrier()
+    aborts(state)
+    again = evenrank.BatchShufflerFactory.create("tokens", options=options)
+    assert again.shuffle(models.make_batch([1], 1)).actual_batch_size == 1
+    again.close()
+
+
+def tiny_config() -> dict[str, Any]:
+    """Settings of a run of six steps, as a config file holds them."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.run-dir", folder[0]]
+    return {"config": asdict(load_config(TrainConfig, flags))}
+
+
+def one_rank_trained(names: dict[str, Any]) -> None:
+    """And the process group is still there."""
+    assert names["summary"].steps == 6 and dist.is_initialized()
+
+
+def train_in(folder: str, script: str, arguments: list[str]) -> None:
+    """A training script of ours on this rank, as torchrun starts it, but in the process group that there is."""
+    module = importlib.import_module(script)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        module.train(load_config(module.TrainConfig, arguments, prog=script))
+    finally:
+        os.chdir(before)
+
+
+def of_all(items: list[Any]) -> list[Any]:
+    """The items of all ranks, in the order of the ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, items)
+    return [item for part in gathered for item in part]

@@ -1,0 +1,198 @@
+"""Pipelines with a shuffler, and what they are expected to train on."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
+from torchrec.distributed.train_pipeline import train_pipelines as stock
+
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
+from commons.distributed.options import ShufflerOptions
+from commons.pipeline import balanced
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
+from tests.helpers.pipelines.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
+
+_IN_PLACE = {"enable_inplace_copy_batch": True}
+# TorchRec's pipeline classes and their options, by the names that tests show.
+STOCK: dict[str, tuple[type, dict[str, Any]]] = {
+    "base": (stock.TrainPipelineBase, {}),
+    "base in place": (stock.TrainPipelineBase, _IN_PLACE),
+    "sparse": (stock.TrainPipelineSparseDist, {}),
+    "sparse in place": (stock.TrainPipelineSparseDist, _IN_PLACE),
+    "sparse after forward": (stock.TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
+    "sparse free early": (stock.TrainPipelineSparseDist, {"free_features_storage_early": True}),
+    "lite": (stock.TrainPipelineSparseDistLite, {}),
+    "fused": (stock.TrainPipelineFusedSparseDist, {}),
+    "semi-sync, before it starts": (stock.TrainPipelineSemiSync, {"start_batch": 1000}),
+    "prefetch": (stock.PrefetchTrainPipelineSparseDist, {}),
+    "pt2, before it compiles": (
+        stock.TrainPipelinePT2,
+        {"compile_configs": stock.TorchCompileConfig(compile_on_iter=1000)},
+    ),
+    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
+    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, _IN_PLACE),
+    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
+}
+# Those that train otherwise than the others, or need streams.
+STOCK_WITH_STREAMS: dict[str, tuple[type, dict[str, Any]]] = {
+    "semi-sync": (stock.TrainPipelineSemiSync, {"start_batch": 0}),
+    "semi-sync in place": (stock.TrainPipelineSemiSync, {"start_batch": 0} | _IN_PLACE),
+    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
+    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
+}
+if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
+    STOCK_WITH_STREAMS["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+STOCK_EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
+    "eval": (stock.EvalPipelineSparseDist, {}),
+    "eval fused": (stock.EvalPipelineFusedSparseDist, {}),
+    "eval fused, lookups ahead": (stock.EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
+    "eval hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
+}
+ON_CPU = {
+    stock.EvalPipelineFusedSparseDist: CpuEvalFusedSparseDist,
+    stock.TrainPipelineFusedSparseDist: CpuFusedSparseDist,
+    stock.TrainPipelineSemiSync: CpuSemiSync,
+    stock.PrefetchTrainPipelineSparseDist: CpuPrefetch,
+}
+PIPELINES, EVALUATIONS = (
+    {name: (ON_CPU.get(kind, kind), options) for name, (kind, options) in kinds.items()}
+    for kinds in (STOCK, STOCK_EVALUATIONS)
+)
+SIZES = [6, 0, 3, 1, 6, 2]
+
+
+class CubicShuffler(BaseTaskBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return batch.features.lengths().view(2, batch.batch_size).sum(0).to(torch.int64) ** 2 + 5
+
+
+def make_shuffler(kind):
+    return IdentityBalancedBatchShuffler() if kind == "identity" else CubicShuffler(ShufflerOptions(mode=kind))
+
+
+def expected_ids(counts, world_size, first=0):
+    return sorted(
+        int(sample)
+        for rank in range(world_size)
+        for batch in rank_batches(rank + first, counts[rank], SIZES)
+        for sample in batch.sample_id[: batch.actual_batch_size]
+    )
+
+
+def host_count(iterator):
+    """How many batches an iterator hands out."""
+    return sum(1 for _ in iterator)
+
+
+def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> Iterator[Any]:
+    """What each step of a pipeline returns, up to the end of the data or so many steps."""
+    for _ in itertools.count() if steps is None else range(steps):
+        try:
+            yield pipeline.progress(source)
+        except StopIteration:
+            return
+
+
+def largest_difference(first, second):
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def train(build, pipeline, kind, iterators, steps_of_first=None):
+    """Train on one iterator after the other; returns what was seen, the weights and the stats."""
+    model, optimizer = getattr(models, build[0])(*build[1:])
+    model.train()
+    shuffler = make_shuffler(kind)
+    pipeline_class, options = PIPELINES[pipeline]
+    trainer = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
+    stats = []
+    try:
+        for index, (counts, first) in enumerate(iterators):
+            source = itertools.islice(rank_batches(dist.get_rank() + first, counts[dist.get_rank()], SIZES), None)
+            for _ in steps_of(trainer, source, None if index else steps_of_first):
+                stats.append(trainer.last_stats)
+    finally:
+        shuffler.close()
+    return {
+        "seen": head_of(model).seen,
+        "weights": weights_of(model),
+        "moved": sum(each is not None and each.moved for each in stats),
+        "stats_steps": [each.step for each in stats if each is not None],
+        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats if each is not None],
+    }
+
+
+def one_process(counts, world_size):
+    """The global batch on one process, without any of evenrank's stage."""
+    streams = [list(rank_batches(rank, counts[rank], SIZES)) for rank in range(world_size)]
+    return one_process_of(
+        [
+            int(sample)
+            for batches in streams
+            if step < len(batches)
+            for sample in batches[step].sample_id[: batches[step].actual_batch_size]
+        ]
+        for step in range(max(counts))
+    )
+
+
+def one_process_of(steps):
+    """Weights of one process that trains these rows, a list of ids for each step."""
+    torch.manual_seed(0)
+    model = models.PlainModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
+    for ids in filter(None, steps):
+        optimizer.zero_grad()
+        loss, _ = model(models.make_batch(ids, len(ids)))
+        loss.backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
+    """Evaluation between training steps of the same ranks, in a pipeline of its own."""
+    model, optimizer = models.build_sharded()
+    model.eval()
+    shuffler = make_shuffler(kind)
+    pipeline_class, options = EVALUATIONS[pipeline]
+    evaluator = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
+    errors = 0.0
+    stats = []
+    try:
+        for epoch in range(epochs):
+            source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
+            for error in steps_of(evaluator, source, None if epoch else abandon_after):
+                errors += float(error)
+                stats.append(evaluator.last_stats)
+            if abandon_after == 0:
+                evaluator.reset()
+        return head_of(model).seen, errors, [each.step for each in stats if each is not None]
+    finally:
+        evaluator.reset()
+        shuffler.close()
+
+
+def lacking(pipeline_class: type, options: dict[str, Any]) -> str | None:
+    """What the installed TorchRec's class lacks to be balanced with these options; None for nothing."""
+    unknown = sorted(options.keys() - inspect.signature(pipeline_class).parameters.keys())
+    if unknown:
+        return f"{pipeline_class.__name__} of TorchRec {metadata.version('torchrec')} has no {', '.join(unknown)}"
+    try:
+        balanced(pipeline_class)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def require_pipeline(pipeline_class: type, options: dict[str, Any]) -> None:
+    """Skip the test where the installed TorchRec's class cannot be balanced or lacks an option, saying why."""
+    if (why := lacking(pipeline_class, options)) is not None:
+        pytest.skip(why)

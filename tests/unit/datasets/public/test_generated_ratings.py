@@ -1,0 +1,193 @@
+"""Generated ratings, as columnar files and as a raw archive: the published statistics, and something to learn."""
+
+from __future__ import annotations
+
+import zipfile
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torchmetrics.functional.classification import binary_auroc
+
+from benchmarks.raw_data.histories import draw_histories, lengths_with
+from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate_movielens, generate_movielens_20m
+from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
+from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
+from commons.datasets.sequences.file import SequenceFile
+from tests.helpers.datasets.stored_users import users_of
+
+
+@pytest.fixture(scope="module")
+def archive_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("generated") / "ml-1m.zip"
+    generate_movielens(path, num_users=900, seed=1)
+    return path
+
+
+def columns_of(archive_path, name, *columns):
+    """Columns of a file of the raw archive, as texts."""
+    with zipfile.ZipFile(archive_path) as members:
+        lines = members.read(f"ml-1m/{name}.dat").decode("latin-1").splitlines()
+    return dict(zip(columns, zip(*(line.split("::") for line in lines))))
+
+
+def test_lengths_follow_the_published_statistics():
+    lengths = _user_lengths(6040)
+    assert (lengths.min(), lengths.max()) == (20, 2314)
+    assert lengths.mean() == pytest.approx(1_000_209 / 6040, rel=1e-4)
+    assert lengths.std() == pytest.approx(192.7, rel=0.02)
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([44, 96, 208], rel=0.02)
+
+
+def test_archive_has_the_published_format(archive_path):
+    ratings = columns_of(archive_path, "ratings", "user", "movie", "rating", "time")
+    ratings = {name: np.array(values, np.int64) for name, values in ratings.items()}
+    lengths = np.bincount(ratings["user"])[1:]
+    assert sorted(lengths) == _user_lengths(900).tolist()
+    assert lengths.mean() == pytest.approx(165.6, rel=0.001)
+    users = columns_of(archive_path, "users", "user", "gender", "age")
+    assert users["user"] == tuple(map(str, range(1, 901)))
+    assert set(users["gender"]) == {"F", "M"}
+    assert set(users["age"]) == {"1", "18", "25", "35", "45", "50", "56"}
+    movies = columns_of(archive_path, "movies", "movie")["movie"]
+    assert (len(movies), movies[-1]) == (3883, "3952")
+    assert len(set(ratings["movie"])) > 3000
+    pairs = ratings["user"] * 10_000 + ratings["movie"]
+    assert len(np.unique(pairs)) == len(pairs)  # nobody rates a movie twice
+    shares = np.bincount(ratings["rating"])[1:] / len(pairs)
+    assert shares == pytest.approx([0.056, 0.108, 0.261, 0.349, 0.226], abs=0.001)
+    assert ratings["time"].min() >= 956_703_932 and ratings["time"].max() <= 1_046_454_590
+    with zipfile.ZipFile(archive_path) as members:
+        assert members.read("ml-1m/README").startswith(b"GENERATED DATA")
+
+
+def test_the_files_are_those_that_the_archive_becomes(tmp_path):
+    written = generate_ratings(tmp_path / "written", num_users=80, seed=2, test_fraction=0.2)
+    archive = generate_movielens(tmp_path / "ml-1m.zip", num_users=80, seed=2)
+    expected = preprocess_movielens(archive.path, tmp_path / "read", seed=2, test_fraction=0.2)
+    files = [path.relative_to(expected) for path in sorted(expected.rglob("*.parquet"))]
+    assert len(files) > 4 and files == [path.relative_to(written) for path in sorted(written.rglob("*.parquet"))]
+    assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
+    assert SequenceFile(written, "ml-1m", []).metadata.generated
+
+
+@pytest.mark.parametrize("arguments", [{"num_users": 0}, {"seed": -1}])
+def test_bad_arguments(tmp_path, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        generate_movielens(tmp_path / "a.zip", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+class _Histories:
+    """What simple recommenders see: each test user's movies and ratings, and what train users make of movies."""
+
+    def __init__(self, archive_path, folder):
+        path = preprocess_movielens(archive_path, folder, test_fraction=0.3)
+        table = pq.read_table(path)
+        movies = columns_of(archive_path, "movies", "movie", "title", "genres")
+        assert list(map(int, movies["movie"])) == SequenceFile(path, "ml-1m", []).vocabularies()["movie_id"]
+        genres = [names.split("|") for names in movies["genres"]]
+        names = sorted({name for own in genres for name in own})
+        indicator = np.array([[name in own for name in names] for own in genres], dtype=np.float64)
+        self.genres = indicator / np.linalg.norm(indicator, axis=1, keepdims=True)  # (movies, genres)
+        rows = table.select(["movie_id", "rating", "split"]).to_pylist()
+        self.users = [
+            (np.array(row["movie_id"]), np.array(row["rating"]) >= 4) for row in rows if row["split"] == "test"
+        ]
+        train = [row for row in rows if row["split"] == "train"]
+        items = np.concatenate([row["movie_id"] for row in train])
+        liked = np.concatenate([row["rating"] for row in train]) >= 4
+        self.counts = np.bincount(items, minlength=len(genres))
+        self.liked_share = (np.bincount(items, liked, minlength=len(genres)) + 10 * liked.mean()) / (self.counts + 10)
+
+
+@pytest.fixture(scope="module")
+def histories(archive_path, tmp_path_factory):
+    return _Histories(archive_path, tmp_path_factory.mktemp("file"))
+
+
+def test_history_tells_what_is_liked(histories):
+    """AUC of "rating >= 4" for each user's last ten movies: item averages alone, then with the user's past ratings."""
+    labels, by_item, by_history = [], [], []
+    for movies, liked in histories.users:
+        past, future = movies[:-10], movies[-10:]
+        surprise = liked[:-10] - histories.liked_share[past]
+        mildness = surprise.sum() / (len(past) + 5)
+        similarity = (histories.genres[future] @ histories.genres[past].T) ** 2
+        by_genre = similarity @ (surprise - mildness) / (similarity.sum(axis=1) + 2)
+        labels.extend(liked[-10:])
+        by_item.extend(histories.liked_share[future])
+        by_history.extend(histories.liked_share[future] + mildness + 1.5 * by_genre)
+    target = torch.tensor(np.array(labels)).int()
+    item_auc, history_auc = (float(binary_auroc(torch.tensor(score), target)) for score in (by_item, by_history))
+    assert item_auc < 0.75
+    assert history_auc > item_auc + 0.08
+
+
+def test_the_latest_movies_tell_what_comes_next(histories):
+    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last."""
+    log_ranks = {"popularity": [], "history": [], "latest": []}
+    popularity = np.log(histories.counts + 1)
+    for movies, _ in histories.users:
+        past, future = movies[:-10], movies[-10:]
+        if len(past) < 100:
+            continue
+        unseen = np.setdiff1d(np.arange(len(popularity)), past)
+        for name, seen in (("popularity", None), ("history", past), ("latest", past[-20:])):
+            taste = 0 if seen is None else 6 * histories.genres @ histories.genres[seen].mean(axis=0)
+            score = popularity + taste
+            ranks = 1 + (score[unseen] > score[future][:, None]).sum(axis=1)
+            log_ranks[name].append(np.log(ranks).mean())
+    mean = {name: np.mean(values) for name, values in log_ranks.items()}
+    assert mean["history"] < mean["popularity"] - 0.25
+    assert mean["latest"] < mean["history"] - 0.1
+
+
+def test_lengths_of_20m_follow_the_published_statistics():
+    lengths = lengths_with(NUM_USERS_20M, QUANTILES_20M, 20_000_263 / NUM_USERS_20M)
+    assert (lengths.min(), lengths.max()) == (20, 9_254)
+    assert lengths.mean() == pytest.approx(144.41, rel=1e-4)
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([35, 68, 155], abs=1)
+    assert lengths_with(30, QUANTILES_20M, 144.4).mean() == pytest.approx(144.4, abs=0.5)
+
+
+def test_an_archive_of_20m(tmp_path):
+    written = generate_movielens_20m(tmp_path / "ml-20m.zip", num_users=300, seed=1)
+    assert written.mean_length == pytest.approx(144.4, abs=0.5)
+    path = preprocess_movielens_20m(written.path, tmp_path)
+    metadata = SequenceFile(path, "ml-20m", []).metadata
+    assert metadata.generated
+    assert (metadata.num_users, metadata.num_interactions) == (300, written.num_interactions)
+    assert metadata.max_length == written.max_length
+    assert metadata.vocabulary_sizes["movie_id"] == 27_278
+    ratings = np.concatenate([row["rating"] for row in users_of(path, "ml-20m").values()])
+    published = [0.012, 0.034, 0.014, 0.072, 0.044, 0.215, 0.110, 0.278, 0.077, 0.145]
+    assert np.bincount(ratings)[1:] / len(ratings) == pytest.approx(published, abs=0.002)
+    for row in users_of(path, "ml-20m").values():
+        assert len(set(row["movie_id"])) == len(row["movie_id"])  # nobody rates a movie twice
+
+
+def test_nobody_has_an_item_twice():
+    rng = np.random.default_rng(0)
+    (rows,) = draw_histories(5_000, np.full(500, 100), rng, distinct=True)
+    assert rows.users.tolist() == np.repeat(np.arange(500), 100).tolist()
+    assert all(len(set(own)) == 100 for own in rows.items.reshape(500, 100).tolist())
+    assert np.bincount(rows.items)[:50].mean() > 5 * np.bincount(rows.items)[-500:].mean()
+
+
+def test_chunks_hold_whole_users():
+    rng = np.random.default_rng(0)
+    lengths = np.array([700_000, 0, 700_000, 5])
+    chunks = list(draw_histories(100, lengths, rng, distinct=False))
+    assert [len(chunk.users) for chunk in chunks] == [700_000, 700_005]
+    assert np.bincount(np.concatenate([chunk.users for chunk in chunks]), minlength=4).tolist() == lengths.tolist()
+
+
+@pytest.mark.parametrize("num_users", [1, 7, 1000])
+def test_lengths_have_the_mean_and_stay_within_bounds(num_users):
+    lengths = lengths_with(num_users, {0.0: 5, 0.5: 20, 0.9995: 900}, 40.0)
+    assert lengths.mean() == pytest.approx(40, abs=1)
+    assert lengths.min() >= 5
+    assert lengths.max() <= 900
+    assert (np.diff(lengths) >= 0).all()

@@ -1,0 +1,266 @@
+"""Archives that were made to do harm: they are answered with one line, in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from commons.datasets.public import raw_files
+from commons.datasets.public.kuairand import VERSIONS
+from commons.datasets.public.movielens import preprocess_movielens_20m
+from commons.datasets.public.registry import PUBLIC_DATASETS
+from tests.helpers.datasets.movielens import MOVIES, MOVIES_20M, RATINGS, RATINGS_20M, USERS
+
+PURE = VERSIONS["kuairand-pure"]
+LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.event_files]
+BOMB = 192 << 20
+# Peak of the process's own memory in MiB, reset before each; what getrusage says includes the parent of an exec.
+PREPROCESS = """
+import contextlib, io, json, sys
+from commons.cli.main import main
+
+def memory(kind):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) >> 10
+
+def measure(function, *arguments):
+    with contextlib.suppress(OSError):
+        open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+        status = function(*arguments)
+    return status, memory("VmHWM") - before, errors.getvalue()
+
+cases, output = json.loads(sys.argv[1])
+print(json.dumps([
+    *(measure(main, ["preprocess", name, "--source", source, "--output", output]) for name, source in cases),
+]))
+"""
+
+
+def write_zip(path, members, method=zipfile.ZIP_DEFLATED):
+    """A zip file of members: contents, or the number of bytes of one line."""
+    with zipfile.ZipFile(path, "w", method, compresslevel=1) as archive:
+        for name, content in members.items():
+            with archive.open(name, "w", force_zip64=True) as member:
+                write_content(member, content)
+    return path
+
+
+def write_content(member, content):
+    if isinstance(content, str):
+        member.write(content.encode("latin-1"))
+        return
+    zeros = bytes(1 << 20)
+    for _ in range(content >> 20):
+        member.write(zeros)
+
+
+def write_tar(path, members):
+    with gzip.open(path, "wb", compresslevel=1) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = content if isinstance(content, int) else len(content)
+            source = _Zeros(content) if isinstance(content, int) else io.BytesIO(content.encode())
+            archive.addfile(info, source)
+    return path
+
+
+class _Zeros(io.RawIOBase):
+    def __init__(self, size):
+        self._left = size
+
+    def read(self, size=-1):
+        size = min(size, self._left)
+        self._left -= size
+        return bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("ml-1m", {"ml-1m/ratings.dat": 1, "ml-1m/users.dat": USERS, "ml-1m/movies.dat": MOVIES}),
+        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.listings['user'].file}": 1}),
+    ],
+)
+@pytest.mark.parametrize("write", [write_zip, write_tar])
+def test_a_bomb(tmp_path, monkeypatch, name, members, write):
+    monkeypatch.setattr(raw_files, "_ALWAYS_ALLOWED", 1 << 20)
+    members = {member: 8 << 20 if content == 1 else content for member, content in members.items()}
+    source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
+    with pytest.raises(ValueError, match=r"a\.[a-z.]* has [\d,]+ bytes and expands to [\d,]+ or more;") as caught:
+        PUBLIC_DATASETS[name].preprocess(source, tmp_path / "output")
+    assert "; an archive may expand to 100 times its size, and always to 1,048,576: download it" in str(caught.value)
+    assert "\n" not in str(caught.value) and not (tmp_path / "output").exists()
+
+
+def write_folder(folder, contents, endless):
+    """Files of a data set; one ends with a line of 2 GiB, which takes no room on the disk."""
+    folder.mkdir()
+    for name, text in contents.items():
+        (folder / name).write_text(text, encoding="latin-1")
+    with (folder / endless).open("r+b") as file:
+        file.truncate(2 << 30)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_them(tmp_path):
+    ml_1m = {"ratings.dat": RATINGS, "users.dat": USERS, "movies.dat": MOVIES}
+    ml_20m = {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}
+    write_zip(tmp_path / "bomb.zip", ml_1m | {"ratings.dat": BOMB})
+    write_zip(tmp_path / "readme.zip", ml_20m | {"README.txt": BOMB})
+    write_tar(tmp_path / "bomb.tar.gz", ml_20m | {"ratings.csv": BOMB})
+    write_folder(tmp_path / "line", ml_20m, "ratings.csv")
+    write_folder(tmp_path / "first_line", ml_20m | {"ratings.csv": ""}, "ratings.csv")
+    write_folder(tmp_path / "ratings", ml_1m, "ratings.dat")
+    write_folder(tmp_path / "users", ml_1m, "users.dat")
+    expected = [
+        ("ml-1m", "bomb.zip", "expands to"),
+        ("ml-20m", "bomb.tar.gz", "expands to"),
+        ("ml-20m", "line", "ratings.csv line 7 has more than 1,048,576 bytes, which is the most"),
+        ("ml-20m", "first_line", "ratings.csv line 1 has more than 1,048,576 bytes"),
+        ("ml-1m", "ratings", "ratings.dat line 6 has more than 1,048,576 bytes"),
+        ("ml-1m", "users", "users.dat has 2,147,483,648 bytes; it is held in memory, and may have 268,435,456"),
+        ("ml-20m", "readme.zip", "expands to"),
+    ]
+    cases = [(name, str(tmp_path / source)) for name, source, _ in expected]
+    arguments = json.dumps([cases, str(tmp_path / "output")])
+    result = subprocess.run(
+        [sys.executable, "-c", PREPROCESS, arguments], capture_output=True, text=True, timeout=300, check=True
+    )
+    for (_, source, message), (status, grown, error) in zip(expected, json.loads(result.stdout)):
+        assert (status, error.count("\n")) == ((2, 1) if message else (0, 0)), error
+        assert message in error
+        assert grown < 256, (source, grown)
+
+
+WHOLE = {"ratings.csv": RATINGS_20M, "movies.csv": MOVIES_20M}
+
+
+def zip_that_says(place, value):
+    """A zip file whose directory says something else of the first member."""
+
+    def write(path):
+        data = bytearray(write_zip(path, WHOLE).read_bytes())
+        start = data.index(b"PK\x01\x02") + place
+        data[start : start + len(value)] = value
+        path.write_bytes(data)
+
+    return write
+
+
+def zip_before_its_start(path):
+    """The place of the directory is counted back from the end, and zipfile seeks there."""
+    data = bytearray(write_zip(path, WHOLE).read_bytes())
+    end = data.rfind(b"PK\x05\x06")
+    data[end + 16 : end + 20] = bytes(4)
+    path.write_bytes(data[end - 30 :])
+
+
+def zip_with_a_link(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        info = zipfile.ZipInfo("ratings.csv")
+        info.external_attr = 0o120777 << 16
+        archive.writestr(info, "/etc/passwd")
+        archive.writestr("movies.csv", MOVIES_20M)
+
+
+def tar_of_a_header(name, kind, size):
+    """A tar file of one member that is nothing but its header."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return lambda path: path.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+
+
+def tar_with(kind):
+    """A tar file with a link, a device or a pipe."""
+
+    def write(path):
+        with tarfile.open(path, "w:gz") as archive:
+            info = tarfile.TarInfo("ratings.csv")
+            info.type, info.linkname, info.devmajor, info.devminor = kind, "/etc/passwd", 1, 5
+            archive.addfile(info)
+            info = tarfile.TarInfo("movies.csv")
+            info.size = len(MOVIES_20M)
+            archive.addfile(info, io.BytesIO(MOVIES_20M.encode()))
+
+    return write
+
+
+def within(write, folder):
+    return lambda path: write(path, {f"{folder}/{name}": text for name, text in WHOLE.items()})
+
+
+REFUSED = {
+    "an encrypted zip": (zip_that_says(8, b"\1"), "is no complete zip file .*encrypted, password required"),
+    "a zip that holds more than it says": (zip_that_says(24, b"\n\0\0\0"), r"a\.zip is no complete zip file"),
+    "a zip before its start": (zip_before_its_start, "is no complete zip file"),
+    "a link in a zip, which is its text": (zip_with_a_link, r"ratings\.csv.*/etc/passwd"),
+    "a folder above in a tar": (within(write_tar, "../../x"), r" holds \.\., not MovieLens-20M: "),
+    "another drive in a zip": (within(write_zip, "C:/x"), " holds C:, not MovieLens-20M: "),
+    "a tar of holes": (tar_of_a_header("ratings.csv", tarfile.GNUTYPE_SPARSE, 0), r"has no ratings\.csv"),
+    **{
+        f"a huge header of kind {kind!r} in a tar": (
+            tar_of_a_header("x", kind, 1 << 40),
+            r"is no complete tar file|has no ratings\.csv",
+        )
+        for kind in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)
+    },
+    **{
+        f"a member of kind {kind!r} in a tar": (tar_with(kind), r"has no ratings\.csv; .*found: movies\.csv: ")
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+    },
+    "a pipe, no zip": (os.mkfifo, "is neither a file nor a folder; the source is ml-20m.zip as published"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where an archive and `output` are all that is new afterwards, around the working directory too."""
+    inner = tmp_path / "here" / "and" / "there"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    yield tmp_path
+    assert {path.name for path in tmp_path.iterdir()} <= {"a.zip", "a.tar.gz", "output", "here"}
+    assert {path.name for path in (tmp_path / "here").rglob("*")} == {"and", "there"}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused(folder, kind):
+    write, message = REFUSED[kind]
+    source = folder / ("a.tar.gz" if "tar" in kind.split() else "a.zip")
+    write(source)
+    with pytest.raises(ValueError, match=message) as caught:
+        preprocess_movielens_20m(source, folder / "output")
+    assert "\n" not in str(caught.value) and not (folder / "output").exists()
+
+
+def zip_with_names_twice(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in {**WHOLE, "other/ratings.csv": "no ratings"}.items():
+            archive.writestr(name, text)
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr("ratings.csv", "neither")
+
+
+READ = {
+    "a name from the root in a zip": within(write_zip, "/etc"),
+    "names twice in a zip": zip_with_names_twice,
+    "names twice in a tar": lambda path: write_tar(path, {**WHOLE, "other/ratings.csv": "no ratings"}),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_names_lead_nowhere_and_the_first_of_two_counts(folder, kind):
+    source = folder / ("a.tar.gz" if "tar" in kind.split() else "a.zip")
+    READ[kind](source)
+    path = preprocess_movielens_20m(source, folder / "output")
+    assert json.loads((path / "_manifest.json").read_text())["num_interactions"] == RATINGS_20M.count("\n") - 1

@@ -1,0 +1,214 @@
+"""KuaiRand: the raw archives to the columnar files, every way in which they can be wrong, and the generated ones."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import tarfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from benchmarks.raw_data.kuairand import generate_kuairand
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.file import SequenceFile
+from tests.helpers.datasets.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, users_csv, write_tar
+from tests.helpers.datasets.stored_users import users_of
+
+COLUMNS = ("user_active_degree", "follow_user_num_range", "video_id", "action_weights", "timestamp")
+
+
+def rows_of(path: Path, name: str) -> dict[int, dict]:
+    return {user: {column: row[column] for column in COLUMNS} for user, row in users_of(path, name).items()}
+
+
+class TestPreprocess:
+    def test_sequences(self, tmp_path):
+        source = write_tar(tmp_path / "KuaiRand-Pure.tar.gz", files_of())
+        path = PURE.preprocess(source, tmp_path / "data")
+        assert path == tmp_path / "data" / "kuairand-pure.parquet"
+        assert rows_of(path, "kuairand-pure") == {
+            3: {
+                "user_active_degree": "UNKNOWN",
+                "follow_user_num_range": "500+",
+                "video_id": [20, 1071, 999, 7],
+                "action_weights": [255, 65, 32, 1],
+                "timestamp": [1649408070000, 1649408076860, 1651338000000, 1651338000000],
+            },
+            5: {  # a user without interactions is a user
+                "user_active_degree": "full_active",
+                "follow_user_num_range": "0",
+                "video_id": [],
+                "action_weights": [],
+                "timestamp": [],
+            },
+            8: {
+                "user_active_degree": "full_active",
+                "follow_user_num_range": "(0,10]",
+                "video_id": [20],
+                "action_weights": [0],
+                "timestamp": [1649675512388],
+            },
+        }
+        metadata = SequenceFile(path, "kuairand-pure", []).metadata
+        sizes = metadata.vocabulary_sizes
+        assert (sizes["user_id"], sizes["video_id"], sizes["action_weights"], sizes["onehot_feat4"]) == (3, 4, 256, 1)
+        assert (metadata.num_interactions, metadata.min_length, metadata.max_length) == (5, 0, 4)
+        assert metadata.source_sha256 == hashlib.sha256(source.read_bytes()).hexdigest()
+        assert metadata.columns["action_weights"] == "list<element: int16>"
+
+    def test_tar_and_folders_and_partitions_make_no_difference(self, tmp_path):
+        contents = files_of(V27K)
+        assert sorted(contents)[1:5] == [
+            "log_standard_4_08_to_4_21_27k_part1.csv",
+            "log_standard_4_08_to_4_21_27k_part2.csv",
+            "log_standard_4_22_to_5_08_27k_part1.csv",
+            "log_standard_4_22_to_5_08_27k_part2.csv",
+        ]
+        source = write_tar(tmp_path / "a.tar.gz", contents, "KuaiRand-27K/data/")
+        expected = rows_of(V27K.preprocess(source, tmp_path / "a"), "kuairand-27k")
+        assert expected[3]["video_id"] == [20, 1071, 999, 7]
+        with tarfile.open(source) as archive:
+            archive.extractall(tmp_path / "unpacked", filter="data")
+        with tarfile.open(tmp_path / "plain.tar", "w") as archive:
+            archive.add(tmp_path / "unpacked" / "KuaiRand-27K", "KuaiRand-27K")
+        unpacked = tmp_path / "unpacked"
+        sources = [unpacked, unpacked / "KuaiRand-27K", unpacked / "KuaiRand-27K" / "data", tmp_path / "plain.tar"]
+        for other, rows_per_partition in zip(sources, (1, 1000, 1, 1000)):
+            with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", rows_per_partition):
+                path = V27K.preprocess(other, tmp_path / "b")
+            assert rows_of(path, "kuairand-27k") == expected, other
+
+    def test_batches(self, tmp_path):
+        source = write_tar(tmp_path / "a.tar.gz", files_of())
+        PURE.preprocess(source, tmp_path, test_fraction=0)
+        options = {"dataset_path": tmp_path, "batch_size": 4, "max_history_seqlen": 3}
+        (batch,) = get_data_loader("kuairand-pure", num_tasks=8, **options)
+        assert batch.features.keys() == [
+            *("user_id", "user_active_degree", "follow_user_num_range", "fans_user_num_range", "friend_user_num_range"),
+            *("register_days_range", "video_id", "action_weights"),
+        ]
+        assert batch.features["video_id"].lengths().tolist() == [3, 0, 1, 0]  # users 3, 5 and 8, and padding
+        weights = batch.features["action_weights"].values().tolist()
+        assert weights == [65, 32, 1, 0]
+        for task, weight in enumerate(FEEDBACK_WEIGHTS.values()):
+            assert batch.labels[f"task_{task}"].values().tolist() == [float(bool(w & weight)) for w in weights]
+        (batch,) = get_data_loader("kuairand-pure", contextual_feature_names=["user_id", "onehot_feat3"], **options)
+        assert batch.features.keys() == ["user_id", "onehot_feat3", "video_id", "action_weights"]
+
+
+def error_of(tmp_path: Path, contents: dict[str, str], version=PURE) -> str:
+    source = write_tar(tmp_path / "a.tar.gz", contents)
+    with pytest.raises(ValueError) as caught:
+        version.preprocess(source, tmp_path / "output")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(source) in message
+    assert not (tmp_path / "output").exists()
+    return message
+
+
+class TestBadArchives:
+    @pytest.mark.parametrize(
+        ("log", "old", "new", "message"),
+        [
+            (
+                "late",
+                "1651338000000,1",
+                "noon,1",
+                "4_22_to_5_08_pure.csv line 3 has time_ms 'noon'; time_ms is a number of",
+            ),
+            (
+                "late",
+                ",1651338000000,1",
+                "",
+                "pure.csv line 3 is '3,7,20220501,100,0,0,0,0,0,0,0,65400,0,0,0,0,0', 17 fields",
+            ),
+            (
+                "early",
+                "1649408076860,1",
+                "1649408076860,2",
+                "4_08_to_4_21_pure.csv line 2 has is_click '2'; is_click is 0 or 1",
+            ),
+            ("early", "8,20,", "8,,", "line 3 has video_id ''"),
+            ("early", "8,20,", "9,20,", "line 3 has user_id 9, which user_features_pure.csv does not list"),
+            ("early", ",time_ms,", ",time,", "but not time_ms"),
+            ("late", ",long_view,", ",is_click,", "but not is_click, long_view, or not once"),
+            ("users", "user_active_degree", "degree", "user_features_pure.csv has columns user_id, degree,"),
+            ("users", "\n5,", "\n8,", "user_features_pure.csv line 4 has user_id 8 again"),
+            ("users", "\n5,", "\nx,", "user_features_pure.csv line 4 has user_id 'x'"),
+            ("users", "\n5,", "\n5,5,", "user_features_pure.csv line 4 is '5,5,full_active,"),
+            (
+                "users",
+                "\n5,",
+                "\n5" + "5" * 3_000_000 + ",",
+                "user_features_pure.csv line 4 has more than 1,048,576 bytes, which is the most",
+            ),
+            ("early", "\n", "\r", "4_08_to_4_21_pure.csv line 1 is no line of a CSV file (new-line character"),
+            ("late", "3,7,", '3,7"' + "7" * 3_000_000 + ",", "line 3 has more than 1,048,576 bytes"),
+        ],
+    )
+    def test_malformed_line(self, tmp_path, log, old, new, message):
+        whole = {"early": EARLY, "late": LATE, "users": USERS}[log]
+        assert old in whole
+        assert message in error_of(tmp_path, files_of(**{log: whole.replace(old, new)}))
+
+    def test_no_interactions(self, tmp_path):
+        assert "has no interactions in log_standard" in error_of(tmp_path, files_of(early=LOG_HEADER, late=LOG_HEADER))
+
+    def test_no_users(self, tmp_path):
+        assert "user_features_pure.csv has no line" in error_of(tmp_path, files_of(users=users_csv()))
+
+    def test_a_log_of_one_period_is_missing(self, tmp_path):
+        message = error_of(tmp_path, files_of(late=None))
+        assert (
+            "has no log_standard_4_22_to_5_08_pure.csv; KuaiRand-Pure has log_standard_4_08_to_4_21_pure.csv, "
+            in message
+        )
+
+    def test_another_version(self, tmp_path):
+        message = error_of(tmp_path, files_of(), VERSIONS["kuairand-1k"])
+        assert (
+            "has no log_standard_4_08_to_4_21_1k.csv, log_standard_4_22_to_5_08_1k.csv, user_features_1k.csv;"
+            in message
+        )
+        assert "KuaiRand-Pure/data/log_standard_4_08_to_4_21_pure.csv" in message
+
+    def test_lines_are_counted_with_empty_ones(self, tmp_path):
+        lines = "8,20,20220411,1900,1649675512388,0,0,0,0,0,0,0,1385,209900,0,0,0,0,1\n" * 300
+        message = error_of(tmp_path, files_of(early=EARLY + "\n" + lines + lines.replace("8,20,", "9,20,")))
+        assert "line 306 has user_id 9, which" in message
+
+
+class TestGenerator:
+    @pytest.mark.parametrize(
+        ("name", "num_users", "mean"),
+        [("kuairand-pure", 400, 52.65), ("kuairand-1k", 12, 11_713), ("kuairand-27k", 12, 11_812)],
+    )
+    def test_archive_has_the_published_format(self, tmp_path, name, num_users, mean):
+        version = VERSIONS[name]
+        written = generate_kuairand(version, tmp_path / version.raw.title, num_users=num_users, seed=1)
+        assert written.mean_length == pytest.approx(mean, rel=0.01)
+        for log in version.event_files:
+            with (tmp_path / version.raw.title / "data" / log).open() as file:
+                assert file.readline() == LOG_HEADER
+                row = dict(zip(LOG_HEADER.strip().split(","), next(csv.reader(file))))
+            early = "4_08" in log
+            assert ("20220408" if early else "20220422") <= row["date"] <= ("20220421" if early else "20220508")
+            assert row["is_rand"] == "0"
+        with (tmp_path / version.raw.title / "data" / version.listings["user"].file).open(newline="") as file:
+            header, *users = csv.reader(file)
+        assert len(header) == 31
+        assert len(users) == num_users
+        path = version.preprocess(tmp_path / version.raw.title, tmp_path)
+        metadata = SequenceFile(path, name, []).metadata
+        assert (metadata.num_users, metadata.num_interactions) == (num_users, written.num_interactions)
+        weights = np.concatenate([row["action_weights"] for row in rows_of(path, name).values()])
+        shares = {feedback: float(np.mean(weights & weight != 0)) for feedback, weight in FEEDBACK_WEIGHTS.items()}
+        assert shares["is_click"] == pytest.approx(0.379, abs=0.001)
+        assert shares["long_view"] == pytest.approx(0.26, abs=0.001)
+        assert shares["is_like"] == pytest.approx(0.0167, abs=0.003)

@@ -1,0 +1,99 @@
+"""Samplers of known workloads, all ranks together: no rank is without a batch, and their batches in turn."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.epoch import Place, ShardedBatchSampler
+from tests.helpers.datasets.sampler_steps import steps_of
+
+
+def test_steps_before_the_last_leave_a_row_for_every_rank(caplog):
+    """Nine rows for two ranks of at most two rows: 4 + 4 + 1 would leave a rank without one."""
+
+    def counts(work, **options):
+        samplers = [BudgetBatchSampler(work, num_ranks=2, rank=rank, shuffle=False, **options) for rank in range(2)]
+        return [[len(batch) for batch in step] for step in steps_of(samplers, 0)]
+
+    with caplog.at_level(logging.WARNING):
+        assert sorted(map(sum, counts([1] * 9, budget_per_rank=2))) == [2, 3, 4]
+        assert counts([1] * 9, budget_per_rank=2, drop_last=True) == [[2, 2], [2, 2]]
+        assert not caplog.records
+        assert list(map(sum, counts([5] * 5, budget_per_rank=5))) == [2, 3]
+        assert list(map(sum, counts([5] * 5, budget_per_rank=5, drop_last=True))) == [2, 2]
+    assert [record.getMessage()[:94] for record in caplog.records] == [
+        "the last 3 rows of an epoch make no steps in which each of 2 ranks has a row and keeps budget_"
+    ]
+
+
+def test_a_place_with_fewer_rows_than_ranks(caplog):
+    for make in (
+        lambda rank: BalancedBatchSampler([1] * 10, 3, num_ranks=4, rank=rank, shuffle=False),
+        lambda rank: BudgetBatchSampler([1] * 10, budget_per_rank=9, num_ranks=4, rank=rank, shuffle=False),
+    ):
+        with caplog.at_level(logging.WARNING):
+            (step,) = steps_of([make(rank) for rank in range(4)], 0, Place(9))
+        assert sorted(row for batch in step for row in batch) == [6, 7, 8, 9]
+        assert make(1).place_after(1, 0, Place(9)) == Place(10)
+        (record,) = caplog.records
+        assert record.getMessage().startswith("row 9 leaves 1 rows for 4 ranks, and every rank trains one; the 3 rows")
+        caplog.clear()
+
+
+@given(
+    work=st.lists(st.integers(1, 50), min_size=4, max_size=70),
+    size=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    window=st.integers(1, 3),
+    drop_last=st.booleans(),
+)
+def test_the_batches_of_all_ranks_in_turn(work, size, num_ranks, window, drop_last):
+    """Each W-th batch, as Accelerate gives it to a rank, is that of the rank's own sampler, in every epoch."""
+    for make in (
+        lambda rank: BalancedBatchSampler(
+            work, size, num_ranks=num_ranks, rank=rank, window=window, drop_last=drop_last
+        ),
+        lambda rank: BudgetBatchSampler(
+            work, budget_per_rank=50 * size, num_ranks=num_ranks, rank=rank, drop_last=drop_last
+        ),
+    ):
+        whole, parts = make(None), [make(rank) for rank in range(num_ranks)]
+        for _ in range(2):
+            assert len(whole) == num_ranks * len(parts[0])
+            batches = list(whole)
+            assert len(batches) % num_ranks == 0
+            assert [batches[rank::num_ranks] for rank in range(num_ranks)] == [list(part) for part in parts]
+        assert whole.drop_last is drop_last and not hasattr(whole, "batch_size")  # what Accelerate looks at
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda ranks: BalancedBatchSampler([1] * 40, 4, num_ranks=ranks, rank=0), "make it with rank=None"),
+        (
+            lambda ranks: BudgetBatchSampler([1] * 40, budget_per_rank=4, num_ranks=ranks, rank=0),
+            "make it with rank=None",
+        ),
+        (lambda ranks: ShardedBatchSampler(40, 4, world_size=ranks), "use torch's BatchSampler"),
+    ],
+    ids=["balanced", "budget", "sharded"],
+)
+def test_batches_of_one_rank_are_not_dealt_again(make, remedy):
+    """Accelerate reads drop_last where it wraps a sampler; alone there is nothing to deal."""
+    assert make(1).drop_last is False
+    with pytest.raises(
+        ValueError, match=f"has the batches of rank 0 of 2 alone, and its drop_last is read, .*{remedy}"
+    ):
+        make(2).drop_last  # noqa: B018
+
+
+def test_our_loader_reads_the_batches_of_one_rank():
+    sampler = BalancedBatchSampler([1] * 40, 4, num_ranks=2, rank=None)
+    with pytest.raises(ValueError, match="rank is None, num_ranks is 2; this loader reads the batches of one rank"):
+        ResumableLoader(range(40), sampler)

@@ -1,0 +1,339 @@
+"""Samplers of known workloads: every row once, limits kept, and exactly the rest from any place."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.samplers.epoch import EPOCH_START, Place
+from commons.perf_model.partitioner import padded_groups
+from tests.helpers.datasets.sampler_steps import steps_of
+
+WORK = st.lists(st.integers(0, 50), max_size=70)
+SPEEDS = st.none() | st.lists(st.integers(1, 9), min_size=4, max_size=4)  # of as many ranks as there are
+
+
+def user_like(num_rows: int, seed: int = 0) -> np.ndarray:
+    """Tokens of users with a heavy tail."""
+    drawn = 20 + np.random.default_rng(seed).lognormal(np.log(130), 1.4, num_rows)
+    return np.minimum(drawn, 8192).astype(np.int64)
+
+
+def cost(lengths: np.ndarray) -> np.ndarray:
+    return 5120 * lengths + lengths**2
+
+
+def rows_of(steps):
+    return Counter(row for step in steps for batch in step for row in batch)
+
+
+@given(
+    work=WORK,
+    batch_size=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    window=st.integers(1, 4),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    padded=st.booleans(),
+    speeds=SPEEDS,
+    data=st.data(),
+)
+def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle, drop_last, padded, speeds, data):
+    speeds = None if padded else speeds
+
+    def make(ranks, window=window):
+        return [
+            BalancedBatchSampler(
+                work,
+                batch_size,
+                num_ranks=ranks,
+                rank=rank,
+                window=window,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                padded=padded,
+                speeds=speeds and speeds[:ranks],
+                seed=3,
+            )
+            for rank in range(ranks)
+        ]
+
+    if 0 < len(work) < num_ranks and not drop_last:
+        with pytest.raises(ValueError, match=f"the data set has {len(work)} rows, num_ranks is {num_ranks}; every"):
+            make(num_ranks)
+        return
+    samplers = make(num_ranks)
+    steps = steps_of(samplers, 2)
+    order = samplers[0].order(len(work), 2)
+    kept = len(work) - (len(work) % (num_ranks * batch_size) if drop_last else 0)
+    assert rows_of(steps) == Counter(order[:kept].tolist())
+    assert [len(sampler) for sampler in samplers] == [
+        sum(bool(step[rank]) for step in steps) for rank in range(num_ranks)
+    ]
+    counts = [sum(map(len, step)) for step in steps]
+    for sampler in samplers:
+        assert sampler.num_rows == kept and list(sampler.step_rows(2, EPOCH_START)) == counts
+    rows_of_window, done = window * num_ranks * batch_size, 0
+    for begin in range(0, len(steps), window):
+        of_window = steps[begin : begin + window]
+        count = rows_of(of_window).total()
+        assert rows_of(of_window) == Counter(order[done : done + count].tolist())
+        sizes = [len(batch) for step in of_window for batch in step]
+        if padded:
+            costs = [[len(batch) * max(work[row] for row in batch) for batch in step] for step in of_window]
+            best = padded_groups([work[row] for row in order[done : done + count]], num_groups=len(sizes))
+            assert max(map(max, costs)) == max(
+                len(group) * max(group)
+                for number in range(len(sizes))
+                for group in [[work[order[done + at]] for at in np.flatnonzero(best == number)]]
+            )
+        else:
+            assert max(sizes) - min(sizes) <= 1 and max(sizes) <= max(batch_size, 2 if kept % num_ranks else 1)
+        done, left = done + count, kept - done - rows_of_window
+        if left >= num_ranks or left == 0:
+            assert count == rows_of_window
+        elif left > 0 and batch_size > 1:  # rows that are missing in the last window
+            assert count == rows_of_window - (num_ranks - left)
+    assert len(steps) == -(-kept // (num_ranks * batch_size)) - (batch_size == 1 and kept % num_ranks > 0)
+
+    stop = data.draw(st.integers(0, len(steps)))
+    places = {sampler.place_after(stop, 2, EPOCH_START) for sampler in samplers}
+    assert len(places) == 1
+    (place,) = places
+    assert steps_of(make(num_ranks), 2, place) == steps[stop:]
+    further = data.draw(st.integers(0, len(steps) - stop))
+    assert samplers[0].place_after(further, 2, place) == samplers[0].place_after(stop + further, 2, EPOCH_START)
+    # To other ranks and windows the place is the beginning of the window that has not been finished.
+    if len(work) < 4 and not drop_last:
+        return
+    others = make(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)))
+    rest = rows_of(steps_of(others, 2, Place(place.row)))
+    left = len(work) - place.row
+    if drop_last:
+        assert rest <= Counter(order[place.row :].tolist())
+    else:  # rows before come again where there are too few for the ranks
+        assert rest == Counter(order[len(work) - max(left, len(others)) if left else len(work) :].tolist())
+
+
+@given(
+    work=WORK,
+    budget=st.integers(1, 90),
+    num_ranks=st.integers(1, 4),
+    max_rows=st.none() | st.integers(1, 6),
+    max_tokens=st.none() | st.integers(9, 30),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    padded=st.booleans(),
+    speeds=SPEEDS,
+    data=st.data(),
+)
+@settings(max_examples=100)
+def test_budget_epochs_and_places(
+    work, budget, num_ranks, max_rows, max_tokens, shuffle, drop_last, padded, speeds, data
+):
+    tokens, speeds = [value % 10 for value in work], None if padded else speeds
+    max_tokens = None if padded else max_tokens
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens, "tokens": tokens, "shuffle": shuffle, "padded": padded}
+
+    def cost_of(batch):
+        return len(batch) * max(work[row] for row in batch) if padded else sum(work[row] for row in batch)
+
+    def make(ranks):
+        return [
+            BudgetBatchSampler(
+                work,
+                budget_per_rank=budget,
+                num_ranks=ranks,
+                rank=rank,
+                drop_last=drop_last,
+                seed=5,
+                speeds=speeds and speeds[:ranks],
+                **limits,
+            )
+            for rank in range(ranks)
+        ]
+
+    if (0 < len(work) < num_ranks and not drop_last) or (work and min(work) > budget):
+        with pytest.raises(ValueError, match="rows, num_ranks is|budget_per_rank is .*, the lightest row costs"):
+            make(num_ranks)
+        return
+    samplers = make(num_ranks)
+    steps = steps_of(samplers, 1)
+    counts = [sum(map(len, step)) for step in steps]
+    for sampler in samplers:
+        sampler.set_epoch(1)
+        assert len(sampler) == len(steps) and sampler.num_rows == sum(counts)
+        assert list(sampler.step_rows(1, EPOCH_START)) == counts
+    order = samplers[0].order(len(work), 1).tolist()
+    done, above = 0, 0
+    own_speeds = speeds[:num_ranks] if speeds else [1] * num_ranks
+    for step, size in zip(steps, counts):
+        assert sorted(row for batch in step for row in batch) == sorted(order[done : done + size])
+        done += size
+        keeps = all(
+            (cost_of(batch) * max(own_speeds) <= budget * speed or len(batch) == 1)
+            and len(batch) <= (max_rows or len(batch))
+            and (max_tokens is None or sum(tokens[row] for row in batch) <= max_tokens)
+            for batch, speed in zip(step, own_speeds)
+        )
+        above += not keeps
+        assert keeps or (done == len(work) and size < 2 * num_ranks and not drop_last)
+    assert above <= 1 and (done == len(work) or (drop_last and len(work) - done < num_ranks))
+    stop = data.draw(st.integers(0, len(steps)))
+    place = samplers[0].place_after(stop, 1, EPOCH_START)
+    assert place == (sum(counts[:stop]) if stop < len(steps) or not stop else len(work), 0)
+    assert steps_of(make(num_ranks), 1, place) == steps[stop:]
+    if len(work) < 4 and not drop_last:
+        return
+    others = make(data.draw(st.integers(1, 4)))
+    rest, left = rows_of(steps_of(others, 1, place)), len(work) - place.row
+    if drop_last:
+        assert rest <= Counter(order[place.row :]) and left - rest.total() < len(others)
+    else:
+        assert rest == Counter(order[len(work) - max(left, len(others)) if left else len(work) :])
+
+
+def test_a_window_evens_the_steps_and_a_budget_their_tokens():
+    """The largest load ÷ the mean, and the most tokens of a rank ÷ the mean: over all steps and ranks."""
+    lengths, num_ranks = user_like(16 * 64 * 8), 16
+    work = cost(lengths)
+
+    def figures(plan):
+        steps = list(plan)
+        cells = np.concatenate([step.ranks + number * num_ranks for number, step in enumerate(steps[:-1])])
+        rows = np.concatenate([step.rows for step in steps[:-1]])
+        count = (len(steps) - 1) * num_ranks
+        loads = np.bincount(cells, work[rows], count).reshape(-1, num_ranks)
+        tokens = np.bincount(cells, lengths[rows], count)
+        return loads.max(1).sum() * num_ranks / loads.sum(), tokens.max() / tokens.mean()
+
+    def balanced(window):
+        return figures(BalancedBatchSampler(work, 32, num_ranks=num_ranks, rank=0, window=window).plan(0))
+
+    one, eight = balanced(1), balanced(8)
+    budget = int(work.max())  # of no less room: steps of a row above the budget cost what that row does
+    constant = figures(BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=num_ranks, rank=0).plan(0))
+    assert eight[0] < 1.01 < 1.2 < one[0] and constant[0] < 1.01
+    assert constant[1] < 1.15 < min(one[1], eight[1])
+
+
+def test_slow_ranks_get_less_work():
+    """On mixed devices, steps come within a hundredth of what all ranks' speeds allow, where equal work waits."""
+    work, speeds = cost(user_like(8 * 16 * 40)), [10, 10, 10, 10, 6, 6, 6, 6]
+
+    def share(sampler):
+        """What the steps take ÷ what they would take if all ranks were always busy."""
+        loads = np.array([np.bincount(step.ranks, work[step.rows], 8) for step in sampler.plan(0)])
+        return (loads / speeds).max(axis=1).sum() * sum(speeds) / loads.sum()
+
+    def balanced(**options):
+        return share(BalancedBatchSampler(work, 16, num_ranks=8, rank=0, window=8, **options))
+
+    def budget(**options):
+        return share(BudgetBatchSampler(work, budget_per_rank=int(work.mean() * 60), num_ranks=8, rank=0, **options))
+
+    assert balanced(speeds=speeds) < 1.01 < 1.25 < balanced()
+    assert budget(speeds=speeds) < 1.01 < 1.25 < budget()
+
+
+def test_padded_batches_cost_less_than_batches_of_equal_work():
+    """The sum over all steps of the slowest rank's rows × heaviest row."""
+    work, num_ranks, batch_size = cost(user_like(64 * 32 * 16)), 64, 32
+
+    def slowest(sampler):
+        return sum(
+            max(len(rows) * work[rows].max() for rank in range(num_ranks) for rows in [step.rows[step.ranks == rank]])
+            for step in sampler.plan(0)
+        )
+
+    def balanced(**options):
+        return slowest(BalancedBatchSampler(work, batch_size, num_ranks=num_ranks, rank=0, window=4, **options))
+
+    as_loaded = batch_size * int(work.reshape(-1, num_ranks * batch_size).max(1).sum())
+    unpadded, padded = balanced(), balanced(padded=True)
+    plan = BalancedBatchSampler(work, batch_size, num_ranks=num_ranks, rank=0, window=4, padded=True).plan(0)
+    most_rows = max(np.bincount(step.ranks).max() for step in plan)
+    budget = slowest(
+        BudgetBatchSampler(work, budget_per_rank=int(work.max()), num_ranks=num_ranks, rank=0, padded=True)
+    )
+    # docs/beyond_one_batch.md has all but the last.
+    assert (round(padded / as_loaded, 3), round(unpadded / as_loaded, 2), most_rows) == (0.024, 0.44, 232)
+    assert round(budget / as_loaded, 2) == 0.03
+
+
+def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
+    work = cost(user_like(500))
+    for make in (
+        lambda **options: BalancedBatchSampler(work, 4, window=3, **options),
+        lambda **options: BudgetBatchSampler(work, budget_per_rank=8 * int(work.mean()), **options),
+    ):
+        plans = [
+            [step.rows.tolist() for step in make(num_ranks=4, rank=rank, seed=7).plan(epoch)]
+            for rank in (0, 3)
+            for epoch in (0, 1)
+        ]
+        assert plans[0] == plans[2] != plans[1] == plans[3]
+        sampler = make(num_ranks=4, rank=1)
+        assert list(sampler) != list(sampler) and sampler.epoch == 2
+
+
+def test_any_data_loader_takes_them():
+    work = list(range(1, 24))
+    loaders = [
+        DataLoader(
+            TensorDataset(torch.arange(23)),
+            batch_sampler=BalancedBatchSampler(work, 4, num_ranks=2, rank=rank, window=2),
+            num_workers=2,
+        )
+        for rank in range(2)
+    ]
+    assert [len(loader) for loader in loaders] == [3, 3]
+    rows = [row for loader in loaders for (batch,) in loader for row in batch.tolist()]
+    assert sorted(rows) == list(range(23))
+
+
+@pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])
+def test_limits_that_nothing_reaches(huge):
+    work = [5, 6, 3, 2]
+    limits = [{}, {"tokens": work, "max_tokens": huge}, {"max_rows": huge}]
+    for limit in limits:
+        samplers = [
+            BudgetBatchSampler(work, budget_per_rank=huge, num_ranks=2, rank=rank, shuffle=False, **limit)
+            for rank in range(2)
+        ]
+        assert sorted(row for sampler in samplers for (batch,) in [list(sampler)] for row in batch) == [0, 1, 2, 3]
+    assert len(list(BalancedBatchSampler(work, 4, num_ranks=1, rank=0, tokens=work, max_tokens=huge))) == 1
+
+
+def test_rows_above_the_budget_are_told_once(caplog):
+    work = [1, 90, 2, 3, 80, 1]
+    with caplog.at_level(logging.WARNING):
+        sampler = BudgetBatchSampler(work, budget_per_rank=5, num_ranks=2, rank=0, shuffle=False)
+        assert sorted(row for step in sampler.plan(0) for row in step.rows.tolist()) == list(range(6))
+        list(sampler)
+    assert [record.getMessage() for record in caplog.records] == [
+        "row 1 costs 90, budget_per_rank is 5; it gets a rank's step to itself, as do all 2 rows above the budget, "
+        "which make their steps longer than the others: truncate them, or raise the budget, at best to the heaviest, 90"
+    ]
+
+
+def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
+    options = {"tokens": [6, 6, 6, 1, 1, 1], "max_tokens": 7, "shuffle": False, "window": 1}
+    with caplog.at_level(logging.WARNING):
+        sampler = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **options)
+        assert len(list(sampler)) == 3 and len(list(sampler)) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "a batch has 5 tokens more than max_tokens, which is 7; the plan that exceeds it least is taken, here and from "
+        "now on: raise max_tokens, or lower batch_size"
+    ]
+    with_room = options | {"window": 3}  # a light row beside every heavy one
+    rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
+    assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 7]

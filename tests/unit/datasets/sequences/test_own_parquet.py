@@ -1,0 +1,314 @@
+"""Parquet files of one's own: event logs and tables of users to the columnar files, and every way to be wrong."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commons.cli.main import main
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.trainer.config.load import load_config_file
+from hstu.train_config import TrainConfig
+from tests.helpers.datasets.own_events import COLUMNS, EVENTS, write
+from tests.helpers.datasets.stored_users import users_of
+
+
+def rows_of(path):
+    """By raw user: items, actions and times, and the raw context."""
+    columns = SequenceFile(path, "parquet", []).metadata.options["columns"]
+    rows = {}
+    for user, row in users_of(path, "parquet", columns["user"]).items():
+        del row["split"]
+        rows[user] = (list(zip(*(row.pop(name) for name in (columns["item"], "actions", "timestamp")))), row)
+    return rows
+
+
+class TestPreprocess:
+    def test_events(self, tmp_path):
+        path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "data")
+        assert path == tmp_path / "data" / "parquet.parquet"
+        assert rows_of(path) == {
+            "a": ([(10**12, 2, 5)], {"gender": None}),
+            "b": ([(5, 0, 10), (-7, 1, 20), (-7, 3, 30)], {"gender": "f"}),  # of the latest event
+            "c": ([(5, 1, 1)], {"gender": "f"}),
+        }
+        metadata = SequenceFile(path, "parquet", []).metadata
+        assert metadata.vocabulary_sizes == {"uid": 3, "gender": 3, "iid": 3, "actions": 4}
+        assert (metadata.num_users, metadata.num_interactions, metadata.generated) == (3, 5, False)
+
+    def test_columns_named_as_those_of_the_query(self, tmp_path):
+        names = {name: [1, 2, 1, 2, 1] for name in ("is_empty", "filename", "file_row_number", "user", "action")}
+        columns = EventColumns("is_empty", "filename", "file_row_number", context=("user", "action"))
+        path = preprocess_parquet(columns, write(tmp_path / "events.parquet", names), tmp_path / "data")
+        events = {1: [(1, 0, 1)] * 3, 2: [(2, 0, 2)] * 2}
+        assert rows_of(path) == {user: (own, {"user": user, "action": user}) for user, own in events.items()}
+
+    def test_users_with_lists(self, tmp_path):
+        table = {
+            "uid": [3, 1, 3, 2],
+            "iid": [["x", "y"], ["y"], ["z"], []],
+            "ts": [[5, 7], [1], [6], []],
+            "click": [[1, 0], [1], [1], []],
+            "stars": [[4, None], [None], [1], []],
+            "gender": ["f", "m", "g", "m"],
+        }
+        path = preprocess_parquet(COLUMNS, write(tmp_path / "users.parquet", table), tmp_path / "data")
+        assert rows_of(path) == {
+            1: ([("y", 1, 1)], {"gender": "m"}),
+            2: ([], {"gender": "m"}),  # a real user without events
+            3: ([("x", 3, 5), ("z", 1, 6), ("y", 0, 7)], {"gender": "f"}),
+        }
+        # A condition holds neither for NaN nor for a null.
+        columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4", "stars != 4"))
+        write(tmp_path / "events.parquet", stars=pa.array([float("nan"), 4.0, None, 1.0, 3.0]), uid=[1] * 5)
+        path = preprocess_parquet(columns, tmp_path / "events.parquet", tmp_path / "data")
+        assert [action for _, action, _ in rows_of(path)[1][0]] == [2, 1, 0, 2, 2]
+        # Without times lists are in order, and rows of a user follow one another.
+        columns = EventColumns("uid", "iid")
+        path = preprocess_parquet(columns, tmp_path / "users.parquet", tmp_path / "data")
+        assert rows_of(path)[3] == ([("x", 0, 0), ("y", 0, 0), ("z", 0, 0)], {})
+
+    @given(
+        rows=st.lists(
+            st.tuples(
+                st.sampled_from([-(2**63), -1, 0, 7, 2**40]),
+                st.sampled_from(["", "x", "yy", "ü", "z" * 50]),
+                st.integers(-5, 5),
+                st.booleans(),
+                st.sampled_from(["m", "f", None]),
+            ),
+            min_size=1,
+            max_size=40,
+        ),
+        files=st.integers(1, 3),
+        rows_per_shard=st.sampled_from([1, 2, 4_000_000]),
+        as_lists=st.booleans(),
+        swap=st.booleans(),
+    )
+    @settings(deadline=None, max_examples=30)
+    def test_equals_a_slow_sort(self, tmp_path_factory, rows, files, rows_per_shard, as_lists, swap):
+        folder = tmp_path_factory.mktemp("own")
+        source = folder / "source" / "deep"
+        source.mkdir(parents=True)
+        columns = EventColumns("uid", "iid", "ts", "s", ("click",), ("gender",))
+        if swap:  # users are strings, items integers
+            rows = [(item, user, *rest) for user, item, *rest in rows]
+        names = ("uid", "iid", "ts", "click", "gender")
+        for number, part in enumerate(np.array_split(np.arange(len(rows)), files)):
+            own = [rows[row] for row in part]
+            table = {name: [row[place] for row in own] for place, name in enumerate(names)}
+            if as_lists:
+                table |= {name: [[value] for value in table[name]] for name in ("iid", "ts", "click")}
+            text, number_type = pa.string(), pa.int64()
+            kinds = dict(zip(names, (text, number_type) if swap else (number_type, text)))
+            kinds |= {"ts": pa.int32(), "click": pa.bool_(), "gender": pa.string()}
+            kinds = {
+                name: pa.list_(kind) if as_lists and name in ("iid", "ts", "click") else kind
+                for name, kind in kinds.items()
+            }
+            pq.write_table(pa.table(table, schema=pa.schema(list(kinds.items()))), source / f"{number}.parquet")
+        with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", rows_per_shard):
+            found = rows_of(preprocess_parquet(columns, folder / "source", folder / "output"))
+        expected: dict = defaultdict(list)
+        for user, item, time, click, gender in rows:
+            expected[user].append((item, int(click), time, gender))
+        for user, events in expected.items():
+            ordered = sorted(events, key=lambda event: event[2])  # stable
+            assert found[user] == ([event[:3] for event in ordered], {"gender": ordered[-1][3]})
+        assert found.keys() == expected.keys()
+
+    @pytest.mark.parametrize(
+        ("times", "unit", "expected"),
+        [
+            (pa.array([30, 5, 10, 20, 1], pa.timestamp("ms", "Europe/Berlin")), "s", (1_000, [1, 5, 10, 20, 30])),
+            (pa.array([30, 5, 10, 20, 1], pa.int32()), "ms", (1_000, [1, 5, 10, 20, 30])),
+            (pa.array([30.5, 5.25, -10, 20, 1]), "s", (1_000, [-10_000, 1_000, 5_250, 20_000, 30_500])),
+            (pa.array([30.5, 5.25, 10, 20, 1]), "us", (1_000_000, [1, 5, 10, 20, 30])),
+            (pa.array([datetime.date(1970, 1, day) for day in (5, 2, 3, 4, 1)]), "s", (1, [0, 86_400, 172_800])),
+        ],
+    )
+    def test_times(self, tmp_path, times, unit, expected):
+        columns = EventColumns("uid", "iid", "ts", unit)
+        source = write(tmp_path / "events.parquet", ts=times, uid=["a"] * 5)
+        path = preprocess_parquet(columns, source, tmp_path, test_fraction=0)
+        per_second, wanted = expected
+        ((events, _),) = rows_of(path).values()
+        assert [time for *_, time in events][: len(wanted)] == wanted
+        assert SequenceFile(path, "parquet", []).metadata.options["timestamps_per_second"] == per_second
+        loader = get_data_loader("parquet", dataset_path=tmp_path, batch_size=1, max_history_seqlen=9, timestamps=True)
+        (batch,) = loader
+        assert batch.features["timestamp"].values().tolist()[: len(wanted)] == [t // per_second for t in wanted]
+
+    def test_types_of_ids(self, tmp_path):
+        expected = rows_of(preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "a"))
+        dictionary = pa.array(EVENTS["uid"]).dictionary_encode()
+        write(tmp_path / "events.parquet", uid=dictionary, gender=pa.array(EVENTS["gender"]).dictionary_encode())
+        assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
+        write(tmp_path / "events.parquet", uid=pa.array(EVENTS["uid"], pa.large_string()))
+        assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
+        uuids = pa.array([name.encode() * 16 for name in EVENTS["uid"]], pa.binary(16))
+        write(tmp_path / "events.parquet", uid=uuids, iid=pa.array([9, 8, 7, 9, 7], pa.uint8()))
+        found = rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b"))
+        assert sorted(found) == [b"a" * 16, b"b" * 16, b"c" * 16]
+
+    def test_the_split_of_a_user_does_not_depend_on_others(self, tmp_path):
+        def users_of(uids, split):
+            count = len(uids)
+            table = {"uid": uids, "iid": [1] * count, "ts": [1] * count}
+            source = write(tmp_path / "a.parquet", table)
+            path = preprocess_parquet(EventColumns("uid", "iid", "ts"), source, tmp_path / "o", test_fraction=0.5)
+            file = SequenceFile(path, "parquet", ["uid"])
+            raw = file.vocabulary("uid").to_pylist()
+            return {raw[user] for user in file.select(np.array(file.split_rows(split))).values("uid")}
+
+        for uids in (list(range(200)), [f"user {number}" for number in range(200)]):
+            few, many = users_of(uids[::2], "test"), users_of(uids, "test")
+            assert few == many & set(uids[::2]) and 20 < len(few) < 80
+
+    def test_memory_does_not_grow_with_files_or_row_groups(self, tmp_path):
+        rows = 6_000_000
+        rng = np.random.default_rng(0)
+        table = pa.table(
+            {"uid": rng.integers(0, 1_000, rows), "iid": rng.integers(0, 1_000, rows), "ts": np.arange(rows)}
+        )
+        pq.write_table(table, tmp_path / "events.parquet", row_group_size=rows, use_dictionary=False)
+        program = """
+import sys
+from commons.datasets.sequences import event_store, own_parquet
+from commons.datasets.sequences.event_columns import EventColumns
+from pathlib import Path
+def memory(kind):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) >> 10
+event_store._MEMORY_LIMIT = "64MB"
+source, before = Path(sys.argv[1]), memory("VmRSS")
+with event_store.EventStore(source.parent / "store") as store:
+    own_parquet.EventFiles(source, EventColumns("uid", "iid", "ts")).add_to(store)
+    print(store.num_rows, memory("VmHWM") - before)
+"""
+        result = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "events.parquet")],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        found, grown = map(int, result.stdout.split())
+        assert found == rows and grown < 110  # the rows alone are 137 MiB
+
+
+class TestTraining:
+    def loader(self, folder, columns=None, **options):
+        return get_data_loader(
+            "parquet", dataset_path=folder, batch_size=4, max_history_seqlen=5, columns=columns, **options
+        )
+
+    def test_batches(self, tmp_path):
+        path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path, test_fraction=0)
+        for folder in (tmp_path, path):
+            loader = self.loader(folder, num_tasks=2)
+            (batch,) = loader
+            assert batch.features.keys() == ["gender", "uid", "iid", "actions"]
+            assert batch.features["actions"].values().tolist() == [2, 0, 1, 3, 1]
+            assert batch.labels["task_0"].values().tolist() == [0, 0, 1, 1, 1]
+            assert batch.labels["task_1"].values().tolist() == [1, 0, 0, 1, 0]
+            assert loader.dataset.vocabulary_sizes == {"gender": 3, "uid": 3, "iid": 3, "actions": 4}
+        # Of actions and context some can be chosen; the history keeps all actions.
+        (batch,) = self.loader(tmp_path, EventColumns(actions=("stars >= 4",), context=()))
+        assert batch.features.keys() == ["iid", "actions"]
+        assert batch.features["actions"].values().tolist() == [2, 0, 1, 3, 1]
+        assert batch.labels["task_0"].values().tolist() == [1, 0, 0, 1, 0]
+        (batch,) = self.loader(tmp_path, EventColumns(actions=()), max_num_candidates=2)
+        assert batch.labels is None and batch.action_feature_name is None
+        assert batch.num_candidates.tolist() == [0, 2, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("columns", "message"),
+        [
+            (EventColumns(item="other"), "columns.item is 'other', .*parquet.parquet was made with 'iid': correct it"),
+            (
+                EventColumns(actions=("like",)),
+                r"actions has 'like', .* made with \['click', 'stars >= 4'\]: choose among",
+            ),
+            (EventColumns(context=("age",)), r"context has 'age', .* was made with \['gender', 'uid'\]: choose among"),
+        ],
+    )
+    def test_columns_that_do_not_agree(self, tmp_path, columns, message):
+        preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path)
+        with pytest.raises(ValueError, match=message):
+            self.loader(tmp_path, columns)
+
+    def test_raw_files_are_answered_with_the_command(self, tmp_path, monkeypatch, capsys):
+        (tmp_path / "log").mkdir()
+        write(tmp_path / "log" / "events.parquet")
+        for source in (tmp_path / "log", tmp_path / "log" / "events.parquet"):
+            with pytest.raises(ValueError, match="are made once: run `evenrank preprocess parquet --source") as caught:
+                self.loader(source, COLUMNS)
+            command = str(caught.value).split("`")[1].replace("FOLDER", str(tmp_path / "data"))
+            assert main(shlex.split(command)[1:]) == 0
+            assert "3 (train" in capsys.readouterr().out
+            assert len(self.loader(tmp_path / "data", COLUMNS).dataset) > 0
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="run `evenrank preprocess parquet --source"):
+            self.loader(tmp_path / "none")
+        with pytest.raises(ValueError, match="dataset_path is not set; 'parquet' is read from files"):
+            self.loader(None)
+
+    def test_no_times(self, tmp_path):
+        table = {"uid": [1, 2], "iid": [[1, 2], [3]]}
+        preprocess_parquet(EventColumns("uid", "iid"), write(tmp_path / "a.parquet", table), tmp_path, test_fraction=0)
+        (batch,) = self.loader(tmp_path)
+        assert batch.features.keys() == ["iid"] and batch.labels is None
+        with pytest.raises(ValueError, match="timestamps are asked for, which 'parquet' was made without: name col"):
+            self.loader(tmp_path, timestamps=True)
+
+
+class TestConfig:
+    def test_the_example_config_preprocesses_too(self, tmp_path, capsys):
+        config = "hstu/configs/parquet.toml"
+        columns = load_config_file(TrainConfig, config).dataset.columns
+        assert columns == EventColumns("uid", "iid", "ts", "s", ("click", "like"), ("gender",))
+        write(tmp_path / "events.parquet", like=[0, 1, 0, 1, 0])
+        arguments = ["--source", str(tmp_path / "events.parquet"), "--output", str(tmp_path / "data")]
+        assert main(["preprocess", "parquet", *arguments, "--config", config]) == 0
+        assert rows_of(tmp_path / "data")["b"] == ([(5, 0, 10), (-7, 3, 20), (-7, 1, 30)], {"gender": "f"})
+        capsys.readouterr()
+        assert main(["preprocess", "parquet", *arguments, "--config", config, "--columns.user", "uid"]) == 2
+        assert "columns are given by flags and by config" in capsys.readouterr().err
+        assert main(["preprocess", "ml-1m", *arguments, "--columns.user", "uid"]) == 2
+        assert "columns or a config are given for ml-1m, whose columns are known" in capsys.readouterr().err
+        (tmp_path / "empty.toml").write_text("")
+        assert main(["preprocess", "parquet", *arguments, "--config", str(tmp_path / "empty.toml")]) == 2
+        assert "empty.toml has no [dataset]" in capsys.readouterr().err
+        (tmp_path / "short.toml").write_text("[dataset]\ndataset_name = 'parquet'\n")
+        assert main(["preprocess", "parquet", *arguments, "--config", str(tmp_path / "short.toml")]) == 2
+        assert "short.toml [dataset]: max_history_seqlen is missing; it has no default" in capsys.readouterr().err
+
+    def test_columns_are_for_parquet_alone(self, tmp_path):
+        (tmp_path / "a.toml").write_text(
+            "[trainer]\ntrain_batch_size = 1\neval_batch_size = 1\n[dataset]\ndataset_name = 'ml-1m'\n"
+            "max_history_seqlen = 5\n[dataset.columns]\nuser = 'uid'\n"
+        )
+        with pytest.raises(
+            ValueError, match="columns are given and dataset_name is 'ml-1m'; they say what the parquet"
+        ):
+            load_config_file(TrainConfig, tmp_path / "a.toml")
+
+
+def test_ids_that_are_the_raw_values_have_no_vocabulary(tmp_path):
+    path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "data")
+    with pytest.raises(KeyError, match="no vocabulary of 'actions'; its ids are the raw values themselves"):
+        SequenceFile(path, "parquet", []).vocabulary("actions")

@@ -1,0 +1,167 @@
+"""Parquet files of one's own: every way to be wrong, in one line that says what to do."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.own_parquet import EventFiles, preprocess_parquet
+from tests.helpers.datasets.own_events import COLUMNS, EVENTS, write
+
+
+def error_of(source, columns=COLUMNS, kind=ValueError):
+    output = source.parent / "output"
+    with pytest.raises(kind) as caught:
+        preprocess_parquet(columns, source, output)
+    assert "\n" not in str(caught.value) and not output.exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (EventColumns(), "columns.user is not given; "),
+        (EventColumns("uid"), "columns.item is not given; "),
+        (EventColumns("uid", "iid"), "columns.time is not given, and a row of"),
+        (EventColumns("uid", "iid", "time"), "columns.time has 'time'; "),
+        (
+            EventColumns("uid", "iid", "ts", actions=("clik",)),
+            "has the columns uid, iid, ts, click, stars, gender: co",
+        ),
+        (EventColumns("uid", "iid", "ts", actions=("star > 1",)), "columns.actions has 'star'; "),
+        (EventColumns("uid", "iid", "ts", actions=("click",) * 2), "has 2 entries, 1 of them different"),
+        (EventColumns("uid", "iid", "ts", actions=tuple(map(str, range(16)))), "16 entries"),
+        (EventColumns("uid", "iid", "ts", actions=("iid",)), "column 'iid' of"),
+        (
+            EventColumns("uid", "iid", "ts", actions=("gender",)),
+            "is of type string; an action is 0 or 1, or a condition",
+        ),
+        (EventColumns("uid", "iid", "ts", actions=("stars",)), "has a null in row 2; every event has a user"),
+        (
+            EventColumns("uid", "iid", "ts", actions=("uid",)),
+            "is of type string; an action is 0 or 1, or a condition",
+        ),
+        (
+            EventColumns("uid", "iid", "ts", actions=("stars >= many",)),
+            "cannot be compared as 'stars >= many' says",
+        ),
+        (
+            EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
+            "is of type string, 'gender >= 3' compares with a number; texts have the order of the alphabet",
+        ),
+        (EventColumns("gender", "iid", "ts"), "column 'gender' of"),
+        (EventColumns("stars", "iid", "ts"), "is of type double; such a column holds integers"),
+        (
+            EventColumns("uid", "iid", "ts", context=("stars",)),
+            "is of type double; such a column holds integers, str",
+        ),
+        (EventColumns("uid", "iid", "ts", context=("iid",)), "is named as the items and as something else"),
+        (EventColumns("uid", "uid", "ts"), "is named as the items and as something else"),
+        (EventColumns("uid", "iid", "uid"), "column 'uid' of"),
+    ],
+)
+def test_columns(tmp_path, columns, message):
+    assert message in error_of(write(tmp_path / "events.parquet"), columns)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"uid": ["b", "a", None, "b", "c"]}, "events.parquet has a null in row 2; every event has a user"),
+        ({"iid": [1, None, 3, 4, 5]}, "column 'iid' of"),
+        ({"ts": [1, 2, 3, None, 5]}, "has a null in row 3"),
+        (
+            {"ts": [1.0, float("nan"), 3, 4, 5]},
+            "has the time nan in row 1; it is no number or lies beyond the year 3000 in 's'",
+        ),
+        ({"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 0; it is no number or lies"),
+        ({"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
+        ({"ts": [-(2**62)] * 5}, "long before 1970"),
+        ({"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
+        ({"iid": [1.5] * 5}, "is of type double; such a column holds integers, strings or booleans"),
+        (
+            {"iid": pa.array([2**63] * 5, pa.uint64())},
+            "has the integer 9223372036854775808 in row 0; ids are below 2^63",
+        ),
+        ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 0; an action is 0 or 1, or a condition"),
+        ({"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
+        ({"TS": [1] * 5}, "column 'TS' of"),
+        ({name: [] for name in EVENTS} | {"uid": pa.array([], pa.string())}, "is of type null"),
+    ],
+)
+def test_values(tmp_path, changes, message):
+    assert message in error_of(write(tmp_path / "events.parquet", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ts": [[1], [2, 3]]}, "column 'ts' of"),
+        ({"ts": [1, 2]}, "is of type int64; it is a list, as the items are"),
+        ({"iid": [[1, 2], None]}, "has a null in row 1"),
+        ({"iid": [[1, None], [2, 3]]}, "has a null in row 0"),
+        ({"uid": [[1], [2]]}, "is a list, and one row per user with lists"),
+    ],
+)
+def test_lists(tmp_path, changes, message):
+    table = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
+    source = write(tmp_path / "users.parquet", table, **changes)
+    assert message in error_of(source, EventColumns("uid", "iid", "ts"))
+
+
+def test_no_rows(tmp_path):
+    source = tmp_path / "events.parquet"
+    pq.write_table(pa.table(EVENTS).slice(0, 0), source)
+    assert "has no users in any row" in error_of(source)
+    write(source, {"uid": [1], "iid": pa.array([[]], pa.list_(pa.int64()))})
+    assert "has no items in any row" in error_of(source, EventColumns("uid", "iid"))
+
+
+def test_files(tmp_path):
+    assert "does not exist" in error_of(tmp_path / "none", kind=FileNotFoundError)
+    (tmp_path / "log").mkdir()
+    assert "has no parquet file" in error_of(tmp_path / "log", kind=FileNotFoundError)
+    (tmp_path / "log" / "_SUCCESS").touch()
+    write(tmp_path / "log" / "0.parquet")
+    write(tmp_path / "log" / "1.parquet", uid=[1, 2, 3, 4, 5])
+    assert "column 'uid' of" in error_of(tmp_path / "log")
+    write(tmp_path / "log" / "1.parquet", {"uid": ["a"]})
+    assert "1.parquet has no column 'iid', which other files of" in error_of(tmp_path / "log")
+    (tmp_path / "log" / "1.parquet").write_text("text")
+    assert "1.parquet is no parquet file, or damaged" in error_of(tmp_path / "log")
+    whole = write(tmp_path / "log" / "1.parquet").read_bytes()
+    (tmp_path / "log" / "1.parquet").write_bytes(whole[:60] + b"\xff" * 40 + whole[100:])
+    assert "is damaged" in error_of(tmp_path / "log")
+
+
+def test_an_output_within_the_source(tmp_path):
+    write(tmp_path / "events.parquet")
+    for source, output in ((tmp_path, tmp_path), (tmp_path, tmp_path / "data")):
+        with pytest.raises(ValueError, match="lies within source .*: give an output outside of it"):
+            preprocess_parquet(COLUMNS, source, output)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["events.parquet"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.b", "actions", "timestamp", "split"])
+def test_names_that_no_feature_can_have(tmp_path, name):
+    source = write(tmp_path / "events.parquet", **{name: [1] * 5})
+    columns = EventColumns("uid", "iid", "ts", context=(name,))
+    assert f"column {name!r} cannot name a feature" in error_of(source, columns)
+
+
+def test_a_csv_says_what_makes_it_parquet(tmp_path):
+    """And that command, as printed, does so."""
+    source = tmp_path / "log.csv"
+    source.write_text("user,item,time\n" + "".join(f"{row % 3},{row},{row}\n" for row in range(12)))
+    with pytest.raises(ValueError, match=r"log.csv is no parquet file; DuckDB, which is installed") as error:
+        EventFiles(source, EventColumns(user="user", item="item", time="time"))
+    assert "\n" not in str(error.value)
+    command = shlex.split(str(error.value).split("makes one of it: ")[1])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
+    assert pq.read_table(tmp_path / "log.parquet").num_rows == 12

@@ -1,0 +1,163 @@
+"""Data sets that are whole or not there; histories, whatever the order of the events; row groups."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from unittest import mock
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.raw_data.movielens import generate_movielens_20m
+from commons.datasets.public.movielens import preprocess_movielens_20m
+from commons.datasets.sequences import event_store
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.datasets.sequences.writer import _row_groups
+from tests.helpers.datasets.stored_users import users_of
+
+_STOPS_BEFORE_THE_MANIFEST = """
+import sys, time
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.public.movielens import preprocess_movielens_20m
+
+def wait(*arguments):
+    print("shards are written", flush=True)
+    time.sleep(60)
+
+sequence_writer._Writer.finish = wait
+preprocess_movielens_20m(*sys.argv[1:])
+"""
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_preprocessing_that_is_ended_leaves_no_half_data_set_and_starts_again(tmp_path, stop):
+    source, output = tmp_path / "ml-20m", tmp_path / "data"
+    generate_movielens_20m(source, num_users=60)
+    preprocess_movielens_20m(source, output, seed=1)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STOPS_BEFORE_THE_MANIFEST, str(source), str(output)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "shards are written\n"
+        assert list((output / ".ml-20m.parquet.unfinished").glob("*.parquet"))
+        process.send_signal(stop)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    if stop == signal.SIGINT:
+        assert [entry.name for entry in output.iterdir()] == ["ml-20m.parquet"]
+    assert {path: path.read_bytes() for path in (output / "ml-20m.parquet").rglob("*") if path.is_file()} == before
+    preprocess_movielens_20m(source, output, seed=2)
+    assert [entry.name for entry in output.iterdir()] == ["ml-20m.parquet"]
+    assert SequenceFile(output, "ml-20m", []).metadata.options["seed"] == 2
+
+
+COLUMNS = EventColumns("uid", "iid", "ts", "s", ("like",))
+
+
+def draw_events(rng, num_events):
+    """Events in any order: one huge user, many with one event, equal times, rows that are there twice."""
+    users = np.where(rng.random(num_events) < 0.4, 7, rng.integers(-1_000, 1_000, num_events) ** 3)
+    table = {
+        "uid": users,
+        "iid": rng.integers(0, 50, num_events) * 10**6,
+        "ts": rng.integers(0, num_events // 4, num_events),
+        "like": rng.random(num_events) < 0.5,
+    }
+    again = np.concatenate([np.arange(num_events), rng.integers(0, num_events, num_events // 10)])
+    return {name: values[again] for name, values in table.items()}
+
+
+def histories_of(path):
+    """By raw user, (item, action, time) from the oldest on, as they are in the shards."""
+    rows = users_of(path, "parquet", "uid")
+    return {user: list(zip(row["iid"], row["actions"], row["timestamp"])) for user, row in rows.items()}
+
+
+def write_events(folder, events, num_files):
+    folder.mkdir()
+    for number, rows in enumerate(np.array_split(np.arange(len(events["uid"])), num_files)):
+        own = pa.table({name: values[rows] for name, values in events.items()})
+        pq.write_table(own, folder / f"{number}.parquet")
+    return folder
+
+
+def test_histories_are_those_of_a_slow_sort(tmp_path):
+    events = draw_events(np.random.default_rng(0), 20_000)
+    source = write_events(tmp_path / "log", events, 3)
+    with (
+        mock.patch.object(event_store, "_BATCH", 2_048),
+        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 5_000),
+    ):
+        path = preprocess_parquet(COLUMNS, source, tmp_path / "out", test_fraction=0.3)
+    expected: dict = {}
+    for user, item, time, like in zip(*(values.tolist() for values in events.values())):
+        expected.setdefault(user, []).append((item, int(like), time))
+    assert len(expected[7]) > 8_000 and sum(len(own) == 1 for own in expected.values()) > 10
+    assert histories_of(path) == {user: sorted(own, key=lambda event: event[2]) for user, own in expected.items()}
+    assert len(list(path.glob("*.parquet"))) == 16
+
+
+def test_the_bytes_do_not_depend_on_threads_or_memory(tmp_path):
+    events = draw_events(np.random.default_rng(9), 400_000)
+    source = write_events(tmp_path / "log", events, 2)
+    found = []
+    for threads, memory in ((1, "512MB"), (2, "64MB"), (4, "96MB")):
+        with (
+            mock.patch.object(os, "cpu_count", return_value=threads),
+            mock.patch.object(event_store, "_MEMORY_LIMIT", memory),
+        ):
+            path = preprocess_parquet(COLUMNS, source, tmp_path / f"out-{threads}")
+        found.append({file.name: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()})
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_a_query(tmp_path):
+    """DuckDB itself would go on: this one takes an hour."""
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), event_store.EventStore(tmp_path / "store") as store:
+        timer.start()
+        store.query("SELECT sum(a.range * b.range) FROM range(1_000_000) a, range(1_000_000) b")
+
+
+def test_errors_of_the_disk_and_of_files_are_told_apart(tmp_path):
+    with event_store.EventStore(tmp_path / "store") as store:
+        with pytest.raises(OSError, match="events cannot be sorted in .*: give an output on a disk with room"):
+            store.query("FROM read_parquet('none.parquet')")
+        with pytest.raises(duckdb.IOException):
+            store.add("FROM read_parquet('none.parquet')")
+        with pytest.raises(OSError, match=re.escape(os.strerror(errno.ENOSPC))) as caught:
+            store._run(mock.Mock(side_effect=duckdb.IOException(f"write: {os.strerror(errno.ENOSPC)}")))
+    assert caught.value.errno == errno.ENOSPC
+
+
+@given(lengths=st.lists(st.integers(0, 200_000), max_size=50))
+def test_row_groups_hold_all_rows_and_few_interactions(lengths):
+    groups = _row_groups(np.array(lengths, dtype=np.int64))
+    assert sum(groups) == len(lengths)
+    start = 0
+    for rows in groups:
+        assert rows > 0
+        assert rows == 1 or sum(lengths[start : start + rows]) <= 65_536
+        start += rows

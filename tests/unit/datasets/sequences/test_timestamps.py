@@ -1,0 +1,118 @@
+"""The times of items: seconds of the same items, last among the features, neither tokens nor ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.movielens import preprocess_movielens_20m
+from commons.datasets.random.distribution import random_times
+from commons.trainer import DatasetArgs, TrainerArgs
+from hstu.batch_shuffler import workload_lengths
+from hstu.recipe import HSTURecipe
+from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.datasets.kuairand import PURE, files_of, write_tar
+from tests.helpers.datasets.movielens import write_zip_20m
+
+
+def by_row(batch, name) -> list[list[int]]:
+    feature = batch.features[name]
+    return [part.tolist() for part in feature.values().split(feature.lengths().tolist())]
+
+
+def make(path, name="ml-20m", **arguments):
+    settings = {"batch_size": 4, "max_history_seqlen": 2, "max_num_candidates": 1, "dataset_path": path, **arguments}
+    return get_data_loader(name, **settings)
+
+
+@pytest.fixture(scope="module")
+def movies(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ml-20m")
+    return preprocess_movielens_20m(write_zip_20m(folder / "a.zip"), folder, test_fraction=0)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kuairand")
+    return PURE.preprocess(write_tar(folder / "a.tar.gz", files_of()), folder, test_fraction=0)
+
+
+def test_seconds_stay_seconds(movies):
+    (batch,) = make(movies, timestamps=True)
+    assert by_row(batch, "timestamp") == [[5], [100, 100, 200], [], []]
+    assert batch.num_candidates.tolist() == [0, 1, 0, 0]
+
+
+def test_milliseconds_become_seconds(videos):
+    (batch,) = make(videos, "kuairand-pure", max_history_seqlen=9, timestamps=True)
+    assert by_row(batch, "timestamp") == [
+        [1649408070, 1649408076, 1651338000, 1651338000],
+        [],  # a user without interactions
+        [1649675512],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_else_is_as_it_is_without_them(movies, workers):
+    loaders = [make(movies, timestamps=wanted, num_workers=workers, shuffle=True) for wanted in (False, True)]
+    for without, with_times in zip(*loaders):
+        check_only_added(without, with_times)
+    without, with_times = (loader.dataset for loader in loaders)
+    assert with_times.vocabulary_sizes == without.vocabulary_sizes
+    assert with_times.max_sequence_length == without.max_sequence_length
+
+
+def check_only_added(without, with_times):
+    assert with_times.features.keys() == [*without.features.keys(), "timestamp"]
+    assert with_times.features.values().dtype == torch.int64
+    for key in without.features.keys():
+        assert by_row(with_times, key) == by_row(without, key)
+    assert torch.equal(with_times.labels.values(), without.labels.values())
+    assert with_times.contextual_feature_names == without.contextual_feature_names
+    longest = with_times.feature_to_max_seqlen
+    assert longest.pop("timestamp") == longest[without.item_feature_name]
+    assert longest == without.feature_to_max_seqlen
+    items = with_times.features[with_times.item_feature_name].lengths()
+    assert torch.equal(with_times.features["timestamp"].lengths(), items)
+    for counted, expected in zip(workload_lengths(with_times), workload_lengths(without)):
+        assert torch.equal(counted, expected) if expected is not None else counted is None
+
+
+def test_random_data_rise_within_a_row():
+    options = {"batch_size": 9, "max_history_seqlen": 30, "num_batches": 3, "max_num_candidates": 2}
+    loaders = [get_data_loader("random", **options, timestamps=wanted) for wanted in (False, True)]
+    for without, with_times in zip(*loaders):
+        check_only_added(without, with_times)
+        assert all(sorted(set(row)) == row for row in by_row(with_times, "timestamp"))
+    assert "timestamp" not in loaders[1].dataset.vocabulary_sizes
+
+
+@given(lengths=st.lists(st.integers(0, 40)), seed=st.integers(0, 2**32))
+def test_random_times(lengths, seed):
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    times = random_times(counts, torch.Generator().manual_seed(seed))
+    assert (times.dtype, times.numel()) == (torch.int64, sum(lengths))
+    assert bool((times > 946_684_800).all())
+    for row in times.split(lengths):
+        assert bool((row.diff() >= 1).all() and (row.diff() <= 30 * 86_400).all())
+    assert torch.equal(times, random_times(counts, torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("task", ["ranking", "retrieval"])
+def test_a_model_with_a_time_bias_is_measured(task):
+    config = TrainConfig(
+        TrainerArgs(3, 3),
+        DatasetArgs("random", 12, num_batches=2),
+        ModelArgs(hidden_size=8, num_layers=1, kv_channels=4, time_bias=True, num_negatives=3),
+        task=task,
+    )
+    target = HSTURecipe(config, torch.device("cpu"))
+    batch = target.make_batch([5, 1, 0])
+    first, second, last = by_row(batch, "timestamp")
+    assert (len(first), len(second), last) == (5, 1, [])
+    assert sorted(first) == first
+    target.train_step(batch)

@@ -1,0 +1,200 @@
+"""Batches of semantic IDs: equal to a slow assembly, cut at the old end and counted, mistakes reported."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.gpt_sid_batch import LABEL_NAME, codebook_offsets
+from commons.datasets.loader.data_loader import get_data_loader
+from commons.datasets.public.movielens import SCHEMA, preprocess_movielens
+from commons.datasets.sids import histories as sid_histories
+from commons.datasets.sids.dataset import SIDDataset
+from commons.datasets.sids.histories import ParquetHistories, PreprocessedHistories
+from commons.datasets.sids.map import SIDMap
+from commons.datasets.sids.random import random_sid_map
+from tests.helpers.datasets.sid_users import Users
+
+SIZES = (4, 3, 5)
+ITEMS = [2, 3, 5, 7, 11, 13, 17]
+SID_MAP = SIDMap(np.array(ITEMS), random_sid_map(len(ITEMS), SIZES).codes, SIZES)
+
+
+def write(path, users, splits=None, column="item_id"):
+    columns = {column: pa.array(users, pa.list_(pa.int32()))}
+    if splits is not None:
+        columns["split"] = splits
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def items_of(batch, key) -> list[list[int]]:
+    """Items of every row, found by their SID."""
+    by_sid = {tuple(codes): item for item, codes in zip(ITEMS, SID_MAP.codes.tolist())}
+    offsets = torch.tensor(codebook_offsets(SIZES) if key != LABEL_NAME else [0, 0, 0])
+    jagged = (batch.labels if key == LABEL_NAME else batch.features)[key]
+    rows = [(row.view(-1, 3) - offsets).tolist() for row in jagged.to_dense()]
+    return [[by_sid[tuple(codes)] for codes in row] for row in rows]
+
+
+@given(
+    users=st.lists(st.lists(st.sampled_from(ITEMS), max_size=9), min_size=1, max_size=6),
+    longest=st.integers(1, 5),
+    most_candidates=st.integers(1, 4) | st.none(),
+    data=st.data(),
+)
+def test_rows_are_those_of_a_slow_assembly(users, longest, most_candidates, data):
+    dataset = SIDDataset(
+        Users(users), SID_MAP, batch_size=4, max_history_length=longest, max_candidate_length=most_candidates
+    )
+    rows = data.draw(st.lists(st.integers(0, len(users) - 1), min_size=1, max_size=4))
+    batch = dataset[rows]
+    for place, row in enumerate(rows):
+        kept = users[row][-longest:] if most_candidates is None else users[row]
+        count = len(kept) if most_candidates is None else min(len(kept), most_candidates)
+        history, future = kept[: len(kept) - count], kept[len(kept) - count :]
+        assert items_of(batch, "history")[place] == history[-longest:]
+        assert items_of(batch, "candidate")[place] == future
+    assert items_of(batch, LABEL_NAME) == items_of(batch, "candidate")
+    assert (batch.batch_size, batch.actual_batch_size) == (4, len(rows))
+    excess = [max(0, len(user) - longest - (most_candidates or 0)) for user in users]
+    assert dataset.num_cut_histories == sum(cut > 0 for cut in excess)
+    assert dataset.num_cut_items == sum(excess)
+    tokens = batch.sequence_lengths()
+    assert int(tokens.max()) <= max(1, dataset.max_items * 3)
+
+
+class TestMistakes:
+    def test_items_without_a_sid(self):
+        users = Users([[2, 3], [4, 5, 6], [2], [8, 9, 9]])
+        with pytest.raises(ValueError) as caught:
+            SIDDataset(users, SID_MAP, batch_size=2, max_history_length=2)
+        assert "5 items in a list have no SID" in str(caught.value)
+        assert "item 4 of user 1, item 6 of user 1, item 8 of user 3; the map has 7 items" in str(caught.value)
+
+    @pytest.mark.parametrize("name", ["batch_size", "max_history_length", "max_candidate_length"])
+    def test_numbers_below_one(self, name):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            SIDDataset(Users([[2]]), SID_MAP, **{"batch_size": 2, "max_history_length": 2, name: 0})
+
+    def test_rows(self):
+        dataset = SIDDataset(Users([[2]] * 5), SID_MAP, batch_size=2, max_history_length=2)
+        assert dataset[[0, 1, 2]].batch_size == dataset[[0, 1, 2]].actual_batch_size == 3
+        with pytest.raises(IndexError, match="row 5 of a split of 5 users"):
+            dataset[5]
+        with pytest.raises(ValueError, match="has no users"):
+            SIDDataset(Users([]), SID_MAP, batch_size=2, max_history_length=2)
+
+
+class TestParquetHistories:
+    USERS = [[2, 3, 5], [7], [], [11, 13]]
+
+    def read(self, histories):
+        users = np.arange(len(histories))
+        lengths = histories.lengths(users)
+        return [part.tolist() for part in np.split(histories.tails(users, lengths), np.cumsum(lengths)[:-1])]
+
+    def test_without_splits_the_last_item_is_left_out_in_training(self, tmp_path):
+        path = write(tmp_path / "h.parquet", self.USERS)
+        assert self.read(ParquetHistories(path, "item_id", "train")) == [[2, 3], [11]]
+        assert self.read(ParquetHistories(path, "item_id", "test")) == self.USERS
+
+    def test_with_splits_every_user_is_in_one(self, tmp_path):
+        path = write(tmp_path / "h.parquet", self.USERS, ["test", "train", "train", "test"])
+        assert self.read(ParquetHistories(path, "item_id", "train")) == [[7], []]
+        assert self.read(ParquetHistories(path, "item_id", "test")) == [[2, 3, 5], [11, 13]]
+
+    @pytest.mark.parametrize(
+        ("table", "message"),
+        [
+            ({"items": [[1]]}, "no 'item_id'"),
+            ({"item_id": [1]}, "is of type int64"),
+            ({"item_id": [["a"]]}, "a history is a list of integers"),
+            ({"item_id": [[1], None]}, "has nulls"),
+            ({"item_id": [[1, None]]}, "has nulls"),
+            ({"item_id": [[1]], "split": ["valid"]}, r"has the values ['valid']"),
+        ],
+    )
+    def test_files_with_mistakes(self, tmp_path, table, message):
+        pq.write_table(pa.table(table), tmp_path / "h.parquet")
+        with pytest.raises(ValueError) as caught:
+            ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
+        assert message in str(caught.value)
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="does not exist"):
+            ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
+        (tmp_path / "h.parquet").write_text("hello")
+        with pytest.raises(ValueError, match="no parquet file"):
+            ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
+        with pytest.raises(ValueError, match="split is 'dev'"):
+            ParquetHistories(tmp_path / "h.parquet", "item_id", "dev")
+
+
+class TestLoaders:
+    def loader(self, name, split="train", **options):
+        return get_data_loader(
+            name, split, **{"batch_size": 4, "max_history_seqlen": 6, "max_num_candidates": 2, **options}
+        )
+
+    def test_own_parquet(self, tmp_path):
+        path = write(tmp_path / "h.parquet", [ITEMS, ITEMS[:2]], column="seen")
+        options = {"dataset_path": path, "sid_map": SID_MAP, "history_column": "seen"}
+        (training,) = self.loader("sid", **options)
+        assert items_of(training, "history")[:2] == [ITEMS[:4], []]
+        assert items_of(training, "candidate")[:2] == [ITEMS[4:6], ITEMS[:1]]
+        (evaluation,) = self.loader("sid", "test", **options)
+        assert items_of(evaluation, "history")[:2] == [ITEMS[:6], ITEMS[:1]]
+        assert items_of(evaluation, "candidate")[:2] == [ITEMS[6:], ITEMS[1:2]]  # the last item alone
+
+    def test_all_items_are_candidates_where_their_number_is_0(self, tmp_path):
+        path = write(tmp_path / "h.parquet", [ITEMS], ["train"])
+        (batch,) = self.loader("sid", dataset_path=path, sid_map=SID_MAP, max_num_candidates=0)
+        assert items_of(batch, "history")[0] == [] and items_of(batch, "candidate")[0] == ITEMS[1:]
+
+    @pytest.mark.parametrize("split", ["train", "test"])
+    def test_preprocessed_data(self, tmp_path, split):
+        generate_movielens(tmp_path / "ml-1m.zip", num_users=40, seed=2)
+        preprocess_movielens(tmp_path / "ml-1m.zip", tmp_path, test_fraction=0.3)
+        histories = PreprocessedHistories(tmp_path, SCHEMA, split)
+        sid_map = random_sid_map(3883, (16, 16, 16))
+        loader = self.loader("sid-ml-1m", split, dataset_path=tmp_path, sid_map=sid_map)
+        users = np.arange(len(histories))
+        lengths = histories.lengths(users)
+        kept = np.minimum(lengths, 6 + (2 if split == "train" else 1))
+        codes = sid_map.codes[histories.tails(users, kept)]
+        batches = list(loader)
+        assert sum(batch.actual_batch_size for batch in batches) == len(histories) > 4
+        found = torch.cat([batch.labels.values() for batch in batches]).view(-1, 3)
+        ends = np.cumsum(kept)
+        last = [codes[end - count : end] for end, count in zip(ends, kept - 6)]
+        assert found.tolist() == np.concatenate(last).tolist()
+
+    def test_mistakes(self, tmp_path):
+        with pytest.raises(ValueError, match="sid_map is not given"):
+            self.loader("sid-random")
+        with pytest.raises(ValueError, match="dataset_path is not set"):
+            self.loader("sid", sid_map=SID_MAP)
+        with pytest.raises(ValueError, match="num_tasks is 2"):
+            self.loader("sid-random", sid_map=SID_MAP, num_tasks=2)
+        with pytest.raises(ValueError, match="num_batches is -1"):
+            self.loader("sid-random", sid_map=SID_MAP, num_batches=-1)
+
+
+@given(users=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=9), items=st.integers(1, 20))
+def test_chunks_are_all_users_in_order(users, items):
+    with mock.patch.multiple(sid_histories, _USERS_PER_CHUNK=4, _ITEMS_PER_CHUNK=items):
+        chunks = list(sid_histories.history_chunks(Users(users)))
+    assert [user for found, _, _ in chunks for user in found.tolist()] == list(range(len(users)))
+    for found, lengths, chunk in chunks:
+        assert found.size and chunk.tolist() == [item for user in found for item in users[user]]
+        assert lengths.tolist() == [len(users[user]) for user in found]
+        assert len(chunk) <= items + 9

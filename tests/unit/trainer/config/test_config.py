@@ -1,0 +1,290 @@
+"""Config files and flags: what they give, and what they say about a mistake."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+import operator
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+from commons.trainer.config.files import find_config
+from commons.trainer.config.load import load_config, load_config_file
+from commons.trainer.optimize.optimizers import build_optimizer
+from hstu.train_config import TrainConfig
+from sid_gr.train_config import TrainConfig as SIDTrainConfig
+
+ROOT = Path(__file__).parents[4]
+TOML = """
+[trainer]
+train_batch_size = 4
+eval_batch_size = 8
+[trainer.shuffler]
+slack = 0.5
+[dataset]
+dataset_name = "random"
+max_history_seqlen = 10
+[model]
+prediction_head_arch = [8, 1]
+[optimizer]
+dense_lr = 1
+"""
+YAML = """
+trainer: {train_batch_size: 4, eval_batch_size: 8, shuffler: {slack: 0.5}}
+dataset: {dataset_name: random, max_history_seqlen: 10}
+model: {prediction_head_arch: [8, 1]}
+optimizer: {dense_lr: 1}
+"""
+
+
+def write(folder, text, name="run.toml"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def leaves(config_class, prefix=()):
+    """Path and type of every field that is no dataclass."""
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], (*prefix, field.name))
+        else:
+            yield (*prefix, field.name), hints[field.name]
+
+
+def test_toml_and_yaml_give_the_same(tmp_path):
+    config = load_config_file(TrainConfig, write(tmp_path, TOML))
+    assert config == load_config_file(TrainConfig, write(tmp_path, YAML, "run.yaml"))
+    assert (config.trainer.train_batch_size, config.trainer.shuffler.slack) == (4, 0.5)
+    assert config.model.prediction_head_arch == (8, 1)
+    assert config.optimizer.dense_optimizer == "adam"
+
+
+@pytest.mark.parametrize("name", ["hstu/configs/random.toml", "sid_gr/configs/demo.toml"])
+def test_a_config_of_an_installed_package_is_found_in_any_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name).read_bytes() == (ROOT / name).read_bytes()
+    own = tmp_path / name
+    own.parent.mkdir(parents=True)
+    own.write_text(TOML)
+    assert find_config(name) == Path(name)  # the user's own comes first
+    assert load_config_file(TrainConfig, name).trainer.train_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hstu/configs/none.toml", "no_such_package/run.toml", "__main__/run.toml", "../run.toml", "hstu"],
+)
+def test_a_config_that_is_nowhere_is_named_as_given(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name) == Path(name)
+
+
+def test_flags_replace_values_of_the_file(tmp_path):
+    path = write(tmp_path, TOML)
+    flags = "--trainer.enable-balanced-shuffler --trainer.train-batch-size 16 --trainer.shuffler.ranks-per-node 8"
+    config = load_config(TrainConfig, [*flags.split(), f"--config={path}", "--model.prediction-head-arch", "4", "1"])
+    assert config.trainer.enable_balanced_shuffler and config.trainer.train_batch_size == 16
+    assert (config.trainer.shuffler.slack, config.trainer.shuffler.ranks_per_node) == (0.5, 8)
+    assert config.model.prediction_head_arch == (4, 1)
+    assert config.trainer.eval_batch_size == 8
+
+
+@pytest.mark.parametrize("name", ["trainer.shuffler.equal_size", "trainer.enable_balanced_shuffler"])
+def test_a_boolean_flag_may_have_a_value(tmp_path, name):
+    """What it sets is what the pair of flags sets."""
+    flag, config = f"--{name.replace('_', '-')}", ["--config", str(write(tmp_path, TOML))]
+    section, _, last = flag.rpartition(".")
+    for value, pair in ((True, flag), (False, f"{section}.no-{last}")):
+        expected = load_config(TrainConfig, [*config, pair])
+        assert functools.reduce(getattr, name.split("."), expected) is value
+        for written in ([flag, str(value)], [flag, str(value).lower()], [f"{flag}={value}"], [f"--{name}", str(value)]):
+            read = load_config(TrainConfig, [*config, *written, "--trainer.seed", "7"])
+            assert dataclasses.replace(read, trainer=dataclasses.replace(read.trainer, seed=1234)) == expected
+
+
+@dataclasses.dataclass
+class Required:
+    """A field without a default takes a value, as all such fields do."""
+
+    must: bool
+    may: bool = True
+    either: bool | None = None
+
+
+def test_fields_that_take_a_value_keep_it():
+    assert load_config(Required, ["--must", "False", "--may", "False"]) == Required(False, may=False)
+    assert load_config(Required, ["--must", "True", "--either", "False"]) == Required(True, either=False)
+    with pytest.raises(ValueError, match="Unrecognized options: maybe"):
+        load_config(Required, ["--must", "True", "--may", "maybe"])
+
+
+def test_flags_alone_are_enough():
+    flags = "--trainer.train-batch-size 2 --trainer.eval-batch-size 2 --dataset.dataset-name random"
+    config = load_config(TrainConfig, [*flags.split(), "--dataset.max-history-seqlen", "5"])
+    assert config.dataset.max_history_seqlen == 5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hstu/configs").glob("*.toml")), ids=lambda path: path.name)
+def test_the_configs_that_come_along(path):
+    assert isinstance(load_config_file(TrainConfig, path), TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            TOML.replace("train_batch_size", "train_batch_sise"),
+            r"run.toml: this field does not exist: trainer.train_batch_sise \(write trainer.train_batch_size\)$",
+        ),
+        (
+            TOML.replace("[trainer]", "[trainer]\nseed = 9223372036854775808"),
+            r"seed is 9223372036854775808; .* below 2\*\*63: lower it",
+        ),
+        (TOML.replace("slack", "zzz"), r"trainer.shuffler.zzz \(remove it\); trainer.shuffler has mode, partitioner, "),
+        (
+            TOML.replace("train_batch_size", "dropout").replace("dense_lr", "learning_rate") + "trainer_seed = 1",
+            r"these fields do not exist: trainer.dropout \(write model.dropout\); optimizer.learning_rate "
+            r"\(remove it\); optimizer.trainer_seed \(remove it\); optimizer has dense_optimizer, ",
+        ),
+        (TOML.replace("[model]", "[model]\nnum_tasks = 2"), r"model.num_tasks \(write dataset.num_tasks\)$"),
+        (
+            TOML + "[NetworkArgs]\nhidden_size = 8",
+            r"this field does not exist: NetworkArgs \(remove it\); the config has trainer, dataset, model, ",
+        ),
+        (TOML.replace("= 4", '= "4"'), "run.toml: trainer.train_batch_size is '4'; it must be int: correct it"),
+        (TOML.replace("eval_batch_size = 8", ""), "trainer.eval_batch_size is missing; it has no default: add it"),
+        (
+            "[trainer]\ntrain_batch_size = 3\n[dataset]\n",
+            "trainer.eval_batch_size, dataset.dataset_name, dataset.max_history_seqlen are missing; they have no ",
+        ),
+        (TOML.replace("slack = 0.5", 'mode = "on"'), "trainer.shuffler.mode is 'on'; it must be .*'balance'"),
+        ('shuffler_type = "hst"\n' + TOML, "shuffler_type is 'hst'; registered are .*hstu.*: choose one"),
+        (TOML.replace("dense_lr = 1", "dense_lr = 0"), "dense_lr is 0; a learning rate is positive"),
+        (TOML.replace("dense_lr = 1", "adam_betas = [0.9, 1.0]"), "adam_betas is .*; they are two numbers"),
+        (TOML.replace("dense_lr = 1", "adam_eps = 0.0"), "adam_eps is 0.0; it is a small positive number"),
+        (TOML.replace("[dataset]", "[dataset"), "run.toml is no valid TOML .*line"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config_file(TrainConfig, write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none.toml does not exist"):
+        load_config_file(TrainConfig, tmp_path / "none.toml")
+    for name, text, message in (
+        ("run.txt", "{}", r"run.txt ends in '.txt'; a config is a .toml, .yaml, .yml or .json file"),
+        ("run.yaml", "a: [", "run.yaml is no valid YAML"),
+        ("run.yaml", "[1]", "run.yaml holds list; a config holds fields"),
+        ("run.yaml", YAML + "model: {}", r'run.yaml is no valid YAML \(found duplicate key "model" .*line 6'),
+        ("run.yaml", "a: {b: {c: 1, c: 2}}", 'found duplicate key "c"'),
+        ("run.json", '{"a": 1, "a": 2}', r"run.json is no valid JSON \(the key 'a' is there twice\)"),
+        ("run.gin", "TrainerArgs.seed = 1", 'run.gin is a gin file; .* the guide "Coming from recsys-examples"'),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            load_config_file(TrainConfig, write(tmp_path, text, name))
+        assert "\n" not in str(caught.value)
+    (tmp_path / "run.toml").write_bytes(TOML.encode() + "# café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"run.toml is no UTF-8 text \(.* at byte \d+\): save it as UTF-8"):
+        load_config_file(TrainConfig, tmp_path / "run.toml")
+
+
+def test_yaml_numbers_are_those_of_toml(tmp_path):
+    text = YAML.replace("dense_lr: 1", "dense_lr: 1e-3, embedding_lr: 5E-02, adam_eps: 0.1e-5")
+    text = text.replace("slack: 0.5", "slack: 1e-2, mode: off")
+    config = load_config_file(TrainConfig, write(tmp_path, text, "run.yaml"))
+    assert (config.optimizer.dense_lr, config.optimizer.embedding_lr, config.optimizer.adam_eps) == (1e-3, 5e-2, 1e-6)
+    assert (config.trainer.shuffler.slack, config.trainer.shuffler.mode) == (0.01, "off")
+    merged = "sharding: &all {item: row_wise}\n".replace("sharding", "table_sharding") + YAML
+    config = load_config_file(TrainConfig, write(tmp_path, merged, "run.yaml"))
+    assert config.table_sharding == {"item": "row_wise"}
+
+
+@pytest.mark.parametrize("name", ["hstu/configs/retrieval.toml", "sid_gr/configs/random.toml"])
+def test_the_config_that_a_run_leaves_is_one(tmp_path, name):
+    config_class = TrainConfig if name.startswith("hstu") else SIDTrainConfig
+    flags = "--trainer.seed 5 --optimizer.adam-betas 0.8 0.9 --trainer.num-epochs 2 --optimizer.sharding row_wise"
+    config = load_config(config_class, ["--config", str(ROOT / name), *flags.split()])
+    path = write(tmp_path, json.dumps(dataclasses.asdict(config)), "config.json")
+    assert load_config_file(config_class, path) == config
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, SIDTrainConfig])
+def test_no_number_is_absurd(tmp_path, config_class):
+    """Every float of a config refuses NaN and infinity, every counter a negative number and one beyond 64 bits."""
+    folder = "hstu" if config_class is TrainConfig else "sid_gr"
+    whole = json.loads(
+        json.dumps(dataclasses.asdict(load_config_file(config_class, ROOT / folder / "configs/random.toml")))
+    )
+    tried = 0
+    for path, hint in leaves(config_class):
+        kinds = {kind for kind in (int, float) if hint in (kind, kind | None)}
+        values = [math.nan, math.inf, -0.5] if float in kinds else [-2, True] if int in kinds else []
+        if int in kinds and path[0] == "trainer":
+            values.append(2**63)
+        for value in values:
+            content = copy.deepcopy(whole)
+            functools.reduce(operator.getitem, path[:-1], content)[path[-1]] = value
+            with pytest.raises(ValueError, match=rf"\b{path[-1]} is "):
+                load_config_file(config_class, write(tmp_path, json.dumps(content), "run.json"))
+            tried += 1
+    assert tried > 70
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer.train-batch-size", "0"], "^train_batch_size is 0; it must be an integer of at least 1: correct"),
+        (
+            ["--trainer.train-batch-sise", "4"],
+            "^Unrecognized options: --trainer.train-batch-sise.*perhaps you meant --trainer.train-batch-size",
+        ),
+        (["--config"], "--config is without a value"),
+        (
+            ["--trainer.dropout=1", "--dense-lr", "1"],
+            "--trainer.dropout .write --model.dropout.*, --dense-lr .write --optimizer.dense-lr",
+        ),
+        (["--gin-config-file", "a.gin"], "--gin-config-file is recsys-examples'; here --config .* guide \"Coming from"),
+        (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
+    ],
+)
+def test_a_mistake_in_a_flag_is_one_line(tmp_path, flags, message):
+    argv = flags if "--config" in flags else ["--config", str(write(tmp_path, TOML)), *flags]
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(TrainConfig, argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_adam_is_as_the_config_says(tmp_path):
+    config = load_config_file(TrainConfig, write(tmp_path, TOML + "adam_betas = [0.8, 0.98]\nadam_eps = 1e-6\n"))
+    group = build_optimizer(torch.nn.Linear(2, 2), config.optimizer).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (1, (0.8, 0.98), 1e-6)
+
+
+def test_nothing_given_asks_for_a_config():
+    with pytest.raises(ValueError, match=r"there is no --config FILE, and --trainer.train-batch-size, .* no default"):
+        load_config(TrainConfig, [])
+
+
+def test_semantic_ids_are_not_for_hstu():
+    flags = ["--trainer.train-batch-size", "1", "--trainer.eval-batch-size", "1", "--dataset.max-history-seqlen", "5"]
+    with pytest.raises(ValueError, match="dataset_name is 'sid-ml-1m', .*; HSTU trains on random, ml-1m, .* sid_gr"):
+        load_config(TrainConfig, [*flags, "--dataset.dataset-name", "sid-ml-1m"])
+
+
+def test_help_shows_flags_and_examples(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_config(TrainConfig, ["--help"], description="Train it.\n\nExample:\n  do this")
+    assert stop.value.code in (0, None)
+    shown = capsys.readouterr().out
+    assert "--trainer.enable-balanced-shuffler" in shown and "do this" in shown and "--config FILE" in shown

@@ -1,0 +1,66 @@
+"""Configs that are damaged in any way: they load, or are answered with a user's mistake in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commons.trainer.config.files import tomllib
+from commons.trainer.config.load import load_config_file
+from hstu.train_config import TrainConfig
+from tests.helpers.datasets.fuzzing import ODD_PLACES, damaged_json, damaged_text, fuzzed, odd_place, require_answer
+
+TOML = Path("hstu/configs/parquet.toml").read_text()
+CONTENT = tomllib.loads(TOML)
+
+
+def load(path):
+    return lambda: load_config_file(TrainConfig, path)
+
+
+@pytest.mark.parametrize("suffix", ["toml", "yaml", "json"])
+@fuzzed(35)
+@given(random=st.randoms(use_true_random=False))
+def test_a_damaged_file(tmp_path, suffix, random):
+    path = tmp_path / f"a.{suffix}"
+    if suffix != "toml" and random.random() < 0.5:  # whole, but for what it says
+        damaged = damaged_json(CONTENT, random)
+        text = json.dumps(damaged) if suffix == "json" else yaml.safe_dump(damaged, allow_unicode=True)
+        path.write_text(text, "utf-8", errors="surrogatepass")
+    else:
+        whole = {"toml": TOML, "yaml": yaml.safe_dump(CONTENT), "json": json.dumps(CONTENT, indent=1)}
+        path.write_bytes(damaged_text(whole[suffix], random))
+    require_answer(load(path))
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize("kind", ODD_PLACES)
+def test_no_file(tmp_path, kind, suffix):
+    assert require_answer(load(odd_place(tmp_path / f"a{suffix}", kind))) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.toml", "x = " + "[" * 50_000), ("a.yaml", "x: " + "[y," * 500), ("a.json", '{"x": ' + "[" * 50_000)],
+)
+def test_deeper_than_any_config(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert "is no valid" in require_answer(load(tmp_path / name))
+
+
+def test_a_value_that_names_itself_a_billion_times(tmp_path):
+    """An alias is one object in memory, and a text of all it stands for would not fit."""
+    required = "train_batch_size: 1, eval_batch_size: 1"
+    values = "".join(f", &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 10))
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        f"trainer: {{{required}, seed: [&x0 [1, 1]{values}]}}\n"
+        "dataset: {dataset_name: random, max_history_seqlen: 9}\n"
+    )
+    answer = require_answer(load(path))
+    assert "trainer.seed is [" in answer and len(answer) < 200_000

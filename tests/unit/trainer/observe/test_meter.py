@@ -1,0 +1,144 @@
+"""What a run counts and averages, and how a process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from commons.distributed.stats import ShuffleStats
+from commons.trainer.observe import meter as meters
+from commons.trainer.observe import times
+from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepSums
+from commons.trainer.observe.times import StepClock
+from commons.trainer.ranks import errors
+from commons.trainer.ranks.launch import initialize_ranks
+
+
+def make_stats(**changes):
+    numbers = dict.fromkeys(ShuffleStats.__dataclass_fields__, 0)
+    return ShuffleStats(**(numbers | {"loads_before": (1, 2), "loads_after": (1, 2)} | changes))
+
+
+def test_stats_are_averaged_over_steps():
+    mean = StatsMean()
+    assert mean.means() == {}
+    mean.add(make_stats(imbalance_before=0.5, rows_moved=2))
+    mean.add(make_stats(imbalance_before=0.1, rows_moved=1))
+    assert mean.means()["imbalance_before"] == pytest.approx(0.3)
+    assert mean.means()["rows_moved"] == 1.5
+    mean.add(make_stats(measured_saving_ms=4.0, gated=True))
+    mean.add(make_stats(measured_saving_ms=None, gated=False))
+    assert mean.means()["measured_saving_ms"] == pytest.approx(4 / 3)  # 0, 0 and 4: one step does not know
+    assert mean.means()["gated"] == 0.25
+
+
+@pytest.mark.parametrize(("ranks", "lines"), [(256, list(range(12))), (257, [0, 10])])
+def test_of_many_ranks_every_tenth_line_has_each(monkeypatch, ranks, lines):
+    monkeypatch.setattr(meters, "resolve_process_group", lambda: None)
+    monkeypatch.setattr(meters.dist, "get_world_size", lambda group=None: ranks)
+    meter = StepMeter(torch.device("cpu"), len, len)
+    meter._stats = [make_stats(lookups_before=(3, 4), lookups_after=(3, 4))]
+    told = [meter._describe([1.0]) for _ in range(12)]
+    assert [line for line, details in enumerate(told) if set(SNAPSHOTS) <= details.keys()] == lines
+    assert all(details["ranks"] == ranks and details["steps"] == 1 for details in told)
+
+
+def test_the_mean_loss_weighs_every_term_alike():
+    sums = StepSums()
+    assert sums.mean_loss == 0.0
+    sums.add(torch.tensor(6.0), 3)
+    sums.add(torch.tensor(0.0), 0)
+    sums.add(torch.tensor(1.0), 1)
+    assert sums.mean_loss == 7.0 / 4
+
+
+def test_the_clock_leaves_out_what_lies_between_steps(monkeypatch):
+    moments = iter([1.0, 1.5, 9.0, 9.25])  # seconds; an evaluation lies between the steps
+    monkeypatch.setattr(times, "_now", lambda device: next(moments))
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(2):
+        clock.begin()
+        clock.end()
+    assert clock.take() == [500.0, 250.0] and clock.take() == []
+
+
+def test_a_device_that_is_none():
+    with pytest.raises(ValueError, match="device_type is 4; it must be one of 'auto', 'cpu', 'cuda': choose one"):
+        initialize_ranks(4)
+
+
+def test_ranks_without_torchrun():
+    with pytest.raises(ValueError, match="not started by torchrun; .*: run `torchrun --standalone --nproc_per_node=2 "):
+        initialize_ranks()
+
+
+# Every case in a process of its own, forked so that torch is imported once.
+PROGRAM = """
+import os, signal, sys
+from commons.trainer.ranks.errors import log_to_file, run_main
+def main():
+    if case == "mistake":
+        raise KeyError("x is 3, the rule is\\nanother: correct it")
+    log_to_file(folder)
+    if case == "bug":
+        raise RuntimeError("out of order")
+    os.kill(os.getpid(), signal.SIGINT)
+    print("goes on")
+for case in sys.argv[2:]:
+    folder = os.path.join(sys.argv[1], case)
+    os.mkdir(folder)
+    child = os.fork()
+    if child == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if case == "ignored" else signal.default_int_handler)
+        run_main(main)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_how_programs_end(tmp_path):
+    cases = {
+        "mistake": (2, "", "error: x is 3, the rule is another: correct it\n"),
+        "bug": (1, "", f"error: RuntimeError: out of order (traceback in {tmp_path}/bug/rank0.log)\n"),
+        "interrupted": (-signal.SIGINT, "", ""),  # a shell says 130
+        "ignored": (0, "goes on\n", ""),
+    }
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *cases]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.stderr == ""
+    found = [(tmp_path / name / "out", tmp_path / name / "err") for name in cases]
+    ends = [(int(status), *(file.read_text() for file in own)) for status, own in zip(done.stdout.split(), found)]
+    assert ends == list(cases.values())
+    assert "Traceback" in (tmp_path / "bug" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("seed is -1", "rank 1: seed is -1"),
+        ("rank 0: seed is -1 (and on rank 1)", "rank 0: seed is -1 (and on rank 1)"),
+    ],
+)
+def test_a_mistake_that_has_travelled_names_its_rank_alone(monkeypatch, capsys, text, shown):
+    monkeypatch.setattr(errors, "_claim_report", lambda: True)
+    monkeypatch.setattr(errors, "_hosts_store", lambda: False)
+    monkeypatch.setattr(errors.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(errors.dist, "get_rank", lambda: 1)
+    before = signal.getsignal(signal.SIGTERM)
+    assert errors._report(ValueError(text)) == 2
+    signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == f"error: {shown}\n"
+
+
+def test_a_run_dir_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run_dir is '.*/file/run', which cannot be written \(Not a directory\)"):
+        errors.log_to_file(tmp_path / "file" / "run")
