@@ -43,11 +43,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
-    """Pools by world size; a pool starts its ranks on first use and keeps them until the end of the run."""
+    """Pools by world size; a pool starts its ranks on first use, and keeps two until the end of the run."""
     pools = {world_size: RankPool(world_size) for world_size in (2, 4)}
     yield pools
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_four_ranks(rank_pools: dict[int, RankPool]) -> Iterator[None]:
+    """End the pool of four with each file: few need it, and threads of its gloo groups wake a hundred times a second."""
+    yield
+    rank_pools[4].stop()
 
 
 @pytest.fixture

@@ -82,8 +82,8 @@ def find_difference(batches: Mapping[int, S], differences: Callable[[S, S], Sequ
     Returns:
         A text that names the first rank and the next one that differs, and what that one says; None if none does.
     """
+    first = next(iter(batches), -1)  # of no batch, none differs
     for rank, other in batches.items():
-        first = next(iter(batches))
         if different := differences(batches[first], other):
             return f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}", other
     return None

@@ -37,6 +37,14 @@ BUDGET = {
     "shuffler": ShufflerOptions(equal_size=False),
 }
 WAYS = pytest.mark.parametrize("way", [SAMPLER, STAGE, BUDGET], ids=["sampler", "stage", "budget"])
+STAGE_BEFORE_A_COMMIT = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(STAGE, id="stage"),
+        pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
+        pytest.param(BUDGET, id="budget", marks=pytest.mark.slow),
+    ],
+)
 
 
 class Noted(HSTURecipe):
@@ -109,7 +117,7 @@ def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
     assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
 
 
-@WAYS
+@STAGE_BEFORE_A_COMMIT
 def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path, way):
     """Eight steps (or more) an epoch: stopped within windows, behind one, and at the end of the epoch."""
     folder = str(tmp_path / "checkpoints")
@@ -126,10 +134,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(STAGE, id="stage"), *(pytest.param(way, marks=pytest.mark.slow) for way in (SAMPLER, BUDGET))],
-)
+@STAGE_BEFORE_A_COMMIT
 def test_other_ranks_go_on_with_what_is_left(rank_pools, data, tmp_path, way):
     """An unfinished window is read again; a budget's steps are prefixes of the order, so nothing comes twice."""
     saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}

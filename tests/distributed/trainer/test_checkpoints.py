@@ -286,9 +286,9 @@ def _vouch_for(checkpoint, name):
     ("name", "damage", "is_vouched_for", "said"),
     [
         ("__1_0.distcp", _zero_block, False, "is damaged (__1_0.distcp is not as it was written)"),
-        ("state.json", _zero, False, "is damaged (state.json: "),
-        ("__1_0.distcp", _truncate, False, "is damaged (__1_0.distcp has"),
-        ("__0_0.distcp", _zero, True, "cannot be read (rank "),
+        pytest.param("state.json", _zero, False, "is damaged (state.json: ", marks=pytest.mark.slow),
+        pytest.param("__1_0.distcp", _truncate, False, "is damaged (__1_0.distcp has", marks=pytest.mark.slow),
+        pytest.param("__0_0.distcp", _zero, True, "cannot be read (rank ", marks=pytest.mark.slow),
         (".metadata", _zero, True, "cannot be read (.metadata: "),
     ],
 )
