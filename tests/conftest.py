@@ -52,7 +52,7 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def end_four_ranks(rank_pools: dict[int, RankPool]) -> Iterator[None]:
-    """End the pool of four with each file: few need it, and threads of its gloo groups wake a hundred times a second."""
+    """End four ranks with each file: few files need them, and every gloo group wakes a hundred times a second."""
     yield
     rank_pools[4].stop()
 
