@@ -102,8 +102,6 @@ class JaggedField(RowField):
         length_per_key: list[int],
     ) -> KeyedJaggedTensor | JaggedTensor:
         """The jagged tensor of `stride` rows, with lengths `(keys · stride,)` whose sums are `length_per_key`."""
-        if self.row_shape is None:
-            return new_keyed_jagged(self.keys, values, weights, lengths, stride, length_per_key)
         return new_jagged(values, weights, lengths)
 
     def summary(self) -> str:
@@ -183,6 +181,16 @@ class KeyedJaggedField(JaggedField):
     @classmethod
     def content(cls, path: Path, value: KeyedJaggedTensor) -> tuple[Any, list[torch.Tensor]]:
         return [value.stride(), value.length_per_key()], cls.tensors(value)
+
+    def jagged(
+        self,
+        values: torch.Tensor,
+        weights: torch.Tensor | None,
+        lengths: torch.Tensor,
+        stride: int,
+        length_per_key: list[int],
+    ) -> KeyedJaggedTensor:
+        return new_keyed_jagged(self.keys, values, weights, lengths, stride, length_per_key)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ class PublicDataset:
             listed: the contents of the listings, sorted by id, the first column.
             generated: whether the files say that they were generated.
             sha256: of the archive.
-
         """
         users = listed.get("user")
         ids = {
