@@ -111,7 +111,6 @@ class RawTables:
 
         Raises:
             ValueError: a malformed line, named by file and line.
-
         """
         selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
         for name in names:
