@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils.data import _utils as loader_utils
 
+from tests.helpers.ranks.fork_server import start_fork_server
 from tests.helpers.ranks.rank_pool import RankPool
 
 torch.set_num_threads(1)  # the machine's cores are shared with the ranks
@@ -39,6 +40,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = () if metafunc.definition.path.name in _ON_FOUR_RANKS_TOO else pytest.mark.slow
         worlds = [pytest.param(2, id="2ranks"), pytest.param(4, id="4ranks", marks=marks)]
         metafunc.parametrize("world_size", worlds)
+
+
+def pytest_collection_finish() -> None:
+    start_fork_server()
 
 
 @pytest.fixture(scope="session")

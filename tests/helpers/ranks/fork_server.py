@@ -1,0 +1,48 @@
+"""multiprocessing's fork server as a fork of this process: ranks then start with every module that it has imported.
+
+The server that multiprocessing starts by itself imports TorchRec anew, and each rank what its test imports beside.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+from unittest import mock
+
+
+def start_fork_server() -> None:
+    """Fork the server, before this process has threads of its own; it ends when this process does."""
+    gc.freeze()  # collections in this process then leave the pages that both share as they are
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _fork(_: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """Stands in for the start of an interpreter with these arguments, the last of which is a program."""
+    return os.fork() or _serve(arguments[-1], kept)
+
+
+def _serve(program: str, kept: Sequence[int]) -> NoReturn:
+    try:
+        # Its end of the pipe that says when this process ends, among others. The numbers stay in use, because objects of
+        # this process close their own files.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, nothing, *kept}:
+            try:
+                os.fstat(number)
+            except OSError:  # of the listing itself
+                continue
+            os.dup2(nothing, number)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest captures both, and logs
+        logging.getLogger().handlers.clear()
+        warnings.filterwarnings("ignore")
+        exec(program, {})
+    finally:
+        os._exit(0)
