@@ -5,6 +5,7 @@ The server that multiprocessing starts by itself imports TorchRec anew, and each
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing.forkserver
@@ -13,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
@@ -31,15 +33,13 @@ def _fork(_: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
 
 def _serve(program: str, kept: Sequence[int]) -> NoReturn:
     try:
-        # Its end of the pipe that says when this process ends, among others. The numbers stay in use, because objects of
-        # this process close their own files.
+        # Above all this process's end of the pipe that says when it ends. The numbers stay in use: objects of this
+        # process would close what takes them.
         nothing = os.open(os.devnull, os.O_RDWR)
-        for number in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, nothing, *kept}:
-            try:
+        for number in {int(each.name) for each in Path("/dev/fd").iterdir()} - {0, 1, 2, nothing, *kept}:
+            with contextlib.suppress(OSError):  # the listing's own is closed
                 os.fstat(number)
-            except OSError:  # of the listing itself
-                continue
-            os.dup2(nothing, number)
+                os.dup2(nothing, number)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest captures both, and logs
         logging.getLogger().handlers.clear()
         warnings.filterwarnings("ignore")
