@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,27 @@ settings.register_profile("soak", settings.get_profile("evenrank"), max_examples
 settings.load_profile("evenrank")
 # Files whose tests run on four ranks in `make test` too; those of the others do so in `make test-slow`.
 _ON_FOUR_RANKS_TOO = ("test_promises.py", "test_shuffler.py", "test_redistribute.py")
+# Files that one worker runs, with one process, which takes long to start.
+_ON_A_PRETENDED_DEVICE = tuple(
+    f"tests/device/test_{name}.py" for name in ("exchange", "pretended_cuda", "training_steps")
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="where the cases of tests/gpu run")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers as with `--dist loadfile`, but those on a pretended device together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/device" if file in _ON_A_PRETENDED_DEVICE else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -42,14 +60,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world_size", worlds)
 
 
-def pytest_collection_finish() -> None:
-    start_fork_server()
-
-
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
-    """Pools by world size; a pool starts its ranks on first use, and keeps two until the end of the run."""
-    pools = {world_size: RankPool(world_size) for world_size in (2, 4)}
+    """Pools by world size; a pool starts its ranks on first use, and keeps one and two until the end of the run."""
+    start_fork_server()  # before the first test, and where pytest captures what ranks print
+    pools = {world_size: RankPool(world_size) for world_size in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.stop()

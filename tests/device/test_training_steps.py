@@ -121,7 +121,8 @@ _CASES: list[tuple[str, dict[str, Any], dict[KernelBackend, tuple[int, int]]]] =
     [
         pytest.param("pytorch", "fp32", marks=pytest.mark.slow),
         ("pytorch", "bf16"),
-        *(pytest.param("triton", dtype, marks=_TRITON) for dtype in ("fp32", "bf16")),
+        pytest.param("triton", "fp32", marks=[_TRITON, pytest.mark.slow]),
+        pytest.param("triton", "bf16", marks=_TRITON),
     ],
 )
 @pytest.mark.parametrize(("task", "changes", "most"), _CASES, ids=str)

@@ -70,18 +70,15 @@ ML_1M = "python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users"  # 
 NO_DOWNLOAD = {"pip install": "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"}
 CALIBRATE = {"evenrank calibrate": "--num-mixes 24 --repeats 1"}  # measures for half a minute
 
-# Headings and numbers of blocks that take seconds.
-SLOW = (
-    ("The command line", 0),
-    ("Does it pay?", 0),
-    ("Does it pay?", 1),
-    ("Against a measured run", 0),
-    ("Semantic IDs, for SID-GR", 0),
-    ("Completion", 0),
-    ("From a training config", 0),
-    ("The public data sets", 0),
-    ("Ray Train", 0),
-    ("torchrun", 0),
+# Shell blocks that `make test` runs: a figure, a run and its page, data, and those that take no time.
+QUICK = (
+    ("README.md", "What it gains"),
+    ("docs/quickstart.md", "Try it"),
+    ("docs/quickstart.md", "A first run"),
+    ("docs/data.md", "Parquet files of your own"),
+    ("docs/launch.md", "Slurm"),
+    ("docs/launch.md", "Kubernetes"),
+    ("docs/troubleshooting.md", "Nothing is gained"),
 )
 
 BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
@@ -259,6 +256,7 @@ def test_every_block_is_listed_once_and_for_what_it_is(blocks):
     unlisted = [f"{block}: {key}" for key, block in typed.items() if key not in BLOCKS]
     assert not unlisted, f"say in BLOCKS what the reader of {unlisted} types, and what comes of it"
     assert not BLOCKS.keys() - typed.keys(), "there is no such block any more"
+    assert set(QUICK) <= {key[:2] for key in BLOCKS}
     kinds = {"python": (Python, Excerpt), "bash": (Shell,)}
     for key, block in typed.items():
         assert isinstance(BLOCKS[key], kinds.get(block.language, object)), f"{block} is {block.language!r}"
@@ -296,7 +294,7 @@ def _run_python(blocks: list[Block]) -> int:
 
 
 SHELL_BLOCKS = [
-    pytest.param(key, id=f"{key[1]} {key[2]}", marks=[pytest.mark.slow] * (key[1:] in SLOW))
+    pytest.param(key, id=f"{key[1]} {key[2]}", marks=[pytest.mark.slow] * (key[:2] not in QUICK))
     for key, listed in BLOCKS.items()
     if isinstance(listed, Shell)
 ]

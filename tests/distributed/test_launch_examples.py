@@ -6,7 +6,6 @@ import os
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from torch.distributed.run import get_args_parser
 
 from commons.trainer.config.load import load_config
@@ -60,6 +59,8 @@ def test_torchrun_is_started_on_every_machine(sbatch):
 
 
 def test_the_trainjob_is_one_of_kubeflow_s():
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob  # takes seconds, in every worker of the suite
+
     written = yaml.safe_load((ROOT / "examples/trainjob.yaml").read_text())
     job = TrainerV1alpha1TrainJob.from_dict(written)
     assert job.to_dict() == written  # fields that Trainer does not know would be missing

@@ -10,6 +10,8 @@ import multiprocessing
 import sys
 from importlib.abc import MetaPathFinder
 
+import pytest
+
 from tests.helpers.jobs.programs import ROOT, run_program
 
 BLOCKED = ("torchrec", "fbgemm_gpu", "megatron")
@@ -22,6 +24,7 @@ class _Blocked(MetaPathFinder):
         return None
 
 
+@pytest.mark.slow
 def test_dispatch_micro_batches_and_planner_work_without_torchrec(tmp_path):
     shown = run_program(sys.executable, __file__, tmp_path / "store", env={"PYTHONPATH": str(ROOT)})
     assert (shown.returncode, shown.stdout) == (0, "[0, 0]\n"), shown.stderr

@@ -136,6 +136,7 @@ def run_loop(data, run_dir, how, **changes):
     return [weight.tolist() for weight in weights_of(model).values()]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path):
     """Twelve steps, four of them in the second epoch, saved after the fifth and resumed."""
     whole = two_ranks.run(run_loop, data, str(tmp_path / "whole"), BALANCED, max_train_iters=12)

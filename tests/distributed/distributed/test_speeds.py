@@ -20,7 +20,6 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.models.torchrec_model import rank_batches, weights_of
 from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
-from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.rank_pool import RankPool
 
 SLOW = 1
@@ -96,12 +95,6 @@ def test_observed_speeds_move_nothing_and_say_what_they_would_save(two_ranks):
     assert set(equal["speeds"]) == {()} and set(equal["saving"]) == {None}
 
 
-def test_equal_ranks_get_the_plans_of_equal_speeds(two_ranks):
-    equal, measured = (two_ranks.run(_numbers, each, [1.0] * 40) for each in ("equal", "measured"))
-    for each, other in zip(equal, measured):
-        assert each["rows"] == other["rows"] and (each["loads"] == other["loads"]).all()
-
-
 def test_a_token_cap_is_kept_whatever_the_speeds(two_ranks):
     state = {"speeds": [1024, 512]}
     free = two_ranks.run(_numbers, "measured", [2.0] * 3, state)[0]
@@ -124,28 +117,6 @@ def _capped(factor, state):
             result = shuffler.shuffle(my_batch(2, [16] * 4, max_length=20))
             report(shuffler, shuffler.last_stats, factor if dist.get_rank() == SLOW else 1.0)
         return result.features.values().numel(), cap, shuffler.last_stats.excess_tokens
-
-
-def test_speeds_go_on_after_a_resume_and_begin_anew_with_other_ranks(two_ranks):
-    first = two_ranks.run(_numbers, "measured", [1.5] * 90)[0]
-    assert first["state"] == {"speeds": [1024, 683]}
-    again = two_ranks.run(_numbers, "measured", [1.5] * 30, first["state"])[0]
-    assert set(again["speeds"]) == {(1024, 683)}
-    assert again["loads"][1:, SLOW].sum() / again["loads"][1:].sum() == pytest.approx(0.4, rel=0.03)
-    anew = two_ranks.run(_numbers, "measured", [1.0] * 2, {"speeds": [1024, 683, 1024, 1024]})[0]
-    assert anew["speeds"] == [(1024, 1024)] * 2
-
-
-def _option_of_rank(options):
-    with closing(SquareShuffler(ShufflerOptions(speeds=options[dist.get_rank()]))) as shuffler:
-        return error_of(shuffler.shuffle, my_batch(0, [4] * 4))
-
-
-def test_a_rank_with_another_option_stops_all(ranks):
-    options = ["equal", "measured", "equal", "equal"]
-    for error in ranks.run(_option_of_rank, options):
-        assert error.startswith("ValueError") and "\n" not in error
-        assert "options differ" in error and "speeds" in error and "measured" in error
 
 
 @pytest.mark.parametrize("value", ["fast", None, 1])

@@ -25,10 +25,19 @@ from commons.pipeline import balanced, windowed_iter
 from commons.pipeline.balanced import HOOKS, REFUSED
 from tests.helpers.models.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
 from tests.helpers.models.torchrec_model import build_sharded, head_of, rank_batches, weights_of
-from tests.helpers.pipelines.pipeline_classes import BALANCED_SUBCLASSES, REFUSED_SUBCLASSES, torchrec_pipelines
+from tests.helpers.pipelines.pipeline_classes import (
+    BALANCED_SUBCLASSES,
+    REFUSED_SUBCLASSES,
+    OneAhead,
+    OwnBaseCopy,
+    OwnCopy,
+    OwnSchedule,
+    torchrec_pipelines,
+)
 from tests.helpers.pipelines.shuffled_pipelines import (
     EVALUATIONS,
     CubicShuffler,
+    before_a_commit,
     evaluate,
     expected_ids,
     host_count,
@@ -103,7 +112,11 @@ def _subclass(pipeline_class: type, kind: str) -> tuple[dict[str, torch.Tensor],
     return after, head_of(model).seen, moved, min(float((after[each] - before[each]).abs().max()) for each in after)
 
 
-@pytest.mark.parametrize("pipeline_class", BALANCED_SUBCLASSES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "pipeline_class",
+    before_a_commit([OwnCopy, OneAhead, OwnSchedule, OwnBaseCopy], BALANCED_SUBCLASSES),
+    ids=lambda each: each.__name__,
+)
 def test_a_subclass_that_copies_by_itself_is_balanced(two_ranks, pipeline_class):
     on, off = (two_ranks.run(_subclass, pipeline_class, kind) for kind in ("balance", "off"))
     assert largest_difference(on[0][0], off[0][0]) < 1e-5
@@ -147,7 +160,7 @@ def _accumulated(pipeline_class: type, balance: bool, steps: int, last: bool) ->
     return weights_of(model), moved
 
 
-@pytest.mark.parametrize(("steps", "last"), [(6, False), (5, True)])
+@pytest.mark.parametrize(("steps", "last"), [pytest.param(6, False, marks=pytest.mark.slow), (5, True)])
 def test_gradients_accumulate_around_a_balanced_pipeline(two_ranks, steps, last):
     on, off = (two_ranks.run(_accumulated, TrainPipelineSparseDist, balance, steps, last) for balance in (True, False))
     assert on[0][1] >= steps - 2
@@ -190,7 +203,7 @@ def test_what_to_use_where_embeddings_lie_on_the_host(two_ranks):
     assert sum(total for _, total in on) == pytest.approx(sum(total for _, total in off), rel=1e-5)
 
 
-@pytest.mark.parametrize("pipeline", EVALUATIONS)
+@pytest.mark.parametrize("pipeline", before_a_commit(["eval", "eval fused, lookups ahead"], EVALUATIONS))
 def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipeline):
     require_pipeline(*EVALUATIONS[pipeline])
     counts = [5, 3, 0, 7][: ranks.world_size]

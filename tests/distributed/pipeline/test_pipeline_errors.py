@@ -24,7 +24,7 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import KEYS, SampleBatch, head_of
 from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, steps_of
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, before_a_commit, steps_of
 from tests.helpers.ranks.faults import error_of
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
@@ -32,6 +32,8 @@ SCHEDULES = [
     *(name for name in PIPELINES if name not in ("base in place", "sparse in place", "sparse free early")),
     "eval",
 ]
+# In `make test`: on the main thread, ahead, further ahead, and on a thread.
+FIRST = ["base", "sparse", "semi-sync, before it starts", "copies on a thread", "eval"]
 ROWS = 4
 LENGTHS = [1, 2, 5, 12]
 
@@ -153,7 +155,7 @@ def _in_the_middle_of_a_step(pipeline, places, fails_after):
     return results
 
 
-@pytest.mark.parametrize("pipeline", SCHEDULES)
+@pytest.mark.parametrize("pipeline", before_a_commit(FIRST, SCHEDULES))
 def test_an_error_in_a_step_tears_no_row(two_ranks, pipeline):
     places = ["forward"] if pipeline == "eval" else ["forward", "backward", "optimizer"]
     fails_after = 1 + list(PIPELINES).index(pipeline) % 3 if pipeline in PIPELINES else 2
@@ -190,19 +192,18 @@ def _between_steps(pipeline, cause, same_iterator):
     return answer
 
 
-@pytest.mark.parametrize("cause, same_iterator", [("loader", False), ("workload", True)])
-@pytest.mark.parametrize("pipeline", SCHEDULES)
+@pytest.mark.parametrize("pipeline", before_a_commit(FIRST, SCHEDULES))
+@pytest.mark.parametrize(
+    "cause, same_iterator",
+    [
+        ("loader", True),
+        ("workload", False),
+        pytest.param("loader", False, marks=pytest.mark.slow),
+        pytest.param("workload", True, marks=pytest.mark.slow),
+    ],
+)
 def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(two_ranks, pipeline, cause, same_iterator):
-    _check_between_steps(two_ranks.run(_between_steps, pipeline, cause, same_iterator), cause, same_iterator)
-
-
-@pytest.mark.parametrize("cause, same_iterator", [("loader", True), ("workload", False)])
-@pytest.mark.parametrize("pipeline", ["base", "sparse", "eval"])
-def test_either_error_may_be_followed_by_either_iterator(two_ranks, pipeline, cause, same_iterator):
-    _check_between_steps(two_ranks.run(_between_steps, pipeline, cause, same_iterator), cause, same_iterator)
-
-
-def _check_between_steps(answers, cause, same_iterator):
+    answers = two_ranks.run(_between_steps, pipeline, cause, same_iterator)
     for message, trained_before, torn, _ in answers:
         assert message == f"rank 1: Injected: in the {cause}"
         assert (trained_before, torn) == (3, 0)

@@ -71,6 +71,7 @@ def _train_sid(run_dir):
         sid_gr.recipe.parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.slow
 def test_parallel_groups_end_with_their_run_and_others_are_kept(two_ranks, tmp_path):
     for steps, error in two_ranks.run(_train_sid, str(tmp_path)):
         assert steps == [2, 2]

@@ -132,8 +132,7 @@ def log_lines(run_dir):
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("pipeline", ["none", "native"])
-@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("pipeline, balance", [("native", True), ("none", False)])
 def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_path, pipeline, balance):
     counts = ([5, 3, 0, 4][: ranks.world_size], [1, 3, 2, 0][: ranks.world_size])
     results = ranks.run(run_loop, str(tmp_path), pipeline, counts, balance, num_epochs=2)
@@ -196,7 +195,7 @@ def _warnings_of(run_dir, pipeline, linear, **changes):
     return said
 
 
-@pytest.mark.parametrize("pipeline", ["none", "native"])
+@pytest.mark.parametrize("pipeline", [pytest.param("none", marks=pytest.mark.slow), "native"])
 def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
     said, of_others = two_ranks.run(_warnings_of, str(tmp_path), pipeline, SlowLinear, max_train_iters=50)
     assert len(said) == 1 and said[0].startswith("rank 1 is slow: at step ") and of_others == []

@@ -81,6 +81,7 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     assert not shown["imbalance (max ÷ mean − 1)"].startswith("0.0%") and "tokens moved" not in shown
 
 
+@pytest.mark.slow
 def test_a_resumed_sampler_knows_its_rows_in_turn(two_ranks, data, tmp_path):
     two_ranks.run(_train, data, str(tmp_path / "whole"), **SAMPLER)
     part, options = tmp_path / "part", SAMPLER | {"ckpt_save_interval": 4, "ckpt_save_dir": str(tmp_path / "ckpt")}

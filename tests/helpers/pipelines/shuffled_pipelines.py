@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -68,6 +68,11 @@ PIPELINES, EVALUATIONS = (
     for kinds in (STOCK, STOCK_EVALUATIONS)
 )
 SIZES = [6, 0, 3, 1, 6, 2]
+
+
+def before_a_commit(first: list[Any], cases: Iterable[Any]) -> list[Any]:
+    """Cases of a test: those that `make test` runs, one of each kind, and the others, which `make test-slow` does."""
+    return first + [pytest.param(case, marks=pytest.mark.slow) for case in cases if case not in first]
 
 
 class CubicShuffler(BaseTaskBalancedBatchShuffler):

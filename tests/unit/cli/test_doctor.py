@@ -185,7 +185,13 @@ sys.exit(main(["doctor"]))
 """
 
 
-@pytest.mark.parametrize("missing", [["numpy", "pyarrow", "torchrec"], ["torch", "numpy", "rich", "tyro"]])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        pytest.param(["numpy", "pyarrow", "torchrec"], marks=pytest.mark.slow),
+        ["torch", "numpy", "rich", "tyro"],
+    ],
+)
 def test_it_runs_without(missing, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *missing], capture_output=True, text=True, timeout=120, cwd=tmp_path

@@ -132,6 +132,7 @@ def test_bands_hold_every_length_once(tokens):
     assert edges[0] == tokens.min() and edges[-1] == tokens.max() + 1
 
 
+@pytest.mark.slow
 def test_lengths_need_neither_torchrec_nor_fbgemm(tmp_path):
     program = (
         "import sys\n"

@@ -74,7 +74,14 @@ def test_notes_say_what_is_missing(runs, capsys):
         assert f"runs/b: {note}" in printed
 
 
-@pytest.mark.parametrize("names", [["runs/a"], ["runs/b"], ["runs/a", "runs/b"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["runs/a"], marks=pytest.mark.slow),
+        pytest.param(["runs/b"], marks=pytest.mark.slow),
+        ["runs/a", "runs/b"],
+    ],
+)
 def test_a_page_and_pictures(runs, capsys, names):
     assert main(["report", *names, "--html", "r.html", "--figure", "r.png"]) == 0
     printed = capsys.readouterr()

@@ -180,6 +180,7 @@ class TestPreprocess:
             few, many = users_of(uids[::2], "test"), users_of(uids, "test")
             assert few == many & set(uids[::2]) and 20 < len(few) < 80
 
+    @pytest.mark.slow
     def test_memory_does_not_grow_with_files_or_row_groups(self, tmp_path):
         rows = 6_000_000
         rng = np.random.default_rng(0)

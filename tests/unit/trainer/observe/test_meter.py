@@ -103,6 +103,7 @@ for case in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_how_programs_end(tmp_path):
     cases = {
         "mistake": (2, "", "error: x is 3, the rule is another: correct it\n"),
