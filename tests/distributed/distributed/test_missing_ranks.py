@@ -5,12 +5,10 @@ With the exact words; tests/distributed/test_fault_programme.py has more cases.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from unittest import mock
 
@@ -20,12 +18,9 @@ import torch.distributed as dist
 
 from commons.dispatch.exchange import EXCHANGE, DispatchChannel
 from commons.distributed.channel.absence import FailedChannel
-from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.engine.shuffle_session import ShuffleSession
-from commons.distributed.exchange import verification
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.optimize.updates import FiniteLossGuard
-from commons.trainer.ranks.collectives import broadcast_text
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, raised_by
@@ -61,26 +56,6 @@ def _exchange(folder):
         shuffler.shuffle(my_batch(1))
 
 
-def _realign(folder):
-    shuffler = _used_shuffler()
-    _die(folder)
-    shuffler.engine.realign()
-
-
-def _compare_checksums(folder):
-    computed, checksums = [], verification.checksums
-
-    def last_words(*args):
-        computed.append(1)
-        if len(computed) == 2 and dist.get_rank() == 1:  # of the rows that have come
-            time.sleep(0.5)  # the others have theirs too
-            fault(folder, signal.SIGKILL)
-        return checksums(*args)
-
-    with mock.patch.object(verification, "checksums", last_words):
-        _used_shuffler(verify=True)
-
-
 def _look_at_losses(folder):
     guard = FiniteLossGuard(torch.device("cpu"))
     guard.look(7, torch.ones(()))
@@ -90,20 +65,11 @@ def _look_at_losses(folder):
     guard.check()
 
 
-def _broadcast(folder):
-    broadcast_text("text", torch.device("cpu"))
-    _die(folder)
-    broadcast_text("text", torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     "work, what",
     [
         (_exchange, "exchange of step 1"),
-        pytest.param(_realign, "realignment of step 1", marks=pytest.mark.slow),
-        pytest.param(_compare_checksums, "comparison of checksums of step 0", marks=pytest.mark.slow),
         (_look_at_losses, "look at the losses of step 8"),
-        pytest.param(_broadcast, "gather of text sizes", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_has_died_is_named(tmp_path, work, what):
@@ -187,63 +153,32 @@ def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
 # ------------------------------------------------------------------------------------------------ a rank stops
 
 
-@contextlib.contextmanager
-def _noting(folder, waiting):
-    """An event is set when this rank begins to wait in a collective, and a file made when it looks who is missing."""
-    wait, who_is_missing = ControlChannel.wait, FailedChannel.who_is_missing
-
-    def noted_wait(*arguments, **keywords):
-        waiting.set()
-        wait(*arguments, **keywords)
-
-    def noted_question(*arguments):
-        (folder / f"gave up {dist.get_rank()}").touch()
-        return who_is_missing(*arguments)
-
-    with (
-        mock.patch.object(ControlChannel, "wait", noted_wait),
-        mock.patch.object(FailedChannel, "who_is_missing", noted_question),
-        mock.patch.object(*NAMES_SECONDS, LIMIT),
-    ):
-        yield
-
-
-def _stop(folder, in_a_gather):
-    """Rank 2 stops before a gather, or within one that rank 1 comes to later, and goes on when others have given up."""
-    shuffler, waiting = _used_shuffler(), threading.Event()
+def _stop(folder):
+    """Rank 2 stops before a gather, and goes on when the others look who is missing."""
+    shuffler, who_is_missing = _used_shuffler(), FailedChannel.who_is_missing
     dist.barrier()
     limit_waits(1.5 * TIMEOUT)
+
+    def noted(*arguments):
+        (folder / f"gave up {dist.get_rank()}").touch()
+        return who_is_missing(*arguments)
 
     def others_have_given_up():
         while len(list(folder.glob("gave up *"))) < 3:
             time.sleep(0.05)
         time.sleep(1.0)  # it has stood still for longer than a slow rank
 
-    handle = None
-    with _noting(folder, waiting):
+    with mock.patch.object(FailedChannel, "who_is_missing", noted), mock.patch.object(*NAMES_SECONDS, LIMIT):
         if dist.get_rank() == 2:
-            if in_a_gather:
-                handle = shuffler.start_shuffle(my_batch(1))
-                waiting.wait()
-                time.sleep(0.2)
             fault(folder, signal.SIGSTOP, others_have_given_up)
-        elif in_a_gather and dist.get_rank() == 1:
-            time.sleep(1.0)
-        handle = handle or shuffler.start_shuffle(my_batch(1))
-        handle.has_ended()  # waits for the gather
+        shuffler.start_shuffle(my_batch(1)).has_ended()  # waits for the gather
 
 
-@pytest.mark.parametrize(
-    "in_a_gather, what",
-    [
-        (False, "came to the gather of step 1 only when the others gave up"),
-        pytest.param(True, "stood still", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_path, in_a_gather, what):
-    for each in run_with_fault(tmp_path, _stop, in_a_gather, waits_for=[0, 1, 2, 3], limit=LIMIT):
+def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_path):
+    for each in run_with_fault(tmp_path, _stop, waits_for=[0, 1, 2, 3], limit=LIMIT):
         assert each.status == 1
-        assert each.error.startswith(f"RankMissingError: rank 2 {what}"), each.error
+        said = "RankMissingError: rank 2 came to the gather of step 1 only when the others gave up"
+        assert each.error.startswith(said), each.error
         assert "raise ShufflerOptions.timeout" in each.error
 
 

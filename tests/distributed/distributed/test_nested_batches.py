@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
+from commons.dispatch import redistribute_balanced, scatter_balanced
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
@@ -186,12 +186,6 @@ def _scattered():
 def test_dispatch_of_nested_batches(ranks, call):
     before, after = zip(*ranks.run(call))
     assert same_rows(before, after) and all(after)
-
-
-def test_chunks_of_a_nested_batch():
-    batch = easyrec_batch(ids_of(0, 0))
-    chunks = split_balanced(batch, 3, ClicksShuffler.get_workloads(None, batch))
-    assert collections.Counter(row_values(list(chunks))) == collections.Counter(rows_as_values(batch))
 
 
 # ------------------------------------------------------------------------------------------ every other nesting
@@ -362,16 +356,3 @@ def test_rows_that_moved_are_as_the_constructor_left_them(ranks, transport):
     for step, shares in enumerate(zip(*ranks.run(_shuffled_recoded, transport))):
         firsts = [100 * rank + 10 * step for rank in range(ranks.world_size) if rank != 1]
         assert sorted(label for share in shares for label in share) == [f + i for f in firsts for i in range(6)]
-
-
-def _redistributed_recoded():
-    batch = None if dist.get_rank() == 1 else _recoded_batch(100 * dist.get_rank(), 6)
-    result = redistribute_balanced(batch, None if batch is None else torch.ones(6, dtype=torch.int64)).batch
-    assert result.made.tolist() == (result.labels * 2).tolist() and result.unit is Unit.SECONDS
-    assert repr(result.plain) == repr(PLAIN)
-    return result.labels.tolist()
-
-
-def test_rows_that_were_dispatched_are_as_the_constructor_left_them(two_ranks):
-    shares = two_ranks.run(_redistributed_recoded)
-    assert sorted(label for share in shares for label in share) == list(range(6)) and all(shares)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 from typing import Any
 from unittest import mock
 
@@ -111,23 +110,6 @@ def test_samples_are_conserved_and_never_worse(ranks, seed, sizes, options, dtyp
 
 
 # ------------------------------------------------------------------------------------------------ two phases
-
-
-def _two_phase(steps):
-    digests = []
-    with closing(SquareShuffler()) as shuffler:
-        batches = [my_batch(step, [4, 6, 1, 3]) for step in range(steps)]
-        handles = [shuffler.start_shuffle(batch) for batch in batches]
-        for batch, handle in zip(batches, handles):
-            result = shuffler.finish_shuffle(batch, handle)
-            digests.append(hashlib.sha256(repr(rows_as_values(result)).encode()).hexdigest())
-            assert handle.stats.step == handle.step
-        at_once = [shuffler.shuffle(batch) for batch in batches]
-    return digests == [hashlib.sha256(repr(rows_as_values(result)).encode()).hexdigest() for result in at_once]
-
-
-def test_two_phases_give_what_one_call_gives(ranks):
-    assert all(ranks.run(_two_phase, 5))
 
 
 class DirectShuffler(SquareShuffler):

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.exchange.payload import Part
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
-from tests.helpers.batches.random_batches import random_batch, rows_as_values
+from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
@@ -100,22 +99,6 @@ def test_rows_without_elements_move(ranks, transport):
     for step in range(2):
         ids = [row for results, _, _ in answers for row in results[step][1]]
         assert sorted(ids) == list(range(4 * ranks.world_size)) and answers[0][0][step][1] != [0, 1, 2, 3]
-
-
-def _long_lengths():
-    lengths = torch.tensor([4096, 1, 2, 4096], dtype=torch.int32).repeat(3)
-    features = KeyedJaggedTensor(
-        keys=["user", "item", "action"], values=torch.zeros(int(lengths.sum())), lengths=lengths
-    )
-    batch = dataclasses.replace(random_batch(0, 4), features=features)
-    with closing(SquareShuffler()) as shuffler:
-        _, workloads = shuffler.shuffle(batch, return_workloads=True)
-    return workloads.tolist()
-
-
-def test_int32_lengths_of_4096_do_not_overflow(two_ranks):
-    for workloads in two_ranks.run(_long_lengths):
-        assert max(workloads) == (3 * 4096) ** 2 + 10
 
 
 def _verified(damage):
@@ -282,20 +265,6 @@ def test_groups_of_a_window_end_in_one_step_of_one_rank(ranks, world_size):
     check_groups(before, after, 3)
 
 
-def _of_two_sizes():
-    with contextlib.closing(GroupShuffler()) as shuffler:
-        shuffler.shuffle(make_batch([10, 11, 20] if dist.get_rank() else [30, 31, 40], 4))
-
-
-def test_groups_of_two_sizes_and_equal_counts_are_refused_on_every_rank(two_ranks):
-    answers = two_ranks.run(error_of, _of_two_sizes)
-    assert len(set(answers)) == 1
-    assert answers[0] == (
-        "ValueError: rank 0: groups have 1 to 2 rows, equal_size is True; partitions have equally many rows only if "
-        "groups do: pass equal_size=False, or groups of one size (and on rank 1)"
-    )
-
-
 def _of_other_shape():
     class Wrong(CubicShuffler):
         def get_groups(self, batch):
@@ -325,23 +294,3 @@ def _on_one_rank_alone():
 def test_a_mistake_of_one_rank_is_named_on_all(two_ranks, mistake, said):
     answers = two_ranks.run(error_of, mistake)
     assert len(set(answers)) == 1 and said in answers[0], answers
-
-
-def _trains_as_without():
-    """The gradient of a loss over all rows, with groups and without."""
-    gradients = []
-    for kind in (GroupShuffler, CubicShuffler):
-        weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        with contextlib.closing(kind(ShufflerOptions(equal_size=False))) as shuffler:
-            batch = shuffler.shuffle(batch_of(dist.get_rank(), 0, 3))
-            real = batch.actual_batch_size
-            loss = global_mean_loss((weight * batch.target[:real].double()).square().sum(), real)
-            loss.backward()
-            dist.all_reduce(weight.grad)
-            gradients.append(weight.grad.item() / dist.get_world_size())
-    return gradients
-
-
-def test_the_gradient_of_a_step_is_that_without_groups(ranks):
-    for with_groups, without in ranks.run(_trains_as_without):
-        assert with_groups == pytest.approx(without, rel=1e-12)

@@ -8,19 +8,16 @@ from collections import deque
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, PipelineStage
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from commons.pipeline import balanced
 from commons.pipeline.look_ahead import LookAhead
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches
-from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines.shuffled_pipelines import (
-    SIZES,
     CubicShuffler,
     before_a_commit,
-    expected_ids,
     host_count,
     steps_of,
 )
@@ -67,29 +64,6 @@ def test_an_evaluation_may_change_its_iterator_at_any_step(ranks, leave_after):
             for step in range(3)
             for row in range(6)
         } <= set(seen)
-
-
-def _staged_again():
-    """Two of five steps, then a new pipeline with the same shuffler."""
-    shuffler = CubicShuffler()
-    seen = []
-    for attempt, steps in enumerate((2, 100)):
-        copy = PipelineStage("copy", lambda batch: batch.to(torch.device("cpu")), HostStream())
-        pipeline = CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
-        source = balanced_iter(rank_batches(dist.get_rank() + 10 * attempt, 5, SIZES), shuffler)
-        for _ in range(steps):
-            batch = pipeline.progress(source)
-            if batch is None:
-                break
-            seen.append(batch.sample_id[: batch.actual_batch_size].tolist())
-    shuffler.close()
-    return seen
-
-
-def test_a_staged_pipeline_left_half_way_does_not_disturb_the_next(ranks):
-    seen = [i for rank in ranks.run(_staged_again) for step in rank for i in step]
-    assert len(seen) == len(set(seen))
-    assert set(expected_ids([5] * ranks.world_size, ranks.world_size, 10)) <= set(seen)
 
 
 def _asked_after_the_end():

@@ -21,7 +21,7 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
-from tests.helpers.pipelines.cpu_pipelines import CpuSemiSync, CpuStaged, HostStream
+from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     SIZES,
@@ -68,25 +68,6 @@ def test_an_iterator_left_with_its_last_batches_in_flight(two_ranks, pipeline):
 def test_no_rank_has_data(two_ranks, kind):
     results = two_ranks.run(train, ("build_sharded",), "sparse", kind, [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
-
-
-def _semi_sync_events():
-    model, optimizer = models.build_sharded()
-    shuffler = CubicShuffler()
-    trainer = balanced(CpuSemiSync)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    try:
-        iterator = rank_batches(dist.get_rank(), 6, [6])
-        trainer.progress(iterator)
-        newest = len(trainer.contexts[-1].events)
-        trainer.reset()
-        return newest
-    finally:
-        shuffler.close()
-
-
-def test_semi_sync_streams_wait_for_the_shuffle(two_ranks):
-    # one event of TorchRec's own copy and one of the shuffle behind it
-    assert two_ranks.run(_semi_sync_events) == [2, 2]
 
 
 def _staged(counts, kind):

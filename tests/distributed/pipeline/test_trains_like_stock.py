@@ -14,20 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchrec.distributed.memory_stashing import MemoryStashingManager
-from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline.train_pipelines import (
-    PrefetchTrainPipelineSparseDist,
     TorchCompileConfig,
-    TrainPipelineBase,
-    TrainPipelineFusedSparseDist,
     TrainPipelinePT2,
     TrainPipelineSemiSync,
-    TrainPipelineSparseDist,
     TrainPipelineSparseDistCompAutograd,
-    TrainPipelineSparseDistLite,
 )
 
-from commons.pipeline import TrainPipelineFactory, balanced
+from commons.pipeline import balanced
 from commons.pipeline.balanced import HOOKS
 from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
@@ -41,6 +35,8 @@ from tests.helpers.cuda.pretended_streams import (
 from tests.helpers.models.torchrec_model import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
 from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines.shuffled_pipelines import (
+    STOCK,
+    STOCK_WITH_STREAMS,
     CubicShuffler,
     before_a_commit,
     largest_difference,
@@ -52,30 +48,14 @@ from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 STEPS = 7
-SEMI_SYNC = {"start_batch": 2}
-IN_PLACE = {"enable_inplace_copy_batch": True}
 Pipelines: TypeAlias = "dict[str, tuple[type, dict[str, Any]]]"
-PIPELINES: Pipelines = {
-    "none": (TrainPipelineBase, {}),
-    "none, in place": (TrainPipelineBase, IN_PLACE),
-    "native": (TrainPipelineSparseDist, {}),
-    "native, in place": (TrainPipelineSparseDist, IN_PLACE),
-    "native, after forward": (TrainPipelineSparseDist, {"enqueue_batch_after_forward": True}),
-    "native, free early": (TrainPipelineSparseDist, {"free_features_storage_early": True}),
-    "prefetch": (PrefetchTrainPipelineSparseDist, {}),
-    "fused": (TrainPipelineFusedSparseDist, {}),
-    "semi_sync": (TrainPipelineSemiSync, SEMI_SYNC),
-    "semi_sync, gradients of the batch before": (TrainPipelineSemiSync, SEMI_SYNC | {"stash_gradients": True}),
-    "lite": (TrainPipelineSparseDistLite, {}),
-    "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(compile_on_iter=STEPS)}),
-    "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
-    "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
-    "copies on a thread in place": (experimental.TrainPipelineSparseDistT, IN_PLACE),
-    "optimizer stashed": (experimental.TrainPipelineSparseDistOptStash, {"site_fqn": "embedding"}),
-    "embeddings stashed": (experimental.TrainPipelineSparseDistEmbStash, {"site_fqn": "head"}),
-}
-if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
-    PIPELINES["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+PIPELINES: Pipelines = STOCK | STOCK_WITH_STREAMS
+PIPELINES["semi-sync, gradients of the batch before"] = (
+    TrainPipelineSemiSync,
+    {"start_batch": 2, "stash_gradients": True},
+)
+# Those that the trainer makes by a name of its own.
+OF_TRAINER = {"none": "base", "native": "sparse", "prefetch": "prefetch", "fused": "fused", "semi_sync": "semi-sync"}
 # With the cheapest of compilers; TorchRec changes torch's settings for good, so these have ranks of their own. PT2 has
 # plain embeddings: to compile TorchRec's takes ten seconds of a processor, and nothing in there is evenrank's.
 COMPILED: Pipelines = {
@@ -127,13 +107,7 @@ def _balanced(
         # That class reads the optimizer's state as soon as it has stepped, when the trainer's has not.
         deferred = optimizer if name == "optimizer stashed" else DeferredOptimizer(optimizer)
         arguments = {"model": model, "optimizer": deferred, "device": CPU}
-        by_name = name.partition(",")[0]
-        make = TrainPipelineFactory.create if by_name in TrainPipelineFactory.list_available() else None
-        pipeline = (
-            balanced(pipeline_class)(**arguments, batch_shuffler=shuffler, **options)
-            if make is None
-            else make(by_name, **arguments, batch_shuffler=shuffler, **options)
-        )
+        pipeline = balanced(pipeline_class)(**arguments, batch_shuffler=shuffler, **options)
         with_streams(pipeline)
         source, moved = batches(), 0
         with contextlib.suppress(StopIteration):
@@ -171,7 +145,7 @@ def test_compiled_pipelines_train_the_same(two_ranks, name):
     build = build_plain if name == "pt2" else build_sharded
     with RankPool(2) as own_ranks:
         compiled = own_ranks.run(_compiled, name, build)
-    assert largest_difference(compiled[0], two_ranks.run(_stock, "none", build)[0]) < 1e-5
+    assert largest_difference(compiled[0], two_ranks.run(_stock, "base", build)[0]) < 1e-5
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
 
 
@@ -201,11 +175,11 @@ def _training_loop(run_dir: str, pipeline_type: str, accumulation_steps: int) ->
     return weights_of(model)
 
 
-@pytest.mark.parametrize("name", before_a_commit(["prefetch"], ["none", "native", "fused", "semi_sync"]))
+@pytest.mark.parametrize("name", before_a_commit(["prefetch"], OF_TRAINER))
 def test_the_trainer_trains_with_every_pipeline(two_ranks, tmp_path, name):
-    require_pipeline(*PIPELINES[name])
+    require_pipeline(*PIPELINES[OF_TRAINER[name]])
     # In so few batches semi_sync is still synchronous.
-    expected = two_ranks.run(_stock, "native")[0]
+    expected = two_ranks.run(_stock, "sparse")[0]
     assert largest_difference(two_ranks.run(_training_loop, str(tmp_path), name, 1)[0], expected) < 1e-5
 
 

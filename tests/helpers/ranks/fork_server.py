@@ -21,7 +21,6 @@ from unittest import mock
 
 def start_fork_server() -> None:
     """Fork the server, before this process has threads of its own; it ends when this process does."""
-    gc.freeze()  # collections in this process then leave the pages that both share as they are
     with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
         multiprocessing.forkserver.ensure_running()
 
@@ -43,6 +42,7 @@ def _serve(program: str, kept: Sequence[int]) -> NoReturn:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest captures both, and logs
         logging.getLogger().handlers.clear()
         warnings.filterwarnings("ignore")
+        gc.freeze()  # what is inherited stays, and its pages are shared
         exec(program, {})
     finally:
         os._exit(0)
