@@ -1,4 +1,4 @@
-"""single_rank_load in training: the same global batches, the same weights, and resumed runs that go on."""
+"""single_rank_load in training: the same global batches and the same weights."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.public.movielens import preprocess_movielens
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import train_and_eval_loaders
-from commons.trainer.loop import TrainingLoop
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.jobs.hstu_jobs import TINY, run
-from tests.helpers.jobs.run_folders import losses
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
-from tests.helpers.pipelines.trainer_loops import Parts
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"
@@ -39,7 +34,7 @@ def data(tmp_path_factory):
     return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
 
 
-def trainer_args(how, **changes):
+def trainer_args(how):
     return TrainerArgs(
         8 // dist.get_world_size(),
         4,
@@ -47,7 +42,6 @@ def trainer_args(how, **changes):
         balance_batch=how == BALANCED,
         sinks=(),
         log_interval=1,
-        **changes,
     )
 
 
@@ -61,8 +55,8 @@ def make_loader(data, trainer, shuffler):
     return loader, SingleRankLoader(loader, get_workloads) if trainer.single_rank_load else None
 
 
-def make_config(loader, dropout=0.0):
-    hstu = HSTUConfig(8, 1, 2, 4, max_sequence_length=loader.dataset.max_sequence_length, dropout=dropout)
+def make_config(loader):
+    hstu = HSTUConfig(8, 1, 2, 4, max_sequence_length=loader.dataset.max_sequence_length)
     return RankingConfig(hstu, loader.dataset.vocabulary_sizes, (8, 1), 1)
 
 
@@ -115,37 +109,6 @@ def test_the_weights_do_not_depend_on_who_loads(ranks, data):
     for how in (IN_TURN, BALANCED):
         found = results[how][0][2]
         assert max(float((found[name] - own[name]).abs().max()) for name in own) < 1e-12
-
-
-def run_loop(data, run_dir, how, **changes):
-    torch.manual_seed(7)
-    shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 1, options=ShufflerOptions(mode="observe"))
-    trainer = trainer_args(how, run_dir=run_dir, **changes)
-    loader, _ = train_and_eval_loaders(dataset(data), trainer, CPU)
-    model = build_distributed_model(
-        HSTURankingModel(make_config(loader, dropout=0.2)),
-        device=CPU,
-        sharding="row_wise",
-        local_world_size=dist.get_world_size(),
-    )
-    torch.manual_seed(100 + dist.get_rank())  # dropout differs from rank to rank
-    optimizer = torch.optim.Adam(
-        [parameter for name, parameter in model.named_parameters() if "embedding" not in name], lr=0.01
-    )
-    TrainingLoop(Parts(trainer, model, optimizer, [shuffler], loader)).run()
-    return [weight.tolist() for weight in weights_of(model).values()]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path):
-    """Twelve steps, four of them in the second epoch, saved after the fifth and resumed."""
-    whole = two_ranks.run(run_loop, data, str(tmp_path / "whole"), BALANCED, max_train_iters=12)
-    saving = {"ckpt_save_dir": str(tmp_path / "checkpoints"), "ckpt_save_interval": 100}
-    two_ranks.run(run_loop, data, str(tmp_path / "parts"), BALANCED, max_train_iters=5, **saving)
-    loading = {"ckpt_load_dir": saving["ckpt_save_dir"], "max_train_iters": 12}
-    resumed = two_ranks.run(run_loop, data, str(tmp_path / "parts"), BALANCED, **loading)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 12
-    assert resumed == whole
 
 
 @pytest.mark.slow

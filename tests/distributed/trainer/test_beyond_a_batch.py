@@ -37,14 +37,12 @@ BUDGET = {
     "shuffler": ShufflerOptions(equal_size=False),
 }
 WAYS = pytest.mark.parametrize("way", [SAMPLER, STAGE, BUDGET], ids=["sampler", "stage", "budget"])
-STAGE_BEFORE_A_COMMIT = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(STAGE, id="stage"),
-        pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
-        pytest.param(BUDGET, id="budget", marks=pytest.mark.slow),
-    ],
-)
+DEALT = {"single_rank_load": True, "balance_batch": True}
+_STAGE_BEFORE_A_COMMIT = [
+    pytest.param(STAGE, id="stage"),
+    pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
+    pytest.param(BUDGET, id="budget", marks=pytest.mark.slow),
+]
 
 
 class Noted(HSTURecipe):
@@ -121,7 +119,7 @@ def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
     assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
 
 
-@STAGE_BEFORE_A_COMMIT
+@pytest.mark.parametrize("way", [*_STAGE_BEFORE_A_COMMIT, pytest.param(DEALT, id="dealt", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path, way):
     """Eight steps (or more) an epoch: stopped within a window and at the end of the epoch."""
     folder = str(tmp_path / "checkpoints")
@@ -138,7 +136,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-@STAGE_BEFORE_A_COMMIT
+@pytest.mark.parametrize("way", _STAGE_BEFORE_A_COMMIT)
 @pytest.mark.parametrize(
     "num_ranks, changes",
     [pytest.param(4, {}, marks=pytest.mark.slow), (2, {"batch_size": 3})],
