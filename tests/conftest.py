@@ -48,6 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return "tests/device" if file in _ON_A_PRETENDED_DEVICE else file
 
+    config.option.loadscopereorder = False  # in the order of folders: files of ranks, which take long, come first
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
