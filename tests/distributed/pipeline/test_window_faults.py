@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import subprocess
 import sys
 import threading
@@ -18,12 +17,11 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.engine import engine
-from commons.distributed.exchange import row_exchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import limit_waits, meet, on_rank, raised_by
+from tests.helpers.ranks.faults import limit_waits, meet
 from tests.helpers.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]
@@ -31,36 +29,6 @@ ROOT = Path(__file__).parents[3]
 
 def own_batches(count, sizes=(6,)):
     return models.rank_batches(dist.get_rank(), count, list(sizes))
-
-
-def _trained_until_an_error(source):
-    """Of three windows of three batches: the error, and the steps before it."""
-    steps = []
-    windowed = windowed_iter(source, CubicShuffler(ShufflerOptions(timeout=300.0)), 3)
-    return raised_by(lambda: steps.extend(iter(windowed))), len(steps)
-
-
-def _fails_in_the_exchange():
-    """Rank 1 has too little memory for the second window: it packs what it sends of the first, and three steps."""
-    original, calls = row_exchange.RowExchange._select, itertools.count()
-
-    def fail(*args):
-        if next(calls) >= 4:
-            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
-        return original(*args)
-
-    with on_rank(1, mock.patch.object(row_exchange.RowExchange, "_select", fail)):
-        return _trained_until_an_error(own_batches(9))
-
-
-def test_a_rank_that_fails_alone_in_a_window_is_quoted_by_the_others(own_ranks):
-    answers = own_ranks.run(_fails_in_the_exchange, timeout=60)
-    for rank, (text, trained) in enumerate(answers):
-        assert trained == 3
-        if rank == 1:
-            assert text == "OutOfMemoryError: tried to allocate 7 GiB"
-        else:
-            assert text.startswith("RankMissingError: rank 1 failed in the exchange of step 1")
 
 
 def _late_on_rank_1(batches):

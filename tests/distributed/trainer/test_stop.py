@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from unittest import mock
-
 import torch.distributed as dist
 
-from commons.distributed.channel import groups
 from commons.distributed.channel.absence import RankMissingError
 from commons.trainer.ranks.stop import StopSignal
 from tests.helpers.ranks.faults import limit_waits, meet
@@ -52,13 +48,3 @@ def _agrees(ranks_that_hear):
 def test_all_ranks_stop_after_the_same_step(ranks):
     assert ranks.run(_agrees, [1]) == [[False, False, True, True]] * ranks.world_size
     assert ranks.run(_agrees, []) == [[False] * 4] * ranks.world_size
-
-
-def _agrees_as_many_ranks_do(ranks_that_hear):
-    pools = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
-    with pools, mock.patch.object(groups, "FEWEST_RANKS", 4):
-        return _agrees(ranks_that_hear)
-
-
-def test_ranks_that_gather_in_a_grid_stop_together_too(rank_pools):
-    assert rank_pools[4].run(_agrees_as_many_ranks_do, [1]) == [[False, False, True, True]] * 4

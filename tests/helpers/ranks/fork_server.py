@@ -27,7 +27,9 @@ def start_fork_server() -> None:
 
 def _fork(_: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
     """Stands in for the start of an interpreter with these arguments, the last of which is a program."""
-    return os.fork() or _serve(arguments[-1], kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on: libraries have threads, which stay behind
+        return os.fork() or _serve(arguments[-1], kept)
 
 
 def _serve(program: str, kept: Sequence[int]) -> NoReturn:
