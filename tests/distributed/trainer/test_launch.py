@@ -25,6 +25,7 @@ def settings(run_dir, *flags):
 
 
 def _train(config):
+    logging.basicConfig()  # as TorchRec's first warning would, in ranks that have had none
     handlers = list(logging.getLogger().handlers)
     summary = hstu.train.train(config)
     assert dist.is_initialized() and logging.getLogger().handlers == handlers
