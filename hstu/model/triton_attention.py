@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention import TokenTimes, require_plan_of, require_reach
+from hstu.model.attention import TokenTimes
 from hstu.model.triton_blocks import TILE_SPAN, outputs_of
 from hstu.model.triton_launch import Inputs, Tensors, adds_up, launch
 from hstu.model.triton_plan import TritonPlan, plan_triton_attention
@@ -63,10 +63,9 @@ def triton_attention(
         ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
 
     """
-    require_plan_of(query, plan.num_tokens)
+    plan.require_tokens(query)
     origin, position, time, seconds = 0, None, None, None
     if bias is not None:
-        require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
         position, origin = position_table(bias, plan)
     if times is not None:
         time, seconds = time_table(times.bias), in_two_parts(times.values)
@@ -80,10 +79,8 @@ def position_table(bias: torch.Tensor, plan: TritonPlan) -> tuple[torch.Tensor, 
 
     A pair that the mask hides may be as far below zero as a group of targets is long.
     """
-    width = bias.shape[1]
-    before = TILE_SPAN + min(plan.target_group_size, width)
-    zero = width // 2 if plan.sees_ahead else 0
-    return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + zero
+    before = TILE_SPAN + min(plan.target_group_size, bias.shape[1])
+    return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + plan.zero_column(bias)
 
 
 def time_table(bias: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from commons.sequence_batch.host_copies import to_device
-from hstu.model.attention_plan import numbered, read_lengths
+from hstu.model.attention_plan import BatchPlan, numbered, read_rows
 from hstu.model.triton_blocks import TILE_SPAN
 
 # Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
@@ -20,8 +20,8 @@ NO_WINDOW = _LARGEST = 2**30
 _LEAST_WORK, _MOST_PROGRAMS = 16, 512
 
 
-@dataclass(frozen=True)
-class TritonPlan:
+@dataclass(frozen=True, kw_only=True)
+class TritonPlan(BatchPlan):
     """Where the rows of a jagged batch begin, and what programs take."""
 
     # int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of those are
@@ -32,10 +32,7 @@ class TritonPlan:
     key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first
     bias_work: torch.Tensor  # int32 `(n, 3)`, distance of blocks, first row, row behind the last one
     target_work: torch.Tensor  # int32 `(n, 3)`, place in the history, row, 0: keys that targets see
-    num_tokens: int  # tokens of the batch
-    longest: int  # tokens of the longest row
     is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
     target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
     window: int  # the largest distance at which a token is seen
 
@@ -55,16 +52,12 @@ def plan_triton_attention(
     Everything goes to the device in one copy, from pinned memory where that is CUDA.
     """
     device = lengths.device if device is None else device
-    tokens, targets, contextual = read_lengths(lengths, num_targets, num_contextual)
-    if not is_causal:
-        targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
-    history = tokens - targets
-    num_tokens = int(tokens.sum())
+    rows = np.stack(read_rows(lengths, num_targets, num_contextual, is_causal=is_causal), axis=1)
+    rows = rows[np.argsort(-rows[:, 2], kind="stable")]
+    num_tokens = int(rows[:, 1].sum())
     if num_tokens >= 2**31:
         raise ValueError(f"the batch has {num_tokens} tokens; they are counted in 32 bits: use a smaller batch")
     window = launched_window(max_attn_len)
-    rows = np.stack([np.cumsum(tokens) - tokens, tokens, history, contextual], axis=1)
-    rows = rows[np.argsort(-history, kind="stable")]
     group = compiled_group_size(target_group_size, is_causal=is_causal)
     parts = [
         rows,
@@ -83,7 +76,7 @@ def plan_triton_attention(
         bias_work=bias_work,
         target_work=target_work,
         num_tokens=num_tokens,
-        longest=int(tokens.max(initial=0)),
+        longest=int(rows[:, 1].max(initial=0)),
         is_causal=is_causal,
         sees_ahead=not is_causal or num_contextual is not None,
         target_group_size=group,
