@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -96,15 +96,8 @@ class ModelArgs:
     def __post_init__(self) -> None:
         # The configs of both objectives raise what is wrong with a number, whatever the data set and the objective.
         num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
-        RankingConfig(self._hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
-        RetrievalConfig(
-            HSTUConfig(1, 1, 1, 1, 1),
-            {"item": 1},
-            "item",
-            num_negatives=self.num_negatives,
-            temperature=self.temperature,
-            in_batch_pool=self.in_batch_pool,
-        )
+        RankingConfig(self.hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
+        RetrievalConfig(HSTUConfig(1, 1, 1, 1, 1), {"item": 1}, "item", **same_fields(RetrievalConfig, self))
         for name in ("item_embedding_dim", "contextual_embedding_dim"):
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
@@ -126,67 +119,17 @@ class ModelArgs:
         """These settings with what they leave to the device; but for `kernel_backend`, which the layers decide."""
         return replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
-    def ranking_config(
-        self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int, **roles: Any
-    ) -> RankingConfig:
-        """The config of a ranking model.
-
-        Args:
-            max_sequence_length: the most tokens of a row.
-            tables: rows by feature name.
-            num_tasks: labels per prediction.
-            roles: which features the widths are meant for, as `table_widths` takes them.
-
-        Raises:
-            ValueError: a number outside its range.
-        """
-        return RankingConfig(
-            self._hstu_config(max_sequence_length),
-            tables,
-            self.prediction_head_arch,
-            num_tasks,
-            embedding_dims=self.table_widths(**roles),
-        )
-
-    def retrieval_config(
-        self, *, max_sequence_length: int, tables: dict[str, int], item_feature_name: str, **roles: Any
-    ) -> RetrievalConfig:
-        """The config of a retrieval model; arguments as those of `ranking_config`.
-
-        Raises:
-            ValueError: a number outside its range, or attention that would show what is to be predicted.
-        """
-        return RetrievalConfig(
-            self._hstu_config(max_sequence_length),
-            tables,
-            item_feature_name,
-            num_negatives=self.num_negatives,
-            temperature=self.temperature,
-            in_batch_pool=self.in_batch_pool,
-            embedding_dims=self.table_widths(item_feature_name=item_feature_name, **roles),
-        )
-
-    def table_widths(
-        self, *, item_feature_name: str | None = None, contextual_feature_names: Sequence[str] = ()
-    ) -> dict[str, int]:
-        """Widths of the tables that do not have the model's, by feature name.
-
-        Raises:
-            ValueError: a width for a feature without a name.
-        """
+    def table_widths(self, item_feature_name: str, contextual_feature_names: Iterable[str]) -> dict[str, int]:
+        """Widths of the tables that do not have the model's, by feature name."""
         widths: dict[str, int] = {}
         if self.contextual_embedding_dim is not None:
             widths |= dict.fromkeys(contextual_feature_names, self.contextual_embedding_dim)
         if self.item_embedding_dim is not None:
-            if item_feature_name is None:
-                raise ValueError(
-                    f"item_embedding_dim is {self.item_embedding_dim} and no feature is known to be the items; the "
-                    "width belongs to one table: give item_feature_name"
-                )
             widths[item_feature_name] = self.item_embedding_dim
         return widths
 
-    def _hstu_config(self, max_sequence_length: int) -> HSTUConfig:
+    def hstu_config(self, max_sequence_length: int) -> HSTUConfig:
+        """The layers, for rows of at most `max_sequence_length` tokens; ValueError for a number outside its range."""
         execution = same_fields(ExecutionConfig, self) | {"compile": bool(self.compile)}
         return HSTUConfig(
             **same_fields(HSTUConfig, self),
