@@ -6,6 +6,7 @@ lengths on the host ─► TritonPlan, once per batch ─► triton_attention, i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,13 @@ class TritonPlan(BatchPlan):
     is_causal: bool  # whether a token sees only itself and what precedes it
     target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
     window: int  # the largest distance at which a token is seen
+
+    def options(self, scale: float, origin: int) -> tuple[Any, ...]:
+        """What kernels take besides tokens and biases, in the order of `triton_launch.Inputs`."""
+        return (
+            *(self.rows, self.query_tiles, self.key_tiles, self.bias_work, self.target_work, scale),
+            *(self.target_group_size, self.is_causal, self.sees_ahead, self.window, origin),
+        )
 
 
 def plan_triton_attention(
@@ -66,15 +74,9 @@ def plan_triton_attention(
         _target_work(rows, window),
     ]
     flat = to_device([part.astype(np.int32).ravel() for part in parts], device)
-    rows_there, query_tiles, key_tiles, bias_work, target_work = (
-        tensor.view(part.shape) for tensor, part in zip(flat, parts)
-    )
+    names = ("rows", "query_tiles", "key_tiles", "bias_work", "target_work")
     return TritonPlan(
-        rows=rows_there,
-        query_tiles=query_tiles,
-        key_tiles=key_tiles,
-        bias_work=bias_work,
-        target_work=target_work,
+        **{name: tensor.view(part.shape) for name, tensor, part in zip(names, flat, parts)},
         num_tokens=num_tokens,
         longest=int(rows[:, 1].max(initial=0)),
         is_causal=is_causal,
