@@ -38,14 +38,18 @@ class Objective(ABC):
     def __init__(self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int] | None = None) -> None:
         names = feature_names(data)
         widths = model.table_widths(names.item_feature_name, names.contextual_feature_names)
-        shared = (model.hstu_config(data.max_sequence_length), tables or data.vocabulary_sizes)
-        self.config = self._model_config(model, dataset, data, *shared, embedding_dims=widths)
+        shared = {
+            "hstu": model.hstu_config(data.max_sequence_length),
+            "embedding_tables": tables or data.vocabulary_sizes,
+            "embedding_dims": widths,
+        }
+        self.config = self._model_config(model, dataset, data, shared)
 
     @abstractmethod
     def _model_config(
-        self, model: ModelArgs, dataset: DatasetArgs, data: Any, *shared: Any, **more: Any
+        self, model: ModelArgs, dataset: DatasetArgs, data: Any, shared: dict[str, Any]
     ) -> SequenceModelConfig:
-        """The model's own config; `shared` and `more` are arguments that all have."""
+        """The model's own config; `shared` are the fields of SequenceModelConfig."""
 
     def make_model(self, **options: Any) -> SequenceModel:
         """The model; options as those of `SequenceModel`."""
@@ -72,15 +76,13 @@ class RankingObjective(Objective):
     config: RankingConfig
     model_class = HSTURankingModel
 
-    def _model_config(
-        self, model: ModelArgs, dataset: DatasetArgs, data: Any, *shared: Any, **more: Any
-    ) -> RankingConfig:
+    def _model_config(self, model: ModelArgs, dataset: DatasetArgs, data: Any, shared: dict[str, Any]) -> RankingConfig:
         if data.num_tasks == 0:
             raise ValueError(
                 "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns.actions, "
                 "or task to 'retrieval'"
             )
-        return RankingConfig(*shared, model.prediction_head_arch, dataset.num_tasks, **more)
+        return RankingConfig(prediction_head_arch=model.prediction_head_arch, num_tasks=dataset.num_tasks, **shared)
 
     def metrics(
         self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
@@ -96,10 +98,10 @@ class RetrievalObjective(Objective):
     model_class = HSTURetrievalModel
 
     def _model_config(
-        self, model: ModelArgs, dataset: DatasetArgs, data: Any, *shared: Any, **more: Any
+        self, model: ModelArgs, dataset: DatasetArgs, data: Any, shared: dict[str, Any]
     ) -> RetrievalConfig:
         item = feature_names(data).item_feature_name
-        return RetrievalConfig(*shared, item, **same_fields(RetrievalConfig, model), **more)
+        return RetrievalConfig(item_feature_name=item, **same_fields(RetrievalConfig, model), **shared)
 
     def prepare(self, loader: DataLoader[Any], split: Split, seed: int) -> DataLoader[Any]:
         """Rows bring negatives, if the model wants drawn ones; in evaluation only the feature is there."""

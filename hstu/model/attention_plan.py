@@ -171,7 +171,9 @@ def plan_attention(
         num_tokens=num_tokens,
         longest=longest,
         sees_ahead=not is_causal or num_contextual is not None,
-        blocks=[_block(*(next(flat).view(array.shape) for array in draft[:2]), *draft[2:]) for draft in drafts],
+        blocks=[
+            _block(next(flat).view(draft[0].shape), next(flat).view(draft[1].shape), *draft[2:]) for draft in drafts
+        ],
         seen=seen,
         has_context=is_causal and num_contextual is not None,
     )
