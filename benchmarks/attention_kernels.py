@@ -29,8 +29,10 @@ from triton.compiler import ASTSource
 
 from benchmarks.command_line import from_command_line
 from hstu.model.kernels.parts import UNALIGNED
-from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Bias, Blocks, candidate_blocks, outputs_of, padded_head_dim
+from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Blocks, candidate_blocks, outputs_of, padded_head_dim
 from hstu.model.triton_launch import constants, function_of, tokens_of
+
+Bias = Literal["none", "position", "time", "both"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Name for ptxas: the instructions of a generation that others do not have are under its own letter.
@@ -225,7 +227,7 @@ def candidates(layer: Layer) -> Iterator[tuple[str, Blocks]]:
     """Every kernel that such layers have, in all of its blocks."""
     for kernel in KERNELS:
         capability = divmod(layer.architecture, 10)
-        for blocks in candidate_blocks(kernel, layer.dtype, layer.head_dim, layer.bias, capability):
+        for blocks in candidate_blocks(kernel, layer.dtype, layer.head_dim, layer.bias != "none", capability):
             yield kernel, blocks
 
 

@@ -61,7 +61,7 @@ def warm_up(device: torch.device) -> str:
     rows = []
     for head_dim in (16,) if device.type == "cpu" else (64, 128, 256):
         config = ModelArgs(num_attention_heads=4, kv_channels=head_dim, compute_dtype="bf16").on(device)
-        hstu = config.ranking_config(max_sequence_length=4096, tables={"item": 1}, num_tasks=1).hstu
+        hstu = config.hstu_config(4096)
         started = time.monotonic()
         chosen = choose_execution(hstu, device)
         rows.append([head_dim, f"{time.monotonic() - started:.0f}", chosen.uses_triton, chosen.compiles])

@@ -8,24 +8,24 @@ user the true error is larger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torchmetrics.classification import BinaryAUROC
-from torchmetrics.utilities.data import dim_zero_cat
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.standard_error import STANDARD_ERROR
+from hstu.model.gathered_rows import gather_rows
 from hstu.model.ranking import RankingOutput
 
 
 class RankingMetrics:
     """Exact AUC per task over all predictions since the last reset, of all ranks together.
 
-    It keeps every prediction: 16 bytes per prediction and task on the rank that made it, and all of them on every rank
-    while `compute` runs.
+    It keeps every prediction: 16 bytes per prediction and task, and 8 for popularity, on the rank that made it, and all
+    of them on every rank while `compute` runs.
     """
 
     def __init__(
@@ -41,35 +41,25 @@ class RankingMetrics:
         Args:
             num_tasks: tasks of the model.
             popularity: numbers `(num_items,)`; with them the AUC of each task is also computed for scores that are
-                these numbers, which a model has to beat. It takes as much memory again.
+                these numbers, which a model has to beat.
             device: where predictions are kept and gathered; for NCCL the rank's own device. The CPU if not given.
             pg_group: ranks whose predictions are judged together; the shuffler's default if not given.
         """
-        group = resolve_process_group(pg_group)
-
-        def make() -> list[BinaryAUROC]:
-            return [_AUC(validate_args=False, process_group=group).to(device) for _ in range(num_tasks)]
-
-        self._auc, self._popularity_auc = make(), [] if popularity is None else make()
-        self._popularity: torch.Tensor | None = None
-        if popularity is not None:  # metrics take probabilities
-            self._popularity = (popularity.double() / popularity.max().clamp(min=1)).to(device)
+        self._num_tasks, self._group = num_tasks, resolve_process_group(pg_group)
+        self._popularity = None if popularity is None else popularity.to(device, torch.float64)
         self._device = device
         self.reset()
 
     def update(self, output: RankingOutput) -> None:
         """Add the predictions of a step; a step may have none."""
-        scores = _places_in_order(output.logits)
-        for task, metric in enumerate(self._auc):
-            metric.update(scores[:, task], output.labels[:, task].long())
+        columns = [output.logits, output.labels]
         if self._popularity is not None:
             if output.items is None:
                 raise ValueError(
                     "the output has no items; the AUC of their popularity needs them: give RankingOutput.items"
                 )
-            popularity = self._popularity[output.items.long()]
-            for task, metric in enumerate(self._popularity_auc):
-                metric.update(popularity, output.labels[:, task].long())
+            columns.append(self._popularity[output.items.long()].unsqueeze(1))
+        self._predictions.append(torch.cat([column.to(self._device, torch.float64) for column in columns], dim=1))
 
     def compute(self) -> dict[str, float]:
         """AUC by task, `{"auc_task_0": …, "auc_task_0_se": …, "popularity_auc_task_0": …}`: a collective call.
@@ -78,59 +68,39 @@ class RankingMetrics:
         none at all, have the same label, or a prediction is no number; the error also with a single prediction of a
         label.
         """
+        columns = gather_rows(torch.cat(self._predictions), self._group).unbind(dim=1)
+        tasks = self._num_tasks
         found: dict[str, float] = {}
-        for kind, metrics in (("auc", self._auc), ("popularity_auc", self._popularity_auc)):
-            for task, metric in enumerate(metrics):
-                name, (value, error) = f"{kind}_task_{task}", metric.compute().tolist()
+        for kind, judged in (("auc", columns[:tasks]), ("popularity_auc", columns[2 * tasks :] * tasks)):
+            for task, (scores, labels) in enumerate(zip(judged, columns[tasks : 2 * tasks])):
+                name, (value, error) = f"{kind}_task_{task}", auc_with_error(scores, labels == 1)
                 found |= {name: value, name + STANDARD_ERROR: error}
         return found
 
     def reset(self) -> None:
         """Forget all predictions."""
-        for metric in [*self._auc, *self._popularity_auc]:
-            metric.reset()
-            # A rank without predictions takes part in gathering with the right dtypes.
-            metric.update(
-                torch.empty(0, dtype=torch.float64, device=self._device),
-                torch.empty(0, dtype=torch.int64, device=self._device),
-            )
+        # Of every step logits and labels, `num_tasks` columns each, and with popularity one of it. A rank without
+        # predictions takes part in gathering with the same columns.
+        width = 2 * self._num_tasks + (self._popularity is not None)
+        self._predictions = [torch.empty(0, width, dtype=torch.float64, device=self._device)]
 
 
-def _places_in_order(logits: torch.Tensor) -> torch.Tensor:
-    """Where logits stand among all float32 numbers: float64 in [0, 1), which metrics take for probabilities.
-
-    The order, ties included, is exactly that of the logits; a sigmoid would make equal what is far from zero. The bits
-    of a positive float32, read as an integer, rise with it, and those of a negative one fall.
-    """
-    bits = logits.float().contiguous().view(torch.int32).long()
-    place = torch.where(bits < 0, -(2**31) - bits, bits)  # −0 and 0 are both at 0
-    return ((place + 2**31).double() / 2**32).masked_fill(logits.isnan(), torch.nan)
-
-
-class _AUC(BinaryAUROC):
-    """AUC and its standard error, NaN where there are not both labels, or scores that are no numbers."""
-
-    def compute(self) -> torch.Tensor:
-        """float64 `(2,)`."""
-        labels, scores = dim_zero_cat(self.target) == 1, dim_zero_cat(self.preds)
-        if bool(labels.any()) and not bool(labels.all()) and not bool(scores.isnan().any()):
-            return torch.stack([super().compute().double(), auc_standard_error(scores, labels)])
-        return torch.full((2,), torch.nan, dtype=torch.float64, device=scores.device)
-
-
-def auc_standard_error(scores: torch.Tensor, is_positive: torch.Tensor) -> torch.Tensor:
-    """DeLong's standard error of the AUC of independent predictions: float64, 0-dimensional.
+def auc_with_error(scores: torch.Tensor, is_positive: torch.Tensor) -> tuple[float, float]:
+    """AUC of scores, float64 `(n,)`, and DeLong's standard error of that of independent predictions.
 
     A positive's placement is the share of negatives that it scores above, a negative's the share of positives that
-    score above it, ties counted half. The variance of the AUC is the sample variance of the positives' placements ÷
-    their number, plus the same of the negatives. NaN with a single positive, or a single negative.
+    score above it, ties counted half. The AUC is the positives' mean; its variance is the sample variance of the
+    positives' placements ÷ their number, plus the same of the negatives. Both are NaN where there are not both labels,
+    or scores that are no numbers, the error also with a single positive, or a single negative.
     """
     positives, negatives = scores[is_positive], scores[~is_positive]
+    if not len(positives) or not len(negatives) or bool(scores.isnan().any()):
+        return math.nan, math.nan
     among_all = _midranks(scores)
     above = (among_all[is_positive] - _midranks(positives)) / len(negatives)
     below = 1 - (among_all[~is_positive] - _midranks(negatives)) / len(positives)
     variance = _variance(above) / len(positives) + _variance(below) / len(negatives)
-    return variance.sqrt()
+    return float(above.mean()), float(variance.sqrt())
 
 
 def _midranks(scores: torch.Tensor) -> torch.Tensor:

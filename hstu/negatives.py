@@ -8,6 +8,7 @@ and the row's place in the data set alone: ranks, workers and a resumed run draw
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch, outline_kjt
 from commons.datasets.loader.resumable import ResumableLoader
-from commons.datasets.samplers.epoch import EpochSampler, Place
 from commons.sequence_batch.fields import copy_batch
 from commons.splitmix import as_fraction, splitmix64
 
@@ -119,55 +119,15 @@ class NegativeSampling(Dataset[HSTUBatch]):
         return copy_batch(outline, {"features": outline_kjt(lengths), "feature_to_max_seqlen": longest})
 
 
-class EpochTaggedSampler(EpochSampler[Any]):
-    """A sampler whose items are preceded by their epoch, so that worker processes know it too."""
-
-    def __init__(self, sampler: EpochSampler[Any]) -> None:
-        super().__init__(shuffle=False, seed=0)  # the order is that of the other sampler
-        self.epoch, self.start = sampler.epoch, sampler.start
-        self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    @property
-    def window(self) -> int:
-        """See EpochSampler."""
-        return self._sampler.window
-
-    @property
-    def num_rows(self) -> int:
-        """See EpochSampler."""
-        return self._sampler.num_rows
-
-    def items(self, epoch: int, start: Place) -> Iterator[tuple[int, Any]]:
-        """See EpochSampler."""
-        return ((epoch, item) for item in self._sampler.items(epoch, start))
-
-    def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
-        """See EpochSampler."""
-        return self._sampler.step_rows(epoch, start)
-
-    def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """See EpochSampler."""
-        return self._sampler.place_after(num_steps, epoch, start)
-
-    def identity(self) -> dict[str, Any]:
-        """See EpochSampler."""
-        return self._sampler.identity()
-
-    def wrap(self, sampler: EpochSampler[Any]) -> EpochSampler[Any]:
-        """See EpochSampler."""
-        return EpochTaggedSampler(sampler)
-
-
 def sample_negatives(
     loader: DataLoader[Any], feature_name: str, num_negatives: int, num_items: int, **options: Any
 ) -> ResumableLoader:
     """A loader of the same batches, whose rows bring negatives; arguments as those of `NegativeSampling`."""
+    sampler: Any = copy.copy(loader.sampler)
+    sampler.yields_epochs = True
     return ResumableLoader(
         NegativeSampling(loader.dataset, feature_name, num_negatives, num_items, **options),
-        EpochTaggedSampler(cast(EpochSampler[Any], loader.sampler)),
+        sampler,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from commons.distributed.process_group import resolve_process_group
 from commons.trainer import DatasetArgs
+from commons.trainer.config.load import same_fields
 from commons.trainer.evaluation import Metrics
 from hstu.metrics import RankingMetrics
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
@@ -32,19 +33,27 @@ class Objective(ABC):
     """
 
     config: SequenceModelConfig
+    model_class: ClassVar[type[SequenceModel]]
 
     def __init__(self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int] | None = None) -> None:
-        self.config = self._model_config(model, dataset, data, tables or data.vocabulary_sizes)
+        names = feature_names(data)
+        widths = model.table_widths(names.item_feature_name, names.contextual_feature_names)
+        shared = {
+            "hstu": model.hstu_config(data.max_sequence_length),
+            "embedding_tables": tables or data.vocabulary_sizes,
+            "embedding_dims": widths,
+        }
+        self.config = self._model_config(model, dataset, data, shared)
 
     @abstractmethod
     def _model_config(
-        self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]
+        self, model: ModelArgs, dataset: DatasetArgs, data: Any, shared: dict[str, Any]
     ) -> SequenceModelConfig:
-        """The model's own config."""
+        """The model's own config; `shared` are the fields of SequenceModelConfig."""
 
-    @abstractmethod
     def make_model(self, **options: Any) -> SequenceModel:
-        """The model; options as those of `HSTURankingModel`."""
+        """The model; options as those of `SequenceModel`."""
+        return self.model_class(self.config, **options)
 
     def prepare(self, loader: DataLoader[Any], split: Split, seed: int) -> DataLoader[Any]:
         """A loader of what the model needs, from one of what the data set has."""
@@ -65,23 +74,15 @@ class RankingObjective(Objective):
     """The action on every item, or on every candidate; AUC per task."""
 
     config: RankingConfig
+    model_class = HSTURankingModel
 
-    def _model_config(self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]) -> RankingConfig:
+    def _model_config(self, model: ModelArgs, dataset: DatasetArgs, data: Any, shared: dict[str, Any]) -> RankingConfig:
         if data.num_tasks == 0:
             raise ValueError(
                 "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns.actions, "
                 "or task to 'retrieval'"
             )
-        return model.ranking_config(
-            max_sequence_length=data.max_sequence_length,
-            tables=tables,
-            num_tasks=dataset.num_tasks,
-            **feature_roles(data),
-        )
-
-    def make_model(self, **options: Any) -> SequenceModel:
-        """See Objective."""
-        return HSTURankingModel(self.config, **options)
+        return RankingConfig(prediction_head_arch=model.prediction_head_arch, num_tasks=dataset.num_tasks, **shared)
 
     def metrics(
         self, model: nn.Module, names: Sequence[str], popularity: torch.Tensor | None, device: torch.device
@@ -94,17 +95,13 @@ class RetrievalObjective(Objective):
     """The next item among all items; HR@K and NDCG@K."""
 
     config: RetrievalConfig
+    model_class = HSTURetrievalModel
 
     def _model_config(
-        self, model: ModelArgs, dataset: DatasetArgs, data: Any, tables: dict[str, int]
+        self, model: ModelArgs, dataset: DatasetArgs, data: Any, shared: dict[str, Any]
     ) -> RetrievalConfig:
-        return model.retrieval_config(
-            max_sequence_length=data.max_sequence_length, tables=tables, **feature_roles(data)
-        )
-
-    def make_model(self, **options: Any) -> SequenceModel:
-        """See Objective."""
-        return HSTURetrievalModel(self.config, **options)
+        item = feature_names(data).item_feature_name
+        return RetrievalConfig(item_feature_name=item, **same_fields(RetrievalConfig, model), **shared)
 
     def prepare(self, loader: DataLoader[Any], split: Split, seed: int) -> DataLoader[Any]:
         """Rows bring negatives, if the model wants drawn ones; in evaluation only the feature is there."""
@@ -139,10 +136,6 @@ class RetrievalObjective(Objective):
 OBJECTIVES: dict[str, type[Objective]] = {"ranking": RankingObjective, "retrieval": RetrievalObjective}
 
 
-def feature_roles(data: Any) -> dict[str, Any]:
-    """Which features of a data set are the items and the context."""
-    names = getattr(data, "schema", data)
-    return {
-        "item_feature_name": names.item_feature_name,
-        "contextual_feature_names": tuple(names.contextual_feature_names),
-    }
+def feature_names(data: Any) -> Any:
+    """What knows a data set's `item_feature_name` and `contextual_feature_names`: its schema, or random data itself."""
+    return getattr(data, "schema", data)

@@ -31,7 +31,7 @@ from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.model.layer import HSTUEncoder
 from hstu.model.triton_launch import resolve_backend
 from hstu.negatives import NegativeSampling, with_negatives
-from hstu.objectives import OBJECTIVES, Objective, feature_roles
+from hstu.objectives import OBJECTIVES, Objective, feature_names
 from hstu.sharding import Sharding, build_distributed_model
 from hstu.train_config import ModelArgs, TrainConfig
 
@@ -205,7 +205,7 @@ class HSTURecipe(Recipe):
         dataset = replace(self.config.dataset, shuffle=False, drop_last=False)
         with kept_random_state():
             loader, _ = train_and_eval_loaders(dataset, trainer, self.device)
-            item_feature_name = feature_roles(loader.dataset)["item_feature_name"]
+            item_feature_name = feature_names(loader.dataset).item_feature_name
             return count_items(loader, self.objective.config.embedding_tables[item_feature_name], device=self.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -24,87 +24,47 @@ from hstu.model.config import ComputeDtype, InBatchPool, KernelBackend, Position
 class ModelArgs:
     """Dimensions of the model; the longest sequence and the tables follow from the data set."""
 
-    hidden_size: int = 64
-    """Width of a token between layers."""
-
-    num_layers: int = 2
-    """HSTU layers."""
-
-    num_attention_heads: int = 4
-    """Attention heads per layer."""
-
-    kv_channels: int = 16
-    """Width of a head."""
-
+    hidden_size: int = 64  # width of a token between layers
+    num_layers: int = 2  # HSTU layers
+    num_attention_heads: int = 4  # attention heads per layer
+    kv_channels: int = 16  # width of a head
+    # Width of the items' table, in which retrieval compares; None for hidden_size.
     item_embedding_dim: int | None = None
-    """Width of the items' table, in which retrieval compares; None for hidden_size."""
-
-    contextual_embedding_dim: int | None = None
-    """Width of the contextual features' tables; None for hidden_size."""
-
+    contextual_embedding_dim: int | None = None  # width of the contextual features' tables; None for hidden_size
+    # Probability with which an element of a layer's output is dropped in training, drawn by each rank for itself.
     dropout: float = 0.0
-    """Probability with which an element of a layer's output is dropped in training, drawn by each rank for itself."""
-
-    is_causal: bool = True
-    """A token sees only itself and what precedes it."""
-
+    is_causal: bool = True  # a token sees only itself and what precedes it
+    # Contextual tokens see all of the history, what follows them too; for ranking of candidates.
     contextual_mask: bool = False
-    """Contextual tokens see all of the history, what follows them too; for ranking of candidates."""
-
+    # Consecutive target tokens that may see one another; with actions a candidate is two tokens.
     target_group_size: int = 1
-    """Consecutive target tokens that may see one another; with actions a candidate is two tokens."""
-
+    # Largest distance, in tokens, at which a token sees another one; None for no window.
     max_attn_len: int | None = None
-    """Largest distance, in tokens, at which a token sees another one; None for no window."""
-
+    # Learned bias by distance: a number for every distance, for buckets of them, or none.
     position_bias: PositionBias = "direct"
-    """Learned bias by distance: a number for every distance, for buckets of them, or none."""
-
-    position_buckets: int = 32
-    """Buckets of a bucketed position bias."""
-
+    position_buckets: int = 32  # buckets of a bucketed position bias
+    # Learned bias by the time between two tokens, in seconds; every public data set has it, and random data too.
     time_bias: bool = False
-    """Learned bias by the time between two tokens, in seconds; every public data set has it, and random data too."""
-
-    time_buckets: int = 64
-    """Its buckets, each a third wider than the one before."""
-
-    compute_dtype: ComputeDtype = "fp32"
-    """Of matrix products and attention; weights, norms and loss stay in float32."""
-
+    time_buckets: int = 64  # its buckets, each a third wider than the one before
+    compute_dtype: ComputeDtype = "fp32"  # of matrix products and attention; weights, norms and loss stay in float32
+    # Compute layers again in the backward pass instead of keeping what they computed.
     activation_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping what they computed."""
-
+    # Who computes the attention: "triton" on CUDA, "pytorch" on every device; "auto" takes the former where it can.
     kernel_backend: KernelBackend = "auto"
-    """Who computes the attention: "triton" on CUDA, "pytorch" on every device; "auto" takes the former where it can."""
-
+    # Put what lies around the attention under torch.compile; None for doing so on CUDA, and not on a CPU.
     compile: bool | None = None
-    """Put what lies around the attention under torch.compile; None for doing so on CUDA, and not on a CPU."""
-
+    # Ranking: widths of the head's layers; the last one is the number of tasks.
     prediction_head_arch: tuple[int, ...] = (64, 1)
-    """Ranking: widths of the head's layers; the last one is the number of tasks."""
-
+    # Retrieval: items that are drawn for every row to compare with; -1 for all other predictions of the batch.
     num_negatives: int = -1
-    """Retrieval: items that are drawn for every row to compare with; -1 for all other predictions of the batch."""
-
-    in_batch_pool: InBatchPool = "rank"
-    """Retrieval with num_negatives -1: predictions of this rank, or of all ranks."""
-
-    temperature: float = 0.05
-    """Retrieval: by which cosines are divided."""
+    in_batch_pool: InBatchPool = "rank"  # Retrieval with num_negatives -1: predictions of this rank, or of all ranks
+    temperature: float = 0.05  # Retrieval: by which cosines are divided
 
     def __post_init__(self) -> None:
         # The configs of both objectives raise what is wrong with a number, whatever the data set and the objective.
         num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
-        RankingConfig(self._hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
-        RetrievalConfig(
-            HSTUConfig(1, 1, 1, 1, 1),
-            {"item": 1},
-            "item",
-            num_negatives=self.num_negatives,
-            temperature=self.temperature,
-            in_batch_pool=self.in_batch_pool,
-        )
+        RankingConfig(self.hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
+        RetrievalConfig(HSTUConfig(1, 1, 1, 1, 1), {"item": 1}, "item", **same_fields(RetrievalConfig, self))
         for name in ("item_embedding_dim", "contextual_embedding_dim"):
             if getattr(self, name) is not None:
                 require_at_least(name, getattr(self, name), 1)
@@ -126,67 +86,17 @@ class ModelArgs:
         """These settings with what they leave to the device; but for `kernel_backend`, which the layers decide."""
         return replace(self, compile=device.type == "cuda" if self.compile is None else self.compile)
 
-    def ranking_config(
-        self, *, max_sequence_length: int, tables: dict[str, int], num_tasks: int, **roles: Any
-    ) -> RankingConfig:
-        """The config of a ranking model.
-
-        Args:
-            max_sequence_length: the most tokens of a row.
-            tables: rows by feature name.
-            num_tasks: labels per prediction.
-            roles: which features the widths are meant for, as `table_widths` takes them.
-
-        Raises:
-            ValueError: a number outside its range.
-        """
-        return RankingConfig(
-            self._hstu_config(max_sequence_length),
-            tables,
-            self.prediction_head_arch,
-            num_tasks,
-            embedding_dims=self.table_widths(**roles),
-        )
-
-    def retrieval_config(
-        self, *, max_sequence_length: int, tables: dict[str, int], item_feature_name: str, **roles: Any
-    ) -> RetrievalConfig:
-        """The config of a retrieval model; arguments as those of `ranking_config`.
-
-        Raises:
-            ValueError: a number outside its range, or attention that would show what is to be predicted.
-        """
-        return RetrievalConfig(
-            self._hstu_config(max_sequence_length),
-            tables,
-            item_feature_name,
-            num_negatives=self.num_negatives,
-            temperature=self.temperature,
-            in_batch_pool=self.in_batch_pool,
-            embedding_dims=self.table_widths(item_feature_name=item_feature_name, **roles),
-        )
-
-    def table_widths(
-        self, *, item_feature_name: str | None = None, contextual_feature_names: Sequence[str] = ()
-    ) -> dict[str, int]:
-        """Widths of the tables that do not have the model's, by feature name.
-
-        Raises:
-            ValueError: a width for a feature without a name.
-        """
+    def table_widths(self, item_feature_name: str, contextual_feature_names: Iterable[str]) -> dict[str, int]:
+        """Widths of the tables that do not have the model's, by feature name."""
         widths: dict[str, int] = {}
         if self.contextual_embedding_dim is not None:
             widths |= dict.fromkeys(contextual_feature_names, self.contextual_embedding_dim)
         if self.item_embedding_dim is not None:
-            if item_feature_name is None:
-                raise ValueError(
-                    f"item_embedding_dim is {self.item_embedding_dim} and no feature is known to be the items; the "
-                    "width belongs to one table: give item_feature_name"
-                )
             widths[item_feature_name] = self.item_embedding_dim
         return widths
 
-    def _hstu_config(self, max_sequence_length: int) -> HSTUConfig:
+    def hstu_config(self, max_sequence_length: int) -> HSTUConfig:
+        """The layers, for rows of at most `max_sequence_length` tokens; ValueError for a number outside its range."""
         execution = same_fields(ExecutionConfig, self) | {"compile": bool(self.compile)}
         return HSTUConfig(
             **same_fields(HSTUConfig, self),
@@ -200,33 +110,21 @@ class ModelArgs:
 class TrainConfig:
     """A training run of an HSTU model."""
 
-    trainer: TrainerArgs
-    """How the model is trained."""
-
-    dataset: DatasetArgs
-    """What it is trained on."""
-
-    model: ModelArgs = field(default_factory=ModelArgs)
-    """The model."""
-
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
-    """What trains it."""
-
+    trainer: TrainerArgs  # how the model is trained
+    dataset: DatasetArgs  # what it is trained on
+    model: ModelArgs = field(default_factory=ModelArgs)  # the model
+    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)  # what trains it
+    # What the model predicts: the action on an item, or the next item.
     task: Literal["ranking", "retrieval"] = "ranking"
-    """What the model predicts: the action on an item, or the next item."""
-
+    # How single tables lie on the ranks, by feature name; the others follow optimizer.sharding.
     table_sharding: dict[str, Sharding] = field(default_factory=dict)
-    """How single tables lie on the ranks, by feature name; the others follow optimizer.sharding."""
-
+    # Tell with every evaluation what the items' popularity would have scored; costs one reading of the data.
     popularity_baseline: bool = False
-    """Tell with every evaluation what the items' popularity would have scored; costs one reading of the data."""
-
+    # Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
+    # or by the entry point of an installed package.
     shuffler_type: str = "hstu"
-    """Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
-    or by the entry point of an installed package."""
-
+    # Modules to import first on every rank, installed or in the working directory, such as one with a shuffler.
     imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
-    """Modules to import first on every rank, installed or in the working directory, such as one with a shuffler."""
 
     def __post_init__(self) -> None:
         require_shuffler(self.shuffler_type, self.imports)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention_plan import AttentionPlan, Block
+from hstu.model.attention_plan import AttentionPlan, Chunk
 
 # ln(1.351): the width of a time bucket, as in the code published with the paper.
 _LOG_TIME_STEP = 0.301
@@ -68,33 +68,12 @@ def hstu_attention(
     Raises:
         ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
     """
-    require_plan_of(query, plan.num_tokens)
-    reach = require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
-    table = _bias_table(bias.to(query.dtype), plan, reach)
+    plan.require_tokens(query)
+    table = _bias_table(bias.to(query.dtype), plan)
     seconds, time_table = (None, None) if times is None else (times.values, times.bias.to(query.dtype))
     # Sums run over many chunks: autocast must not change their dtype on the way.
     with torch.autocast(query.device.type, enabled=False):
         return _HSTUAttention.apply(query, key, value, table, time_table, seconds, plan, 1.0 / normalizer)
-
-
-def require_plan_of(query: torch.Tensor, num_tokens: int) -> None:
-    """Raise ValueError unless a plan was made for these tokens."""
-    if query.shape[0] != num_tokens:
-        raise ValueError(
-            f"query has {query.shape[0]} tokens, the plan was made for {num_tokens}; a plan serves the batch it was "
-            "made from: make one from this batch's lengths"
-        )
-
-
-def require_reach(longest: int, width: int, *, sees_ahead: bool) -> int:
-    """Tokens of the longest row that a bias of `width` distances serves; ValueError if the longest row has more."""
-    reach = (width + 1) // 2 if sees_ahead else width
-    if longest > reach:
-        raise ValueError(
-            f"the longest row has {longest} tokens, the position bias reaches {reach}; a row may have at most "
-            "max_sequence_length tokens: raise it or truncate the rows"
-        )
-    return reach
 
 
 def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
@@ -106,17 +85,22 @@ def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
     return (apart.abs().clamp_(min=1).float().log_() / _LOG_TIME_STEP).long().clamp_(max=num_buckets - 1)
 
 
-def _bias_table(bias: torch.Tensor, plan: AttentionPlan, reach: int) -> torch.Tensor:
+def _bias_table(bias: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask in it, and where contextual tokens are bare.
 
-    Distance d is in column `plan.farthest − d`. Columns of distances that no row has serve padding.
+    Distance d is in column `_farthest(plan) − d`. Columns of distances that no row has serve padding.
     """
-    distance = torch.arange(plan.farthest, plan.nearest - 1, -1, device=bias.device)
-    column = distance + (reach - 1 if plan.sees_ahead else 0)
-    bare = bias.index_select(1, column.clamp_(0, bias.shape[1] - 1))
+    farthest, zero = _farthest(plan), plan.zero_column(bias)
+    bare = torch.nn.functional.pad(bias.flip(1), (farthest + zero + 1 - bias.shape[1], farthest - zero))
+    distance = torch.arange(farthest, -farthest - 1, -1, device=bias.device)
     hidden = (distance < plan.seen[0]) | (distance > plan.seen[1])
     masked = bare.masked_fill(hidden, torch.finfo(bias.dtype).min / 2)
     return torch.stack([masked, bare] if plan.has_context else [masked], dim=1)
+
+
+def _farthest(plan: AttentionPlan) -> int:
+    """No query and key of a block are as far apart, padding included: each is at most as long as the longest row."""
+    return 2 * plan.longest
 
 
 class _HSTUAttention(torch.autograd.Function):
@@ -144,10 +128,10 @@ class _HSTUAttention(torch.autograd.Function):
         outputs = torch.zeros_like(queries)
         for block in plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
-            for seen, chunk in block.chunks():
-                scores = bias.scores(_take(queries, chunk.queries), k[:, seen], chunk)
+            for chunk in block.chunks:
+                scores = bias.scores(_take(queries, chunk.queries), k[:, chunk.place], chunk)
                 weights = torch.nn.functional.silu(scores, inplace=True)
-                _add(outputs, chunk.queries, torch.bmm(weights, v[:, seen]))
+                _add(outputs, chunk.queries, torch.bmm(weights, v[:, chunk.place]))
         return _tokens_first(outputs).mul_(scale / before)
 
     @staticmethod
@@ -161,15 +145,15 @@ class _HSTUAttention(torch.autograd.Function):
         for block in ctx.plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
             grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
-            for seen, chunk in block.chunks():
+            for chunk in block.chunks:
                 q, grad = _take(queries, chunk.queries), _take(grad_outputs, chunk.queries)
-                scores = bias.scores(q, k[:, seen], chunk)
-                grad_weights = torch.bmm(grad, v[:, seen].transpose(1, 2))
+                scores = bias.scores(q, k[:, chunk.place], chunk)
+                grad_weights = torch.bmm(grad, v[:, chunk.place].transpose(1, 2))
                 grad_scores = torch.ops.aten.silu_backward(grad_weights, scores)
                 weights = torch.nn.functional.silu(scores, inplace=True)
-                grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), grad)
-                grad_k[:, seen] += torch.bmm(grad_scores.transpose(1, 2), q)
-                _add(grad_queries, chunk.queries, torch.bmm(grad_scores, k[:, seen]))
+                grad_v[:, chunk.place] += torch.bmm(weights.transpose(1, 2), grad)
+                grad_k[:, chunk.place] += torch.bmm(grad_scores.transpose(1, 2), q)
+                _add(grad_queries, chunk.queries, torch.bmm(grad_scores, k[:, chunk.place]))
                 bias.add_gradients(grad_scores, chunk)
             _add(grad_keys, block.keys, grad_k)
             _add(grad_values, block.keys, grad_v)
@@ -189,7 +173,7 @@ class _Bias:
         self._grad_table = _zeros_to_add_to(table)
         self._grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
 
-    def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Block) -> torch.Tensor:
+    def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Scores q · k + bias of a chunk: `(num_heads · num_rows, num_queries, num_keys)`."""
         num_heads, num_keys = self._table.shape[0], chunk.keys.shape[1]
         scores = query.new_empty(query.shape[0], query.shape[1], num_keys)
@@ -200,7 +184,7 @@ class _Bias:
             scores += self._time_table.index_select(1, self._buckets(chunk, self._time_table)).view_as(scores)
         return scores.baddbmm_(query, key.transpose(1, 2))
 
-    def add_gradients(self, grad_scores: torch.Tensor, chunk: Block) -> None:
+    def add_gradients(self, grad_scores: torch.Tensor, chunk: Chunk) -> None:
         """Add the gradients of a chunk's scores to those of the bias."""
         num_heads = self._table.shape[0]
         if self._grad_time_table is not None:
@@ -220,12 +204,12 @@ class _Bias:
         by_time = None if self._grad_time_table is None else self._grad_time_table.to(self._table.dtype)
         return self._grad_table.to(self._table.dtype), by_time
 
-    def _columns(self, table: torch.Tensor, chunk: Block) -> torch.Tensor:
+    def _columns(self, table: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The columns of the table that a chunk sees: `(num_heads, period + num_keys − 1)`, by falling distance."""
-        first, is_masked = self._plan.farthest - chunk.distance, chunk.seen == self._plan.seen
+        first, is_masked = _farthest(self._plan) - chunk.distance, chunk.seen == self._plan.seen
         return table[:, 0 if is_masked else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
 
-    def _buckets(self, chunk: Block, time_table: torch.Tensor) -> torch.Tensor:
+    def _buckets(self, chunk: Chunk, time_table: torch.Tensor) -> torch.Tensor:
         """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
         apart = self._times[chunk.queries][:, :, None] - self._times[chunk.keys][:, None]
         return time_buckets(apart, time_table.shape[1]).flatten()

@@ -1,6 +1,6 @@
 """Which rows of a jagged batch attend together: dense blocks of rows of similar length.
 
-    lengths on the host ─► AttentionPlan: blocks of rows ─► attention, in every layer
+    lengths on the host ─► AttentionPlan: blocks of rows, cut into chunks of queries ─► attention, in every layer
 
 A row is its history followed by its targets. What its tokens see has up to three parts: the history and each group of
 targets on themselves, targets on the history and, with a contextual mask, contextual tokens on all of the history. Rows
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from commons.perf_model.attention_pairs import attention_pairs
 from commons.sequence_batch.host_copies import to_device
 
 # Fewer queries than this make poor matrix products.
@@ -53,43 +52,62 @@ CPU_TUNING = DeviceTuning(max_scores=2**18, dispatch_scores=2**14)
 ACCELERATOR_TUNING = DeviceTuning(max_scores=2**25, dispatch_scores=2**20)
 
 
-class Block(NamedTuple):
-    """Rows that attend as one dense batch; query x and key y are at distance `distance − x % period − y`."""
+class Chunk(NamedTuple):
+    """Queries computed at a time; query x and key y are at distance `distance − x % period − y`."""
 
     queries: torch.Tensor  # int64 `(num_rows, num_queries)`, tokens; padding is the token behind the last one
-    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`
+    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`: those that some of the queries may see
+    place: slice  # of these keys among those of the block
     distance: int  # between query 0 and key 0
     period: int  # queries after which the distances repeat; `num_queries` is a multiple of it
     seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen
-    chunk_size: int  # queries to compute at a time
-
-    def chunks(self) -> Iterator[tuple[slice, Block]]:
-        """The queries, `chunk_size` at a time, as blocks with the keys that they may see, and which keys these are."""
-        for start in range(0, self.queries.shape[1], self.chunk_size):
-            queries = self.queries[:, start : start + self.chunk_size]
-            distance, period = self.distance - start % self.period, min(self.period, queries.shape[1])
-            first = max(distance - period + 1 - self.seen[1], 0)
-            keys = slice(first, distance - self.seen[0] + 1)
-            yield keys, Block(queries, self.keys[:, keys], distance - first, period, self.seen, self.chunk_size)
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
+class Block(NamedTuple):
+    """Rows that attend as one dense batch."""
+
+    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, tokens; padding is the token behind the last one
+    chunks: list[Chunk]  # its queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What the plans of all kernel backends know of a jagged batch."""
+
+    num_tokens: int  # tokens of the batch
+    longest: int  # tokens of the longest row
+    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
+
+    def require_tokens(self, query: torch.Tensor) -> None:
+        """Raise ValueError unless the plan was made for these tokens."""
+        if query.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"query has {query.shape[0]} tokens, the plan was made for {self.num_tokens}; a plan serves the batch "
+                "it was made from: make one from this batch's lengths"
+            )
+
+    def require_reach(self, reach: int) -> None:
+        """Raise ValueError for a row of more than `reach` tokens."""
+        if self.longest > reach:
+            raise ValueError(
+                f"the longest row has {self.longest} tokens, the position bias reaches {reach}; a row may have at most "
+                "max_sequence_length tokens: raise it or truncate the rows"
+            )
+
+    def zero_column(self, bias: torch.Tensor) -> int:
+        """The column of distance 0 in a bias by rising distance; ValueError if that does not reach the longest row."""
+        zero = bias.shape[1] // 2 if self.sees_ahead else 0
+        self.require_reach(bias.shape[1] - zero)
+        return zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan(BatchPlan):
     """The blocks of a jagged batch."""
 
     blocks: list[Block]
-    num_tokens: int  # tokens of the batch
-    longest: int  # tokens of the longest row
     seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen, but by contextual tokens
     has_context: bool  # whether there may be contextual tokens, which see all of the history
-    # The largest and the smallest distance between a query and a key of a block, padding included.
-    farthest: int
-    nearest: int
-
-    @property
-    def sees_ahead(self) -> bool:
-        """Whether some token sees a later one of its history, so that distances below zero have a bias."""
-        return self.has_context or self.seen[0] < 0
 
 
 def plan_attention(
@@ -126,12 +144,9 @@ def plan_attention(
     """
     device = lengths.device if device is None else device
     tuning = tuning or (CPU_TUNING if device.type == "cpu" else ACCELERATOR_TUNING)
-    tokens, targets, contextual = read_lengths(lengths, num_targets, num_contextual)
-    if not is_causal:
-        targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
-    history = tokens - targets
-    first = np.cumsum(tokens) - tokens
-    longest = int(tokens.max(initial=0))
+    first, tokens, history, contextual = read_rows(lengths, num_targets, num_contextual, is_causal=is_causal)
+    targets = tokens - history
+    num_tokens, longest = int(tokens.sum()), int(tokens.max(initial=0))
     everything = max(longest, 1)  # no distance is as large
     window = everything if max_attn_len is None else min(max_attn_len, everything)
     seen = (0 if is_causal else -window, window)
@@ -139,7 +154,7 @@ def plan_attention(
     row, number = numbered(-(-targets // group_size))
     groups = np.minimum(group_size, targets[row] - number * group_size)
     group_first = (first + history)[row] + number * group_size
-    none, near = np.zeros_like(history), np.minimum(history, window)
+    near = np.minimum(history, window)
     parts = [
         _on_themselves(
             np.concatenate([first, group_first]),
@@ -147,25 +162,35 @@ def plan_attention(
             np.concatenate([contextual, np.zeros_like(groups)]),  # queries of the next part
             seen,
         ),
-        _Part(first, contextual, first, history, none, contextual * history, (-everything, everything)),
-        _Part(first + history, targets, first + history - near, near, near, targets * near, seen, group_size),
+        _Part(first, contextual, np.zeros_like(history), history, (-everything, everything)),
+        _Part(first + history, targets, near, near, seen, period=group_size),
     ]
-    num_tokens = int(tokens.sum())
     drafts = [draft for part in parts for draft in part.blocks(num_heads, tuning, padding=num_tokens)]
     flat = iter(to_device([array.ravel() for draft in drafts for array in draft[:2]], device) if drafts else [])
-    blocks = []
-    for draft in drafts:
-        queries, keys = (next(flat).view(array.shape) for array in draft[:2])
-        blocks.append(Block(queries, keys, *draft[2:]))
     return AttentionPlan(
-        blocks=blocks,
         num_tokens=num_tokens,
         longest=longest,
+        sees_ahead=not is_causal or num_contextual is not None,
+        blocks=[
+            _block(next(flat).view(draft[0].shape), next(flat).view(draft[1].shape), *draft[2:]) for draft in drafts
+        ],
         seen=seen,
         has_context=is_causal and num_contextual is not None,
-        farthest=max((block.distance for block in blocks), default=0),
-        nearest=min((block.distance + 2 - block.period - block.keys.shape[1] for block in blocks), default=0),
     )
+
+
+def _block(
+    queries: torch.Tensor, keys: torch.Tensor, distance: int, period: int, seen: tuple[int, int], chunk_size: int
+) -> Block:
+    """A block, of whose queries `chunk_size` are computed at a time; `distance` is that of query 0 and key 0."""
+    chunks = []
+    for start in range(0, queries.shape[1], chunk_size):
+        chunk = queries[:, start : start + chunk_size]
+        nearest, repeats = distance - start % period, min(period, chunk.shape[1])
+        first = max(nearest - repeats + 1 - seen[1], 0)
+        place = slice(first, nearest - seen[0] + 1)
+        chunks.append(Chunk(chunk, keys[:, place], place, nearest - first, repeats, seen))
+    return Block(keys, chunks)
 
 
 def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -178,8 +203,11 @@ def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row, np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.ndarray]:
-    """Tokens, targets and contextual tokens per row as int64 arrays: the one place that may wait for a device."""
+def read_rows(lengths: torch.Tensor, *parts: torch.Tensor | None, is_causal: bool) -> tuple[np.ndarray, ...]:
+    """Of every row its first token, tokens, those of the history and how many of those are contextual, as int64 arrays.
+
+    `parts` are targets and contextual tokens of the rows. The one place that may wait for a device.
+    """
     given = [torch.zeros_like(lengths) if part is None else part.to(lengths) for part in parts]
     tokens, targets, contextual = torch.stack([lengths, *given]).to(torch.int64).cpu().numpy()
     wrong = np.flatnonzero((targets < 0) | (contextual < 0) | (targets + contextual > tokens))
@@ -190,48 +218,49 @@ def read_lengths(lengths: torch.Tensor, *parts: torch.Tensor | None) -> list[np.
             "contextual tokens; these are counted among a row's tokens: give 0 <= num_targets + num_contextual <= "
             "lengths"
         )
-    return [tokens, targets, contextual]
+    if not is_causal:  # tokens like the others
+        targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
+    return np.cumsum(tokens) - tokens, tokens, tokens - targets, contextual
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Queries of rows, or of pieces of rows, on keys of the same rows; int64 `(num_rows,)` each."""
 
-    first_query: np.ndarray  # token of a row's query 0
+    first: np.ndarray  # token of a row's query 0
     num_queries: np.ndarray
-    first_key: np.ndarray  # token of a row's key 0
+    lead: np.ndarray  # tokens from key 0 to query 0
     num_keys: np.ndarray
-    lead: np.ndarray  # distance from query 0 to key 0
-    pairs: np.ndarray  # of queries and keys that the mask keeps, to size blocks by
-    seen: tuple[int, int]  # as in a block
-    period: int | None = None  # as in a block; as many as there are queries if not given
+    seen: tuple[int, int]  # as in a chunk
+    period: int | None = None  # as in a chunk; as many as there are queries if not given
+    kept: float = 1.0  # of the pairs of queries and keys where there is no window, about
 
     def blocks(self, num_heads: int, tuning: DeviceTuning, padding: int) -> Iterator[tuple[Any, ...]]:
-        """Fields of every block, those with the most keys first; rows without pairs are in no block.
+        """Arguments of `_block` for every block, those with the most keys first; rows without pairs are in no block.
 
         Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
         lengths, and long ones are padded little.
         """
-        rows = np.flatnonzero(self.num_keys * self.num_queries)
+        pairs, span = self.num_keys * self.num_queries, self.seen[1] - self.seen[0]
+        rows = np.flatnonzero(pairs)
         rows = rows[np.argsort(-self.num_keys[rows], kind="stable")]
         while rows.size:
             num_rows, widest = np.arange(1, rows.size + 1), np.maximum.accumulate(self.num_queries[rows])
             longest = int(self.num_keys[rows[0]])
-            kept = self.pairs[rows[0]] / (widest[0] * longest)  # of a padded row
-            wasted = num_rows * widest * longest * kept - np.cumsum(self.pairs[rows])
-            at_once = min(longest, self.seen[1] - self.seen[0] + _MIN_CHUNK)  # keys of the smallest chunk
+            kept = min(self.kept, span / longest)
+            wasted = kept * (num_rows * widest * longest - np.cumsum(pairs[rows]))
+            at_once = min(longest, span + _MIN_CHUNK)  # keys of the smallest chunk
             held = num_rows * at_once * np.minimum(widest, _MIN_CHUNK)
             fits = (num_heads * wasted <= 2 * tuning.dispatch_scores) & (num_heads * held <= tuning.max_scores)
             count = max(1, int(np.cumprod(fits).sum()))
-            yield self._block(rows[:count], num_heads, tuning, padding)
+            yield self._padded(rows[:count], num_heads, tuning, padding)
             rows = rows[count:]
 
-    def _block(self, rows: np.ndarray, num_heads: int, tuning: DeviceTuning, padding: int) -> tuple[Any, ...]:
-        """Fields of the block of these rows: of queries and keys their tokens, `padding` elsewhere.
+    def _padded(self, rows: np.ndarray, num_heads: int, tuning: DeviceTuning, padding: int) -> tuple[Any, ...]:
+        """Arguments of `_block` for these rows: of queries and keys their tokens, `padding` elsewhere.
 
         Keys stand so far behind the front of a padded row that query 0 is as far from place 0 in all rows.
         """
-        num_queries, num_keys, lead = (each[rows, None] for each in (self.num_queries, self.num_keys, self.lead))
+        first, num_queries, lead, num_keys = (each[rows, None] for each in self[:4])
         period = self.period or int(num_queries.max())
         query = np.arange(-(-int(num_queries.max()) // period) * period)
         query += period - 1 - 2 * (query % period)  # in reverse order
@@ -239,8 +268,8 @@ class _Part:
         key = np.arange((front + num_keys).max()) - front
         size = tuning.chunk_size(num_heads * rows.size, query.size, key.shape[1], self.seen[1] - self.seen[0])
         return (
-            np.where(query < num_queries, self.first_query[rows, None] + query, padding),
-            np.where((key >= 0) & (key < num_keys), self.first_key[rows, None] + key, padding),
+            np.where(query < num_queries, first + query, padding),
+            np.where((key >= 0) & (key < num_keys), first - lead + key, padding),
             period - 1 + int(lead.max()),
             period,
             self.seen,
@@ -258,6 +287,4 @@ def _on_themselves(first: np.ndarray, length: np.ndarray, skipped: np.ndarray, s
     begin = skipped[row] + number * size
     end = np.minimum(begin + size, length[row])
     key, key_end = np.maximum(begin - seen[1], 0), np.minimum(end - seen[0], length[row])
-    up_to_begin, up_to_end = (attention_pairs(n, causal=seen[0] == 0, max_attn_len=seen[1]) for n in (begin, end))
-    token = first[row]
-    return _Part(token + begin, end - begin, token + key, key_end - key, begin - key, up_to_end - up_to_begin, seen)
+    return _Part(first[row] + begin, end - begin, begin - key, key_end - key, seen, kept=1.0 if seen[0] else 0.5)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hstu.model.attention import TokenTimes, hstu_attention, require_reach
+from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
 from hstu.model.execution import execution_of
@@ -191,14 +191,12 @@ class HSTUEncoder(nn.Module):
                 "time_bias is True and there are no times; a bias by time needs them: give the batch the feature "
                 f"{self.config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
             )
-        if self.config.contextual_mask and num_contextual is None:
-            num_contextual = torch.zeros_like(lengths)
         dtype = tokens.dtype
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
         execution = execution_of(self.config, tokens.device, dtype)
-        lengths_of = (lengths, num_targets, num_contextual if self.config.contextual_mask else None)
-        plan = self._plan(*lengths_of, tokens.device, uses_triton=execution.uses_triton)
+        plan = self._plan(lengths, num_targets, num_contextual, tokens.device, uses_triton=execution.uses_triton)
+        plan.require_reach(self.config.max_sequence_length)
         if times is not None and isinstance(plan, TritonPlan):
             times = in_two_parts(times)
         saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
@@ -219,15 +217,18 @@ class HSTUEncoder(nn.Module):
         *,
         uses_triton: bool,
     ) -> AttentionPlan | TritonPlan:
+        config = self.config
+        if not config.contextual_mask:
+            num_contextual = None
+        elif num_contextual is None:
+            num_contextual = torch.zeros_like(lengths)
+        rows = (lengths, num_targets, num_contextual)
         masks: dict[str, Any] = {
-            "is_causal": self.config.is_causal,
-            "target_group_size": self.config.target_group_size,
-            "max_attn_len": self.config.max_attn_len,
+            "is_causal": config.is_causal,
+            "target_group_size": config.target_group_size,
+            "max_attn_len": config.max_attn_len,
             "device": device,
         }
-        if not uses_triton:
-            num_heads = self.config.num_attention_heads
-            return plan_attention(lengths, num_targets, num_contextual, num_heads=num_heads, **masks)
-        plan = plan_triton_attention(lengths, num_targets, num_contextual, **masks)
-        require_reach(plan.longest, self.config.max_sequence_length, sees_ahead=False)
-        return plan
+        if uses_triton:
+            return plan_triton_attention(*rows, **masks)
+        return plan_attention(*rows, num_heads=config.num_attention_heads, **masks)

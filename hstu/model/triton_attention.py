@@ -12,12 +12,12 @@ short, or where the GPU has no tensor descriptors. Those of the biases take one 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention import TokenTimes, require_plan_of, require_reach
+from hstu.model.attention import TokenTimes
 from hstu.model.triton_blocks import TILE_SPAN, outputs_of
 from hstu.model.triton_launch import Inputs, Tensors, adds_up, launch
 from hstu.model.triton_plan import TritonPlan, plan_triton_attention
@@ -63,16 +63,16 @@ def triton_attention(
         ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
 
     """
-    require_plan_of(query, plan.num_tokens)
+    plan.require_tokens(query)
     origin, position, time, seconds = 0, None, None, None
     if bias is not None:
-        require_reach(plan.longest, bias.shape[1], sees_ahead=plan.sees_ahead)
         position, origin = position_table(bias, plan)
     if times is not None:
         time, seconds = time_table(times.bias), in_two_parts(times.values)
     # Autocast must not change the dtype of what the kernels are given.
     with torch.autocast(query.device.type, enabled=False):
-        return _TritonAttention.apply(query, key, value, position, time, seconds, plan, 1.0 / normalizer, origin)
+        options = plan.options(1.0 / normalizer, origin)
+        return _TritonAttention.apply(query, key, value, position, time, seconds, plan.longest, *options)
 
 
 def position_table(bias: torch.Tensor, plan: TritonPlan) -> tuple[torch.Tensor, int]:
@@ -80,10 +80,8 @@ def position_table(bias: torch.Tensor, plan: TritonPlan) -> tuple[torch.Tensor, 
 
     A pair that the mask hides may be as far below zero as a group of targets is long.
     """
-    width = bias.shape[1]
-    before = TILE_SPAN + min(plan.target_group_size, width)
-    zero = width // 2 if plan.sees_ahead else 0
-    return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + zero
+    before = TILE_SPAN + min(plan.target_group_size, bias.shape[1])
+    return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + plan.zero_column(bias)
 
 
 def time_table(bias: torch.Tensor) -> torch.Tensor:
@@ -113,27 +111,26 @@ class _TritonAttention(torch.autograd.Function):
         position: torch.Tensor | None,
         time: torch.Tensor | None,
         times: torch.Tensor | None,
-        plan: TritonPlan,
-        scale: float,
-        origin: int,
+        longest: int,
+        *options: Any,
     ) -> torch.Tensor:
         query, key, value = _with_common_strides(query, key, value)
         ctx.save_for_backward(query, key, value, position, time, times)
-        ctx.plan, ctx.options = plan, _options(plan, scale, origin)
-        return torch.ops.evenrank.hstu_attention.default(query, key, value, position, time, times, *ctx.options)
+        ctx.longest, ctx.options = longest, options
+        return torch.ops.evenrank.hstu_attention.default(query, key, value, position, time, times, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: under activation checkpointing it cannot be asked for again
-        inputs = (*saved, grad_output.contiguous())
-        in_one = ctx.plan.longest >= _SHORT_ROW and not torch.are_deterministic_algorithms_enabled()
-        gradients = torch.ops.evenrank.hstu_attention_backward.default(*inputs, *ctx.options, in_one)
+        inputs = (*saved, *ctx.options, grad_output.contiguous())
+        in_one = ctx.longest >= _SHORT_ROW and not torch.are_deterministic_algorithms_enabled()
+        gradients = torch.ops.evenrank.hstu_attention_backward.default(*inputs, in_one)
         biases: list[torch.Tensor | None] = [None, None]
         if any(ctx.needs_input_grad[3:5]):
-            found = torch.ops.evenrank.hstu_attention_bias_gradient.default(*inputs, *ctx.options)
+            found = torch.ops.evenrank.hstu_attention_bias_gradient.default(*inputs)
             biases = [None if bias is None else gradient for bias, gradient in zip(saved[3:5], found)]
-        return (*gradients, *biases, *(None,) * 4)
+        return (*gradients, *biases, *(None,) * (2 + len(ctx.options)))
 
 
 def _with_common_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -143,21 +140,11 @@ def _with_common_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-def _options(plan: TritonPlan, scale: float, origin: int) -> tuple[Any, ...]:
-    return (
-        *(plan.rows, plan.query_tiles, plan.key_tiles, plan.bias_work, plan.target_work, scale),
-        *(plan.target_group_size, plan.is_causal, plan.sees_ahead, plan.window, origin),
-    )
-
-
 # Operators: fake tensors, which cannot be given to a kernel, then go through a model too. Defined in this way one costs
 # about 6 µs per call, by torch.library.custom_op about 30.
 _LIBRARY = torch.library.Library("evenrank", "FRAGMENT")
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? position, Tensor? time, Tensor? times"
-_OPTIONS = (
-    "Tensor rows, Tensor query_tiles, Tensor key_tiles, Tensor bias_work, Tensor target_work, float scale, "
-    "int target_group_size, bool is_causal, bool sees_ahead, int window, int origin"
-)
+_KINDS = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool"}
+_INPUTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(Inputs).items())
 
 
 def _define(name: str, arguments: str, result: str, implementation: Any, fake: Any) -> None:
@@ -174,10 +161,11 @@ def _forward(*arguments: Any) -> torch.Tensor:
 
 
 def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inputs, grad = Inputs(*arguments[:6], *arguments[7:-1]), arguments[6]
+    *of_inputs, grad, in_one = arguments
+    inputs = Inputs(*of_inputs)
     query, key, value = results = _fake_backward(*arguments)
     outputs: Tensors = {"GRAD_Q": query, "GRAD_K": key, "GRAD_V": value}
-    if arguments[-1] and adds_up(inputs):
+    if in_one and adds_up(inputs):
         sums = torch.zeros_like(query, dtype=torch.float32)
         launch("backward", inputs, outputs | {"GRAD_Q": sums}, grad)
         # In float16 the sums are divided by N on their way.
@@ -193,7 +181,8 @@ def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def _bias_gradient(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, grad = Inputs(*arguments[:6], *arguments[7:]), arguments[6]
+    *of_inputs, grad = arguments
+    inputs = Inputs(*of_inputs)
     results = _fake_bias_gradient(*arguments)
     biases = {"GRAD_POSITION": inputs.position, "GRAD_TIME": inputs.time}
     outputs: Tensors = {
@@ -218,17 +207,17 @@ def _fake_bias_gradient(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return position, time
 
 
-_define("hstu_attention", f"{_INPUTS}, {_OPTIONS}", "Tensor", _forward, _fake_forward)
+_define("hstu_attention", _INPUTS, "Tensor", _forward, _fake_forward)
 _define(
     "hstu_attention_backward",
-    f"{_INPUTS}, Tensor grad_output, {_OPTIONS}, bool in_one",
+    f"{_INPUTS}, Tensor grad_output, bool in_one",
     "(Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
 _define(
     "hstu_attention_bias_gradient",
-    f"{_INPUTS}, Tensor grad_output, {_OPTIONS}",
+    f"{_INPUTS}, Tensor grad_output",
     "(Tensor, Tensor)",
     _bias_gradient,
     _fake_bias_gradient,

@@ -44,7 +44,6 @@ KERNELS = {
 }
 # By bytes of an element: wider heads of float32 would not fit into registers.
 MAX_HEAD_DIM = {2: 256, 4: 128}
-Bias = Literal["none", "position", "time", "both"]
 
 
 def outputs_of(kernel: str, head_dim: int) -> tuple[str, ...]:
@@ -112,10 +111,10 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def candidate_blocks(
-    kernel: str, dtype: torch.dtype, head_dim: int, bias: Bias, capability: tuple[int, int] = (8, 0)
+    kernel: str, dtype: torch.dtype, head_dim: int, has_bias: bool, capability: tuple[int, int] = (8, 0)
 ) -> list[Blocks]:
     """Blocks to choose from on a device of a compute capability, the smallest last; none if layers do without."""
-    if bias == "none" and kernel.endswith("bias_gradient"):
+    if not has_bias and kernel.endswith("bias_gradient"):
         return []
     if kernel == "target_bias_gradient":
         kernel = "bias_gradient"

@@ -21,7 +21,6 @@ from hstu.model.triton_blocks import (
     KERNELS,
     MAX_HEAD_DIM,
     TILE_SPAN,
-    Bias,
     Blocks,
     candidate_blocks,
     outputs_of,
@@ -297,13 +296,7 @@ def use_blocks(device: torch.device, kind: LayerKind, blocks: dict[str, Blocks])
 
 
 def _measured_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
-    biases: dict[tuple[bool, bool], Bias] = {
-        (False, False): "none",
-        (True, False): "position",
-        (False, True): "time",
-        (True, True): "both",
-    }
-    layer = (kind.dtype, kind.head_dim, biases[kind.has_position, kind.has_time])
+    layer = (kind.dtype, kind.head_dim, kind.has_position or kind.has_time)
     if device.type != "cuda":
         candidates = {kernel: candidate_blocks(kernel, *layer) for kernel in KERNELS}
         return {kernel: each[-1] for kernel, each in candidates.items() if each}
@@ -368,13 +361,7 @@ def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:
         torch.zeros(num_heads, 2 * origin, device=device) if kind.has_position else None,
         torch.zeros(num_heads, 160, device=device) if kind.has_time else None,
         torch.zeros(plan.num_tokens, 2, device=device) if kind.has_time else None,
-        *(plan.rows, plan.query_tiles, plan.key_tiles, plan.bias_work, plan.target_work),
-        scale=1.0 / length,
-        target_group_size=plan.target_group_size,
-        is_causal=plan.is_causal,
-        sees_ahead=plan.sees_ahead,
-        window=plan.window,
-        origin=origin,
+        *plan.options(1.0 / length, origin),
     )
 
 

@@ -6,12 +6,13 @@ lengths on the host ─► TritonPlan, once per batch ─► triton_attention, i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from commons.sequence_batch.host_copies import to_device
-from hstu.model.attention_plan import numbered, read_lengths
+from hstu.model.attention_plan import BatchPlan, numbered, read_rows
 from hstu.model.triton_blocks import TILE_SPAN
 
 # Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
@@ -20,8 +21,8 @@ NO_WINDOW = _LARGEST = 2**30
 _LEAST_WORK, _MOST_PROGRAMS = 16, 512
 
 
-@dataclass(frozen=True)
-class TritonPlan:
+@dataclass(frozen=True, kw_only=True)
+class TritonPlan(BatchPlan):
     """Where the rows of a jagged batch begin, and what programs take."""
 
     # int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of those are
@@ -32,12 +33,16 @@ class TritonPlan:
     key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first
     bias_work: torch.Tensor  # int32 `(n, 3)`, distance of blocks, first row, row behind the last one
     target_work: torch.Tensor  # int32 `(n, 3)`, place in the history, row, 0: keys that targets see
-    num_tokens: int  # tokens of the batch
-    longest: int  # tokens of the longest row
     is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
     target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
     window: int  # the largest distance at which a token is seen
+
+    def options(self, scale: float, origin: int) -> tuple[Any, ...]:
+        """What kernels take besides tokens and biases, in the order of `triton_launch.Inputs`."""
+        return (
+            *(self.rows, self.query_tiles, self.key_tiles, self.bias_work, self.target_work, scale),
+            *(self.target_group_size, self.is_causal, self.sees_ahead, self.window, origin),
+        )
 
 
 def plan_triton_attention(
@@ -55,16 +60,12 @@ def plan_triton_attention(
     Everything goes to the device in one copy, from pinned memory where that is CUDA.
     """
     device = lengths.device if device is None else device
-    tokens, targets, contextual = read_lengths(lengths, num_targets, num_contextual)
-    if not is_causal:
-        targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
-    history = tokens - targets
-    num_tokens = int(tokens.sum())
+    rows = np.stack(read_rows(lengths, num_targets, num_contextual, is_causal=is_causal), axis=1)
+    rows = rows[np.argsort(-rows[:, 2], kind="stable")]
+    num_tokens = int(rows[:, 1].sum())
     if num_tokens >= 2**31:
         raise ValueError(f"the batch has {num_tokens} tokens; they are counted in 32 bits: use a smaller batch")
     window = launched_window(max_attn_len)
-    rows = np.stack([np.cumsum(tokens) - tokens, tokens, history, contextual], axis=1)
-    rows = rows[np.argsort(-history, kind="stable")]
     group = compiled_group_size(target_group_size, is_causal=is_causal)
     parts = [
         rows,
@@ -73,17 +74,11 @@ def plan_triton_attention(
         _target_work(rows, window),
     ]
     flat = to_device([part.astype(np.int32).ravel() for part in parts], device)
-    rows_there, query_tiles, key_tiles, bias_work, target_work = (
-        tensor.view(part.shape) for tensor, part in zip(flat, parts)
-    )
+    names = ("rows", "query_tiles", "key_tiles", "bias_work", "target_work")
     return TritonPlan(
-        rows=rows_there,
-        query_tiles=query_tiles,
-        key_tiles=key_tiles,
-        bias_work=bias_work,
-        target_work=target_work,
+        **{name: tensor.view(part.shape) for name, tensor, part in zip(names, flat, parts)},
         num_tokens=num_tokens,
-        longest=int(tokens.max(initial=0)),
+        longest=int(rows[:, 1].max(initial=0)),
         is_causal=is_causal,
         sees_ahead=not is_causal or num_contextual is not None,
         target_group_size=group,

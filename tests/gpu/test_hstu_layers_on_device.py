@@ -114,7 +114,7 @@ def test_a_model_is_that_of_the_host(device, task, compute_dtype, tolerance):
     where = rank_device(device)
     args = ModelArgs(hidden_size=8, num_attention_heads=2, kv_channels=4, compute_dtype=compute_dtype).on(where)
     assert args.compile is (device == "cuda")
-    hstu = args.ranking_config(max_sequence_length=64, tables=TABLES, num_tasks=1).hstu
+    hstu = args.hstu_config(64)
     torch.manual_seed(0)
     model = MODELS[task](CONFIGS[task](hstu), plain_embeddings=True)
     plain = dataclasses.replace(hstu, execution=ExecutionConfig())

@@ -56,9 +56,8 @@ class ResumableLoader(DataLoader[Any]):
     def with_sampler(self, sampler: EpochSampler[Any]) -> ResumableLoader:
         """A loader of the same data set, read in the order of another sampler; ValueError if that is of other rows."""
         sampler.require_fits(self.dataset)
-        return ResumableLoader(
-            self.dataset, self.sampler.wrap(sampler), num_workers=self.num_workers, pin_memory=self.pin_memory
-        )
+        sampler.yields_epochs = self.sampler.yields_epochs
+        return ResumableLoader(self.dataset, sampler, num_workers=self.num_workers, pin_memory=self.pin_memory)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own type is private
         """Batches of the next epoch."""

@@ -56,12 +56,14 @@ class EpochSampler(Sampler[T]):
         epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item, or
             has none to give.
         start: where in that epoch it begins.
+        yields_epochs: precede every item by its epoch, for a data set that draws by it, in worker processes too.
 
     """
 
     def __init__(self, *, shuffle: bool, seed: int) -> None:
         self.epoch = 0
         self.start = EPOCH_START
+        self.yields_epochs = False
         self._shuffle = shuffle
         self._seed = seed
 
@@ -107,7 +109,9 @@ class EpochSampler(Sampler[T]):
         return self._draw(self.epoch, self.start)
 
     def _draw(self, epoch: int, start: Place) -> Iterator[T]:
-        items = self.items(epoch, start)
+        items: Iterator[Any] = self.items(epoch, start)
+        if self.yields_epochs:
+            items = ((epoch, item) for item in items)
         first = next(items, None)
         self.set_epoch(epoch + 1)
         if first is not None:
@@ -137,10 +141,6 @@ class EpochSampler(Sampler[T]):
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a place to mean the same items, JSON-ready."""
-
-    def wrap(self, sampler: EpochSampler[Any]) -> EpochSampler[Any]:
-        """Another sampler of the same data set's rows, with what this one adds to its items."""
-        return sampler
 
     def require_fits(self, dataset: Any) -> None:
         """Raise ValueError where the rows that the sampler knows are not those of the data set that it is to read."""

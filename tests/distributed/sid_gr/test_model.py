@@ -42,37 +42,40 @@ def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max())
 
 
-def _against_plain_pytorch(heads, dtype):
+def _against_plain_pytorch(heads):
     """Largest differences of losses and of gradients, over batches with padding and empty histories."""
     with model_parallel():
-        worst = {"loss": 0.0, "gradient": 0.0}
-        for seed in range(4):
-            model = make_model(heads=heads)
-            model.dense.to(dtype)
-            plain = PlainDecoder(model.decoder, table_of(model))
-            batch = make_batch(seed, num_real=6 - seed)
-            loss, output = model(batch)
-            loss.backward()
-            expected = plain.loss_sum(batch)
-            # Both ranks bring the same batch: W × own sum ÷ global count is own sum ÷ own count.
-            (expected / output.num_loss_tokens).backward()
-            assert output.num_loss_tokens == sum(codes.numel() for codes in codes_of_rows(batch, CANDIDATE)) > 0
-            worst["loss"] = max(worst["loss"], abs(float(output.loss_sum) - float(expected)) / float(expected))
-            pairs = [(parameter.grad, plain.weights[name].grad) for name, parameter in model.dense.named_parameters()]
-            pairs.append((table_of(model).grad, plain.table.grad))
-            for found, wanted in pairs:
-                wanted = torch.zeros_like(found).double() if wanted is None else wanted
-                worst["gradient"] = max(worst["gradient"], _largest(found, wanted))
-        return worst
+        return [_worst_of(heads, dtype) for dtype in (torch.float64, torch.float32)]
+
+
+def _worst_of(heads, dtype):
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for seed in range(3):
+        model = make_model(heads=heads)
+        model.dense.to(dtype)
+        plain = PlainDecoder(model.decoder, table_of(model))
+        batch = make_batch(seed, num_real=6 - seed)
+        loss, output = model(batch)
+        loss.backward()
+        expected = plain.loss_sum(batch)
+        # Both ranks bring the same batch: W × own sum ÷ global count is own sum ÷ own count.
+        (expected / output.num_loss_tokens).backward()
+        assert output.num_loss_tokens == sum(codes.numel() for codes in codes_of_rows(batch, CANDIDATE)) > 0
+        worst["loss"] = max(worst["loss"], abs(float(output.loss_sum) - float(expected)) / float(expected))
+        pairs = [(parameter.grad, plain.weights[name].grad) for name, parameter in model.dense.named_parameters()]
+        pairs.append((table_of(model).grad, plain.table.grad))
+        for found, wanted in pairs:
+            wanted = torch.zeros_like(found).double() if wanted is None else wanted
+            worst["gradient"] = max(worst["gradient"], _largest(found, wanted))
+    return worst
 
 
 @pytest.mark.parametrize("heads", ["separate", "shared"])
 def test_loss_and_gradients_are_those_of_plain_pytorch(two_ranks, heads):
-    for worst in two_ranks.run(_against_plain_pytorch, heads, torch.float64):
+    for exact, rounded in two_ranks.run(_against_plain_pytorch, heads):
         # The table and its gradient are float32.
-        assert worst["loss"] < 1e-13 and worst["gradient"] < 1e-6
-    for worst in two_ranks.run(_against_plain_pytorch, heads, torch.float32):
-        assert worst["loss"] < 1e-6 and worst["gradient"] < 1e-5
+        assert exact["loss"] < 1e-13 and exact["gradient"] < 1e-6
+        assert rounded["loss"] < 1e-6 and rounded["gradient"] < 1e-5
 
 
 def _groups_of_a_bound_world():
@@ -93,8 +96,9 @@ def test_groups_of_ranks_that_are_bound_to_a_device_connect_when_they_are_used(t
         assert number > 10 and set(devices) == {None} and bound == torch.device("cuda", 3)
 
 
-def _cached_and_uncached():
+def _generated():
     with model_parallel():
+        _compare_with_enumeration()
         differences = []
         for seed in range(3):
             model = make_model(beam_width=7).eval()
@@ -111,25 +115,20 @@ def _cached_and_uncached():
         return max(differences)
 
 
-def test_cached_decoding_equals_uncached(two_ranks):
-    assert max(two_ranks.run(_cached_and_uncached)) < 1e-5
-
-
-def _brute_force():
+def _compare_with_enumeration():
     """A beam as wide as there are items ranks all of them, as enumeration does."""
-    with model_parallel():
-        model = make_model(beam_width=SID_MAP.num_items).eval()
-        plain = PlainDecoder(model.decoder, table_of(model))
-        batch = make_batch(5)
-        found = model.generate(batch)
-        for row, history in enumerate(codes_of_rows(batch, HISTORY)):
-            ranking, scores = plain.ranking(history, model.trie.sids)
-            assert found.leaves[row].tolist() == ranking
-            assert _largest(found.log_probs[row], scores[ranking]) < 1e-5
+    model = make_model(beam_width=SID_MAP.num_items).eval()
+    plain = PlainDecoder(model.decoder, table_of(model))
+    batch = make_batch(5)
+    found = model.generate(batch)
+    for row, history in enumerate(codes_of_rows(batch, HISTORY)):
+        ranking, scores = plain.ranking(history, model.trie.sids)
+        assert found.leaves[row].tolist() == ranking
+        assert _largest(found.log_probs[row], scores[ranking]) < 1e-5
 
 
-def test_generation_ranks_all_items_as_enumeration_does(two_ranks):
-    two_ranks.run(_brute_force)
+def test_generation_equals_enumeration_and_cached_decoding_equals_uncached(two_ranks):
+    assert max(two_ranks.run(_generated)) < 1e-5
 
 
 def share(batch):
@@ -207,24 +206,27 @@ def test_gradients_are_those_of_one_backward_pass(two_ranks):
         assert difference < 1e-6 and count > 20
 
 
-def _no_loss_terms(everywhere):
+def _no_loss_terms():
     with model_parallel():
-        model = build_sharded("row_wise")
-        empty = everywhere or dist.get_rank() == 0
-        batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
-        loss, output = model(batch)
-        loss.backward()
-        grads = [parameter.grad for parameter in dense_parameters(model).values()]
-        with torch.no_grad():
-            generated = model.eval()(batch)[1].generated.leaves.shape
-        return float(loss), output.num_loss_tokens, all(torch.isfinite(g).all() for g in grads), tuple(generated)
+        return [_step_without_terms(everywhere) for everywhere in (False, True)]
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_no_rows_on_a_rank_or_on_all(two_ranks, everywhere):
-    first, second = two_ranks.run(_no_loss_terms, everywhere)
-    assert first == (0.0, 0, True, (0, 5))
-    assert second[2] and (second[1] == 0) is everywhere
+def _step_without_terms(everywhere):
+    model = build_sharded("row_wise")
+    empty = everywhere or dist.get_rank() == 0
+    batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
+    loss, output = model(batch)
+    loss.backward()
+    grads = [parameter.grad for parameter in dense_parameters(model).values()]
+    with torch.no_grad():
+        generated = model.eval()(batch)[1].generated.leaves.shape
+    return float(loss), output.num_loss_tokens, all(torch.isfinite(g).all() for g in grads), tuple(generated)
+
+
+def test_no_rows_on_a_rank_or_on_all(two_ranks):
+    for everywhere, (first, second) in enumerate(zip(*two_ranks.run(_no_loss_terms))):
+        assert first == (0.0, 0, True, (0, 5))
+        assert second[2] and (second[1] == 0) is bool(everywhere)
 
 
 def _mistakes():

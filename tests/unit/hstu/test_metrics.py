@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from hstu.metrics import RankingMetrics, auc_standard_error
+from hstu.metrics import RankingMetrics, auc_with_error
 from hstu.model import RankingOutput, RetrievalOutput
 from hstu.model.retrieval import unit
 from hstu.retrieval_metrics import RetrievalMetrics, parse_metric
@@ -125,7 +125,7 @@ def test_the_standard_error_is_that_of_delongs_placements_pair_by_pair(rows):
     below = [share(score, positives, -1) for score in negatives]
     expected = math.sqrt(statistics.variance(above) / len(above) + statistics.variance(below) / len(below))
     scores, labels = (torch.tensor([row[index] for row in rows]) for index in (0, 1))
-    assert float(auc_standard_error(scores.double(), labels)) == pytest.approx(expected, abs=1e-9)
+    assert auc_with_error(scores.double(), labels)[1] == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_single_prediction_of_a_label_has_no_standard_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, interleave_tokens, layer
+from hstu.objectives import OBJECTIVES
 from hstu.recipe import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.models.hstu_models import (
@@ -139,8 +141,7 @@ def test_execution_settings_are_checked(change, message):
 )
 def test_on_cuda_the_layers_are_compiled_unless_told_otherwise(asked, device, compiles):
     args = ModelArgs(compile=asked).on(torch.device(device))
-    config = args.ranking_config(max_sequence_length=9, tables={"item": 4}, num_tasks=1)
-    assert config.hstu.execution.compile is compiles
+    assert args.hstu_config(9).execution.compile is compiles
     require_device(ModelArgs(compile=asked, kernel_backend="pytorch"), torch.device(device))
 
 
@@ -226,9 +227,9 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
     config = load_config_file(TrainConfig, path)
     assert config.table_sharding == {"movie_id": "row_wise", "age": "table_wise"}
     tables = {"movie_id": 9, "rating": 6, "age": 7, "zip": 8}
-    made = config.model.retrieval_config(
-        max_sequence_length=30, tables=tables, item_feature_name="movie_id", contextual_feature_names=("age", "zip")
-    )
+    names = {"item_feature_name": "movie_id", "contextual_feature_names": ("age", "zip")}
+    data = SimpleNamespace(vocabulary_sizes=tables, max_sequence_length=30, **names)
+    made = OBJECTIVES["retrieval"](config.model, config.dataset, data).config
     assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
     assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)
@@ -242,8 +243,6 @@ def test_a_config_that_cannot_be_is_named():
     trainer = TrainerArgs(1, 1)
     with pytest.raises(ValueError, match="task is 'retrieval' and max_num_candidates is 3"):
         TrainConfig(trainer, DatasetArgs("random", 5, max_num_candidates=3), task="retrieval")
-    with pytest.raises(ValueError, match="item_embedding_dim is 8 and no feature is known to be the items"):
-        ModelArgs(item_embedding_dim=8).table_widths()
     with pytest.raises(ValueError, match="time_buckets is 0"):
         dataclasses.replace(HSTU, time_buckets=0)
 

@@ -315,8 +315,8 @@ def test_blocks_are_chosen_and_kernels_launched_on_the_device_of_the_tensors(mon
 def test_blocks_divide_what_a_tile_spans():
     for dtype in triton_launch.DTYPES:
         for head_dim in (1, 16, 24, 64, 96, 128, 256)[: 6 + (dtype.itemsize == 2)]:
-            for kernel, bias in itertools.product(KERNELS, ("none", "position", "time", "both")):
-                candidates = candidate_blocks(kernel, dtype, head_dim, bias, (9, 0))
+            for kernel, has_bias in itertools.product(KERNELS, (False, True)):
+                candidates = candidate_blocks(kernel, dtype, head_dim, has_bias, (9, 0))
                 assert candidates == sorted(set(candidates), key=candidates.index)
                 for blocks in candidates:
                     assert TILE_SPAN % blocks.queries == TILE_SPAN % blocks.keys == 0
@@ -353,7 +353,7 @@ def test_float32_products_are_as_either_interface_of_torch_says(float32_products
         torch.backends.cuda.matmul.fp32_precision = setting
     elif interface == "everywhere":
         torch.backends.fp32_precision = setting
-    blocks = candidate_blocks("forward", torch.float32, 64, None)[0]
+    blocks = candidate_blocks("forward", torch.float32, 64, True)[0]
     made_for = {
         dtype: triton_launch.constants(dtype, 64, blocks, True, fast=True)["PRECISION"]
         for dtype in (torch.float32, torch.bfloat16)
