@@ -212,11 +212,11 @@ int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error)
       require(assignment[row] >= 0 && assignment[row] < given->num_parts, "refine: a partition is out of its range");
     }
     const auto problem = evenrank::Problem::of(request.workloads, request.num_parts, request.equal_size);
-    const std::optional<evenrank::Cap> cap = request.cap_by_row(problem.order);
+    const evenrank::Cap cap = request.cap_by_row(problem.order);
     const Weight target = evenrank::near(evenrank::counting_bound(problem).load);
     const auto parts = values_of<evenrank::Indices>(assignment, given->num_rows);
     const evenrank::Indices refined =
-        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, pointer_to(cap)));
+        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, cap));
     std::copy(refined.begin(), refined.end(), assignment);
   });
 }
