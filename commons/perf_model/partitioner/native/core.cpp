@@ -24,7 +24,6 @@ using evenrank::Index;
 using evenrank::require;
 using evenrank::RowTable;
 using evenrank::ShuffleArguments;
-using evenrank::total_of;
 using evenrank::Weight;
 
 constexpr std::size_t kErrorSize = 256;
@@ -267,22 +266,21 @@ int evenrank_permute_words(const Weight* lengths, Weight num_segments, const Ind
 int evenrank_read_columns(const RowTable* table, const Weight* columns, Weight num_columns, Weight num_rows,
                           Weight* out, char* error) {
   return guarded(error, [&] {
-    require_sizes(*table);
-    bool holds = num_rows == total_of(table->real_rows, table->num_places);
+    table->require_sizes();
+    bool holds = num_rows == evenrank::total_of(table->real_rows, table->num_places);
     for (Weight at = 0; at < num_columns; ++at) holds = holds && columns[at] >= 0 && columns[at] < table->num_columns;
-    holds = holds && evenrank::read_columns(*table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
-    require(holds, "a gathered table: a size or column is out of its range");
+    require(holds, evenrank::kNoTable);
+    evenrank::read_columns(*table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
   });
 }
 
 int evenrank_read_rows(const RowTable* table, const Weight* rows, Weight num_rows, Weight first_column,
                        Weight count, Weight* out, char* error) {
   return guarded(error, [&] {
-    require_sizes(*table);
-    const bool holds = first_column >= 0 && count >= 0 && count <= table->num_columns &&
-                       first_column <= table->num_columns - count &&
-                       evenrank::read_rows(*table, rows, num_rows, first_column, count, out);
-    require(holds, "a gathered table: a size or column is out of its range");
+    table->require_sizes();
+    require(first_column >= 0 && count >= 0 && count <= table->num_columns && first_column <= table->num_columns - count,
+            evenrank::kNoTable);
+    evenrank::read_rows(*table, rows, num_rows, first_column, count, out);
   });
 }
 
