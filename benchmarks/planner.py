@@ -26,6 +26,7 @@ from benchmarks.lengths import COSTS, NODE, described, draw
 from benchmarks.plain import plain_karmarkar_karp
 from benchmarks.report import Page, each_column, interleaved_medians, milliseconds
 from commons.perf_model.partitioner import core, partition
+from commons.perf_model.partitioner.arguments import CheckedArguments
 
 LENGTHS = ("zipf", "lognormal", "bimodal", "user-like")
 TIMED = ((8, 32), (64, 32), (1024, 32))
@@ -79,7 +80,7 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         workloads, times = hstu_work(lengths, shape), {}
         few = max(3, repeats // 10) if shape[0] > 64 else repeats
         for counts, equal_size in (("equal", True), ("free", False)):
-            arguments = core.PlanArguments(workloads, shape[0], equal_size=equal_size)
+            arguments = CheckedArguments(workloads, shape[0], equal_size=equal_size)
             times[f"{counts}, native"] = milliseconds(partial(core.make_plan, arguments), few)
             plan = partial(partition, workloads, shape[0], equal_size=equal_size)
             times[f"{counts}, partition()"] = milliseconds(plan, few)

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition
-from commons.perf_model.partitioner.core import sum_at
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 
 # Shares of the best load that a plan may give up to keep rows where they are; the second is the default of a shuffler.
@@ -79,7 +79,7 @@ class LoadedRows:
     def as_loaded(self) -> DealtRows:
         """Every row where it was loaded."""
         place, places = self.step * self.num_ranks + self.rank, self.num_steps * self.num_ranks
-        loads, tokens = (sum_at(place, values, places) for values in (self.workloads, self.tokens))
+        loads, tokens = (sum_by_rank(place, values, places) for values in (self.workloads, self.tokens))
         return DealtRows("as loaded", loads.reshape(-1, self.num_ranks), tokens.reshape(-1, self.num_ranks))
 
     @cached_property
@@ -221,7 +221,7 @@ def deal(
         begin = time.thread_time()
         made = plan(gathered, **options)
         spent += time.thread_time() - begin
-        of_places = sum_at(made.destination, gathered.tokens, gathered.num_places)
+        of_places = sum_by_rank(made.destination, gathered.tokens, gathered.num_places)
         loads.append(made.loads_after.reshape(rows.num_ranks, -1).T)
         tokens.append(of_places.reshape(rows.num_ranks, -1).T)
         # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
@@ -278,5 +278,5 @@ def _traffic(plan: ShufflePlan) -> tuple[int, int]:
     """Tokens that change rank, and the most that one rank sends or receives."""
     gathered, moves = plan.gathered, np.flatnonzero(plan.moves)
     tokens, ends = gathered.tokens[moves], (gathered.home[moves], plan.destination[moves])
-    of_ranks = (sum_at(np.ascontiguousarray(gathered.rank_of(end)), tokens, gathered.num_ranks) for end in ends)
+    of_ranks = (sum_by_rank(gathered.rank_of(end), tokens, gathered.num_ranks) for end in ends)
     return int(tokens.sum()), int(max(each.max() for each in of_ranks))

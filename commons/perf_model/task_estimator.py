@@ -1,6 +1,6 @@
 """WORKLOAD: what a sample costs, in floating-point operations of the forward pass.
 
-Pure functions count one layer; a task adds the dimensions of a model and turns sequence lengths into int64 workloads.
+A task has the dimensions of a model and turns sequence lengths into int64 workloads.
 Only matrix multiplications are counted (2 operations per multiply-add), elementwise work is linear and small beside
 them. All arithmetic is in int64 or in Python integers: an int32 length of 4096 does not overflow.
 """
@@ -35,53 +35,6 @@ def training_flops(forward_flops: IntLike) -> IntLike:
     do not count, as usual in the utilisation of a model (Chowdhery et al. 2022, "PaLM", appendix B).
     """
     return _PASSES_OF_TRAINING * forward_flops
-
-
-def hstu_layer_flops(
-    seqlen: Any,
-    pairs: Any,
-    *,
-    hidden_size: int,
-    num_heads: int,
-    head_dim: int,
-    value_dim: int | None = None,
-    concat_ux: bool = False,
-) -> Any:
-    """Forward operations of one HSTU layer (Zhai et al. 2024, "Actions Speak Louder than Words").
-
-    With p = heads · head_dim: the joint U, V, Q, K projection 2·L·h·4p, the two products of pointwise attention
-    4·p·pairs, and the output projection 2·L·p·h. Where u and v have a width of their own, w = heads · value_dim, these
-    are 2·L·h·2(p + w), 2·(p + w)·pairs and 2·L·w·h; three times the last where it reads [u, x, y].
-    """
-    keys, values = num_heads * head_dim, num_heads * (value_dim or head_dim)
-    projected = 2 * hidden_size * 2 * (keys + values) + 2 * (3 if concat_ux else 1) * values * hidden_size
-    return projected * seqlen + 2 * (keys + values) * pairs
-
-
-def transformer_layer_flops(
-    seqlen: Any,
-    pairs: Any,
-    *,
-    hidden_size: int,
-    num_heads: int,
-    head_dim: int,
-    num_query_groups: int,
-    ffn_hidden_size: int,
-    gated_ffn: bool,
-    num_experts: int = 1,
-    num_active_experts: int = 1,
-) -> Any:
-    """Forward operations of one transformer layer (Vaswani et al. 2017), grouped queries and gated FFN allowed.
-
-    With p = heads · head_dim and G query groups: the Q, K, V projections 2·L·h·(H + 2G)·d, attention 4·p·pairs, the
-    output projection 2·L·p·h, and the feed-forward block 4·L·h·f, or 6·L·h·f when gated. With experts (Shazeer et al.
-    2017) a token passes k feed-forward blocks and, where there is a choice, a router of 2·L·h·experts.
-    """
-    projected = num_heads * head_dim
-    qkv = 2 * hidden_size * (num_heads + 2 * num_query_groups) * head_dim
-    ffn = (6 if gated_ffn else 4) * hidden_size * ffn_hidden_size * num_active_experts
-    router = 2 * hidden_size * num_experts if num_experts > 1 else 0
-    return (qkv + 2 * projected * hidden_size + ffn + router) * seqlen + 4 * projected * pairs
 
 
 def vocabulary_head_flops(num_tokens: Any, *, hidden_size: int, vocab_size: int) -> Any:
@@ -269,16 +222,16 @@ class HSTUAttentionTask(AttentionTask):
         )
 
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:
-        """Forward operations of the whole stack; see AttentionTask."""
-        return self.num_layers * hstu_layer_flops(
-            tokens,
-            pairs,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            concat_ux=self.concat_ux,
-        )
+        """Forward operations of the whole stack; see AttentionTask.
+
+        Of a layer (Zhai et al. 2024, "Actions Speak Louder than Words"), with p = heads · head_dim: the joint U, V, Q,
+        K projection 2·L·h·4p, the two products of pointwise attention 4·p·pairs, and the output projection 2·L·p·h.
+        Where u and v have a width of their own, w = heads · value_dim, these are 2·L·h·2(p + w), 2·(p + w)·pairs and
+        2·L·w·h; three times the last where it reads [u, x, y].
+        """
+        keys, values = self.num_heads * self.head_dim, self.num_heads * (self.value_dim or self.head_dim)
+        projected = 2 * self.hidden_size * (2 * (keys + values) + (3 if self.concat_ux else 1) * values)
+        return self.num_layers * (projected * tokens + 2 * (keys + values) * pairs)
 
 
 @dataclass(frozen=True)
@@ -336,20 +289,20 @@ class SelfAttentionTask(AttentionTask):
         return attention_pairs(seqlen, num_targets, num_contextual, causal=self.causal)
 
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:
-        """Forward operations of the whole stack; see AttentionTask."""
-        layer = transformer_layer_flops(
-            tokens,
-            pairs,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            num_query_groups=self.num_query_groups or self.num_heads,
-            ffn_hidden_size=self.ffn_hidden_size or 4 * self.hidden_size,
-            gated_ffn=self.gated_ffn,
-            num_experts=self.num_experts,
-            num_active_experts=self.num_active_experts,
-        )
-        return self.num_layers * layer + vocabulary_head_flops(
+        """Forward operations of the whole stack; see AttentionTask.
+
+        Of a layer (Vaswani et al. 2017), with p = heads · head_dim and G query groups: the Q, K, V projections
+        2·L·h·(H + 2G)·d, attention 4·p·pairs, the output projection 2·L·p·h, and the feed-forward block 4·L·h·f, or
+        6·L·h·f when gated. With experts (Shazeer et al. 2017) a token passes k feed-forward blocks and, where there is
+        a choice, a router of 2·L·h·experts.
+        """
+        groups, ffn_size = self.num_query_groups or self.num_heads, self.ffn_hidden_size or 4 * self.hidden_size
+        projected = self.num_heads * self.head_dim
+        qkv = 2 * (self.num_heads + 2 * groups) * self.head_dim
+        ffn = (6 if self.gated_ffn else 4) * ffn_size * self.num_active_experts
+        router = 2 * self.num_experts if self.num_experts > 1 else 0
+        per_token = self.hidden_size * (qkv + 2 * projected + ffn + router)
+        return self.num_layers * (per_token * tokens + 4 * projected * pairs) + vocabulary_head_flops(
             tokens, hidden_size=self.hidden_size, vocab_size=self.vocab_size or 0
         )
 

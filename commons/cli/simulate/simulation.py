@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.perf_model.gain import Budget, Comparison, DealtRows, LoadedRows, StepCost, compare_ways, deal
-from commons.perf_model.partitioner.core import sum_at
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.inputs import MOST_LOAD
 from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask
 
@@ -247,7 +247,7 @@ def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
     # The last step has what is left over; a whole epoch has many more steps.
     steps = planned[:-1] or planned
     loads, tokens = (
-        np.stack([sum_at(ranks, values[of_rows], rows.num_ranks) for of_rows, ranks in steps])
+        np.stack([sum_by_rank(ranks, values[of_rows], rows.num_ranks) for of_rows, ranks in steps])
         for values in (rows.workloads, rows.tokens)
     )
     most_rows = max(int(np.bincount(ranks).max()) for _, ranks in steps)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.perf_model.partitioner.core import METHODS, PlanArguments, make_plan, sum_at
+from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.partitioner.core import METHODS, PlanArguments, address, make_plan
 from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_home, as_int64_workloads, as_slack, as_speeds
 
 # Rows and cells are counted in 32 bits.
@@ -15,69 +16,78 @@ MOST_CELLS = 2**31 - 1
 METHODS_WITH_SPEEDS = ("refined", "lpt")
 
 
-def checked_arguments(
-    workloads: Any,
-    k_partitions: int,
-    *,
-    method: str,
-    equal_size: bool,
-    tokens: Any,
-    max_tokens: int | None,
-    home: Any,
-    ranks_per_node: int | None,
-    slack: float,
-    parts_name: str = "k_partitions",
-    steps: int = 1,
-    home_step: Any = None,
-    groups: Any = None,
-    speeds: Any = None,
-) -> PlanArguments:
-    """Check everything.
+class CheckedArguments(PlanArguments):
+    """The arguments of `partition` or `partition_grid` as the core takes them, with the arrays that it refers to.
+
+    They are those of these functions; `parts_name` is what partitions are called. The cell of rank `r` and step `s` is
+    `r · steps + s`; a grid of one step is planned as a batch.
+
+    Attributes:
+        arrays: int64 each, by name; None for what was not given, and for equal speeds.
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method.
-
     """
-    weights = as_int64_workloads(workloads)
-    k, num_steps = as_count(k_partitions, parts_name, 1), as_count(steps, "steps", 1)
-    if num_steps > 1 and k * num_steps > MOST_CELLS:
-        raise ValueError(
-            f"{parts_name} × steps is {k} × {num_steps}; there must be fewer than 2^31 cells: plan fewer steps at once"
-        )
-    if method not in METHODS:
-        names = ", ".join(METHODS)
-        raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
-    of_parts = None if speeds is None else as_speeds(speeds, k, weights, parts_name)
-    if of_parts is not None and method not in METHODS_WITH_SPEEDS:
-        raise ValueError(
-            f"method is {method!r}, speeds are given; it makes equal loads, and {' and '.join(METHODS_WITH_SPEEDS)} "
-            "follow speeds: choose one of these"
-        )
-    if max_tokens is not None:
-        max_tokens = min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
-        if tokens is None:
+
+    def __init__(
+        self,
+        workloads: Any,
+        k_partitions: int,
+        *,
+        method: str = "refined",
+        equal_size: bool = True,
+        tokens: Any = None,
+        max_tokens: int | None = None,
+        home: Any = None,
+        ranks_per_node: int | None = None,
+        slack: float = 0.0,
+        parts_name: str = "k_partitions",
+        steps: int = 1,
+        home_step: Any = None,
+        groups: Any = None,
+        speeds: Any = None,
+    ) -> None:
+        weights = as_int64_workloads(workloads)
+        rows, k, num_steps = len(weights), as_count(k_partitions, parts_name, 1), as_count(steps, "steps", 1)
+        if num_steps > 1 and k * num_steps > MOST_CELLS:
             raise ValueError(
-                f"max_tokens is {max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
+                f"{parts_name} × steps is {k} × {num_steps}; there must be fewer than 2^31 cells: plan fewer steps at "
+                "once"
             )
-    loaded = None if home_step is None else as_home(home_step, len(weights), num_steps, "home_step", "step")
-    return PlanArguments(
-        weights,
-        k,
-        method=method,
-        equal_size=bool(equal_size),
-        tokens=None if tokens is None else as_int64_workloads(tokens, "tokens", len(weights)),
-        max_tokens=max_tokens,
-        home=None if home is None else as_home(home, len(weights), k),
-        ranks_per_node=k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
-        slack=as_slack(slack),
-        num_steps=num_steps if num_steps > 1 else 0,  # a grid of one step is planned as a batch
-        home_step=loaded if num_steps > 1 else None,
-        groups=None if groups is None else as_groups(groups, len(weights)),
-        speeds=of_parts,
-    )
+        if method not in METHODS:
+            names = ", ".join(METHODS)
+            raise ValueError(f"method is {method!r}; it must be one of {names}: choose one of these")
+        of_parts = None if speeds is None else as_speeds(speeds, k, weights, parts_name)
+        if of_parts is not None and method not in METHODS_WITH_SPEEDS:
+            raise ValueError(
+                f"method is {method!r}, speeds are given; it makes equal loads, and "
+                f"{' and '.join(METHODS_WITH_SPEEDS)} follow speeds: choose one of these"
+            )
+        if max_tokens is not None:
+            max_tokens = min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
+            if tokens is None:
+                raise ValueError(
+                    f"max_tokens is {max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
+                )
+        loaded = None if home_step is None else as_home(home_step, rows, num_steps, "home_step", "step")
+        self.arrays: dict[str, np.ndarray | None] = {
+            "workloads": weights,
+            "tokens": None if tokens is None else as_int64_workloads(tokens, "tokens", rows),
+            "home": None if home is None else as_home(home, rows, k),
+            "home_step": loaded if num_steps > 1 else None,
+            "groups": None if groups is None else as_groups(groups, rows),
+            "speeds": of_parts,
+        }
+        super().__init__(
+            *(None if array is None else address(array) for array in self.arrays.values()),
+            *(rows, k, METHODS.index(method), bool(equal_size), max_tokens is not None, max_tokens or 0),
+            k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
+            num_steps if num_steps > 1 else 0,
+            as_slack(slack),
+        )
 
 
-def plan_of(given: PlanArguments, best_effort: bool) -> tuple[np.ndarray, np.ndarray, int]:
+def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.ndarray, int]:
     """The plan, the loads and the bound of `core.make_plan`; ValueError for a cap not kept, unless by best effort."""
     if given.num_rows == 0:
         return np.empty(0, np.int64), np.zeros(given.num_parts * max(1, given.num_steps), np.int64), 0
@@ -108,7 +118,7 @@ def refuse_above_cap(tokens: np.ndarray, groups: np.ndarray | None, limit: int, 
     if groups is None or not len(tokens):
         return
     numbers, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    of_groups = sum_at(group_of.astype(np.int64), tokens, len(numbers))
+    of_groups = sum_by_rank(group_of, tokens, len(numbers))
     largest = int(of_groups.argmax())
     if int(of_groups[largest]) > limit:
         raise ValueError(

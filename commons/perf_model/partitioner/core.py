@@ -33,67 +33,14 @@ _ErrorText: Any = ctypes.c_char * _ERROR_SIZE
 
 
 class PlanArguments(ctypes.Structure):
-    """The checked arguments of `partition` or `partition_grid`, with the arrays that it refers to.
-
-    Args:
-        workloads: int64 `(n,)`.
-        num_parts: number of partitions; of a grid, ranks.
-        method: one of `METHODS`.
-        equal_size: whether sizes of partitions differ by one at most.
-        tokens: int64 `(n,)`, or None.
-        max_tokens: most tokens of a partition, or None; there are tokens if it is given.
-        home: int64 `(n,)`, the partition of each sample now, or None.
-        ranks_per_node: partitions per node.
-        slack: balance given up for staying home, as a fraction.
-        num_steps: steps of a grid, whose cell of rank `r` and step `s` is `r · num_steps + s`; 0 for no grid.
-        home_step: int64 `(n,)`, the step each sample was loaded in, or None.
-        groups: int64 `(n,)`, or None; samples with equal numbers stay together.
-        speeds: int64 `(num_parts,)`, or None.
-    """
+    """What `make_plan` and `refine` work on, checked: see arguments.py. Arrays are int64, by address; None for none."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step", "groups")),
+        *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step", "groups", "speeds")),
         *((name, _INT) for name in ("num_rows", "num_parts", "method", "equal_size", "has_cap", "max_tokens")),
         *((name, _INT) for name in ("ranks_per_node", "num_steps")),
-        ("speeds", _POINTER),
         ("slack", ctypes.c_double),
     )
-
-    def __init__(
-        self,
-        workloads: np.ndarray,
-        num_parts: int,
-        *,
-        method: str = "refined",
-        equal_size: bool = True,
-        tokens: np.ndarray | None = None,
-        max_tokens: int | None = None,
-        home: np.ndarray | None = None,
-        ranks_per_node: int = 1,
-        slack: float = 0.0,
-        num_steps: int = 0,
-        home_step: np.ndarray | None = None,
-        groups: np.ndarray | None = None,
-        speeds: np.ndarray | None = None,
-    ) -> None:
-        self.speeds_of_parts = speeds
-        self.arrays = {
-            "workloads": workloads,
-            "tokens": tokens,
-            "home": home,
-            "home_step": home_step,
-            "groups": groups,
-        }
-        given = [array for array in self.arrays.values() if array is not None]
-        if any(len(array) != len(workloads) for array in given) or (speeds is not None and len(speeds) != num_parts):
-            raise ValueError("plan takes checked arguments: sizes do not match")
-        super().__init__(
-            *(None if array is None else _at(_int64(array)) for array in self.arrays.values()),
-            *(len(workloads), num_parts, METHODS.index(method), equal_size),
-            *(max_tokens is not None, max_tokens or 0, ranks_per_node, num_steps),
-            None if speeds is None else _at(_int64(speeds)),
-            slack,
-        )
 
 
 class _TableArguments(ctypes.Structure):
@@ -135,7 +82,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "permute_words": (ctypes.c_int, (*(_POINTER, _INT) * 3, _INT, _POINTER)),
     "read_columns": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER)),
     "read_rows": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER)),
-    "sum_at": (ctypes.c_int, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
     "all_within": (_INT, (_POINTER, _INT, _INT, _INT)),
 }
 
@@ -189,9 +135,9 @@ def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
     return int(bound[0])
 
 
-def refine(given: PlanArguments) -> np.ndarray:
+def refine(given: PlanArguments, home: np.ndarray) -> np.ndarray:
     """`home`, int64 `(n,)`, after swaps that bring its largest load near the bound under the cap it keeps."""
-    refined = np.array(given.arrays["home"], np.int64)
+    refined = home.copy()
     _call("refine", ctypes.byref(given), _at(refined))
     return refined
 
@@ -302,7 +248,7 @@ def permute_words(
 def read_columns(table: GatheredRows, columns: Sequence[int]) -> np.ndarray:
     """int64 `(len(columns), N)`, some columns of all rows."""
     given, wanted = _table_arguments(table), np.array(columns, np.int64)
-    numbers = np.empty((len(wanted), _total(table.real_rows, "a gathered table: sizes do not match")), np.int64)
+    numbers = np.empty((len(wanted), int(table.real_rows.sum())), np.int64)
     arguments = (ctypes.byref(given), _at(wanted), len(wanted), numbers.shape[1], _at(numbers))
     _call("read_columns", *arguments, numbers=numbers.size)
     return numbers
@@ -315,16 +261,6 @@ def read_rows(table: GatheredRows, rows: np.ndarray, first_column: int, count: i
     arguments = (ctypes.byref(given), _at(wanted), len(wanted), first_column, count, _at(numbers))
     _call("read_rows", *arguments, numbers=numbers.size)
     return numbers
-
-
-def sum_at(place: np.ndarray, values: np.ndarray | None, num_places: int) -> np.ndarray:
-    """int64 `(num_places,)` sums of `values` by place, or how many rows each place has."""
-    if num_places < 0 or (values is not None and len(values) != len(place)):
-        raise ValueError("sum_at: sizes do not match")
-    sums, place = np.empty(num_places, np.int64), _int64(place)
-    summed = None if values is None else _at(_int64(values))
-    _call("sum_at", _at(place), summed, len(place), _at(sums), num_places, numbers=len(place))
-    return sums
 
 
 def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
@@ -355,16 +291,6 @@ def _int64(values: np.ndarray, dimensions: int = 1) -> np.ndarray:
             f"the native core was given a {what}; it reads contiguous int64 arrays of {dimensions}-d: convert it"
         )
     return values
-
-
-def _total(counts: np.ndarray, otherwise: str) -> int:
-    """The sum of counts, which is below 2^31; ValueError where it is not, or a count is negative."""
-    if len(counts) and not 0 <= int(counts.min()) <= int(counts.max()) < 2**31:
-        raise ValueError(otherwise)
-    total = int(counts.sum())
-    if total >= 2**31:
-        raise ValueError(otherwise)
-    return total
 
 
 def _at(values: np.ndarray) -> int:

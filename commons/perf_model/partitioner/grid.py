@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.perf_model.partitioner.arguments import checked_arguments, plan_of
+from commons.perf_model.partitioner.arguments import CheckedArguments, plan_of
 from commons.perf_model.partitioner.result import Dealt
 from commons.splitmix import GOLDEN, mix64
 
@@ -100,7 +100,7 @@ def partition_grid(
         >>> partition_grid([9, 1, 1, 1, 3, 3, 3, 3], 2, 2, home_step=batch).sum_of_largest
         14
     """
-    given = checked_arguments(
+    given = CheckedArguments(
         workloads,
         ranks,
         method=method,
@@ -123,7 +123,7 @@ def partition_grid(
     loads, loaded = loads.reshape(given.num_parts, num_steps), given.arrays["home_step"]
     if loaded is None or not np.array_equal(step, loaded):
         step, loads = np.argsort(order)[step], loads[:, order]
-    return Grid(step, rank, np.ascontiguousarray(loads.T), bound, given.speeds_of_parts)
+    return Grid(step, rank, np.ascontiguousarray(loads.T), bound, given.arrays["speeds"])
 
 
 def shuffled(number: int, seed: int) -> np.ndarray:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import core
-from commons.perf_model.partitioner.arguments import checked_arguments, plan_of
+from commons.perf_model.partitioner.arguments import CheckedArguments, plan_of
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.result import Partition
 
@@ -76,7 +77,7 @@ def partition(
         >>> plan.loads.tolist(), plan.times.tolist(), plan.lower_bound
         ([16, 8], [16, 16], 16)
     """
-    given = checked_arguments(
+    given = CheckedArguments(
         workloads,
         k_partitions,
         method=method,
@@ -89,7 +90,7 @@ def partition(
         groups=groups,
         speeds=speeds,
     )
-    return Partition(*plan_of(given, best_effort), given.speeds_of_parts)
+    return Partition(*plan_of(given, best_effort), given.arrays["speeds"])
 
 
 def refine(
@@ -121,35 +122,27 @@ def refine(
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
         [1, 0, 0, 1]
     """
-    given = checked_arguments(
-        workloads,
-        k_partitions,
-        method="refined",
-        equal_size=equal_size,
-        tokens=tokens,
-        max_tokens=max_tokens,
-        home=assignment,
-        ranks_per_node=None,
-        slack=0.0,
+    given = CheckedArguments(
+        workloads, k_partitions, equal_size=equal_size, tokens=tokens, max_tokens=max_tokens, home=assignment
     )
     home, weights = given.arrays["home"], given.arrays["tokens"]
     assert home is not None  # noqa: S101  it was given
     if len(home) == 0:
         return home
-    sizes = core.sum_at(home, None, given.num_parts)
+    sizes = np.bincount(home, minlength=given.num_parts)
     if equal_size and int(sizes.max() - sizes.min()) > 1:
         raise ValueError(
             f"assignment has partitions of {sizes.min()} and of {sizes.max()} samples, equal_size is True; sizes "
             "differ by one at most before, too: pass such an assignment, or equal_size=False"
         )
     if weights is not None and given.has_cap:
-        most = int(core.sum_at(home, weights, given.num_parts).max())
+        most = int(sum_by_rank(home, weights, given.num_parts).max())
         if most > given.max_tokens:
             raise ValueError(
                 f"assignment has a partition of {most} tokens, max_tokens is {given.max_tokens}; it is kept before, "
                 "too: pass such an assignment, or raise max_tokens"
             )
-    return core.refine(given)
+    return core.refine(given, home)
 
 
 def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:

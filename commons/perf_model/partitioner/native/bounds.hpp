@@ -22,10 +22,10 @@ struct Bound {
   std::optional<Split> split;  // none where the bound is the mean load
 };
 
-// One candidate T of counting_bound(): T = tops = quotient * k + remainder. `sums` are the prefix sums of the weights.
+// One candidate T of counting_bound(): T = tops = quotient * k + remainder. `sums` are those of the weights.
 class Group {
  public:
-  Group(const Weights& sums, Weight tops, Weight quotient, Weight remainder, const Limits& limits)
+  Group(const PrefixSums& sums, Weight tops, Weight quotient, Weight remainder, const Limits& limits)
       : sums_(sums), tops_(tops), quotient_(quotient), remainder_(remainder), limits_(limits) {}
 
   // Whether a partition may hold quotient + beyond of the top rows.
@@ -36,14 +36,13 @@ class Group {
   Split make_up(Weight extra) const {
     const Weight single = std::max<Weight>(remainder_ - 2 * extra, 0);
     return {extra + single, tops_, (quotient_ + 2) * extra + (quotient_ + 1) * single,
-            std::max<Weight>(limits_.min_count - quotient_ - 2, 0) * extra +
-                std::max<Weight>(limits_.min_count - quotient_ - 1, 0) * single};
+            num_fill(quotient_ + 2) * extra + num_fill(quotient_ + 1) * single};
   }
 
   // Whether mean_load(0) > load. It rules most candidates out, so it avoids the division.
   bool is_above(Weight load) const {
-    const Weight num_fill = std::max<Weight>(limits_.min_count - quotient_ - 1, 0) * remainder_;
-    return lightest((quotient_ + 1) * remainder_, num_fill) > static_cast<__int128>(load) * remainder_;
+    return lightest((quotient_ + 1) * remainder_, num_fill(quotient_ + 1) * remainder_) >
+           static_cast<__int128>(load) * remainder_;
   }
 
   // Least mean load of that group, rounded up; kMax if there are too few top rows for it.
@@ -55,20 +54,22 @@ class Group {
 
   // Least load of one partition with quotient + 3 of the top rows; kMax if none can have so many.
   Weight load_of_three() const {
-    const Weight num_top = quotient_ + 3;
-    return may_hold(3) ? lightest(num_top, std::max<Weight>(limits_.min_count - num_top, 0)) : kMax;
+    return may_hold(3) ? lightest(quotient_ + 3, num_fill(quotient_ + 3)) : kMax;
   }
 
   Weight remainder() const { return remainder_; }
 
  private:
+  // Rows that a partition with so many of the top rows lacks of min_count.
+  Weight num_fill(Weight num_top) const { return std::max<Weight>(limits_.min_count - num_top, 0); }
+
   // Load of the `num_top` lightest of the top rows and the `num_fill` lightest of all.
   Weight lightest(Weight num_top, Weight num_fill) const {
     // Top rows and fillers are disjoint, so these two sums together are at most the sum of all.
-    return (sums_[tops_] - sums_[tops_ - num_top]) + (sums_.back() - sums_[sums_.size() - 1 - num_fill]);
+    return sums_.between(tops_ - num_top, tops_) + sums_.last(num_fill);
   }
 
-  const Weights& sums_;
+  const PrefixSums& sums_;
   Weight tops_;
   Weight quotient_;
   Weight remainder_;
@@ -88,9 +89,8 @@ class Group {
 // a ceiling; candidates are tried from the highest ceiling down, all cases each, until no ceiling is above the bound.
 inline Bound counting_bound(const Weights& weights, Index num_parts, const Limits& limits) {
   const Weight num_rows = static_cast<Weight>(weights.size());
-  Weights sums(num_rows + 1, 0);
-  std::partial_sum(weights.begin(), weights.end(), sums.begin() + 1);
-  Bound bound{divide_up(sums.back(), num_parts), std::nullopt};
+  const PrefixSums sums(weights);
+  Bound bound{divide_up(sums.total(), num_parts), std::nullopt};
 
   struct Candidate {
     Weight ceiling;

@@ -3,8 +3,6 @@
 // Every function returns 0, or 1 and a message in `error`, which has room for kErrorSize bytes. It throws nothing, keeps
 // nothing and knows no Python, so that one file serves every Python and any number of threads.
 #include <cstdio>
-#include <functional>
-#include <memory>
 #include <new>
 #include <string>
 
@@ -24,7 +22,6 @@ using evenrank::Index;
 using evenrank::require;
 using evenrank::RowTable;
 using evenrank::ShuffleArguments;
-using evenrank::total_of;
 using evenrank::Weight;
 
 constexpr std::size_t kErrorSize = 256;
@@ -52,13 +49,14 @@ void require_sizes(Weight num_rows, Weight num_parts) {
           "there must be at least one row and one partition, and fewer than 2^31 of either");
 }
 
-// The widths that core.py's structures have: pointers and int64 alone, and one double.
+// The widths that core.py's structures have: pointers and int64 alone, and one double. arguments.py has checked these.
 struct PlanArguments {
   const Weight* workloads;
   const Weight* tokens;     // or null
   const Weight* home;       // or null
   const Weight* home_step;  // or null
   const Weight* groups;     // or null
+  const Weight* speeds;     // (num_parts,), or null
   Weight num_rows;
   Weight num_parts;
   Weight method;
@@ -67,40 +65,23 @@ struct PlanArguments {
   Weight max_tokens;
   Weight ranks_per_node;
   Weight num_steps;  // 0 for a plan that is no grid
-  const Weight* speeds;  // (num_parts,), or null
   double slack;
 };
 
 evenrank::Request request_of(const PlanArguments& given) {
   require_sizes(given.num_rows, given.num_parts);
-  require(given.num_steps >= 0 && given.num_steps <= INT32_MAX / given.num_parts,
-          "there must be fewer than 2^31 cells");
-  require(given.method >= 0 && given.method <= static_cast<Weight>(evenrank::Method::kSnake), "unknown method");
-  require((given.tokens || !given.has_cap) && (given.num_steps || !given.home_step) && given.ranks_per_node > 0 &&
-              given.slack >= 0 && given.slack <= 1,
-          "plan takes checked arguments: a number is out of its range");
-  const auto within = [&](const Weight* values, Weight largest, Weight largest_sum) {
-    return values == nullptr || evenrank::all_within(values, given.num_rows, largest, largest_sum);
-  };
-  require(within(given.workloads, INT64_MAX, evenrank::kMostLoad) && within(given.tokens, INT64_MAX, evenrank::kMostLoad) &&
-              within(given.home, given.num_parts - 1, INT64_MAX) && within(given.home_step, given.num_steps - 1, INT64_MAX),
-          "plan takes checked arguments: a number is out of its range");
-  require(given.speeds == nullptr || evenrank::are_speeds_of(given.speeds, given.num_parts, given.workloads, given.num_rows),
-          evenrank::kNoSpeeds);
-  evenrank::Request request{values_of<evenrank::Weights>(given.workloads, given.num_rows),
-                            static_cast<Index>(given.num_parts),
-                            static_cast<evenrank::Method>(given.method),
-                            given.equal_size != 0,
-                            values_of<evenrank::Weights>(given.tokens, given.num_rows),
-                            std::nullopt,
-                            values_of<evenrank::Indices>(given.home, given.num_rows),
-                            static_cast<Index>(std::min(given.ranks_per_node, given.num_parts)),
-                            given.slack,
-                            static_cast<Index>(std::max<Weight>(given.num_steps, 1)),
-                            values_of<evenrank::Indices>(given.home_step, given.num_rows)};
-  if (given.has_cap) request.max_tokens = given.max_tokens;
-  request.speeds = values_of<evenrank::Weights>(given.speeds, given.num_parts);
-  return request;
+  return {values_of<evenrank::Weights>(given.workloads, given.num_rows),
+          static_cast<Index>(given.num_parts),
+          static_cast<evenrank::Method>(given.method),
+          given.equal_size != 0,
+          values_of<evenrank::Weights>(given.tokens, given.num_rows),
+          given.has_cap ? std::optional(given.max_tokens) : std::nullopt,
+          values_of<evenrank::Indices>(given.home, given.num_rows),
+          static_cast<Index>(given.ranks_per_node),
+          given.slack,
+          static_cast<Index>(std::max<Weight>(given.num_steps, 1)),
+          values_of<evenrank::Indices>(given.home_step, given.num_rows),
+          values_of<evenrank::Weights>(given.speeds, given.num_parts)};
 }
 
 // A rank's own rows, see shuffle_plan.py.
@@ -208,15 +189,12 @@ int evenrank_lower_bound(const Weight* workloads, Weight num_rows, Weight num_pa
 int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error) {
   return guarded(error, [&] {
     const evenrank::Request request = request_of(*given);
-    for (Weight row = 0; row < given->num_rows; ++row) {
-      require(assignment[row] >= 0 && assignment[row] < given->num_parts, "refine: a partition is out of its range");
-    }
     const auto problem = evenrank::Problem::of(request.workloads, request.num_parts, request.equal_size);
-    const std::optional<evenrank::Cap> cap = request.cap_by_row(problem.order);
+    const evenrank::Cap cap = request.cap_by_row(problem.order);
     const Weight target = evenrank::near(evenrank::counting_bound(problem).load);
     const auto parts = values_of<evenrank::Indices>(assignment, given->num_rows);
     const evenrank::Indices refined =
-        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, pointer_to(cap)));
+        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, cap));
     std::copy(refined.begin(), refined.end(), assignment);
   });
 }
@@ -227,16 +205,8 @@ int evenrank_padded_groups(const Weight* costs, Weight num_rows, Weight num_grou
                            Weight steps, Weight* sizes, Weight* count, char* error) {
   return guarded(error, [&] {
     require_sizes(num_rows, 1);
-    require(std::is_sorted(costs, costs + num_rows, std::greater<>()) && costs[num_rows - 1] >= 0 && max_rows > 0 &&
-                num_groups >= 0 && num_groups <= num_rows && steps > 0 && num_groups % steps == 0,
-            "padded_groups takes checked arguments: a number is out of its range");
     const evenrank::PaddedGroups padded(costs, num_rows, max_rows);
-    if (num_groups) {
-      const Weight rows = evenrank::divide_up(num_rows, num_groups);
-      require(rows <= max_rows && costs[0] <= INT64_MAX / rows, "padded_groups: so many rows do not fit the groups");
-      max_cost = costs[0] * rows;
-    }
-    require(max_cost >= costs[0], "padded_groups: max_cost is below a row's cost");
+    if (num_groups) max_cost = costs[0] * evenrank::divide_up(num_rows, num_groups);
     *count = num_groups ? num_groups : padded.fewest(max_cost);
     const evenrank::Weights found = padded.of_least_cost(*count, max_cost, steps);
     std::copy(found.begin(), found.end(), sizes);
@@ -267,33 +237,21 @@ int evenrank_permute_words(const Weight* lengths, Weight num_segments, const Ind
 int evenrank_read_columns(const RowTable* table, const Weight* columns, Weight num_columns, Weight num_rows,
                           Weight* out, char* error) {
   return guarded(error, [&] {
-    require_sizes(*table);
-    bool holds = num_rows == total_of(table->real_rows, table->num_places);
+    table->require_sizes();
+    bool holds = num_rows == evenrank::total_of(table->real_rows, table->num_places);
     for (Weight at = 0; at < num_columns; ++at) holds = holds && columns[at] >= 0 && columns[at] < table->num_columns;
-    holds = holds && evenrank::read_columns(*table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
-    require(holds, "a gathered table: a size or column is out of its range");
+    require(holds, evenrank::kNoTable);
+    evenrank::read_columns(*table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
   });
 }
 
 int evenrank_read_rows(const RowTable* table, const Weight* rows, Weight num_rows, Weight first_column,
                        Weight count, Weight* out, char* error) {
   return guarded(error, [&] {
-    require_sizes(*table);
-    const bool holds = first_column >= 0 && count >= 0 && count <= table->num_columns &&
-                       first_column <= table->num_columns - count &&
-                       evenrank::read_rows(*table, rows, num_rows, first_column, count, out);
-    require(holds, "a gathered table: a size or column is out of its range");
-  });
-}
-
-// `values` may be null, then rows are counted.
-int evenrank_sum_at(const Weight* place, const Weight* values, Weight num_rows, Weight* sums, Weight num_places,
-                    char* error) {
-  return guarded(error, [&] {
-    for (Weight row = 0; row < num_rows; ++row) {
-      require(place[row] >= 0 && place[row] < num_places, "sum_at: a place is out of its range");
-    }
-    evenrank::sum_at(place, values, num_rows, num_places, sums);
+    table->require_sizes();
+    require(first_column >= 0 && count >= 0 && count <= table->num_columns && first_column <= table->num_columns - count,
+            evenrank::kNoTable);
+    evenrank::read_rows(*table, rows, num_rows, first_column, count, out);
   });
 }
 

@@ -158,11 +158,10 @@ inline Indices differencing(const Weights& weights, Index num_parts, bool equal_
   if (num_merged < num_rows) {
     Weights counts(num_parts, 0);
     for (std::size_t row = 0; row < num_merged; ++row) ++counts[parts[row]];
-    LightestFirst fewest(counts);
+    Tournament<false> fewest(counts);
     for (std::size_t row = num_merged; row < num_rows; ++row) {
-      const LightestFirst::Entry entry = fewest.top();
-      parts[row] = entry.part;
-      fewest.replace_top({entry.load + 1, 0, entry.part});
+      parts[row] = fewest.winner();
+      fewest.enter(parts[row], ++counts[parts[row]]);
     }
   }
   return parts;

@@ -1,39 +1,14 @@
 // One call of the worker: from the messages of all ranks, or rows that are known, to the plan of all and the exchange of one.
 #pragma once
 
-#include <stdexcept>
-
 #include "routes.hpp"
 #include "shuffle.hpp"
 
 namespace evenrank {
 
-inline void require(bool holds, const char* otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
-}
-
 constexpr const char* kNoSpeeds =
     "speeds are not positive integers below 2^31, or all workloads × the largest ÷ the smallest speed are 2^61 or more: "
     "scale them down";
-
-// How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
-// could overflow.
-inline Weight total_of(const Weight* counts, Weight num_places) {
-  Weight total = 0;
-  for (Weight place = 0; place < num_places; ++place) {
-    if (counts[place] < 0 || counts[place] > INT32_MAX - total) return -1;
-    total += counts[place];
-  }
-  return total;
-}
-
-inline void require_sizes(const RowTable& table) {
-  const bool holds = table.num_places >= 0 && table.num_places <= INT32_MAX && table.num_columns >= 0 &&
-                     table.num_columns <= INT32_MAX && table.num_words >= 0 &&
-                     (table.num_places == 0 || (table.num_ranks > 0 && table.num_places % table.num_ranks == 0)) &&
-                     total_of(table.real_rows, table.num_places) >= 0;
-  require(holds, "a gathered table: sizes do not match");
-}
 
 // The first numbers of the answer, in the order in which core.py names them.
 enum Head {
@@ -93,30 +68,26 @@ class Shuffle {
     Weight* const tokens = take(num_rows);
     Weight* const planned = take(num_rows);
     Weight* const destination = take(num_rows);
-    const RowTable table = packed_rows(real_rows, first);
-    read_rows(table, workloads, tokens);
-    Weights places;
-    places.reserve(num_rows);
-    for (Weight place = 0; place < num_places; ++place) places.insert(places.end(), real_rows[place], place);
-    const Weight* const home = places.data();
-    sum_at(home, workloads, num_rows, num_places, before);
-    const Weights groups = groups_of(table, num_rows);
-    plan({num_places, out_[kSteps], workloads, tokens, home, num_rows, groups.empty() ? nullptr : groups.data()}, before,
-         planned, destination, as_planned, after);
-    const Weight per_node = given_.ranks_per_node > 0 ? given_.ranks_per_node : given_.num_ranks;
+    Weights home;
+    home.reserve(num_rows);
+    for (Weight place = 0; place < num_places; ++place) home.insert(home.end(), real_rows[place], place);
+    const GatheredRows gathered{given_.num_ranks, out_[kSteps], num_places, num_rows, rows, real_rows,
+                                workloads, tokens, home.data(), packed_rows(real_rows, first)};
+    read_rows(gathered.table, workloads, tokens);
+    sum_at(gathered.home, workloads, num_rows, num_places, before);
+    plan(gathered, before, planned, destination, as_planned, after);
     std::copy_n(real_rows, num_places, real_after);
     std::fill_n(moves, 6 * out_[kSteps], 0);
-    out_[kChanges] = !std::equal(home, home + num_rows, destination);
-    count_moves(home, destination, tokens, num_rows, out_[kSteps], per_node, real_after, moves);
+    out_[kChanges] = !std::equal(home.begin(), home.end(), destination);
+    const Weight per_node = given_.ranks_per_node > 0 ? given_.ranks_per_node : given_.num_ranks;
+    count_moves(gathered, destination, per_node, real_after, moves);
     Digest digest;
     for (const Weight* places : {rows, real_rows}) digest.add(places, num_places);
     for (const Weight* of_rows : {workloads, tokens, destination}) digest.add(of_rows, num_rows);
     const Weights speeds = speeds_of(given_).by_part();
     digest.add(speeds.data(), static_cast<Weight>(speeds.size()));
     out_[kDigest] = digest.value();
-    if (given_.parts) route({rows, real_rows, real_after, destination, table, static_cast<Index>(num_places),
-                             given_.num_keys, given_.num_kept - (given_.has_groups != 0), parts(), out_[kSteps], given_.rank, given_.all_gather != 0,
-                             given_.pads != 0}, exchange);
+    if (given_.parts) route(Router(gathered, destination, real_after, given_), exchange);
   }
 
  private:
@@ -139,7 +110,7 @@ class Shuffle {
     for (Weight rank = 0; rank < given_.num_ranks; ++rank) {
       const Weight* const said = message(rank);
       const Weight batches = said[1];
-      require(batches >= 0 && batches <= given_.steps, "a gathered table: a size or column is out of its range");
+      require(batches >= 0 && batches <= given_.steps, kNoTable);
       out_[kOtherSteps] = out_[kOtherSteps] || said[0] != given_.messages[0];
       out_[kSteps] = std::max(out_[kSteps], batches);
       Weight words = 0;
@@ -147,7 +118,7 @@ class Shuffle {
         const Weight* const numbers = said + kMessageNumbers + kBatchNumbers * batch;
         require(numbers[0] >= numbers[1] && numbers[1] >= 0 && numbers[1] <= INT32_MAX - num_rows && numbers[2] >= 0 &&
                     numbers[2] <= INT64_MAX - words,
-                "a gathered table: a size or column is out of its range");
+                kNoTable);
         num_rows += numbers[1];
         words += numbers[2];
       }
@@ -182,7 +153,7 @@ class Shuffle {
     const Weight num_words = given_.messages ? given_.num_words - header_size() : given_.num_words;
     const RowTable table{words, first, real_rows, given_.num_ranks, given_.stride, num_words,
                          given_.num_ranks * out_[kSteps], kLengthsFrom + given_.num_keys + given_.num_kept};
-    require_sizes(table);
+    table.require_sizes();
     return table;
   }
 
@@ -192,8 +163,7 @@ class Shuffle {
       std::copy_n(given_.workloads, num_rows, workloads);
       std::copy_n(given_.tokens, num_rows, tokens);
     } else {
-      require(read_columns(table, {0, 1}, num_rows, workloads),  // tokens lie behind workloads
-              "a gathered table: a size or column is out of its range");
+      read_columns(table, {0, 1}, num_rows, workloads);  // tokens lie behind workloads
     }
     require(all_within(workloads, num_rows, INT64_MAX, kMostLoad) &&
                 all_within(tokens, num_rows, INT64_MAX, kMostLoad),
@@ -201,16 +171,7 @@ class Shuffle {
     require(given_.speeds == nullptr || are_speeds_of(given_.speeds, given_.num_ranks, workloads, num_rows), kNoSpeeds);
   }
 
-  // The group of every row; empty where there are none.
-  Weights groups_of(const RowTable& table, Weight num_rows) const {
-    Weights groups(given_.has_groups && !given_.destination ? num_rows : 0);
-    if (groups.empty()) return groups;
-    require(given_.num_kept > 0 && read_columns(table, {table.num_columns - 1}, num_rows, groups.data()),
-            "a gathered table: a size or column is out of its range");
-    return groups;
-  }
-
-  void plan(const PlacedRows& rows, const Weight* before, Weight* planned, Weight* destination, Weight* as_planned,
+  void plan(const GatheredRows& rows, const Weight* before, Weight* planned, Weight* destination, Weight* as_planned,
             Weight* after) {
     if (given_.destination) {
       for (Weight row = 0; row < rows.num_rows; ++row) {
@@ -221,7 +182,12 @@ class Shuffle {
       for (Weight* const loads : {as_planned, after}) sum_at(planned, rows.workloads, rows.num_rows, rows.num_places, loads);
       return;
     }
-    ShufflePlanner planner(rows, given_);
+    Weights groups(given_.has_groups ? rows.num_rows : 0);
+    if (!groups.empty()) {
+      require(given_.num_kept > 0, kNoTable);
+      read_columns(rows.table, {rows.table.num_columns - 1}, rows.num_rows, groups.data());
+    }
+    ShufflePlanner planner(rows, groups.empty() ? nullptr : groups.data(), given_);
     const bool is_carried_out = planner.plan(before, planned, destination);
     std::copy(planner.loads.begin(), planner.loads.end(), as_planned);
     std::copy_n(is_carried_out ? as_planned : before, rows.num_places, after);
@@ -235,18 +201,7 @@ class Shuffle {
     if (given_.parts == nullptr) return 0;
     return 3 + 2 * given_.num_ranks + out_[kSteps] * (2 * given_.num_parts + 4 + given_.num_keys);
   }
-  std::vector<PayloadPart> parts() const {
-    std::vector<PayloadPart> parts;
-    for (Weight part = 0; part < given_.num_parts; ++part) {
-      const Weight* const numbers = given_.parts + 3 * part;
-      parts.push_back({numbers[0], numbers[1], numbers[2]});
-      require(numbers[1] >= 0 && numbers[2] >= 0 && (numbers[0] < 0 || numbers[1] <= given_.num_keys - numbers[0]),
-              "shuffle takes a plan: a number is out of its range");
-    }
-    return parts;
-  }
-  void route(const RouteRequest& request, Weight* exchange) {
-    Router router(request);
+  void route(Router router, Weight* exchange) {
     out_[kIndexRoom] = router.room();
     if (out_[kIndexRoom] > index_room_) return;
     router.write(indices_);

@@ -31,7 +31,7 @@ struct Candidate {
   Weight most_tokens;  // of a cell, or the cap if that is more; 0 without a cap
 
   // The sum over the steps of the largest load: what a plan minimises.
-  Weight total() const { return std::accumulate(largest.begin(), largest.end(), Weight{0}); }
+  Weight total() const { return sum_of(largest); }
 
   // Fewer tokens above the cap, or as many and a smaller sum.
   bool beats(const Candidate& other) const {
@@ -115,10 +115,9 @@ class GridPlanner {
   // `cells`, changed until they keep the cap, if there is one.
   Indices capped(const Problem& problem, Indices cells, Weight target) const {
     if (!request_.max_tokens) return cells;
-    if (problem.base.empty() && !speeds_.empty()) {
-      return under_cap_at_speeds(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
-    }
-    return under_cap(problem, std::move(cells), target, Cap{request_.tokens, *request_.max_tokens});
+    const bool at_speeds = problem.base.empty() && !speeds_.empty();
+    return at_speeds ? under_cap_at_speeds(problem, std::move(cells), target, request_.cap())
+                     : under_cap(problem, std::move(cells), target, request_.cap());
   }
 
   // The problem in which one target serves the limits of all steps.
@@ -138,7 +137,9 @@ class GridPlanner {
     std::optional<Candidate> best;
     if (is_refined) {
       Weights first = share_out(bound_.total + half(bound_.total), bound_.largest);
-      if (num_cells_ >= kMany && !has_places(problem_, first)) first = shares_by_level(problem_, request_.num_steps, bound_.total + half(bound_.total)).value_or(first);
+      if (num_cells_ >= kMany && !has_places(problem_, first)) {
+        first = shares_by_level(problem_, request_.num_steps, bound_.total + half(bound_.total)).value_or(first);
+      }
       if (std::adjacent_find(first.begin(), first.end(), std::not_equal_to<>()) != first.end()) {
         best = within(first);
         if (best->total() <= good(bound_.total) && keeps_cap(*best)) return std::move(*best);
@@ -187,15 +188,14 @@ class GridPlanner {
   Candidate lower_steps(Candidate best) const {
     Index failed = 0;
     Index step = 0;
-    std::optional<Cap> cap = request_.cap_by_row(problem_.order);
+    Cap cap = request_.cap_by_row(problem_.order);
     for (int tries = num_tries(); tries > 0; --tries, step = (step + 1) % request_.num_steps) {
       if (failed == request_.num_steps || best.total() <= good(bound_.total)) break;
       Weights wanted = best.largest;
       wanted[step] = std::max<Weight>(wanted[step] - (best.total() - bound_.total) / 2, 0);
       const Problem problem = above(wanted);
-      if (cap) cap->limit = best.most_tokens;
-      const Indices parts = refine(problem, take(best.cells, problem.order), largest_of(wanted),
-                                   pointer_to(cap));
+      cap.limit = best.most_tokens;
+      const Indices parts = refine(problem, take(best.cells, problem.order), largest_of(wanted), cap);
       Candidate tried = candidate(problem.by_sample(parts));
       if (tried.beats(best)) {
         best = std::move(tried);
@@ -222,8 +222,7 @@ class GridPlanner {
   // LPT and swaps towards a largest load per step.
   Candidate within(const Weights& largest) const {
     const Problem problem = above(largest);
-    const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
-    const Weight target = largest_of(largest) + half(sum) / request_.num_steps;
+    const Weight target = largest_of(largest) + half(sum_of(largest)) / request_.num_steps;
     Indices parts = refine(problem, lpt(problem), target);
     return candidate(capped(problem, problem.by_sample(parts), target));
   }
@@ -346,10 +345,10 @@ class GridPlanner {
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);
     const Home home = home_by_row(request_, problem.order, sizes_of(request_));
-    std::optional<Cap> cap = request_.cap_by_row(problem.order);
-    if (cap) cap->limit = best.most_tokens;
+    Cap cap = request_.cap_by_row(problem.order);
+    cap.limit = best.most_tokens;
     const Indices parts = near_home(problem, take(best.cells, problem.order), deal_at_home(problem, home, limit), home,
-                                    limit, pointer_to(cap));
+                                    limit, cap);
     return candidate(problem.by_sample(parts));
   }
 

@@ -51,23 +51,20 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
     return of_ranks.empty() ? divide_up(load, num_ranks) : of_ranks.mean_time(load);
   };
   const Weight num_rows = static_cast<Weight>(weights.size());
-  Weights sums(num_rows + 1, 0);
-  std::partial_sum(weights.begin(), weights.end(), sums.begin() + 1);
-  const Weight total = sums.back();
+  const PrefixSums sums(weights);
   Weight reached = bound_of(weights, static_cast<Index>(num_ranks * num_steps), limits, of_cells).load;
-  GridBound bound{std::max(reached, share(total)), {reached}};
+  GridBound bound{std::max(reached, share(sums.total())), {reached}};
   for (Weight step = 1; step < num_steps; ++step) {
     const Weight most_rows = std::min(step * num_ranks * limits.max_count, num_rows);
-    bound.total = std::max(bound.total, reached + share(total - sums[most_rows]));
+    bound.total = std::max(bound.total, reached + share(sums.last(num_rows - most_rows)));
     // L_i: one cell has q + 1 rows, of which the lightest possible end with `last`.
     Weight least = 0;
     for (Weight q = 0, last = most_rows; last < num_rows; ++q, last += (num_steps - step) * num_ranks) {
-      least = std::max(least, sums[last + 1] - sums[last - q]);
+      least = std::max(least, sums.between(last - q, last + 1));
     }
     // S_r + fillers; it does not fall as r grows, and load() does not rise.
     const auto before = [&](Weight rows) {
-      const Weight fillers = std::max<Weight>(step * num_ranks * limits.min_count - rows, 0);
-      return sums[rows] + total - sums[num_rows - fillers];
+      return sums.first(rows) + sums.last(step * num_ranks * limits.min_count - rows);
     };
     const auto load = [&](Weight rows) { return std::max(rows < num_rows ? weights[rows] : 0, least); };
     // As long as before() is within what the first steps have reached anyway, a larger r only lowers the load: search

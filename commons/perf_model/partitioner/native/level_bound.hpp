@@ -33,8 +33,8 @@ struct LevelBound {
 // t is the weight of the light row after as many as Z cells (or Z + W) have places.
 class LevelBounds {
  public:
-  // `weights` descend, `sums` are their prefix sums.
-  LevelBounds(const Weights& weights, const Weights& sums, Weight num_ranks, Weight num_steps, const Limits& limits)
+  // `weights` descend, `sums` are theirs.
+  LevelBounds(const Weights& weights, const PrefixSums& sums, Weight num_ranks, Weight num_steps, const Limits& limits)
       : weights_(weights), sums_(sums), ranks_(num_ranks), steps_(num_steps), limits_(limits),
         rows_(static_cast<Weight>(weights.size())) {}
 
@@ -66,7 +66,7 @@ class LevelBounds {
   Weight fill(Weight heavy, Weight k, Weight n) const {
     const Wide places = static_cast<Wide>(std::max<Weight>(limits_.min_count - k, 0)) * n;
     const Weight lightest = static_cast<Weight>(std::min<Wide>(places, rows_ - heavy));
-    return divide_up(sums_.back() - sums_[rows_ - lightest], n);
+    return divide_up(sums_.last(lightest), n);
   }
 
   // W * P where the d sum up to `missing` and k is at most `most`, in steps in which n cells at least have k rows.
@@ -74,7 +74,7 @@ class LevelBounds {
     const Wide places = static_cast<Wide>(missing) * limits_.max_count;
     const Weight above = static_cast<Weight>(std::min<Wide>(places, rows_ - heavy));
     const Weight price = heavy + above < rows_ ? weights_[heavy + above] : 0;
-    const Wide phi = sums_[heavy + above] - sums_[heavy] - static_cast<Wide>(price) * above;
+    const Wide phi = sums_.between(heavy, heavy + above) - static_cast<Wide>(price) * above;
     const Weight spread = weights_[0] - weights_[heavy - 1];
     const Wide each = static_cast<Wide>(weights_[0]) - price;  // w + e - t
     Wide least = each;
@@ -83,11 +83,11 @@ class LevelBounds {
                         static_cast<Wide>(k) * spread;
       least = std::min(least, each + rest);
     }
-    return sums_.back() - phi + missing * std::max<Wide>(least, 0);
+    return sums_.total() - phi + missing * std::max<Wide>(least, 0);
   }
 
   const Weights& weights_;
-  const Weights& sums_;
+  const PrefixSums& sums_;
   Weight ranks_;
   Weight steps_;
   Limits limits_;

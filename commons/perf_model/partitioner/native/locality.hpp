@@ -94,15 +94,12 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
   const std::vector<Item>& rows = plan.items(heavy);
   const Weight excess = loads[heavy] - repair.limit;
   const Place at_heavy = repair.home.place_of(heavy);
-  Weight best = -1;
-  Index best_light = kNone;
-  Item best_row{};
-  Item best_back{};
+  Swap best{-1};
   for (Index at_light = 0; at_light < share.size(); ++at_light) {
     const Index light = share[at_light];
     const Weight room = repair.limit - loads[light];
     // The others are heavier: none of them can take more.
-    if (room <= 0 || best >= kFree + (std::min(room, excess) >> repair.efficiency.gain_shift)) break;
+    if (room <= 0 || best.value >= kFree + (std::min(room, excess) >> repair.efficiency.gain_shift)) break;
     const std::vector<Item>& others = plan.items(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);
@@ -117,13 +114,8 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
       const auto consider = [&](const Item& back, Weight cost) {
         const Weight taken = row.weight - back.weight;
         if (taken <= 0 || taken > room) return;
-        const Weight efficiency = repair.efficiency.above(best, std::min(taken, excess), cost);
-        if (efficiency >= 0 && plan.keeps_cap(heavy, light, row.row, back.row)) {
-          best = efficiency;
-          best_light = light;
-          best_row = row;
-          best_back = back;
-        }
+        const Weight efficiency = repair.efficiency.above(best.value, std::min(taken, excess), cost);
+        if (efficiency >= 0 && plan.keeps_cap(heavy, light, row, back)) best = {efficiency, light, row, back};
       };
       for (Weight at = below - 1; at >= std::max<Weight>(below - kHomeReach, 0); --at) {
         const Index back = others[at].row;
@@ -132,9 +124,7 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
       if (may_move) consider({0, kNone}, cost_out);
     }
   }
-  if (best_light == kNone) return false;
-  plan.apply(heavy, best_light, best_row, best_back);
-  return true;
+  return plan.apply(heavy, best);
 }
 
 // One round within each group of partitions.
@@ -144,8 +134,8 @@ struct Round {
   Index most_heavy = 0;
 };
 
-// `level` is that of heavy_at_level().
-inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups, const Repair& repair, int level) {
+inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups, const Repair& repair,
+                            const Level& level) {
   Round round;
   for (Indices& group : groups) {
     const Index num_over = static_cast<Index>(
@@ -153,7 +143,7 @@ inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups
     if (num_over == 0 || group.size() == 1) continue;
     round.any_over = true;
     plan.rank(group);
-    const Index num_heavy = heavy_at_level(num_over, group.size(), level);
+    const Index num_heavy = level.num_heavy(num_over, group.size());
     round.most_heavy = std::max(round.most_heavy, num_heavy);
     for (Index heavy = 0; heavy < num_heavy; ++heavy) {
       round.any_found |= relieve(plan, group[heavy], Share(group, num_heavy, heavy), repair);
@@ -182,7 +172,7 @@ inline Weight excess_of(const Weights& loads, Weight limit) {
 // Takes the load above `limit` off every partition by swaps that move few tokens: first within ranks, then within
 // nodes, then between all partitions. A swap takes no partition above the limit, so it may end with some that still are
 // above it. `parts`, by row, keeps the limits; a swap takes no partition above the cap.
-inline Indices repair(const Problem& problem, Indices parts, Weight limit, const Home& home, const Cap* cap = nullptr) {
+inline Indices repair(const Problem& problem, Indices parts, Weight limit, const Home& home, const Cap& cap = {}) {
   const Index num_parts = problem.num_parts;
   WorkingPartition plan(problem, std::move(parts), cap);
   const Repair repair{home, limit, Efficiency::of(problem.weights.front(), home.sizes)};
@@ -194,7 +184,7 @@ inline Indices repair(const Problem& problem, Indices parts, Weight limit, const
       if (part % size == 0) groups.emplace_back();
       groups.back().push_back(part);
     }
-    int level = 0;
+    Level level;
     const int first = rounds;
     Weight checkpoint = 0;
     for (; rounds < kMaxRounds; ++rounds) {
@@ -205,14 +195,9 @@ inline Indices repair(const Problem& problem, Indices parts, Weight limit, const
       }
       const Round round = relieve_groups(plan, groups, repair, level);
       if (!round.any_over) break;
-      if (round.any_found) {
-        level = std::max(level - 1, 0);
-      } else if (round.most_heavy > 1) {
-        ++level;
-      } else {
-        ++rounds;
-        break;
-      }
+      if (level.next(round.any_found, round.most_heavy)) continue;
+      ++rounds;
+      break;
     }
   }
   return plan.release();

@@ -33,19 +33,18 @@ struct LoadedParts {
 // while there is room, partitions with a row that almost fills them swap the rest of theirs for the lightest of all.
 class HeaviestLowered {
  public:
-  HeaviestLowered(const Problem& problem, const Request& request, Indices parts, const Weights& sizes, Weight limit,
-                  Index may_fail)
+  HeaviestLowered(const Problem& problem, const Request& request, const Indices& parts, const Weights& sizes,
+                  Weight limit)
       : request_(request),
         order_(problem.order),
         num_light_(static_cast<Index>(problem.order.size())),
         limits_(problem.limits),
         limit_(limit),
         asked_(request.num_steps == 1 ? kAsked : kFewAsked),
-        may_fail_(may_fail),
-        parts_(std::move(parts)),
         base_(problem.first_loads()),
-        rows_(request, problem.order, parts_, problem.num_parts, sizes),
-        loads_(sum_by_rank(parts_, request.workloads, problem.num_parts, problem.base)),
+        cap_(request.cap()),
+        held_(parts, sum_by_rank(parts, request.workloads, problem.num_parts, problem.base), cap_),
+        rows_(request, problem.order, parts, problem.num_parts, sizes),
         heaviest_(loads_),
         lightest_(loads_),
         left_rank_(problem.num_parts, request.num_steps == 1),
@@ -54,7 +53,6 @@ class HeaviestLowered {
         forced_(problem.num_parts, false),
         has_large_(problem.num_parts, false),
         efficiency_(Efficiency::of(problem.weights.front(), sizes)) {
-    if (request.max_tokens) held_ = sum_by_rank(parts_, request.tokens, problem.num_parts);
     places_.reserve(problem.num_parts);
     for (Index part = 0; part < problem.num_parts; ++part) {
       places_.push_back(Place::of(part, request.num_steps, request.ranks_per_node));
@@ -79,6 +77,7 @@ class HeaviestLowered {
       }
       leave_lightest(heavy);
     }
+    Index may_fail = static_cast<Index>(loads_.size());
     for (std::size_t swaps = kMostSwaps * parts_.size(); swaps > 0;) {
       const Index heavy = heaviest_.winner();
       if (heavy == kNone || loads_[heavy] <= limit_) break;
@@ -86,13 +85,13 @@ class HeaviestLowered {
       if (found.efficiency < 0) {
         if (leave_lightest(heavy)) continue;
         heaviest_.leave(heavy);
-        if (--may_fail_ < 0) break;
+        if (--may_fail < 0) break;
       } else {
         carry_out(heavy, found);
         --swaps;
       }
     }
-    return {std::move(parts_), std::move(loads_)};
+    return {std::move(held_.parts), std::move(held_.loads)};
   }
 
  private:
@@ -131,11 +130,15 @@ class HeaviestLowered {
   bool is_large(Weight weight, Index part) const { return weight > limit_ - base_[part] - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
-    give(heavy, swap.light, rows_.of(heavy)[swap.row]);
-    if (swap.back != kNone) give(swap.light, heavy, rows_.of(swap.light)[swap.back]);
+    const SortedRows::Row& row = rows_.of(heavy)[swap.row];
+    held_.give(heavy, swap.light, row.sample, row.weight);
+    if (swap.back != kNone) {
+      const SortedRows::Row& back = rows_.of(swap.light)[swap.back];
+      held_.give(swap.light, heavy, back.sample, back.weight);
+    }
     rows_.swap(heavy, swap.row, swap.light, swap.back);
     for (const Index part : {heavy, swap.light}) {
-      heaviest_.changed(part);
+      if (heaviest_.takes_part(part)) heaviest_.enter(part, loads_[part]);
       lightest_.changed(part);
     }
   }
@@ -170,7 +173,7 @@ class HeaviestLowered {
       forced_[heavy] = true;
       const Index light = lightest_.at(0);
       swap = best(heavy, light, loads_[heavy] - loads_[light] - 1);
-      if (swap.efficiency >= 0) heaviest_.enter(light);
+      if (swap.efficiency >= 0) heaviest_.enter(light, loads_[light]);
     }
     return swap;
   }
@@ -200,7 +203,7 @@ class HeaviestLowered {
       const auto consider = [&](Weight taken, Index back, Weight cost) {
         const Weight efficiency = efficiency_.above(best.efficiency, std::min(taken, excess), cost);
         if (efficiency >= 0 &&
-            keeps_cap(heavy, light, row.sample, back == kNone ? kNone : others[back].sample)) {
+            held_.keeps_cap(heavy, light, row.sample, back == kNone ? kNone : others[back].sample)) {
           best.efficiency = efficiency;
           best.row = at;
           best.back = back;
@@ -219,35 +222,19 @@ class HeaviestLowered {
     return row.size * (to.cost(row.home) - from.cost(row.home));
   }
 
-  bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
-    if (held_.empty()) return true;
-    const Weight taken = request_.tokens[row] - (back == kNone ? 0 : request_.tokens[back]);
-    return held_[heavy] - taken <= *request_.max_tokens && held_[light] + taken <= *request_.max_tokens;
-  }
-  // Moves the load of a row.
-  void give(Index from, Index to, const SortedRows::Row& row) {
-    parts_[row.sample] = to;
-    loads_[from] -= row.weight;
-    loads_[to] += row.weight;
-    if (!held_.empty()) {
-      held_[from] -= request_.tokens[row.sample];
-      held_[to] += request_.tokens[row.sample];
-    }
-  }
-
   const Request& request_;
   const Indices& order_;
   Index num_light_;  // rows of order_ from this one on are in partitions without room
   Limits limits_;
   Weight limit_;
   std::size_t asked_;
-  Index may_fail_;  // partitions that may be left above the limit before the others are left too
-  Indices parts_;
   Weights base_;
+  const Cap cap_;
+  HeldRows held_;
+  const Indices& parts_ = held_.parts;
+  const Weights& loads_ = held_.loads;
   std::vector<Place> places_;  // of each partition
   SortedRows rows_;
-  Weights loads_;
-  Weights held_;  // tokens per partition; empty without a cap
   Tournament<true> heaviest_;
   LightestParts lightest_;
   std::vector<bool> left_rank_;      // partitions that found no swap with the lightest of their rank,
@@ -286,19 +273,18 @@ inline std::optional<Indices> near_ranks_of_many(const Request& request, const P
   const Weights sizes = sizes_of(request);
   const Home home = home_by_row(request, problem.order, sizes);
   const auto lowered_from = [&](Weight fraction) {
-    Indices dealt = problem.by_sample(deal_at_home(problem, home, limit, fraction));
-    return HeaviestLowered(problem, request, std::move(dealt), sizes, limit, problem.num_parts).run();
+    const Indices dealt = problem.by_sample(deal_at_home(problem, home, limit, fraction));
+    return HeaviestLowered(problem, request, dealt, sizes, limit).run();
   };
   LoadedParts lowered = lowered_from(kLarge);
   if (has_misplaced(problem, lowered, limit)) {
     LoadedParts other = lowered_from(kMedium);
     if (excess_of(other.loads, limit) < excess_of(lowered.loads, limit) / 4) lowered = std::move(other);
   }
-  const std::optional<Cap> cap = request.cap_by_row(problem.order);
-  const Cap* const kept = pointer_to(cap);
+  const Cap cap = request.cap_by_row(problem.order);
   const Indices swapped = take(lowered.parts, problem.order);
-  if (num_above(lowered.loads, limit) == 0 && keeps(kept, swapped, problem.num_parts)) return std::move(lowered.parts);
-  const std::optional<Indices> repaired = repair_start(problem, swapped, home, limit, kept);
+  if (num_above(lowered.loads, limit) == 0 && cap.keeps(swapped, problem.num_parts)) return std::move(lowered.parts);
+  const std::optional<Indices> repaired = repair_start(problem, swapped, home, limit, cap);
   if (!repaired) return std::nullopt;
   return problem.by_sample(*repaired);
 }
@@ -326,23 +312,22 @@ inline std::optional<LoadedParts> near_home_of_many(const Request& request, Prob
     start = problem.by_sample(even_counts(problem, limit, by_row()));
     if (above_cap(start)) return std::nullopt;
   }
-  LoadedParts lowered = HeaviestLowered(problem, request, std::move(start), sizes, limit, num_parts).run();
+  LoadedParts lowered = HeaviestLowered(problem, request, start, sizes, limit).run();
   const Index above = num_above(lowered.loads, limit);
   if (above == 0) {
     if (!problem.base.empty()) lowered.loads = sum_by_rank(lowered.parts, request.workloads, num_parts);
     return lowered;
   }
-  const std::optional<Cap> cap = request.cap_by_row(problem.order);
-  const Cap* const kept = pointer_to(cap);
+  const Cap cap = request.cap_by_row(problem.order);
   const Home home = by_row();
   const Indices swapped = take(lowered.parts, problem.order);
-  const Weight total = std::accumulate(sizes.begin(), sizes.end(), Weight{0});
+  const Weight total = sum_of(sizes);
   std::optional<Indices> repaired;
   if (above <= num_parts / kFewLeft) {
-    repaired = redeal_heaviest(problem, swapped, home, limit, kept);
+    repaired = redeal_heaviest(problem, swapped, home, limit, cap);
     if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
   }
-  if (!repaired) repaired = repair_start(problem, swapped, home, limit, kept);
+  if (!repaired) repaired = repair_start(problem, swapped, home, limit, cap);
   if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
   Indices parts = problem.by_sample(*repaired);
   loads = sum_by_rank(parts, request.workloads, num_parts);

@@ -5,50 +5,6 @@
 
 namespace evenrank {
 
-// The partition with the largest (or smallest) load, ties by index: a tournament over those that take part. Matches
-// compare keys that lie in the tree, so that a path is read ahead of its matches, and none of them is a branch.
-template <bool largest>
-class Tournament {
- public:
-  explicit Tournament(const Weights& loads) : loads_(loads), first_(1) {
-    while (first_ < loads.size()) first_ *= 2;
-    winners_.assign(2 * first_, kNobody);
-    for (std::size_t part = 0; part < loads.size(); ++part) winners_[first_ + part] = key(part);
-    for (std::size_t at = first_; --at > 0;) winners_[at] = std::max(winners_[2 * at], winners_[2 * at + 1]);
-  }
-  Index winner() const { return winners_[1] == kNobody ? kNone : ~static_cast<std::uint32_t>(winners_[1]); }
-  bool takes_part(Index part) const { return winners_[first_ + part] != kNobody; }
-  void enter(Index part) { set(part, key(part)); }
-  void leave(Index part) { set(part, kNobody); }
-  // The load of a partition, if it takes part, has changed.
-  void changed(Index part) {
-    if (takes_part(part)) enter(part);
-  }
-
- private:
-  // The load and then the index, so that the winner has the largest key.
-  using Key = unsigned __int128;
-  static constexpr Key kNobody = 0;
-
-  Key key(std::size_t part) const {
-    const Weight load = largest ? loads_[part] : kMax - loads_[part];
-    return static_cast<Key>(load) << 32 | ~static_cast<std::uint32_t>(part);
-  }
-  // Replays the matches of `part`, up to one with the same outcome.
-  void set(Index part, Key winner) {
-    std::size_t at = first_ + part;
-    for (winners_[at] = winner; at > 1; at /= 2) {
-      winner = std::max(winner, winners_[at ^ 1]);
-      if (winners_[at / 2] == winner) break;
-      winners_[at / 2] = winner;
-    }
-  }
-
-  const Weights& loads_;
-  std::size_t first_;
-  std::vector<Key> winners_;
-};
-
 // The partitions, lightest first. The first ones are kept in order until loads change: those that a heavy partition cannot
 // swap with are tried by the next one too.
 class LightestParts {
@@ -70,10 +26,10 @@ class LightestParts {
   void changed(Index part) {
     if (!others_.takes_part(part)) first_.erase(std::find(first_.begin(), first_.end(), part));
     while (!first_.empty() && std::pair(loads_[part], part) < std::pair(loads_[first_.back()], first_.back())) {
-      others_.enter(first_.back());
+      others_.enter(first_.back(), loads_[first_.back()]);
       first_.pop_back();
     }
-    others_.enter(part);
+    others_.enter(part, loads_[part]);
   }
 
  private:

@@ -45,19 +45,16 @@ struct Request {
     return {some(workloads), num_parts,      method, equal_size, some(tokens),   max_tokens,
             some(home),      ranks_per_node, slack,  num_steps,  some(home_step), speeds};
   }
-  // The cap on tokens by row, in the order of a problem; none if there is no limit.
-  std::optional<Cap> cap_by_row(const Indices& order) const {
-    return max_tokens ? std::optional(Cap{take(tokens, order), *max_tokens}) : std::nullopt;
-  }
+  // The cap on tokens, if there is one; by row, in the order of a problem.
+  Cap cap() const { return max_tokens ? Cap{tokens, *max_tokens} : Cap{}; }
+  Cap cap_by_row(const Indices& order) const { return max_tokens ? Cap{take(tokens, order), *max_tokens} : Cap{}; }
 };
-
-inline const Cap* pointer_to(const std::optional<Cap>& cap) { return cap ? &*cap : nullptr; }
 
 // What it costs to move each sample; the sum, kNodeCost times, fits into an int64. Costs are compared, so a common scale
 // changes nothing.
 inline Weights sizes_of(const Request& request) {
   Weights sizes = request.tokens.empty() ? request.workloads : request.tokens;
-  const int shift = std::max(0, bit_length(std::accumulate(sizes.begin(), sizes.end(), Weight{0})) - 60);
+  const int shift = std::max(0, bit_length(sum_of(sizes)) - 60);
   for (Weight& size : sizes) size >>= shift;
   return sizes;
 }
@@ -127,7 +124,7 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   Cap room{take(problem.by_sample(problem.weights), tokens.order), 0, problem.base};
   for (const int shift : kLoadRoom) {
     room.limit = largest + (largest >> shift);
-    parts = refine(tokens, std::move(parts), cap.limit, &room);
+    parts = refine(tokens, std::move(parts), cap.limit, room);
   }
   parts = refine(tokens, std::move(parts), cap.limit);
   Weight reached = tokens.largest(parts);
@@ -140,7 +137,7 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   }
   const Cap by_row{take(cap.weights, problem.order), std::max(reached, cap.limit)};
   parts = take(tokens.by_sample(parts), problem.order);
-  return problem.by_sample(refine(problem, std::move(parts), target, &by_row));
+  return problem.by_sample(refine(problem, std::move(parts), target, by_row));
 }
 
 // The same for partitions of different speeds, whose time is brought near the bound.
@@ -151,18 +148,13 @@ inline Indices under_cap_at_speeds(Problem problem, Indices assignment, Weight b
   const Weight reached = largest_load(cap.weights, assignment, problem.num_parts);
   const Cap by_row{take(cap.weights, problem.order), std::max(reached, cap.limit)};
   const int targets = is_few(problem) ? kTargetsOfFew : kTargets;
-  return problem.by_sample(lower_time(problem, take(assignment, problem.order), bound, targets, &by_row));
-}
-
-// Whether the plan keeps the cap, if there is one.
-inline bool keeps(const Cap* cap, const Indices& parts, Index num_parts) {
-  return cap == nullptr || largest_load(cap->weights, parts, num_parts) <= cap->limit;
+  return problem.by_sample(lower_time(problem, take(assignment, problem.order), bound, targets, by_row));
 }
 
 // Plans the partitions still above the limit afresh, together with as many of the lightest as it takes; their number
 // doubles until it is enough. None if that would be all partitions. By row.
 inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices parts, const Home& home,
-                                              Weight load_limit, const Cap* cap) {
+                                              Weight load_limit, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Weights loads = problem.loads(parts);
   Indices ranked = range(num_parts);
@@ -184,13 +176,9 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
                          static_cast<Index>(names.size()), problem.equal_size, problem.limits,
                          problem.base.empty() ? Weights{} : take(problem.base, names)};
     Indices dealt = refined_to(chosen, load_limit, load_limit, std::nullopt);
-    bool capped = true;
-    if (cap != nullptr) {
-      const Cap chosen_cap{take(cap->weights, rows), cap->limit};
-      dealt = under_cap(chosen, std::move(dealt), load_limit, chosen_cap);
-      capped = keeps(&chosen_cap, dealt, chosen.num_parts);
-    }
-    if (capped && chosen.largest(dealt) <= load_limit) {
+    const Cap chosen_cap = cap.in_order(rows);
+    if (chosen_cap.exists()) dealt = under_cap(chosen, std::move(dealt), load_limit, chosen_cap);
+    if (chosen_cap.keeps(dealt, chosen.num_parts) && chosen.largest(dealt) <= load_limit) {
       const Indices named = relabel(dealt, rows, names, home);
       for (std::size_t at = 0; at < rows.size(); ++at) parts[rows[at]] = named[at];
       return parts;
@@ -211,11 +199,10 @@ inline Indices repair_tokens(const Problem& problem, const Indices& parts, const
 // Repairs `parts`, by row, first for the cap, then for the limit of the loads: by repair(), then by refine(), which
 // ignores where rows are, then by redeal_heaviest(). None if that does not get within the limits.
 inline std::optional<Indices> repair_start(const Problem& problem, Indices parts, const Home& home, Weight load_limit,
-                                           const Cap* cap) {
-  const Index num_parts = problem.num_parts;
-  if (!keeps(cap, parts, num_parts)) {
-    parts = repair_tokens(problem, parts, home, *cap);
-    if (!keeps(cap, parts, num_parts)) return std::nullopt;
+                                           const Cap& cap) {
+  if (!cap.keeps(parts, problem.num_parts)) {
+    parts = repair_tokens(problem, parts, home, cap);
+    if (!cap.keeps(parts, problem.num_parts)) return std::nullopt;
   }
   parts = repair(problem, std::move(parts), load_limit, home, cap);
   if (problem.largest(parts) > load_limit) parts = refine(problem, std::move(parts), load_limit, cap);
@@ -227,10 +214,9 @@ inline std::optional<Indices> repair_start(const Problem& problem, Indices parts
 // far, unless home is so uneven that almost everything has to move, so names are tried only where it moves over half of
 // all tokens.
 inline Indices near_home(const Problem& problem, const Indices& plan, Indices start, const Home& home,
-                         Weight load_limit, const Cap* cap) {
+                         Weight load_limit, const Cap& cap) {
   std::optional<Indices> repaired = repair_start(problem, std::move(start), home, load_limit, cap);
-  const Weight total = std::accumulate(home.sizes.begin(), home.sizes.end(), Weight{0});
-  if (!repaired || home.cost(*repaired) > total / 2) {
+  if (!repaired || home.cost(*repaired) > sum_of(home.sizes) / 2) {
     Indices renamed = relabel(plan, range(static_cast<Index>(plan.size())), range(problem.num_parts), home);
     if (!repaired || home.cost(renamed) < home.cost(*repaired)) return renamed;
   }
@@ -241,24 +227,22 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
 //
 // Never worse than home: if `assignment` does not lower the largest load of a home that keeps the cap, the result is
 // home itself, whatever its counts. `assignment` keeps the cap unless home alone does.
-inline Indices keep_rows_home(Problem& problem, Indices assignment, const Request& request, const Cap* cap) {
+inline Indices keep_rows_home(Problem& problem, Indices assignment, const Request& request, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.time(take(assignment, problem.order));
   const Weight home_load = problem.time(take(request.home, problem.order));
   Weight load_limit = with_slack(best_load, request.slack);
   const bool even = problem.keeps_limits(request.home);
-  if (keeps(cap, request.home, num_parts)) {
-    const bool no_gain = best_load >= home_load || !keeps(cap, assignment, num_parts);
+  if (cap.keeps(request.home, num_parts)) {
+    const bool no_gain = best_load >= home_load || !cap.keeps(assignment, num_parts);
     if (no_gain || (even && home_load <= load_limit)) return request.home;
     load_limit = std::min(load_limit, home_load - 1);
   }
   problem.aim(load_limit);
   const Home home = home_by_row(request, problem.order, sizes_of(request));
-  Cap by_row;
-  if (cap != nullptr) by_row = {take(cap->weights, problem.order), cap->limit};
   Indices start = even ? home.parts : even_counts(problem, load_limit, home);
   return problem.by_sample(near_home(problem, take(assignment, problem.order), std::move(start), home, load_limit,
-                                     cap == nullptr ? nullptr : &by_row));
+                                     cap.in_order(problem.order)));
 }
 
 // The partition of each row by one of the algorithms. Their order in Method is that of METHODS in core.py.

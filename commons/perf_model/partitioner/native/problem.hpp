@@ -38,11 +38,21 @@ struct Limits {
   }
 };
 
-// A second weight, such as tokens, of which no partition may hold more than `limit`.
-struct Cap {
-  Weights weights;
-  Weight limit;
-  Weights base{};  // what each partition holds before it has any rows; empty for nothing
+// Sums of the first of some values.
+class PrefixSums {
+ public:
+  explicit PrefixSums(const Weights& values) : sums_(values.size() + 1, 0) {
+    std::partial_sum(values.begin(), values.end(), sums_.begin() + 1);
+  }
+
+  Weight total() const { return sums_.back(); }
+  Weight first(Weight count) const { return sums_[count]; }
+  Weight between(Weight begin, Weight end) const { return sums_[end] - sums_[begin]; }
+  // Of the last ones; 0 for a negative number.
+  Weight last(Weight count) const { return sums_.back() - sums_[sums_.size() - 1 - std::max<Weight>(count, 0)]; }
+
+ private:
+  Weights sums_;
 };
 
 // Adds `value(row)` of all rows to the sum of the partition of each. Neighbours are often in one partition: then their sum
@@ -119,6 +129,8 @@ inline void radix_sort(std::vector<std::uint64_t>& keys, int first, int last) {
   }
 }
 
+inline Weight sum_of(const Weights& values) { return std::accumulate(values.begin(), values.end(), Weight{0}); }
+
 // Positions of `values`, not negative, in descending order of value, ties in ascending order of position.
 inline Indices descending(const Weights& values) {
   const Weight size = static_cast<Weight>(values.size());
@@ -153,6 +165,20 @@ Values take(const Values& values, const Indices& at) {
   for (const Index index : at) taken.push_back(values[index]);
   return taken;
 }
+
+// A second weight, such as tokens, of which no partition may hold more than `limit`; without weights there is no cap.
+struct Cap {
+  Weights weights{};
+  Weight limit = 0;
+  Weights base{};  // what each partition holds before it has any rows; empty for nothing
+
+  bool exists() const { return !weights.empty(); }
+  // The same for rows in another order.
+  Cap in_order(const Indices& order) const { return exists() ? Cap{take(weights, order), limit} : Cap{}; }
+  bool keeps(const Indices& parts, Index num_parts) const {
+    return !exists() || largest_load(weights, parts, num_parts) <= limit;
+  }
+};
 
 // Sorted workloads and what a plan has to keep.
 struct Problem {

@@ -28,32 +28,24 @@ inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weight reach) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
-  Weight best = 0;
-  Index best_light = kNone;
-  Item best_row{};
-  Item best_back{};
+  Swap best{0};
   for (Index at_light = 0; at_light < share.size(); ++at_light) {
     const Index light = share[at_light];
     const Weight gap = loads[heavy] - loads[light];
     // The larger load cannot fall by more than half the gap, and gaps only get smaller.
-    if (gap / 2 <= best) break;
+    if (gap / 2 <= best.value) break;
     const std::vector<Item>& others = plan.items(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);
     const auto consider = [&](const Item& row, const Item& back) {
       const Weight taken = row.weight - back.weight;
       const Weight fall = std::min(taken, gap - taken);
-      if (fall > best && plan.keeps_cap(heavy, light, row.row, back.row)) {
-        best = fall;
-        best_light = light;
-        best_row = row;
-        best_back = back;
-      }
+      if (fall > best.value && plan.keeps_cap(heavy, light, row, back)) best = {fall, light, row, back};
     };
     const Weight lightest = may_move || others.empty() ? 0 : others.back().weight;
     Weight below = 0;
     for (const Item& row : rows) {
-      if (row.weight - lightest <= best) break;  // neither this row nor a lighter one can take off more
+      if (row.weight - lightest <= best.value) break;  // neither this row nor a lighter one can take off more
       const Weight threshold = row.weight - gap / 2;
       while (below < num_others && others[below].weight >= threshold) ++below;
       const Weight end = std::min(below + reach, num_others);
@@ -61,9 +53,7 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
       if (may_move) consider(row, {0, kNone});
     }
   }
-  if (best_light == kNone) return false;
-  plan.apply(heavy, best_light, best_row, best_back);
-  return true;
+  return plan.apply(heavy, best);
 }
 
 // Lowers the largest load to `target`, or as far as swaps go; it never rises. `parts` keeps the limits and the cap.
@@ -71,14 +61,14 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
 // In each round the partitions above the target share the others out among them (swaps.hpp), and each carries out its
 // best swap. If the heaviest finds none, half as many heavy partitions look among all others in the next round, at last
 // the heaviest alone; after a round in which it finds one, twice as many again.
-inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap* cap = nullptr) {
+inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap& cap = {}) {
   const Index num_parts = problem.num_parts;
   if (num_parts == 1) return parts;
   WorkingPartition plan(problem, std::move(parts), cap);
-  const Weight reach = cap == nullptr ? kReach : kReachWithCap;
+  const Weight reach = cap.exists() ? kReachWithCap : kReach;
   Indices ranked = range(num_parts);
   Weight checkpoint = kMax;
-  int level = 0;
+  Level level;
   for (int rounds = 0;; ++rounds) {
     const Weights& loads = plan.loads();
     plan.rank(ranked);
@@ -90,19 +80,13 @@ inline Indices refine(const Problem& problem, Indices parts, Weight target, cons
     }
     const auto is_over = [&](Index part) { return loads[part] > target; };
     const Index num_over = static_cast<Index>(std::partition_point(ranked.begin(), ranked.end(), is_over) - ranked.begin());
-    const Index num_heavy = heavy_at_level(num_over, num_parts, level);
+    const Index num_heavy = level.num_heavy(num_over, num_parts);
     bool lowered = false;
     for (Index heavy = 0; heavy < num_heavy; ++heavy) {
       const bool found = lower(plan, ranked[heavy], Share(ranked, num_heavy, heavy), reach);
       if (heavy == 0) lowered = found;
     }
-    if (lowered) {
-      level = std::max(level - 1, 0);
-    } else if (num_heavy > 1) {
-      ++level;
-    } else {
-      break;
-    }
+    if (!level.next(lowered, num_heavy)) break;
   }
   return plan.release();
 }

@@ -16,55 +16,31 @@
 // of rows that concern this rank are read.
 #pragma once
 
-#include <stdexcept>
-
-#include "row_table.hpp"
+#include "gathered_rows.hpp"
 
 namespace evenrank {
 
 // Every batch in the buffer begins at a multiple of the largest element, a complex number of two doubles.
 constexpr Weight kAlignedWords = 4;
 
-struct PayloadPart {
-  Weight first_key;     // its first column in the table of lengths; negative for a dense part
-  Weight num_segments;  // of a row
-  Weight words;         // of an element; of a dense part, of a row
-};
-
-// A place is rank * steps + step.
-struct RouteRequest {
-  const Weight* rows;         // of every place, padding included
-  const Weight* real_rows;    // of every place, without padding
-  const Weight* real_after;   // of every place, when the rows are where they are trained
-  const Weight* destination;  // the place that trains each real row
-  RowTable table;
-  Index num_places;
-  Weight num_keys;
-  Weight num_kept;
-  std::vector<PayloadPart> parts;
-  Weight steps;
-  Weight rank;
-  bool all_gather;  // whether every rank receives all rows that move, else only those it trains
-  bool pads;        // whether results are padded to the rows of their place, or one
-};
-
-// Rows of a place when they are where they are trained, with padding.
-inline Weight result_rows(const RouteRequest& request, Weight place) {
-  const Weight real = request.real_after[place];
-  return request.pads ? std::max({Weight{1}, request.rows[place], real}) : real;
-}
-
 class Router {
  public:
-  explicit Router(const RouteRequest& request) : request_(request), first_of_place_(request.num_places + 1, 0) {
-    for (const PayloadPart& part : request.parts) {
-      for (Weight segment = 0; segment < part.num_segments; ++segment) {
-        segments_.push_back({part.first_key < 0 ? kNoKey : part.first_key + segment, part.words});
+  // Of `rows`, which `destination` (num_rows,) says where they are trained; real_after (num_places,) are those trained at
+  // each place.
+  Router(const GatheredRows& rows, const Weight* destination, const Weight* real_after, const ShuffleArguments& given)
+      : rows_(rows), destination_(destination), real_after_(real_after), rank_(given.rank),
+        num_keys_(given.num_keys), num_columns_(given.num_keys + given.num_kept - (given.has_groups != 0)),
+        num_parts_(given.num_parts), all_gather_(given.all_gather != 0), pads_(given.pads != 0) {
+    for (Weight part = 0; part < num_parts_; ++part) {
+      const Weight first_key = given.parts[3 * part], count = given.parts[3 * part + 1], words = given.parts[3 * part + 2];
+      require(count >= 0 && words >= 0 && (first_key < 0 || count <= num_keys_ - first_key),
+              "shuffle takes a plan: a number is out of its range");
+      for (Weight segment = 0; segment < count; ++segment) {
+        segments_.push_back({first_key < 0 ? kNoKey : first_key + segment, words, part});
       }
     }
-    for (Index place = 0; place < request.num_places; ++place) {
-      first_of_place_[place + 1] = first_of_place_[place] + request.real_rows[place];
-    }
+    first_of_place_.assign(rows.num_places + 1, 0);
+    std::partial_sum(rows.real_rows, rows.real_rows + rows.num_places, first_of_place_.begin() + 1);
     find_moved();
   }
 
@@ -87,9 +63,8 @@ class Router {
   Weights head() const {
     // Whether a collective is needed, the same on all ranks: only in an all-gather does a rank know the words of all rows
     // that move.
-    const bool moves = request_.all_gather ? block_words_ > 0 : any_moved_ && num_segments() > 0;
-    const Weight sent_words = std::accumulate(input_splits_.begin(), input_splits_.end(), Weight{0});
-    return {moves, block_words_, sent_words, own_segments_, buffer_segments_, sent_segments_};
+    const bool moves = all_gather_ ? block_words_ > 0 : any_moved_ && num_segments() > 0;
+    return {moves, block_words_, sum_of(input_splits_), own_segments_, buffer_segments_, sent_segments_};
   }
   Weights sizes() const {
     Weights sizes(regions_.begin(), regions_.end());
@@ -103,8 +78,9 @@ class Router {
   static constexpr Weight kNoKey = -1;
   static constexpr Weight kPadding = -1;  // the slot of a row of no elements
   struct Segment {
-    Weight key;
-    Weight words;
+    Weight key;    // kNoKey for a dense part
+    Weight words;  // of an element; of a dense part, of a row
+    Weight part;
   };
   struct Moved {
     Weight row;
@@ -126,17 +102,18 @@ class Router {
     Place place;
   };
 
-  // No division where steps is 1: divisions would be most of the time.
-  Weight rank_of(Weight place) const { return request_.steps == 1 ? place : place / request_.steps; }
-
-  Weight num_columns() const { return request_.num_keys + request_.num_kept; }
   Weight num_segments() const { return static_cast<Weight>(segments_.size()); }
-  Weight num_ranks() const { return request_.num_places / request_.steps; }
-  Weight first_own() const { return first_of_place_[request_.rank * request_.steps]; }
-  Weight num_own() const { return first_of_place_[(request_.rank + 1) * request_.steps] - first_own(); }
+  Weight first_place() const { return rank_ * rows_.steps; }
+  Weight end_place() const { return first_place() + rows_.steps; }
+  Weight first_own() const { return first_of_place_[first_place()]; }
+  Weight num_own() const { return first_of_place_[end_place()] - first_own(); }
+  // Rows of a place when they are where they are trained, with padding.
+  Weight result_rows(Weight place) const {
+    return pads_ ? std::max({Weight{1}, rows_.rows[place], real_after_[place]}) : real_after_[place];
+  }
 
   Weight length(Weight slot, Weight key) const {
-    return slot == kPadding ? 0 : lengths_[slot * num_columns() + key];
+    return slot == kPadding ? 0 : lengths_[slot * num_columns_ + key];
   }
   Weight words_of(const Segment& segment, Weight slot) const {
     return segment.key == kNoKey ? segment.words : length(slot, segment.key) * segment.words;
@@ -148,40 +125,40 @@ class Router {
   }
 
   Weight num_lengths() const {
-    const Weight first_place = request_.rank * request_.steps;
-    Weight numbers = num_segments() + request_.steps;  // the zero row, and what aligns own batches
-    for (Weight place = first_place; place < first_place + request_.steps; ++place) {
-      numbers += request_.rows[place] * num_segments() + result_rows(request_, place) * num_columns();
+    Weight numbers = num_segments() + rows_.steps;  // the zero row, and what aligns own batches
+    for (Weight place = first_place(); place < end_place(); ++place) {
+      numbers += rows_.rows[place] * num_segments() + result_rows(place) * num_columns_;
     }
-    if (request_.all_gather) return numbers + static_cast<Weight>(moved_.size()) * num_segments() + num_ranks();
+    if (all_gather_) return numbers + static_cast<Weight>(moved_.size()) * num_segments() + rows_.num_ranks;
     return numbers + num_arrived_ * num_segments();
   }
   Weight num_orders() const {
     Weight rows = num_sent_;
-    for (Weight step = 0; step < request_.steps; ++step) {
-      rows += result_rows(request_, request_.rank * request_.steps + step);
-    }
+    for (Weight place = first_place(); place < end_place(); ++place) rows += result_rows(place);
     return rows * num_segments();
   }
 
   // The segment of the buffer that comes next.
   Weight next_segment() const { return at_ - begin_; }
   Weight append(Weight words) { return *at_++ = words; }
+  void append_order(const Place& place, Weight segment) {
+    *order_at_++ = static_cast<Index>(place.first + segment * place.stride);
+  }
 
   // Finds the rows that concern this rank, and those of them that move, by sender and row.
   void find_moved() {
-    for (Weight sender = 0; sender < num_ranks(); ++sender) {
-      const bool own = sender == request_.rank;
+    for (Weight sender = 0; sender < rows_.num_ranks; ++sender) {
+      const bool own = sender == rank_;
       if (own) first_own_slot_ = static_cast<Weight>(near_.size());
-      const Weight end = first_of_place_[(sender + 1) * request_.steps];
-      for (Weight row = first_of_place_[sender * request_.steps]; row < end; ++row) {
-        const Weight receiver = rank_of(request_.destination[row]);
+      const Weight end = first_of_place_[(sender + 1) * rows_.steps];
+      for (Weight row = first_of_place_[sender * rows_.steps]; row < end; ++row) {
+        const Weight receiver = rows_.rank_of(destination_[row]);
         const bool moved = receiver != sender;
         any_moved_ |= moved;
         // Most rows concern other ranks. Whether these move cannot be predicted, so that no branch depends on it.
-        if (receiver != request_.rank && !own && !(request_.all_gather && moved)) continue;
+        if (receiver != rank_ && !own && !(all_gather_ && moved)) continue;
         num_sent_ += moved && own;
-        num_arrived_ += moved && receiver == request_.rank;
+        num_arrived_ += moved && receiver == rank_;
         if (moved) moved_.push_back({row, static_cast<Weight>(near_.size()), sender, receiver, 0});
         near_.push_back(row);
       }
@@ -190,10 +167,10 @@ class Router {
 
   // Reads the lengths of the rows that concern this rank; with many ranks these are few of all rows.
   void read_lengths() {
-    lengths_.resize(near_.size() * num_columns());
-    if (num_columns() > 0 && !read_rows(request_.table, near_.data(), static_cast<Weight>(near_.size()), kLengthsFrom,
-                                        num_columns(), lengths_.data())) {
-      throw std::invalid_argument("a gathered table: a size or column is out of its range");
+    lengths_.resize(near_.size() * num_columns_);
+    if (num_columns_ > 0) {
+      read_rows(rows_.table, near_.data(), static_cast<Weight>(near_.size()), kLengthsFrom, num_columns_,
+                lengths_.data());
     }
     for (Moved& each : moved_) each.words = words_of_row(each.slot);
     std::stable_sort(moved_.begin(), moved_.end(), [](const Moved& one, const Moved& other) {
@@ -203,58 +180,45 @@ class Router {
 
   // The own region. Real rows come first in their batch, then padding.
   void write_own() {
-    const Weight first_place = request_.rank * request_.steps;
     place_of_own_.reserve(num_own());
-    for (Weight place = first_place; place < first_place + request_.steps; ++place) {
-      const Weight rows = request_.rows[place], real = request_.real_rows[place], first = first_of_place_[place];
-      for (Weight row = 0; row < real; ++row) {
-        place_of_own_.push_back({next_segment() + row, rows});
+    for (Weight place = first_place(); place < end_place(); ++place) {
+      const Weight rows = rows_.rows[place], real = rows_.real_rows[place];
+      const Weight first_slot = first_own_slot_ + first_of_place_[place] - first_own();
+      for (Weight row = 0; row < real; ++row) place_of_own_.push_back({next_segment() + row, rows});
+      Weights words(num_parts_, 0);
+      for (const Segment& segment : segments_) {
+        for (Weight row = 0; row < rows; ++row) {
+          words[segment.part] += append(words_of(segment, row < real ? first_slot + row : kPadding));
+        }
       }
-      Weight total = 0;
-      for (const PayloadPart& part : request_.parts) {
-        const Weight words = write_part(part, first_own_slot_ + first - first_own(), real, rows);
-        own_parts_.push_back(words);
-        total += words;
-      }
-      const Weight aligns = (kAlignedWords - total % kAlignedWords) % kAlignedWords;
+      const Weight total = sum_of(words), aligns = (kAlignedWords - total % kAlignedWords) % kAlignedWords;
+      own_parts_.insert(own_parts_.end(), words.begin(), words.end());
       own_parts_.push_back(append(aligns));
       regions_[0] += total + aligns;
     }
     own_segments_ = next_segment();
   }
 
-  // One part of a batch; returns its words. `first` is the slot of the first of its `real` rows.
-  Weight write_part(const PayloadPart& part, Weight first, Weight real, Weight rows) {
-    Weight total = 0;
-    for (Weight index = 0; index < part.num_segments; ++index) {
-      const Segment segment{part.first_key < 0 ? kNoKey : part.first_key + index, part.words};
-      for (Weight row = 0; row < rows; ++row) {
-        total += append(words_of(segment, row < real ? first + row : kPadding));
-      }
-    }
-    return total;
-  }
-
   // The received region, and the words to and from every rank.
   void write_received() {
-    input_splits_.assign(num_ranks(), 0);
-    output_splits_.assign(num_ranks(), 0);
-    Weights sent(num_ranks(), 0);
+    input_splits_.assign(rows_.num_ranks, 0);
+    output_splits_.assign(rows_.num_ranks, 0);
+    Weights sent(rows_.num_ranks, 0);
     for (const Moved& each : moved_) {
       sent[each.sender] += each.words;
-      if (each.sender == request_.rank) input_splits_[each.receiver] += each.words;
+      if (each.sender == rank_) input_splits_[each.receiver] += each.words;
     }
-    if (request_.all_gather) block_words_ = *std::max_element(sent.begin(), sent.end());
+    if (all_gather_) block_words_ = largest_of(sent);
     auto each = moved_.begin();
-    for (Weight sender = 0; sender < num_ranks(); ++sender) {
+    for (Weight sender = 0; sender < rows_.num_ranks; ++sender) {
       for (; each != moved_.end() && each->sender == sender; ++each) {
-        if (!request_.all_gather && each->receiver != request_.rank) continue;
-        if (each->receiver == request_.rank) trained_.push_back({each->row, each->slot, {next_segment(), 1}});
+        if (!all_gather_ && each->receiver != rank_) continue;
+        if (each->receiver == rank_) trained_.push_back({each->row, each->slot, {next_segment(), 1}});
         output_splits_[sender] += each->words;
         regions_[1] += each->words;
         for (const Segment& segment : segments_) append(words_of(segment, each->slot));
       }
-      if (request_.all_gather) regions_[1] += append(block_words_ - sent[sender]);
+      if (all_gather_) regions_[1] += append(block_words_ - sent[sender]);
     }
   }
 
@@ -264,10 +228,9 @@ class Router {
     for (const Segment& segment : segments_) regions_[2] += append(words_of(segment, kPadding));
     buffer_segments_ = next_segment();
     for (const Moved& each : moved_) {
-      if (each.sender != request_.rank) continue;
-      const Place place = place_of_own_[each.row - first_own()];
+      if (each.sender != rank_) continue;
       for (Weight segment = 0; segment < num_segments(); ++segment) {
-        *order_at_++ = static_cast<Index>(place.first + segment * place.stride);
+        append_order(place_of_own_[each.row - first_own()], segment);
       }
     }
     sent_segments_ = num_sent_ * num_segments();
@@ -275,52 +238,56 @@ class Router {
 
   // By result, its lengths and the segments of the buffer that it is made of; padding is the zero row.
   void write_results() {
-    const Weight first_place = request_.rank * request_.steps;
     for (Weight own = 0; own < num_own(); ++own) {
       const Weight row = first_own() + own;
-      if (rank_of(request_.destination[row]) == request_.rank) {
+      if (rows_.rank_of(destination_[row]) == rank_) {
         trained_.push_back({row, first_own_slot_ + own, place_of_own_[own]});
       }
     }
     std::sort(trained_.begin(), trained_.end(), [](const Trained& one, const Trained& other) { return one.row < other.row; });
-    std::vector<std::vector<Trained>> of_step(request_.steps);
-    for (const Trained& each : trained_) of_step[request_.destination[each.row] - first_place].push_back(each);
-    for (Weight step = 0; step < request_.steps; ++step) {
-      const Weight place = first_place + step;
-      const std::vector<Trained>& here = of_step[step];
-      const Weight real = static_cast<Weight>(here.size());
-      const Weight rows = result_rows(request_, place);
-      bool changes = rows != request_.rows[place] || real != request_.real_rows[place];
-      for (Weight row = 0; row < real && !changes; ++row) changes = here[row].row != first_of_place_[place] + row;
-      result_sizes_.insert(result_sizes_.end(), {changes, rows, real});
-      for (const PayloadPart& part : request_.parts) {
-        Weight words = part.first_key < 0 ? rows * part.words : 0;
-        for (Weight segment = 0; part.first_key >= 0 && segment < part.num_segments; ++segment) {
-          for (const Trained& each : here) words += length(each.slot, part.first_key + segment) * part.words;
-        }
-        result_sizes_.push_back(words);
+    std::vector<std::vector<Trained>> at_place(rows_.steps);
+    for (const Trained& each : trained_) at_place[destination_[each.row] - first_place()].push_back(each);
+    for (Weight place = first_place(); place < end_place(); ++place) write_result(place, at_place[place - first_place()]);
+  }
+
+  void write_result(Weight place, const std::vector<Trained>& trained) {
+    const Weight real = static_cast<Weight>(trained.size()), rows = result_rows(place), padding = rows - real;
+    bool changes = rows != rows_.rows[place] || real != rows_.real_rows[place];
+    for (Weight row = 0; row < real && !changes; ++row) changes = trained[row].row != first_of_place_[place] + row;
+    result_sizes_.insert(result_sizes_.end(), {changes, rows, real});
+    Weights words(num_parts_, 0);
+    for (Weight segment = 0; segment < num_segments(); ++segment) {
+      Weight& of_part = words[segments_[segment].part];
+      for (const Trained& each : trained) {
+        of_part += words_of(segments_[segment], each.slot);
+        append_order(each.place, segment);
       }
-      for (Weight column = 0; column < num_columns(); ++column) {
-        Weight total = 0;
-        for (const Trained& each : here) total += append(length(each.slot, column));
-        at_ = std::fill_n(at_, rows - real, 0);
-        if (column < request_.num_keys) result_sizes_.push_back(total);
-      }
-      for (Weight segment = 0; segment < num_segments(); ++segment) {
-        for (const Trained& each : here) {
-          *order_at_++ = static_cast<Index>(each.place.first + segment * each.place.stride);
-        }
-        order_at_ = std::fill_n(order_at_, rows - real, static_cast<Index>(first_zero_ + segment));
-      }
+      of_part += padding * words_of(segments_[segment], kPadding);
+      order_at_ = std::fill_n(order_at_, padding, static_cast<Index>(first_zero_ + segment));
+    }
+    result_sizes_.insert(result_sizes_.end(), words.begin(), words.end());
+    for (Weight column = 0; column < num_columns_; ++column) {
+      Weight total = 0;
+      for (const Trained& each : trained) total += append(length(each.slot, column));
+      at_ = std::fill_n(at_, padding, 0);
+      if (column < num_keys_) result_sizes_.push_back(total);
     }
   }
 
-  const RouteRequest& request_;
+  const GatheredRows& rows_;
+  const Weight* destination_;
+  const Weight* real_after_;
+  Weight rank_;
+  Weight num_keys_;
+  Weight num_columns_;  // keys, and what else the host keeps
+  Weight num_parts_;
+  bool all_gather_;  // whether every rank receives all rows that move, else only those it trains
+  bool pads_;        // whether results are padded to the rows of their place, or one
   Weights first_of_place_;
   std::vector<Segment> segments_;
   Weights near_;               // own rows, and those that this rank gets; in an all-gather, all that move
   Weight first_own_slot_ = 0;  // a slot is an index into near_
-  Weights lengths_;            // (slots, num_columns())
+  Weights lengths_;            // (slots, num_columns_)
   std::vector<Moved> moved_;
   std::vector<Place> place_of_own_;
   std::vector<Trained> trained_;

@@ -1,7 +1,7 @@
 // What is counted and summed over all rows of a global batch, each in one pass.
 #pragma once
 
-#include "problem.hpp"
+#include "gathered_rows.hpp"
 
 namespace evenrank {
 
@@ -28,24 +28,29 @@ inline bool are_speeds_of(const Weight* speeds, Weight size, const Weight* loads
   return sum * *fastest / *slowest < kMostLoad / 2;
 }
 
-// What moves, by the step in which it is trained. A place is rank * steps + step: `home` is the place of each row, and
-// `destination` the place that trains it. counts (6, steps): rows and their tokens, those that change rank and theirs,
-// those that leave their node and theirs. rows_at (num_places,): rows where they are, and then where they are trained.
-inline void count_moves(const Weight* home, const Weight* destination, const Weight* tokens, Weight num_rows,
-                        Weight steps, Weight ranks_per_node, Weight* rows_at, Weight* counts) {
+// Sums of `values` by place; null counts rows.
+inline void sum_at(const Weight* place, const Weight* values, Weight num_rows, Weight num_places, Weight* sums) {
+  std::fill_n(sums, num_places, 0);
+  const auto value = [&](std::size_t row) { return values ? values[row] : Weight{1}; };
+  add_by_part(place, static_cast<std::size_t>(num_rows), value, sums);
+}
+
+// What moves, by the step in which it is trained: `destination` is the place that trains each row. counts (6, steps): rows
+// and their tokens, those that change rank and theirs, those that leave their node and theirs. rows_at (num_places,):
+// rows where they are, and then where they are trained.
+inline void count_moves(const GatheredRows& rows, const Weight* destination, Weight ranks_per_node, Weight* rows_at,
+                        Weight* counts) {
   const auto add = [&](Weight kind, Weight step, Weight row) {
-    ++counts[2 * kind * steps + step];
-    counts[(2 * kind + 1) * steps + step] += tokens[row];
+    ++counts[2 * kind * rows.steps + step];
+    counts[(2 * kind + 1) * rows.steps + step] += rows.tokens[row];
   };
-  for (Weight row = 0; row < num_rows; ++row) {
-    // No division where steps is 1, or for rows that stay: divisions would be most of the time.
-    const bool batch = steps == 1;
-    const Weight step = batch ? 0 : destination[row] % steps;
+  for (Weight row = 0; row < rows.num_rows; ++row) {
+    const Weight step = rows.steps == 1 ? 0 : destination[row] % rows.steps;
     add(0, step, row);
-    if (home[row] == destination[row]) continue;
-    --rows_at[home[row]];
+    if (rows.home[row] == destination[row]) continue;
+    --rows_at[rows.home[row]];
     ++rows_at[destination[row]];
-    const Weight from = batch ? home[row] : home[row] / steps, to = batch ? destination[row] : destination[row] / steps;
+    const Weight from = rows.rank_of(rows.home[row]), to = rows.rank_of(destination[row]);
     if (from == to) continue;
     add(1, step, row);
     if (from / ranks_per_node != to / ranks_per_node) add(2, step, row);

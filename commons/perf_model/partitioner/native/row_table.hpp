@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstring>
+#include <stdexcept>
 
 #include "problem.hpp"
 
@@ -17,6 +18,21 @@ using Byte = unsigned char;
 constexpr Byte kSameForAll = 16;
 // The columns are workload and tokens, then the lengths of every key, then what else the host keeps of a row.
 constexpr Weight kLengthsFrom = 2;
+
+inline void require(bool holds, const char* otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
+// How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
+// could overflow.
+inline Weight total_of(const Weight* counts, Weight num_places) {
+  Weight total = 0;
+  for (Weight place = 0; place < num_places; ++place) {
+    if (counts[place] < 0 || counts[place] > INT32_MAX - total) return -1;
+    total += counts[place];
+  }
+  return total;
+}
 
 // Bytes that hold numbers whose bits are these together.
 inline Weight width_of(Weight bits) {
@@ -103,6 +119,8 @@ struct Column {
   }
 };
 
+constexpr const char* kNoTable = "a gathered table: a size or column is out of its range";
+
 // The packed rows of all ranks. Every rank has the same number of places (batches), and each place one block.
 struct RowTable {
   const Weight* words;      // (num_ranks, num_words): the blocks of each rank's places, then anything
@@ -114,62 +132,66 @@ struct RowTable {
   Weight num_places;
   Weight num_columns;
 
-  // Finds the first `count` columns of a place with rows; false where they do not lie within its rank's words. Words
-  // come from other ranks, so every size is checked.
-  bool open(Weight place, Weight count, std::vector<Column>& columns) const {
+  // Refuses sizes that do not match.
+  void require_sizes() const {
+    require(num_places >= 0 && num_places <= INT32_MAX && num_columns >= 0 && num_columns <= INT32_MAX && num_words >= 0 &&
+                (num_places == 0 || (num_ranks > 0 && num_places % num_ranks == 0)) && total_of(real_rows, num_places) >= 0,
+            "a gathered table: sizes do not match");
+  }
+
+  // The first `count` columns of a place with rows, which must lie within its rank's words. Words come from other ranks, so
+  // every size is checked.
+  void open(Weight place, Weight count, std::vector<Column>& columns) const {
     columns.clear();
     const Weight offset = first[place];
-    if (offset < 0 || offset > num_words || count > num_columns) return false;
+    require(offset >= 0 && offset <= num_words && count <= num_columns, kNoTable);
     const Byte* const block = reinterpret_cast<const Byte*>(words + place / (num_places / num_ranks) * stride + offset);
     const Weight bytes = (num_words - offset) * static_cast<Weight>(sizeof(Weight)), rows = real_rows[place];
     Weight at = num_columns;
-    if (at > bytes) return false;
+    require(at <= bytes, kNoTable);
     for (Weight column = 0; column < count; ++column) {
       const Weight width = block[column] & ~kSameForAll, stride_of = block[column] & kSameForAll ? 0 : width;
-      if (width != 1 && width != 2 && width != 4 && width != 8) return false;
-      if (stride_of > 0 && rows > (bytes - at) / width) return false;
+      require(width == 1 || width == 2 || width == 4 || width == 8, kNoTable);
+      require(stride_of == 0 || rows <= (bytes - at) / width, kNoTable);
       columns.push_back({block + at, width, stride_of});
       at += stride_of > 0 ? width * rows : width;
-      if (at > bytes) return false;
+      require(at <= bytes, kNoTable);
     }
-    return true;
   }
 };
 
-// Reads some columns of all rows, column after column; false where a block is not valid.
-inline bool read_columns(const RowTable& table, const Weights& wanted, Weight num_rows, Weight* out) {
+// Reads some columns of all rows, column after column.
+inline void read_columns(const RowTable& table, const Weights& wanted, Weight num_rows, Weight* out) {
   const Weight count = wanted.empty() ? 0 : *std::max_element(wanted.begin(), wanted.end()) + 1;
   std::vector<Column> columns;
   for (Weight place = 0; place < table.num_places; ++place) {
     const Weight rows = table.real_rows[place];
     if (rows == 0) continue;
-    if (!table.open(place, count, columns)) return false;
+    table.open(place, count, columns);
     for (std::size_t each = 0; each < wanted.size(); ++each) {
       columns[wanted[each]].copy(rows, out + static_cast<Weight>(each) * num_rows);
     }
     out += rows;
   }
-  return true;
 }
 
-// Reads neighbouring columns of some rows, row after row; false where `rows` do not ascend or a block is not valid.
-inline bool read_rows(const RowTable& table, const Weight* rows, Weight num_rows, Weight first_column, Weight count,
+// Reads neighbouring columns of some rows, which must ascend, row after row.
+inline void read_rows(const RowTable& table, const Weight* rows, Weight num_rows, Weight first_column, Weight count,
                       Weight* out) {
   std::vector<Column> columns;
   Weight place = 0, first_row = 0, opened = -1;
   for (Weight at = 0; at < num_rows; ++at) {
-    if (rows[at] < first_row) return false;
+    require(rows[at] >= first_row, kNoTable);
     while (place < table.num_places && rows[at] >= first_row + table.real_rows[place]) {
       first_row += table.real_rows[place++];
     }
-    if (place == table.num_places) return false;
-    if (opened != place && !table.open(place, first_column + count, columns)) return false;
+    require(place < table.num_places, kNoTable);
+    if (opened != place) table.open(place, first_column + count, columns);
     opened = place;
     for (Weight column = first_column; column < first_column + count; ++column) {
       *out++ = columns[column].at(rows[at] - first_row);
     }
   }
-  return true;
 }
 
 }  // namespace evenrank

@@ -4,70 +4,16 @@
 // A place is rank * steps + step: with one batch a rank, with a window a batch of a rank.
 #pragma once
 
+#include "gathered_rows.hpp"
 #include "grid.hpp"
 #include "groups.hpp"
 #include "row_sums.hpp"
 
 namespace evenrank {
 
-// What ranks say of their rows, or the rows as arrays, and what to do with them; see core.py.
-struct ShuffleArguments {
-  const Weight* messages;     // (num_ranks, stride): header and packed rows of every rank; or null, and then
-  const Weight* rows;         // (num_places,)
-  const Weight* real_rows;    // (num_places,)
-  const Weight* workloads;    // (num_rows,)
-  const Weight* tokens;       // (num_rows,)
-  const Weight* first;        // (num_places,), of the packed rows in `words`
-  const Weight* words;        // (num_ranks, stride), or null
-  const Weight* destination;  // (num_rows,), a plan that has been made; or null
-  const Weight* parts;        // (num_parts, 3), of the payload; or null for no exchange
-  const Weight* speeds;       // (num_ranks,), or null
-  Weight num_ranks;
-  Weight steps;  // with messages, the most batches of a rank
-  Weight stride;
-  Weight num_words;
-  Weight capacity;  // words that a message has room for
-  Weight num_keys;
-  Weight num_kept;
-  Weight num_parts;
-  Weight rank;
-  Weight all_gather;
-  Weight has_plan;  // whether to go on behind the header
-  Weight method;
-  Weight equal_size;
-  Weight has_cap;
-  Weight max_tokens;
-  Weight ranks_per_node;
-  Weight carry_out;
-  Weight pads;
-  Weight has_groups;  // whether the last kept column is the group of each row
-  double slack;
-  double min_gain;
-};
-
 // The speeds of the ranks, each for `steps` places; none if all are equally fast.
 inline Speeds speeds_of(const ShuffleArguments& given, Weight steps = 1) {
   return given.speeds ? Speeds({given.speeds, given.speeds + given.num_ranks}, steps) : Speeds();
-}
-
-// The rows of all ranks, by row.
-struct PlacedRows {
-  Weight num_places;
-  Weight steps;
-  const Weight* workloads;
-  const Weight* tokens;
-  const Weight* home;  // the place
-  Weight num_rows;
-  const Weight* groups = nullptr;  // or null
-
-  Index num_ranks() const { return static_cast<Index>(num_places / steps); }
-};
-
-// Sums of `values` by place; null counts rows.
-inline void sum_at(const Weight* place, const Weight* values, Weight num_rows, Weight num_places, Weight* sums) {
-  std::fill_n(sums, num_places, 0);
-  const auto value = [&](std::size_t row) { return values ? values[row] : Weight{1}; };
-  add_by_part(place, static_cast<std::size_t>(num_rows), value, sums);
 }
 
 // 0, 1, ..., size - 1 in a random order: Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable
@@ -85,8 +31,9 @@ inline Weights shuffled(Weight size, std::uint64_t seed) {
 
 class ShufflePlanner {
  public:
-  ShufflePlanner(const PlacedRows& rows, const ShuffleArguments& options)
-      : rows_(rows), options_(options), groups_(RowGroups::of(rows.groups, rows.num_rows)),
+  // `groups` (num_rows,), or null for none.
+  ShufflePlanner(const GatheredRows& rows, const Weight* groups, const ShuffleArguments& options)
+      : rows_(rows), options_(options), groups_(RowGroups::of(groups, rows.num_rows)),
         speeds_(speeds_of(options, rows.steps)) {
     if (groups_ && options.equal_size) groups_->require_equal_sizes();
     splits_ = groups_ && !groups_->are_together(rows.home);
@@ -102,7 +49,7 @@ class ShufflePlanner {
   // the gate. Only a cap on tokens that home breaks, a group that home splits, and a rank that may not be padded and has no
   // row of its own, can move rows at the price of a larger load.
   bool plan(const Weight* before, Weight* planned, Weight* destination) {
-    const bool alone = rows_.num_rows == 0 || (rows_.num_ranks() == 1 && !splits_);
+    const bool alone = rows_.num_rows == 0 || (rows_.num_ranks == 1 && !splits_);
     if (alone) {
       bound = std::accumulate(rows_.workloads, rows_.workloads + rows_.num_rows, Weight{0});
       stay(before, planned);
@@ -116,6 +63,8 @@ class ShufflePlanner {
   }
 
  private:
+  Index num_ranks() const { return static_cast<Index>(rows_.num_ranks); }
+
   void stay(const Weight* before, Weight* planned) {
     std::copy_n(rows_.home, rows_.num_rows, planned);
     loads.assign(before, before + rows_.num_places);
@@ -153,15 +102,15 @@ class ShufflePlanner {
   }
 
   Request request_of_rows(bool equal_size, bool near_home) const {
-    const Weight ranks_per_node = options_.ranks_per_node > 0 ? options_.ranks_per_node : rows_.num_ranks();
+    const Weight ranks_per_node = options_.ranks_per_node > 0 ? options_.ranks_per_node : num_ranks();
     Request request{{rows_.workloads, rows_.workloads + rows_.num_rows},
-                    rows_.num_ranks(),
+                    num_ranks(),
                     static_cast<Method>(options_.method),
                     equal_size,
                     {rows_.tokens, rows_.tokens + rows_.num_rows},
                     options_.has_cap ? std::optional(options_.max_tokens) : std::nullopt,
                     {},
-                    static_cast<Index>(std::min<Weight>(near_home ? ranks_per_node : rows_.num_ranks(), rows_.num_ranks())),
+                    static_cast<Index>(std::min<Weight>(near_home ? ranks_per_node : num_ranks(), num_ranks())),
                     near_home ? options_.slack : 0.0,
                     static_cast<Index>(rows_.steps)};
     request.speeds = speeds_of(options_).by_part();
@@ -226,7 +175,7 @@ class ShufflePlanner {
     return std::all_of(counts.begin(), counts.end(), [](Weight count) { return count > 0; });
   }
 
-  const PlacedRows& rows_;
+  const GatheredRows& rows_;
   const ShuffleArguments& options_;
   const std::optional<RowGroups> groups_;
   const Speeds speeds_;  // of the places

@@ -11,13 +11,9 @@ class SpeedBound {
  public:
   // `weights` descend.
   SpeedBound(const Weights& weights, const Speeds& speeds, const Limits& limits)
-      : speeds_(speeds), limits_(limits), fastest_(speeds.by_part()), sums_(weights.size() + 1, 0),
-        power_(fastest_.size() + 1, 0), num_rows_(static_cast<Weight>(weights.size())),
-        num_parts_(static_cast<Weight>(fastest_.size())) {
-    std::sort(fastest_.begin(), fastest_.end(), std::greater<>());
-    std::partial_sum(weights.begin(), weights.end(), sums_.begin() + 1);
-    std::partial_sum(fastest_.begin(), fastest_.end(), power_.begin() + 1);
-  }
+      : speeds_(speeds), limits_(limits), fastest_(descending_values(speeds.by_part())), sums_(weights),
+        power_(fastest_), num_rows_(static_cast<Weight>(weights.size())),
+        num_parts_(static_cast<Weight>(fastest_.size())) {}
 
   // The largest of what follows from these, each true of every plan that keeps the limits.
   //
@@ -27,9 +23,9 @@ class SpeedBound {
   // - Either one partition, at best the fastest, has two of the T heaviest rows. Or T partitions have one each, and the i
   //   slowest of these, no faster than T partitions could be, have i of them and the lightest rows that fill them up.
   Weight best() const {
-    Weight bound = speeds_.mean_time(sums_.back());
+    Weight bound = speeds_.mean_time(sums_.total());
     for (Weight slow = 1; slow < num_parts_; ++slow) {
-      bound = std::max(bound, speeds_.time(lightest(slow * limits_.min_count), power_.back() - power_[num_parts_ - slow]));
+      bound = std::max(bound, speeds_.time(sums_.last(slow * limits_.min_count), power_.last(slow)));
     }
     // There are not fewer places for more rows: where there are some more than rows, these need not be looked at.
     for (Weight rows = 1; rows <= num_rows_ - limits_.min_count;) {
@@ -46,26 +42,31 @@ class SpeedBound {
       }
       rows = held + 1;
     }
-    for (Weight rows = 2; rows <= std::min(num_parts_, num_rows_ - limits_.min_count); ++rows) bound = std::max(bound, of_one_each(rows, bound));
+    for (Weight rows = 2; rows <= std::min(num_parts_, num_rows_ - limits_.min_count); ++rows) {
+      bound = std::max(bound, of_one_each(rows, bound));
+    }
     return bound;
   }
 
  private:
   static constexpr Weight kFirstStep = 1 << 10, kNear = 64;
 
-  // Load of the lightest rows.
-  Weight lightest(Weight rows) const { return sums_.back() - sums_[num_rows_ - std::max<Weight>(rows, 0)]; }
+  static Weights descending_values(Weights values) {
+    std::sort(values.begin(), values.end(), std::greater<>());
+    return values;
+  }
 
   // The last one for T = `tops`, where it can be above the bound.
   Weight of_one_each(Weight tops, Weight bound) const {
     const auto time_of_slow = [&](Weight slow) {
-      return speeds_.time(sums_[tops] - sums_[tops - slow] + lightest(slow * (limits_.min_count - 1)),
-                          power_[tops] - power_[tops - slow]);
+      return speeds_.time(sums_.between(tops - slow, tops) + sums_.last(slow * (limits_.min_count - 1)),
+                          power_.between(tops - slow, tops));
     };
     if (limits_.min_count < 2 || time_of_slow(1) < bound - bound / kNear) return 0;
     Weight most = 0;
     for (Weight slow = 2; slow <= tops; slow *= 2) most = std::max(most, time_of_slow(slow));
-    return std::min(most, speeds_.time(sums_[tops] - sums_[tops - 2] + lightest(limits_.min_count - 2), fastest_[0]));
+    const Weight of_two = sums_.between(tops - 2, tops) + sums_.last(limits_.min_count - 2);
+    return std::min(most, speeds_.time(of_two, fastest_[0]));
   }
 
   // Most of the `tops` heaviest rows that partitions can hold within a time, or num_rows if that is less. One that holds q
@@ -73,7 +74,7 @@ class SpeedBound {
   Weight places(Weight tops, Weight time) const {
     Weight held = 0;
     for (Weight q = 1; q <= std::min(limits_.max_count, tops) && held < num_rows_; ++q) {
-      const Weight load = sums_[tops] - sums_[tops - q] + lightest(limits_.min_count - q);
+      const Weight load = sums_.between(tops - q, tops) + sums_.last(limits_.min_count - q);
       const Weight least = speeds_.least_speed(load, time);
       const auto can = std::partition_point(fastest_.begin(), fastest_.end(), [&](Weight speed) { return speed >= least; });
       if (can == fastest_.begin()) break;  // nor can any hold more
@@ -84,9 +85,9 @@ class SpeedBound {
 
   const Speeds& speeds_;
   Limits limits_;
-  Weights fastest_;  // speeds, descending
-  Weights sums_;     // of the first weights
-  Weights power_;    // sums of the first speeds
+  Weights fastest_;   // speeds, descending
+  PrefixSums sums_;   // of the weights
+  PrefixSums power_;  // of these speeds
   Weight num_rows_;
   Weight num_parts_;
 };

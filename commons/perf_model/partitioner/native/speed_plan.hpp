@@ -19,32 +19,27 @@ constexpr int kTargets = 2, kTargetsOfFew = 12;
 // it first, ties by index (Gonzalez, Ibarra and Sahni, "Bounds for LPT schedules on uniform processors", SIAM J. Comput. 6,
 // 1977). Limits as in lpt().
 inline Indices lpt_at_speeds(const Problem& problem) {
-  const Limits& limits = problem.limits;
   const Weights& speed = problem.speeds.by_part();
-  Weights loads(problem.num_parts, 0);
-  Indices counts(problem.num_parts, 0), parts(problem.weights.size());
-  Weight spare = static_cast<Weight>(parts.size()) - limits.min_count * problem.num_parts;
-  for (std::size_t row = 0; row < parts.size(); ++row) {
+  FillingParts filling(problem, Weights(problem.num_parts, 0));
+  Indices parts;
+  for (const Weight weight : problem.weights) {
     Index first = kNone;
     __int128 load_of_first = 0;
     for (Index part = 0; part < problem.num_parts; ++part) {
-      const bool is_open = counts[part] < limits.min_count || (counts[part] < limits.max_count && spare > 0);
-      const __int128 load = static_cast<__int128>(loads[part]) + problem.weights[row];
-      if (!is_open || (first != kNone && load * speed[first] >= load_of_first * speed[part])) continue;
+      const __int128 load = static_cast<__int128>(filling.load(part)) + weight;
+      if (!filling.is_open(part) || (first != kNone && load * speed[first] >= load_of_first * speed[part])) continue;
       first = part;
       load_of_first = load;
     }
-    spare -= counts[first] >= limits.min_count;
-    ++counts[first];
-    loads[first] += problem.weights[row];
-    parts[row] = first;
+    filling.add(first, weight);
+    parts.push_back(first);
   }
   return parts;
 }
 
 // Lowers the time of a plan, by row, towards the bound; it never rises. Every target is half way between what swaps have
 // reached and what they could not, or the bound.
-inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targets, const Cap* cap = nullptr) {
+inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targets, const Cap& cap = {}) {
   Weight time = problem.time(parts);
   for (Weight failed = bound; targets > 0 && time > near_time(failed); --targets) {
     const Weight target = failed + (time - failed) / 2;

@@ -7,81 +7,118 @@
 
 namespace evenrank {
 
-// Partitions in a binary heap, the lightest on top, ties by fewest rows, then by index. Only the top is replaced or
-// removed.
-class LightestFirst {
+// The partition with the largest (or smallest) load, ties by fewest rows, then by index: a tournament over those that take
+// part. Matches compare keys that lie in the tree, so that a path is read ahead of its matches, and none of them is a
+// branch.
+template <bool largest>
+class Tournament {
  public:
-  struct Entry {
-    Weight load;
-    Index count;
-    Index part;
-
-    bool before(const Entry& other) const {
-      if (load != other.load) return load < other.load;
-      if (count != other.count) return count < other.count;
-      return part < other.part;
-    }
-  };
-
-  explicit LightestFirst(const Weights& loads) {
-    entries_.reserve(loads.size());
+  explicit Tournament(const Weights& loads) : first_(1) {
+    while (first_ < loads.size()) first_ *= 2;
+    winners_.assign(2 * first_, kNobody);
     for (std::size_t part = 0; part < loads.size(); ++part) {
-      entries_.push_back({loads[part], 0, static_cast<Index>(part)});
+      winners_[first_ + part] = key(static_cast<Index>(part), loads[part], 0);
     }
-    for (std::size_t at = entries_.size() / 2; at-- > 0;) sift_down(at, entries_[at]);
+    for (std::size_t at = first_; --at > 0;) winners_[at] = std::max(winners_[2 * at], winners_[2 * at + 1]);
+  }
+  Index winner() const { return winners_[1] == kNobody ? kNone : ~static_cast<std::uint32_t>(winners_[1]); }
+  bool takes_part(Index part) const { return winners_[first_ + part] != kNobody; }
+  // Lets a partition take part with a load and a number of rows; returns whether it did not with these before.
+  bool enter(Index part, Weight load, Index count = 0) { return set(part, key(part, load, count)); }
+  void leave(Index part) { set(part, kNobody); }
+
+ private:
+  // The load, what rows are not there, and then the index, so that the winner has the largest key.
+  using Key = unsigned __int128;
+  static constexpr Key kNobody = 0;
+
+  static Key key(Index part, Weight load, Index count) {
+    const auto low = static_cast<std::uint64_t>(~static_cast<std::uint32_t>(count)) << 32 | ~static_cast<std::uint32_t>(part);
+    return static_cast<Key>(largest ? load : kMax - load) << 64 | low;
+  }
+  // Replays the matches of `part`, up to one with the same outcome.
+  bool set(Index part, Key winner) {
+    std::size_t at = first_ + part;
+    if (winners_[at] == winner) return false;
+    for (winners_[at] = winner; at > 1; at /= 2) {
+      winner = std::max(winner, winners_[at ^ 1]);
+      if (winners_[at / 2] == winner) break;
+      winners_[at / 2] = winner;
+    }
+    return true;
   }
 
-  const Entry& top() const { return entries_.front(); }
-  void replace_top(const Entry& entry) { sift_down(0, entry); }
+  std::size_t first_;
+  std::vector<Key> winners_;
+};
 
-  void pop() {
-    const Entry last = entries_.back();
-    entries_.pop_back();
-    if (!entries_.empty()) sift_down(0, last);
+// Loads and counts of the partitions while they fill, and which of them may take one more row: one with fewer than
+// min_count, or one with fewer than max_count while there are rows to spare. Of these there are n - k * min_count.
+class FillingParts {
+ public:
+  explicit FillingParts(const Problem& problem) : FillingParts(problem, problem.first_loads()) {}
+  FillingParts(const Problem& problem, Weights loads)
+      : limits_(problem.limits),
+        loads_(std::move(loads)),
+        counts_(problem.num_parts, 0),
+        spare_(static_cast<Weight>(problem.weights.size()) - limits_.min_count * problem.num_parts),
+        lightest_(loads_) {}
+
+  Weight load(Index part) const { return loads_[part]; }
+  Weight largest() const { return largest_of(loads_); }
+  bool is_open(Index part) const {
+    return counts_[part] < limits_.min_count || (counts_[part] < limits_.max_count && spare_ > 0);
+  }
+
+  // The lightest of [first, last) with room for a row, ties by fewest rows, then by index; kNone if all are full.
+  Index lightest(Index first, Index last) const {
+    Index best = kNone;
+    for (Index part = first; part < last; ++part) {
+      if (is_open(part) && (best == kNone || key(part) < key(best))) best = part;
+    }
+    return best;
+  }
+
+  // The same among all partitions, one of which has room.
+  Index lightest_of_all() {
+    while (true) {
+      const Index part = lightest_.winner();
+      if (!is_open(part)) {
+        lightest_.leave(part);
+      } else if (!lightest_.enter(part, loads_[part], counts_[part])) {
+        return part;
+      }
+    }
+  }
+
+  void add(Index part, Weight weight) {
+    spare_ -= counts_[part] >= limits_.min_count;
+    ++counts_[part];
+    loads_[part] += weight;
   }
 
  private:
-  void sift_down(std::size_t at, Entry entry) {
-    const std::size_t size = entries_.size();
-    for (std::size_t child = 2 * at + 1; child < size; child = 2 * at + 1) {
-      if (child + 1 < size && entries_[child + 1].before(entries_[child])) ++child;
-      if (!entries_[child].before(entry)) break;
-      entries_[at] = entries_[child];
-      at = child;
-    }
-    entries_[at] = entry;
-  }
+  std::pair<Weight, Index> key(Index part) const { return {loads_[part], counts_[part]}; }
 
-  std::vector<Entry> entries_;
+  Limits limits_;
+  Weights loads_;
+  Indices counts_;
+  Weight spare_;
+  Tournament<false> lightest_;  // partitions as they were when each last won: they have only become heavier since
 };
 
 // LPT, longest processing time first: the next heaviest row goes to the lightest partition that may take it, ties by
 // fewest rows, then by index.
 //
 // Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969); with a limit on the number of
-// rows per partition as in the k-partitioning literature. There are n - k * min_count rows beyond min_count in a
-// partition; each one taken leaves one less, and when none is left a partition with min_count rows is full.
+// rows per partition as in the k-partitioning literature.
 inline Indices lpt(const Problem& problem) {
-  const Limits& limits = problem.limits;
-  const Weight num_rows = static_cast<Weight>(problem.weights.size());
-  Indices parts(num_rows);
-  Weight spare = num_rows - limits.min_count * problem.num_parts;
-  LightestFirst lightest(problem.first_loads());
-  for (Weight row = 0; row < num_rows; ++row) {
-    while (lightest.top().count >= limits.min_count) {
-      if (spare > 0) {
-        --spare;
-        break;
-      }
-      lightest.pop();
-    }
-    const LightestFirst::Entry entry = lightest.top();
-    parts[row] = entry.part;
-    if (entry.count + 1 == limits.max_count) {
-      lightest.pop();
-    } else {
-      lightest.replace_top({entry.load + problem.weights[row], entry.count + 1, entry.part});
-    }
+  FillingParts filling(problem);
+  Indices parts;
+  parts.reserve(problem.weights.size());
+  for (const Weight weight : problem.weights) {
+    parts.push_back(filling.lightest_of_all());
+    filling.add(parts.back(), weight);
   }
   return parts;
 }

@@ -30,7 +30,7 @@ inline Weights share_out(Weight total, const Weights& largest) {
 // Largest loads of the steps with a sum of at most `most`: half of the room above `largest` in proportion to the load,
 // half in equal parts, because beside a very heavy step the others have little of their own.
 inline Weights with_room(Weights largest, Weight most) {
-  const Weight sum = std::accumulate(largest.begin(), largest.end(), Weight{0});
+  const Weight sum = sum_of(largest);
   const Weight room = most - sum, num_steps = static_cast<Weight>(largest.size());
   const __int128 total = std::max<Weight>(sum, 1);
   for (Weight& load : largest) {

@@ -23,36 +23,70 @@ struct ByLoad {
 
 inline void rank_by_load(const Weights& loads, Indices& parts) { std::sort(parts.begin(), parts.end(), ByLoad{loads}); }
 
+// What partitions hold while rows go from one to another; rows in any order, that of `weights` in the cap.
+struct HeldRows {
+  Indices parts;
+  Weights loads;
+  const Cap& cap;
+  Weights held;  // the second weight per partition; empty without a cap
+
+  HeldRows(Indices parts_of_rows, Weights loads_of_parts, const Cap& kept)
+      : parts(std::move(parts_of_rows)), loads(std::move(loads_of_parts)), cap(kept) {
+    if (cap.exists()) held = sum_by_rank(parts, cap.weights, static_cast<Index>(loads.size()), cap.base);
+  }
+
+  // Whether the cap allows giving `row` from `heavy` to `light`, and `back` (or kNone) the other way.
+  bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
+    if (held.empty()) return true;
+    const Weight taken = cap.weights[row] - (back == kNone ? 0 : cap.weights[back]);
+    return held[heavy] - taken <= cap.limit && held[light] + taken <= cap.limit;
+  }
+
+  void give(Index from, Index to, Index row, Weight weight) {
+    parts[row] = to;
+    loads[from] -= weight;
+    loads[to] += weight;
+    if (held.empty()) return;
+    held[from] -= cap.weights[row];
+    held[to] += cap.weights[row];
+  }
+};
+
+// A swap of a heavy partition with a light one; larger values are better.
+struct Swap {
+  Weight value;
+  Index light = kNone;
+  Item row{};
+  Item back{};
+};
+
 // A plan that swaps change in place.
 class WorkingPartition {
  public:
-  WorkingPartition(const Problem& problem, Indices parts, const Cap* cap)
-      : parts_(std::move(parts)),
-        loads_(problem.first_loads()),
+  WorkingPartition(const Problem& problem, Indices parts, const Cap& cap)
+      : rows_(std::move(parts), problem.first_loads(), cap),
         items_(problem.num_parts),
         changed_(problem.num_parts, true),
-        limits_(problem.limits),
-        cap_(cap) {
+        limits_(problem.limits) {
     const Weights& weights = problem.weights;
-    const Indices counts = count_per_part(parts_, problem.num_parts);
+    const Indices counts = count_per_part(rows_.parts, problem.num_parts);
     for (Index part = 0; part < problem.num_parts; ++part) items_[part].reserve(counts[part] + 1);
     for (std::size_t row = 0; row < weights.size(); ++row) {
-      items_[parts_[row]].push_back({weights[row], static_cast<Index>(row)});
-      loads_[parts_[row]] += weights[row];
+      items_[rows_.parts[row]].push_back({weights[row], static_cast<Index>(row)});
+      rows_.loads[rows_.parts[row]] += weights[row];
     }
-    if (cap_ != nullptr) held_ = sum_by_rank(parts_, cap_->weights, problem.num_parts, cap_->base);
   }
 
-  const Weights& loads() const { return loads_; }
+  const Weights& loads() const { return rows_.loads; }
   const std::vector<Item>& items(Index part) const { return items_[part]; }
-  Indices release() { return std::move(parts_); }
+  Indices release() { return std::move(rows_.parts); }
 
   // Sorts some partitions by load, heaviest first; those whose load has not changed since the last call are in order.
   void rank(Indices& parts) {
     const auto first = std::stable_partition(parts.begin(), parts.end(), [&](Index part) { return !changed_[part]; });
-    std::sort(first, parts.end(), ByLoad{loads_});
+    std::sort(first, parts.end(), ByLoad{loads()});
     for (auto part = first; part != parts.end(); ++part) changed_[*part] = false;
-    std::inplace_merge(parts.begin(), first, parts.end(), ByLoad{loads_});
+    std::inplace_merge(parts.begin(), first, parts.end(), ByLoad{loads()});
   }
   // For rank() of others than in the call before.
   void forget_order() { changed_.assign(changed_.size(), true); }
@@ -63,17 +97,16 @@ class WorkingPartition {
            static_cast<Weight>(items_[light].size()) < limits_.max_count;
   }
 
-  // Whether the second weight allows giving `row` from `heavy` to `light`, and `back` (or kNone) the other way.
-  bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
-    if (cap_ == nullptr) return true;
-    const Weight taken = cap_->weights[row] - (back == kNone ? 0 : cap_->weights[back]);
-    return held_[heavy] - taken <= cap_->limit && held_[light] + taken <= cap_->limit;
+  bool keeps_cap(Index heavy, Index light, const Item& row, const Item& back) const {
+    return rows_.keeps_cap(heavy, light, row.row, back.row);
   }
 
-  // Gives `item` from `heavy` to `light`, and `back`, if it is a row, the other way.
-  void apply(Index heavy, Index light, const Item& item, const Item& back) {
-    give(heavy, light, item);
-    if (back.row != kNone) give(light, heavy, back);
+  // Carries out a swap of `heavy`; returns whether there is one.
+  bool apply(Index heavy, const Swap& swap) {
+    if (swap.light == kNone) return false;
+    give(heavy, swap.light, swap.row);
+    if (swap.back.row != kNone) give(swap.light, heavy, swap.back);
+    return true;
   }
 
  private:
@@ -83,23 +116,14 @@ class WorkingPartition {
     auto& target = items_[to];
     source.erase(std::lower_bound(source.begin(), source.end(), item, by_row));
     target.insert(std::lower_bound(target.begin(), target.end(), item, by_row), item);
-    parts_[item.row] = to;
     changed_[from] = changed_[to] = true;
-    loads_[from] -= item.weight;
-    loads_[to] += item.weight;
-    if (cap_ != nullptr) {
-      held_[from] -= cap_->weights[item.row];
-      held_[to] += cap_->weights[item.row];
-    }
+    rows_.give(from, to, item.row, item.weight);
   }
 
-  Indices parts_;
-  Weights loads_;
-  Weights held_;                          // the second weight per partition; empty without a cap
+  HeldRows rows_;
   std::vector<std::vector<Item>> items_;  // rows per partition, heaviest first
   std::vector<char> changed_;             // whether the load has changed since rank()
   Limits limits_;
-  const Cap* cap_;
 };
 
 // The partitions that one of the heavy ones may swap with. The others are dealt to the `num_heavy` heaviest of `ranked`
@@ -118,10 +142,22 @@ class Share {
   Index heavy_;
 };
 
-// How many of the `num_over` partitions above the limit look for a swap: at most half of all, and half as many at each
-// further level.
-inline Index heavy_at_level(Index num_over, std::size_t num_parts, int level) {
-  return std::max(1, std::min(num_over, static_cast<Index>(num_parts / 2)) >> level);
-}
+// How many partitions above the limit look for a swap in a round: at most half of all, and half as many at each further
+// level.
+class Level {
+ public:
+  Index num_heavy(Index num_over, std::size_t num_parts) const {
+    return std::max(1, std::min(num_over, static_cast<Index>(num_parts / 2)) >> level_);
+  }
+
+  // After a round with a swap twice as many look, after one without half as many; false where only one did.
+  bool next(bool found, Index num_heavy) {
+    level_ = found ? std::max(level_ - 1, 0) : level_ + 1;
+    return found || num_heavy > 1;
+  }
+
+ private:
+  int level_ = 0;
+};
 
 }  // namespace evenrank

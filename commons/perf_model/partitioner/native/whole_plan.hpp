@@ -10,9 +10,8 @@ namespace evenrank {
 inline Indices plan_freely(const Request& request, Problem& problem, const Bound& bound) {
   const Index num_parts = request.num_parts;
   Indices assignment = problem.by_sample(by_method(request.method, problem, bound));
-  Cap cap;
-  if (request.max_tokens) {
-    cap = {request.tokens, *request.max_tokens};
+  Cap cap = request.cap();
+  if (cap.exists()) {
     assignment = problem.speeds.empty() ? under_cap(problem, std::move(assignment), near(bound.load), cap)
                                         : under_cap_at_speeds(problem, std::move(assignment), bound.load, cap);
     Weight reached = largest_load(cap.weights, assignment, num_parts);
@@ -20,7 +19,7 @@ inline Indices plan_freely(const Request& request, Problem& problem, const Bound
     cap.limit = std::max(cap.limit, reached);
   }
   if (request.home.empty()) return assignment;
-  return keep_rows_home(problem, std::move(assignment), request, request.max_tokens ? &cap : nullptr);
+  return keep_rows_home(problem, std::move(assignment), request, cap);
 }
 
 // The plan of one batch. With the refined method, many partitions and a home, a plan near home is tried first

@@ -14,18 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.perf_model.partitioner import as_int64_workloads, core, refine
+from commons.perf_model.partitioner.arguments import CheckedArguments
 from commons.perf_model.partitioner.sources import NATIVE, hash_of_sources
 
 INT64_MAX = 2**63 - 1
 IMPORT = "import commons.perf_model.partitioner.core"
-
-
-@given(st.lists(st.integers(0, 7), max_size=40), st.data())
-def test_sums_are_those_counted_by_hand(places, data):
-    values = np.array(data.draw(st.lists(st.integers(0, 2**50), min_size=len(places), max_size=len(places))), np.int64)
-    place = np.array(places, np.int64)
-    assert core.sum_at(place, values, 8).tolist() == [int(values[place == each].sum()) for each in range(8)]
-    assert core.sum_at(place, None, 8).tolist() == np.bincount(place, minlength=8).tolist()
 
 
 @given(st.lists(st.sampled_from([0, 1, 7, 2**61, 2**62 - 1, 2**62, INT64_MAX, -1]), max_size=6))
@@ -47,59 +40,22 @@ def test_sums_that_overflow_are_seen(values):
 def test_many_rows_are_the_same_without_the_gil():
     """More than `FEW_NUMBERS`: the calls that release the GIL."""
     places = np.random.default_rng(0).integers(0, 64, 2 * core.FEW_NUMBERS)
-    sums = np.bincount(places, weights=places, minlength=64)
-    np.testing.assert_array_equal(core.sum_at(places, places, 64), sums.astype(np.int64))
     assert core.all_within(places, 63, 2**62) and not core.all_within(places, 62, 2**62)
 
 
-@pytest.mark.parametrize("grid", [False, True])
-def test_arrays_of_another_type_or_size_are_refused(grid):
-    rows = np.zeros(3, np.int64)
-
-    def plan(workloads=rows, **changes):
-        arguments = {"num_parts": 2, "method": "lpt", "num_steps": 2 if grid else 0, **changes}
-        return core.make_plan(core.PlanArguments(workloads, **arguments))
-
-    plan()
-    for workloads in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], rows[:, None], [0, 0, 0]):
+def test_arrays_of_another_type_are_refused():
+    for values in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], [0, 0, 0]):
         with pytest.raises(TypeError, match="it reads contiguous int64 arrays of 1-d: convert it"):
-            plan(workloads=workloads)
-    for mistake in ({"tokens": rows[:2]}, {"home": rows[:2]}):
-        with pytest.raises(ValueError, match="sizes do not match"):
-            plan(**mistake)
-    mistakes = [{"max_tokens": 5}, {"slack": 1.5}, {"ranks_per_node": 0}, {"workloads": rows - 1}, {"tokens": rows - 1}]
-    mistakes += [{"home": rows + 2}, {"home": rows - 1}, *([{"home_step": rows + 2}] if grid else [])]
-    for mistake in mistakes:
-        with pytest.raises(ValueError, match="a number is out of its range"):
-            plan(**mistake)
+            core.lower_bound(values, 2, True)
     with pytest.raises(ValueError, match="at least one row and one partition"):
-        plan(workloads=rows[:0])
-    with pytest.raises(ValueError, match="at least one row and one partition"):
-        core.lower_bound(rows, 0, True)
-
-
-def test_grids_of_another_size_are_refused():
-    rows = np.zeros(3, np.int64)
-    with pytest.raises(ValueError, match="fewer than 2\\^31 cells"):
-        core.make_plan(core.PlanArguments(rows, 2, num_steps=2**30))
-    with pytest.raises(ValueError, match="sizes do not match"):
-        core.PlanArguments(rows, 2, num_steps=2, home_step=rows[:2])
-
-
-def test_what_is_out_of_its_range_is_refused():
-    three = np.zeros(3, np.int64)
-    for place in (three + 2, three - 1):
-        with pytest.raises(ValueError, match="sum_at: a place is out of its range"):
-            core.sum_at(place, None, 2)
-    with pytest.raises(ValueError, match="sum_at: sizes do not match"):
-        core.sum_at(three, three[:2], 1)
-    with pytest.raises(ValueError, match=r"home\[1\] is 2; a home is a partition in \[0, 2\)"):
-        refine([1, 2, 3], [0, 2, 1], 2)
+        core.lower_bound(np.zeros(3, np.int64), 0, True)
 
 
 def test_refine_refuses_a_start_that_breaks_what_it_keeps():
     with pytest.raises(ValueError, match="partitions of 2 and of 4 samples, equal_size is True"):
         refine([5, 4, 3, 2, 1, 1], [0, 0, 0, 0, 1, 1], 2, equal_size=True)
+    with pytest.raises(ValueError, match=r"home\[1\] is 2; a home is a partition in \[0, 2\)"):
+        refine([1, 2, 3], [0, 2, 1], 2)
     with pytest.raises(ValueError, match="a partition of 20 tokens, max_tokens is 6"):
         refine([1] * 4, [0] * 4, 2, tokens=[5] * 4, max_tokens=6)
 
@@ -118,7 +74,7 @@ def test_refine_lowers_the_largest_load_and_keeps_the_cap(workloads, parts, data
 
 def test_planning_lets_other_threads_run():
     workloads = np.random.default_rng(0).zipf(1.3, 4096).clip(max=4096) ** 2
-    arguments = core.PlanArguments(workloads, 128)
+    arguments = CheckedArguments(workloads, 128)
     main_ran = threading.Event()
     plans_until_main_ran = []
 
