@@ -97,10 +97,11 @@ def auc_with_error(scores: torch.Tensor, is_positive: torch.Tensor) -> tuple[flo
     if not len(positives) or not len(negatives) or bool(scores.isnan().any()):
         return math.nan, math.nan
     among_all = _midranks(scores)
-    above = (among_all[is_positive] - _midranks(positives)) / len(negatives)
+    beaten = among_all[is_positive] - _midranks(positives)  # multiples of a half, whose sum is exact in any order
+    above = beaten / len(negatives)
     below = 1 - (among_all[~is_positive] - _midranks(negatives)) / len(positives)
     variance = _variance(above) / len(positives) + _variance(below) / len(negatives)
-    return float(above.mean()), float(variance.sqrt())
+    return float(beaten.sum() / (len(positives) * len(negatives))), float(variance.sqrt())
 
 
 def _midranks(scores: torch.Tensor) -> torch.Tensor:
