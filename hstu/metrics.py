@@ -59,7 +59,8 @@ class RankingMetrics:
                     "the output has no items; the AUC of their popularity needs them: give RankingOutput.items"
                 )
             columns.append(self._popularity[output.items.long()].unsqueeze(1))
-        self._predictions.append(torch.cat([column.to(self._device, torch.float64) for column in columns], dim=1))
+        kept = [column.detach().to(self._device, torch.float64) for column in columns]  # not the graph behind them
+        self._predictions.append(torch.cat(kept, dim=1))
 
     def compute(self) -> dict[str, float]:
         """AUC by task, `{"auc_task_0": …, "auc_task_0_se": …, "popularity_auc_task_0": …}`: a collective call.

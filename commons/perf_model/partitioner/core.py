@@ -1,8 +1,9 @@
 """The native core: the planner, and what follows from a plan, as functions on int64 arrays.
 
 It is a plain C library (native/core.cpp), loaded with ctypes: one file serves every Python. A call releases the GIL,
-unless it is so short that waiting to get the GIL back would take longer than the work. Arguments are those that callers
-have checked; what the core finds out of its range is a ValueError, and no memory outside the arrays is touched.
+unless it is so short that waiting to get the GIL back would take longer than the work. The arguments of a plan are
+those that arguments.py has checked: the core relies on them. What comes from other ranks or describes a table it checks
+by itself: what is out of its range there is a ValueError, and no memory outside the arrays is touched.
 """
 
 from __future__ import annotations
