@@ -73,12 +73,16 @@ def packed_rows(
     return GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, **keys)
 
 
-def words_of_rows(lengths: np.ndarray, layout: PayloadLayout) -> np.ndarray:
-    """int64 `(rows,)`, words of rows with lengths `(rows, num_keys)` in the payload."""
-    words = np.zeros(len(lengths), np.int64)
+def words_of_rows(gathered: GatheredRows, layout: PayloadLayout) -> np.ndarray:
+    """int64 `(N,)`, words of all rows in the payload."""
+    words = np.zeros(len(gathered.workloads), np.int64)
     for part in layout.parts:
-        keys = slice(part.first_key, part.first_key + part.num_segments)
-        words += part.words * (1 if part.is_dense else lengths[:, keys].sum(axis=1))
+        if part.is_dense:
+            words += part.words
+            continue
+        keys = range(part.first_key, part.first_key + part.num_segments)
+        for first in range(0, len(keys), 16):  # not the lengths of all at once
+            words += part.words * gathered.lengths_of_keys(keys[first : first + 16]).sum(axis=0)
     return words
 
 
@@ -130,9 +134,7 @@ class MovedRows:
     def of(cls, plan: ShufflePlan, layout: PayloadLayout) -> MovedRows:
         """Count a plan's rows."""
         gathered, world_size = plan.gathered, plan.gathered.num_ranks
-        row_bytes, rows = np.zeros(len(gathered.home)), np.arange(len(gathered.home))
-        for some in np.array_split(rows, len(rows) // 4096 + 1):  # not the lengths of all at once
-            row_bytes[some] = words_of_rows(gathered.lengths(some), layout) * WORD_BYTES
+        row_bytes = words_of_rows(gathered, layout) * float(WORD_BYTES)
         moved = np.flatnonzero(plan.moves)
         sender, receiver = gathered.home[moved], plan.destination[moved]
         pairs = np.unique(sender * world_size + receiver)

@@ -112,10 +112,6 @@ class Calibration:
         """Milliseconds per step, row, token and pair."""
         return self.per_step, self.per_row, self.per_token, self.per_pair
 
-    def predict_ms(self, rows: Any, tokens: Any, pairs: Any) -> Any:
-        """Milliseconds of a step; numbers or arrays of one shape."""
-        return self.per_step + self.per_row * rows + self.per_token * tokens + self.per_pair * pairs
-
     def require_match(self, task: AttentionTask | None, device: DeviceShape | None) -> None:
         """Raise ValueError unless the calibration was made for this model on such a device.
 

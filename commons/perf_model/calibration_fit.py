@@ -63,7 +63,7 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
         ValueError: too few measurements, times that are no positive numbers, batches too alike to tell the four terms
             apart, or times that hardly depend on them.
     """
-    times = np.array([measurement.ms for measurement in measurements], dtype=np.float64)
+    terms, times = _as_arrays(measurements)
     if len(times) < _MIN_MEASUREMENTS:
         raise ValueError(
             f"there are {len(times)} measurements; a fit needs at least {_MIN_MEASUREMENTS}: measure more batches"
@@ -71,7 +71,6 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
     if not (np.isfinite(times) & (times > 0)).all():
         wrong = int(np.argmin(np.isfinite(times) & (times > 0)))
         raise ValueError(f"measurement {wrong} took {times[wrong]} ms; a step takes a positive time: measure again")
-    terms = np.array([[1, m.rows, m.tokens, m.pairs] for m in measurements], dtype=np.float64)
     held_out = _is_held_out(len(times))
     _require_spread(terms[~held_out])
     coefficients = _fit(terms[~held_out], times[~held_out])
@@ -105,8 +104,7 @@ def judge_calibration(
         measurements: as for `fit_calibration`.
         task: the model that was measured.
     """
-    times = np.array([measurement.ms for measurement in measurements], dtype=np.float64)
-    terms = np.array([[1, m.rows, m.tokens, m.pairs] for m in measurements], dtype=np.float64)
+    terms, times = _as_arrays(measurements)
     errors = np.abs(terms @ np.array(calibration.coefficients) / times - 1)[_is_held_out(len(times))]
     operations_errors = _operations_errors(terms, times, task)
     gains = operations_errors - errors  # float64 (held out,)
@@ -120,6 +118,12 @@ def judge_calibration(
         better=gain > max(reach * spread / math.sqrt(len(gains)), _LEAST_ADVANTAGE),
         measurements=max(_MIN_MEASUREMENTS, _HELD_OUT_EVERY * held_out_needed),
     )
+
+
+def _as_arrays(measurements: Sequence[StepMeasurement]) -> tuple[np.ndarray, np.ndarray]:
+    """float64 `(n, 4)`, what times are sums of, and the times `(n,)`."""
+    numbers = np.array([[1, m.rows, m.tokens, m.pairs, m.ms] for m in measurements], dtype=np.float64).reshape(-1, 5)
+    return numbers[:, :4], numbers[:, 4]
 
 
 def _is_held_out(num_measurements: int) -> np.ndarray:

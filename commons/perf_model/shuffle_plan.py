@@ -85,14 +85,6 @@ class GatheredRows:
         """int64 `(len(keys), N)`, the lengths of some keys of all rows; ValueError for other words."""
         return core.read_columns(self, [_LENGTHS_FROM + key for key in keys])
 
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """int64 `(len(rows), num_keys)`, the lengths of some rows, in ascending order; ValueError as above."""
-        return core.read_rows(self, rows, _LENGTHS_FROM, self.num_keys)
-
-    def kept(self, rows: np.ndarray) -> np.ndarray:
-        """int64 `(len(rows), num_kept)`, the further columns of some rows, as `lengths`."""
-        return core.read_rows(self, rows, _LENGTHS_FROM + self.num_keys, self.num_kept)
-
 
 class ShufflePlan:
     """Where every real row of the global batch, or of a window of them, is trained.
@@ -105,7 +97,6 @@ class ShufflePlan:
         gated: a better plan was found, and its gain was below the gate.
         excess_tokens: how far the fullest place exceeds the token cap; 0 where it is kept or there is none.
         changes: whether any row changes its rank, or its step of a window.
-        pads: whether results are padded to the rows that a rank brought; False for batches that cannot state padding.
         speeds: int64 `(num_ranks,)`, or None for equal ones.
     """
 
@@ -119,11 +110,9 @@ class ShufflePlan:
     loads_after = cached_property(lambda plan: plan._of_places(5))  # the same where the rows go
     result_real_rows = cached_property(lambda plan: plan._of_places(6))  # int64 (num_places,), that each ends with
 
-    def __init__(
-        self, head: Mapping[str, int], answer: np.ndarray, num_ranks: int, pads: bool, speeds: np.ndarray | None
-    ) -> None:
+    def __init__(self, head: Mapping[str, int], answer: np.ndarray, num_ranks: int, speeds: np.ndarray | None) -> None:
         self.lower_bound, self.excess_tokens = head["bound"], head["excess_tokens"]
-        self.gated, self.changes, self.pads, self.speeds = bool(head["gated"]), bool(head["changes"]), pads, speeds
+        self.gated, self.changes, self.speeds = bool(head["gated"]), bool(head["changes"]), speeds
         self._head, self._answer, self._num_places = head, answer, num_ranks * head["steps"]
         self._known: GatheredRows | None = None
         self._packed: tuple[np.ndarray, int, int] | None = None  # words, keys and kept columns
@@ -165,12 +154,6 @@ class ShufflePlan:
     def num_moved(self) -> int:
         """Rows that change rank."""
         return int(self.moved[2].sum())
-
-    def result_batch_size(self, place: int) -> int:
-        """Rows of the result with padding: at least one, and never fewer than there were."""
-        if not self.pads:
-            return int(self.result_real_rows[place])
-        return max(1, int(self.gathered.rows[place]), int(self.result_real_rows[place]))
 
     def rows_for(self, place: int) -> np.ndarray:
         """Positions among the N real rows of those that are trained at `place`, in ascending global id."""
@@ -381,7 +364,7 @@ class ShufflePlanner:
         if self._parts is not None:
             first = len(core.SHUFFLE_HEAD) + (7 * given.num_ranks + 6) * head["steps"]
             self.exchange = answer[first : head["room"] - 4 * head["num_rows"]].tolist()
-        return ShufflePlan(head, answer, given.num_ranks, bool(given.pads), self._speeds)
+        return ShufflePlan(head, answer, given.num_ranks, self._speeds)
 
 
 def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **options: Any) -> ShufflePlan:

@@ -191,11 +191,17 @@ def route(
 def _table(draws: Draws, number: int) -> Answer:
     gathered = _gathered(draws)
     every = np.arange(len(gathered.workloads))
-    of_rows = (gathered.workloads, gathered.tokens, gathered.lengths(every), gathered.kept(every))
+    of_rows = (gathered.workloads, gathered.tokens, *_lengths_and_kept(gathered, every))
     table = packed_rows(gathered.rows, gathered.real_rows, *of_rows)
     yield from read_columns(table, [0, 1])
     rows = np.flatnonzero(draws.integers(0, 2, int(table.real_rows.sum())))
-    yield from (table.words, table.lengths(rows), table.kept(rows), table.lengths_of_keys(range(table.num_keys)[::-1]))
+    yield from (table.words, *_lengths_and_kept(table, rows), table.lengths_of_keys(range(table.num_keys)[::-1]))
+
+
+def _lengths_and_kept(table: GatheredRows, rows: np.ndarray) -> list[np.ndarray]:
+    """`(len(rows), num_keys)` and `(len(rows), num_kept)`, what some rows have."""
+    columns = range(2, table.num_columns)
+    return [read_columns(table, each)[:, rows].T for each in (columns[: table.num_keys], columns[table.num_keys :])]
 
 
 def _shuffle(draws: Draws, number: int) -> Answer:

@@ -8,7 +8,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-def _mixed(values):
+def mixed(values):
     """The finalizer of splitmix64 (Steele, Lea and Flood, 2014), of an integer below 2**64 or of uint64."""
     values = ((values ^ (values >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     values = ((values ^ (values >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -19,18 +19,18 @@ class Draws:
     """A stream of integers, fixed by its seed."""
 
     def __init__(self, seed: int) -> None:
-        self._state = _mixed((seed + _GOLDEN) & _MASK)
+        self._state = mixed((seed + _GOLDEN) & _MASK)
 
     def integers(self, low: int, high: int, number: int) -> np.ndarray:
         """int64 `(number,)` in `[low, high)`."""
         steps = np.arange(1, number + 1, dtype=np.uint64) * _GOLDEN + self._state
         self._state = (self._state + number * _GOLDEN) & _MASK
-        return low + (_mixed(steps) % (high - low)).astype(np.int64)
+        return low + (mixed(steps) % (high - low)).astype(np.int64)
 
     def integer(self, low: int, high: int) -> int:
         """One integer in `[low, high)`, as `integers` would draw it; numpy takes twenty times as long for one."""
         self._state = (self._state + _GOLDEN) & _MASK
-        return low + _mixed(self._state) % (high - low)
+        return low + mixed(self._state) % (high - low)
 
     def choice(self, values):
         """One of `values`."""

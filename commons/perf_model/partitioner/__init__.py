@@ -9,8 +9,8 @@ Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the 
                               gathered messages to a plan and its exchange (../shuffle_plan.py)
     native/                   one C++ header per algorithm, with its source: problem, bounds, starts, differencing,
                               swaps, refinement; locality, home_deal, many_parts, many_rows (near home); groups; grid,
-                              grid_bound, level_bound; padded; shuffle (gates), row_table, routes,
-                              gathered_shuffle (one call)
+                              grid_bound, level_bound, drawn_order; padded; gathered_rows, row_table, shuffle (gates),
+                              routes, gathered_shuffle (one call)
     sources.py                which sources the core was built from
 """
 

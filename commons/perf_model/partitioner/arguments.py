@@ -44,6 +44,7 @@ class CheckedArguments(PlanArguments):
         parts_name: str = "k_partitions",
         steps: int = 1,
         home_step: Any = None,
+        seed: int = 0,
         groups: Any = None,
         speeds: Any = None,
     ) -> None:
@@ -83,6 +84,7 @@ class CheckedArguments(PlanArguments):
             *(rows, k, METHODS.index(method), bool(equal_size), max_tokens is not None, max_tokens or 0),
             k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
             num_steps if num_steps > 1 else 0,
+            as_count(seed, "seed", 0) % 2**64,
             as_slack(slack),
         )
 

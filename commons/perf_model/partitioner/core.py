@@ -39,7 +39,7 @@ class PlanArguments(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step", "groups", "speeds")),
         *((name, _INT) for name in ("num_rows", "num_parts", "method", "equal_size", "has_cap", "max_tokens")),
-        *((name, _INT) for name in ("ranks_per_node", "num_steps")),
+        *((name, _INT) for name in ("ranks_per_node", "num_steps", "seed")),
         ("slack", ctypes.c_double),
     )
 
@@ -82,7 +82,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "encode_rows": (ctypes.c_int, (_POINTER, _POINTER, _INT, _POINTER, _POINTER)),
     "permute_words": (ctypes.c_int, (*(_POINTER, _INT) * 3, _INT, _POINTER)),
     "read_columns": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER)),
-    "read_rows": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER)),
     "all_within": (_INT, (_POINTER, _INT, _INT, _INT)),
 }
 
@@ -200,15 +199,15 @@ def encode_rows(
     for each, total in zip(lengths, sums):
         if each.ndim != 2 or each.shape[1] != rows:
             return None
-        arrays.append(read := np.ascontiguousarray(each, None if each.dtype == np.int32 else np.int64))
-        numbers.extend((_at(read), len(read), total, read.itemsize))
+        arrays.append(read := np.ascontiguousarray(each, np.int64))
+        numbers.extend((_at(read), len(read), total))
         num_columns += len(read)
     for each in kept:
         arrays.append(read := np.ascontiguousarray(each, np.int64))
         numbers.append(_at(read))
     counts, fields = np.asarray(counted, np.int64), numbers.buffer_info()[0]
     own = _OwnRows(
-        *(_at(_int64(workloads)), fields, fields + 4 * numbers.itemsize * len(lengths), _at(counts)),
+        *(_at(_int64(workloads)), fields, fields + 3 * numbers.itemsize * len(lengths), _at(counts)),
         *(len(lengths), len(kept), len(counts), rows, real_rows),
     )
     # Of every column a code of one byte, and at most eight bytes per row.
@@ -248,19 +247,15 @@ def permute_words(
 
 def read_columns(table: GatheredRows, columns: Sequence[int]) -> np.ndarray:
     """int64 `(len(columns), N)`, some columns of all rows."""
-    given, wanted = _table_arguments(table), np.array(columns, np.int64)
+    first, real_rows, wanted = _int64(table.first), _int64(table.real_rows), np.array(columns, np.int64)
+    if len(first) != len(real_rows):
+        raise ValueError("a gathered table: sizes do not match")
+    where, stride, num_words = rows_of_words(table.words)
+    sizes = (len(table.words), stride, num_words, len(first), table.num_columns)
+    given = _TableArguments(where, _at(first), _at(real_rows), *sizes)
     numbers = np.empty((len(wanted), int(table.real_rows.sum())), np.int64)
     arguments = (ctypes.byref(given), _at(wanted), len(wanted), numbers.shape[1], _at(numbers))
     _call("read_columns", *arguments, numbers=numbers.size)
-    return numbers
-
-
-def read_rows(table: GatheredRows, rows: np.ndarray, first_column: int, count: int) -> np.ndarray:
-    """int64 `(len(rows), count)`, neighbouring columns of some rows, which are in ascending order."""
-    given, wanted = _table_arguments(table), _int64(rows)
-    numbers = np.empty((len(wanted), max(0, count)), np.int64)
-    arguments = (ctypes.byref(given), _at(wanted), len(wanted), first_column, count, _at(numbers))
-    _call("read_rows", *arguments, numbers=numbers.size)
     return numbers
 
 
@@ -307,12 +302,3 @@ def rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
     if not is_table or (words.shape[1] > 1 and words.strides[1] != 8):
         raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
     return _at(words[0]) if len(words) else 0, words.strides[0] // 8, words.shape[1]
-
-
-def _table_arguments(table: GatheredRows) -> _TableArguments:
-    first, real_rows, num_ranks = _int64(table.first), _int64(table.real_rows), len(table.words)
-    if len(first) != len(real_rows):
-        raise ValueError("a gathered table: sizes do not match")
-    where, stride, num_words = rows_of_words(table.words)
-    sizes = (num_ranks, stride, num_words, len(first), table.num_columns)
-    return _TableArguments(where, _at(first), _at(real_rows), *sizes)

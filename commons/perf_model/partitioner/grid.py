@@ -7,12 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from commons.checks import as_count
 from commons.perf_model.partitioner.arguments import CheckedArguments, plan_of
 from commons.perf_model.partitioner.result import Dealt
-from commons.splitmix import GOLDEN, mix64
-
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,27 +109,12 @@ def partition_grid(
         parts_name="ranks",
         steps=steps,
         home_step=home_step,
+        seed=seed,
         groups=groups,
         speeds=speeds,
     )
     num_steps = max(1, given.num_steps)
-    order = shuffled(num_steps, as_count(seed, "seed", 0))
     assignment, loads, bound = plan_of(given, best_effort)
     rank, step = np.divmod(assignment, num_steps)
-    loads, loaded = loads.reshape(given.num_parts, num_steps), given.arrays["home_step"]
-    if loaded is None or not np.array_equal(step, loaded):
-        step, loads = np.argsort(order)[step], loads[:, order]
-    return Grid(step, rank, np.ascontiguousarray(loads.T), bound, given.arrays["speeds"])
-
-
-def shuffled(number: int, seed: int) -> np.ndarray:
-    """The integers below `number` in a random order, int64, the same with every version of everything.
-
-    Fisher-Yates with SplitMix64.
-    """
-    order = np.arange(number)
-    states = np.arange(1, number, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(seed & _MASK)
-    for left, drawn in zip(range(number, 1, -1), mix64(states).tolist()):
-        chosen = drawn * left >> 64
-        order[[left - 1, chosen]] = order[[chosen, left - 1]]
-    return order
+    loads = np.ascontiguousarray(loads.reshape(given.num_parts, num_steps).T)
+    return Grid(step, rank, loads, bound, given.arrays["speeds"])

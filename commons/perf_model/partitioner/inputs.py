@@ -39,11 +39,7 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
     ValueError: workloads[1] is -1; values must be non-negative integers: correct the cost model or the data
 
     """
-    array = _as_int64(values, name)
-    if num_rows is not None and len(array) != num_rows:
-        raise ValueError(
-            f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
-        )
+    array = _as_int64(values, name, num_rows)
     if core.all_within(array, INT64_MAX, MOST_LOAD):
         return array
     if int(array.min()) < 0:
@@ -53,10 +49,14 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
     )
 
 
-def _as_int64(values: Any, name: str) -> np.ndarray:
+def _as_int64(values: Any, name: str, num_rows: int | None) -> np.ndarray:
     array = _as_array(values, name)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}; one value per row is needed: flatten it to one dimension")
+    if num_rows is not None and len(array) != num_rows:
+        raise ValueError(
+            f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
+        )
     if array.dtype == np.int64:
         return np.ascontiguousarray(array)
     if array.size == 0:
@@ -120,11 +120,7 @@ def _bad_value(name: str, index: int, value: Any) -> ValueError:
 
 def as_home(home: Any, num_rows: int, number: int, name: str = "home", place: str = "partition") -> np.ndarray:
     """The partition (or step) each row is in now, as int64 `(n,)`; ValueError unless each lies in `[0, number)`."""
-    array = _as_int64(home, name)
-    if len(array) != num_rows:
-        raise ValueError(
-            f"{name} has {len(array)} entries, there are {num_rows} rows; one per row is needed: match them"
-        )
+    array = _as_int64(home, name, num_rows)
     if not core.all_within(array, min(number - 1, INT64_MAX), INT64_MAX):
         index = int(np.argmax((array < 0) | (array >= number)))
         raise ValueError(f"{name}[{index}] is {int(array[index])}; a home is a {place} in [0, {number}): correct it")

@@ -23,27 +23,20 @@ def ratio_of_terms(task):
     return linear // quadratic
 
 
-def test_an_ungated_feed_forward_block_gives_the_constants_of_verl():
-    # Q, K, V and output 4·2h², feed-forward 4·h·4h, attention 4·h·L²: 6h·L + L² = 24576·L + L².
-    assert ratio_of_terms(SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, **LLAMA)) == 24576
-
-
-def test_llama_7b_has_a_gated_one():
-    # 2h·L of the projections, 1.5·11008·L of the three matrices.
-    task = SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, ffn_hidden_size=11008, gated_ffn=True, **LLAMA)
-    assert ratio_of_terms(task) == 24704 == 2 * HIDDEN + 3 * 11008 // 2
-
-
-def test_the_published_33024_is_the_gated_block_alone_under_a_causal_mask():
-    # 33024·L + L² is 3·11008·L for the three matrices, over half of the pairs. It leaves out the projections, 4h·L, a
-    # third of the linear work; and the L(L + 1) ÷ 2 pairs of the mask add one more to the ratio.
-    task = SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, 32, ffn_hidden_size=11008, gated_ffn=True)
-    assert ratio_of_terms(task) == 33024 + 4 * HIDDEN + 1
-    assert 3 * 11008 == 33024
-
-
-@pytest.mark.parametrize("groups", [1, 8])
-def test_query_groups_cost_less(groups):
-    # K and V are projected for as many heads as there are groups.
-    task = SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, num_query_groups=groups, **LLAMA)
-    assert ratio_of_terms(task) == 24576 - HIDDEN * (HEADS - groups) // HEADS
+@pytest.mark.parametrize(
+    ("options", "ratio"),
+    [
+        # Q, K, V and output 4·2h², feed-forward 4·h·4h, attention 4·h·L²: 6h·L + L², as verl has it.
+        (LLAMA, 24576),
+        # Llama 7B has a gated block: 2h·L of the projections, 1.5·11008·L of the three matrices.
+        (LLAMA | {"ffn_hidden_size": 11008, "gated_ffn": True}, 2 * HIDDEN + 3 * 11008 // 2),
+        # The published 33024·L + L² is 3·11008·L for the three matrices, over half of the pairs. It leaves out the
+        # projections, 4h·L, a third of the linear work; the L(L + 1) ÷ 2 pairs of the mask add one more to the ratio.
+        ({"num_layers": 32, "ffn_hidden_size": 11008, "gated_ffn": True}, 33024 + 4 * HIDDEN + 1),
+        # K and V are projected for as many heads as there are groups.
+        (LLAMA | {"num_query_groups": 8}, 24576 - HIDDEN * (HEADS - 8) // HEADS),
+        (LLAMA | {"num_query_groups": 1}, 24576 - HIDDEN * (HEADS - 1) // HEADS),
+    ],
+)
+def test_the_constants_of_other_packages_come_out_of_dimensions(options, ratio):
+    assert ratio_of_terms(SelfAttentionTask(HIDDEN, HEADS, HEAD_DIM, **options)) == ratio

@@ -18,11 +18,7 @@
 
 namespace {
 
-using evenrank::Index;
-using evenrank::require;
-using evenrank::RowTable;
-using evenrank::ShuffleArguments;
-using evenrank::Weight;
+using namespace evenrank;
 
 constexpr std::size_t kErrorSize = 256;
 
@@ -65,31 +61,31 @@ struct PlanArguments {
   Weight max_tokens;
   Weight ranks_per_node;
   Weight num_steps;  // 0 for a plan that is no grid
+  Weight seed;       // of the order of the steps
   double slack;
 };
 
-evenrank::Request request_of(const PlanArguments& given) {
+Request request_of(const PlanArguments& given) {
   require_sizes(given.num_rows, given.num_parts);
-  return {values_of<evenrank::Weights>(given.workloads, given.num_rows),
+  return {values_of<Weights>(given.workloads, given.num_rows),
           static_cast<Index>(given.num_parts),
-          static_cast<evenrank::Method>(given.method),
+          static_cast<Method>(given.method),
           given.equal_size != 0,
-          values_of<evenrank::Weights>(given.tokens, given.num_rows),
+          values_of<Weights>(given.tokens, given.num_rows),
           given.has_cap ? std::optional(given.max_tokens) : std::nullopt,
-          values_of<evenrank::Indices>(given.home, given.num_rows),
+          values_of<Indices>(given.home, given.num_rows),
           static_cast<Index>(given.ranks_per_node),
           given.slack,
           static_cast<Index>(std::max<Weight>(given.num_steps, 1)),
-          values_of<evenrank::Indices>(given.home_step, given.num_rows),
-          values_of<evenrank::Weights>(given.speeds, given.num_parts)};
+          values_of<Indices>(given.home_step, given.num_rows),
+          values_of<Weights>(given.speeds, given.num_parts)};
 }
 
 // A rank's own rows, see shuffle_plan.py.
 struct OwnField {
-  const void* lengths;  // (keys, rows)
+  const Weight* lengths;  // (keys, rows)
   Weight keys;
   Weight sum;
-  Weight width;  // bytes of a length: 4 or 8
 };
 struct OwnRows {
   const Weight* workloads;
@@ -106,44 +102,30 @@ struct OwnRows {
 // The number of words; -1 where a number is not what it must be.
 Weight encode(const OwnRows& own, Weight* words, Weight room) {
   require(0 <= own.real_rows && own.real_rows <= own.rows, "encode_rows: sizes do not match");
-  if (!evenrank::all_within(own.workloads, own.real_rows, INT64_MAX, evenrank::kMostLoad)) return -1;
-  evenrank::Weights tokens(own.real_rows, own.num_counted == 0);
+  if (!all_within(own.workloads, own.real_rows, INT64_MAX, kMostLoad)) return -1;
+  Weights tokens(own.real_rows, own.num_counted == 0);
   std::vector<const Weight*> columns = {own.workloads, tokens.data()};
-  std::vector<evenrank::Weights> widened(own.num_fields);
   for (Weight at = 0; at < own.num_fields; ++at) {
     const OwnField& field = own.fields[at];
-    const Weight* lengths = static_cast<const Weight*>(field.lengths);
-    if (field.width == sizeof(std::int32_t)) {
-      const auto* const narrow = static_cast<const std::int32_t*>(field.lengths);
-      widened[at].assign(narrow, narrow + field.keys * own.rows);
-      lengths = widened[at].data();
-    }
     Weight sum = 0;
     for (Weight key = 0; key < field.keys; ++key) {
-      const Weight* const of_key = lengths + key * own.rows;
+      const Weight* const of_key = field.lengths + key * own.rows;
+      const Weight* const padding = of_key + own.real_rows;
+      if (!all_within(of_key, own.real_rows, INT64_MAX, field.sum - sum)) return -1;
+      if (std::any_of(padding, of_key + own.rows, [](Weight length) { return length != 0; })) return -1;
+      sum = std::accumulate(of_key, padding, sum);
       columns.push_back(of_key);
-      Weight bits = 0, padding = 0, total = 0;
-      for (Weight row = 0; row < own.rows; ++row) bits |= of_key[row];
-      for (Weight row = own.real_rows; row < own.rows; ++row) padding |= of_key[row];
-      if (bits < 0 || padding != 0) return -1;
-      for (Weight row = 0; row < own.real_rows; ++row) {
-        // Fewer than 2^31 numbers below 2^31 cannot overflow.
-        if (bits > INT32_MAX && of_key[row] > field.sum - sum - total) return -1;
-        total += of_key[row];
-      }
-      if (total > field.sum - sum) return -1;
-      sum += total;
     }
     if (sum != field.sum) return -1;
   }
-  const Weight num_keys = static_cast<Weight>(columns.size()) - evenrank::kLengthsFrom;
+  const Weight num_keys = static_cast<Weight>(columns.size()) - kLengthsFrom;
   for (Weight at = 0; at < own.num_counted; ++at) {
     const Weight key = own.counted[at];
     require(key >= 0 && key < num_keys, "encode_rows: a key is out of its range");
-    for (Weight row = 0; row < own.real_rows; ++row) tokens[row] += columns[evenrank::kLengthsFrom + key][row];
+    for (Weight row = 0; row < own.real_rows; ++row) tokens[row] += columns[kLengthsFrom + key][row];
   }
   columns.insert(columns.end(), own.kept, own.kept + own.num_kept);
-  const evenrank::Weights encoded = evenrank::encode_columns(columns, own.real_rows);
+  const Weights encoded = encode_columns(columns, own.real_rows);
   require(static_cast<Weight>(encoded.size()) <= room, "encode_rows: there is no room for the words");
   std::copy(encoded.begin(), encoded.end(), words);
   return static_cast<Weight>(encoded.size());
@@ -160,14 +142,19 @@ const char* evenrank_compiler() { return EVENRANK_COMPILER; }
 // out: assignment (num_rows,), loads (num_parts * max(1, num_steps),), and the bound and the most tokens.
 int evenrank_plan(const PlanArguments* given, Weight* assignment, Weight* loads, Weight* numbers, char* error) {
   return guarded(error, [&] {
-    evenrank::Request request = request_of(*given);
-    const auto groups = evenrank::RowGroups::of(given->groups, given->num_rows);
+    Request request = request_of(*given);
+    const auto groups = RowGroups::of(given->groups, given->num_rows);
     if (groups) {
       if (request.equal_size) groups->require_equal_sizes();
       request = groups->merged(std::move(request));
     }
-    evenrank::Plan plan = given->num_steps ? evenrank::plan_grid(request) : evenrank::make_plan(request);
+    Plan plan = given->num_steps ? plan_grid(request) : make_plan(request);
     if (groups) plan.assignment = groups->by_row(plan.assignment);
+    if (given->num_steps) {
+      plan = in_drawn_order(std::move(plan), static_cast<Index>(given->num_steps),
+                            values_of<Indices>(given->home_step, given->num_rows),
+                            static_cast<std::uint64_t>(given->seed));
+    }
     std::copy(plan.assignment.begin(), plan.assignment.end(), assignment);
     std::copy(plan.loads.begin(), plan.loads.end(), loads);
     numbers[0] = plan.bound;
@@ -179,22 +166,21 @@ int evenrank_lower_bound(const Weight* workloads, Weight num_rows, Weight num_pa
                          char* error) {
   return guarded(error, [&] {
     require_sizes(num_rows, num_parts);
-    const auto problem = evenrank::Problem::of(values_of<evenrank::Weights>(workloads, num_rows),
-                                               static_cast<Index>(num_parts), equal_size != 0);
-    *bound = evenrank::counting_bound(problem).load;
+    const auto problem =
+        Problem::of(values_of<Weights>(workloads, num_rows), static_cast<Index>(num_parts), equal_size != 0);
+    *bound = counting_bound(problem).load;
   });
 }
 
 // Swaps rows of a plan until its largest load is near the bound; in and out: assignment (num_rows,).
 int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error) {
   return guarded(error, [&] {
-    const evenrank::Request request = request_of(*given);
-    const auto problem = evenrank::Problem::of(request.workloads, request.num_parts, request.equal_size);
-    const evenrank::Cap cap = request.cap_by_row(problem.order);
-    const Weight target = evenrank::near(evenrank::counting_bound(problem).load);
-    const auto parts = values_of<evenrank::Indices>(assignment, given->num_rows);
-    const evenrank::Indices refined =
-        problem.by_sample(evenrank::refine(problem, evenrank::take(parts, problem.order), target, cap));
+    const Request request = request_of(*given);
+    const auto problem = Problem::of(request.workloads, request.num_parts, request.equal_size);
+    const Cap cap = request.cap_by_row(problem.order);
+    const Weight target = near(counting_bound(problem).load);
+    const auto parts = values_of<Indices>(assignment, given->num_rows);
+    const Indices refined = problem.by_sample(refine(problem, take(parts, problem.order), target, cap));
     std::copy(refined.begin(), refined.end(), assignment);
   });
 }
@@ -205,10 +191,10 @@ int evenrank_padded_groups(const Weight* costs, Weight num_rows, Weight num_grou
                            Weight steps, Weight* sizes, Weight* count, char* error) {
   return guarded(error, [&] {
     require_sizes(num_rows, 1);
-    const evenrank::PaddedGroups padded(costs, num_rows, max_rows);
-    if (num_groups) max_cost = costs[0] * evenrank::divide_up(num_rows, num_groups);
+    const PaddedGroups padded(costs, num_rows, max_rows);
+    if (num_groups) max_cost = costs[0] * divide_up(num_rows, num_groups);
     *count = num_groups ? num_groups : padded.fewest(max_cost);
-    const evenrank::Weights found = padded.of_least_cost(*count, max_cost, steps);
+    const Weights found = padded.of_least_cost(*count, max_cost, steps);
     std::copy(found.begin(), found.end(), sizes);
   });
 }
@@ -216,7 +202,7 @@ int evenrank_padded_groups(const Weight* costs, Weight num_rows, Weight num_grou
 // out: the answer, see Shuffle; where it or the index array has no room, its head says how much there must be.
 int evenrank_shuffle(const ShuffleArguments* given, Weight* out, Weight room, Weight* indices, Weight index_room,
                      char* error) {
-  return guarded(error, [&] { evenrank::Shuffle(*given, out, room, indices, index_room).run(); });
+  return guarded(error, [&] { Shuffle(*given, out, room, indices, index_room).run(); });
 }
 
 int evenrank_encode_rows(const OwnRows* own, Weight* words, Weight room, Weight* num_words, char* error) {
@@ -225,12 +211,10 @@ int evenrank_encode_rows(const OwnRows* own, Weight* words, Weight room, Weight*
 
 // `pieces` are those that are read, then those that are written.
 int evenrank_permute_words(const Weight* lengths, Weight num_segments, const Index* order, Weight num_ordered,
-                           const evenrank::Piece* pieces, Weight num_read, Weight num_pieces, char* error) {
+                           const Piece* pieces, Weight num_read, Weight num_pieces, char* error) {
   return guarded(error, [&] {
-    const evenrank::Piece* const written = pieces + num_read;
-    require(evenrank::permute_words(lengths, num_segments, order, num_ordered, {pieces, written},
-                                    {written, pieces + num_pieces}),
-            "permute_words: sizes do not match");
+    const Piece* const written = pieces + num_read;
+    permute_words(lengths, num_segments, order, num_ordered, {pieces, written}, {written, pieces + num_pieces});
   });
 }
 
@@ -238,25 +222,15 @@ int evenrank_read_columns(const RowTable* table, const Weight* columns, Weight n
                           Weight* out, char* error) {
   return guarded(error, [&] {
     table->require_sizes();
-    bool holds = num_rows == evenrank::total_of(table->real_rows, table->num_places);
+    bool holds = num_rows == total_of(table->real_rows, table->num_places);
     for (Weight at = 0; at < num_columns; ++at) holds = holds && columns[at] >= 0 && columns[at] < table->num_columns;
-    require(holds, evenrank::kNoTable);
-    evenrank::read_columns(*table, values_of<evenrank::Weights>(columns, num_columns), num_rows, out);
-  });
-}
-
-int evenrank_read_rows(const RowTable* table, const Weight* rows, Weight num_rows, Weight first_column,
-                       Weight count, Weight* out, char* error) {
-  return guarded(error, [&] {
-    table->require_sizes();
-    require(first_column >= 0 && count >= 0 && count <= table->num_columns && first_column <= table->num_columns - count,
-            evenrank::kNoTable);
-    evenrank::read_rows(*table, rows, num_rows, first_column, count, out);
+    require(holds, kNoTable);
+    read_columns(*table, values_of<Weights>(columns, num_columns), num_rows, out);
   });
 }
 
 Weight evenrank_all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {
-  return evenrank::all_within(values, size, largest, largest_sum);
+  return all_within(values, size, largest, largest_sum);
 }
 
 }  // extern "C"

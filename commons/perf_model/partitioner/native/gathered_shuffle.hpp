@@ -38,9 +38,10 @@ class Shuffle {
     require(given.num_ranks > 0 && given.steps > 0 && given.num_ranks <= INT32_MAX / given.steps && room >= kHeadSize,
             "shuffle: sizes do not match");
     require(given.method >= 0 && given.method <= static_cast<Weight>(Method::kSnake) && given.slack >= 0 &&
-                given.slack <= 1 && given.ranks_per_node >= 0 && given.num_keys >= 0 && given.num_kept >= 0,
+                given.slack <= 1 && given.ranks_per_node > 0 && given.num_keys >= 0 && given.num_kept >= 0,
             "shuffle takes checked arguments: a number is out of its range");
-    const bool follows_speeds = given.method == static_cast<Weight>(Method::kRefined) || given.method == static_cast<Weight>(Method::kLpt);
+    const auto method = static_cast<Method>(given.method);
+    const bool follows_speeds = method == Method::kRefined || method == Method::kLpt;
     require(follows_speeds || speeds_of(given).empty(),
             "ranks have different speeds, and the method makes equal loads: take refined or lpt");
     require(given.parts == nullptr || (given.rank >= 0 && given.rank < given.num_ranks), "shuffle: sizes do not match");
@@ -79,8 +80,7 @@ class Shuffle {
     std::copy_n(real_rows, num_places, real_after);
     std::fill_n(moves, 6 * out_[kSteps], 0);
     out_[kChanges] = !std::equal(home.begin(), home.end(), destination);
-    const Weight per_node = given_.ranks_per_node > 0 ? given_.ranks_per_node : given_.num_ranks;
-    count_moves(gathered, destination, per_node, real_after, moves);
+    count_moves(gathered, destination, given_.ranks_per_node, real_after, moves);
     Digest digest;
     for (const Weight* places : {rows, real_rows}) digest.add(places, num_places);
     for (const Weight* of_rows : {workloads, tokens, destination}) digest.add(of_rows, num_rows);

@@ -28,7 +28,7 @@ constexpr std::array<Tries, 3> kTries = {{{1 << 21, 24}, {1 << 24, 8}, {1 << 27,
 struct Candidate {
   Indices cells;       // by sample
   Weights largest;     // the largest load, with speeds the largest time, of each step
-  Weight most_tokens;  // of a cell, or the cap if that is more; 0 without a cap
+  Weight most_tokens;  // of a cell; see Request
 
   // The sum over the steps of the largest load: what a plan minimises.
   Weight total() const { return sum_of(largest); }
@@ -103,10 +103,7 @@ class GridPlanner {
     for (Index step = 0; step < request_.num_steps; ++step) {
       largest[step] = problem_.speeds.largest_time(loads.data(), loads.size(), step, request_.num_steps);
     }
-    Weight most_tokens = 0;
-    if (request_.max_tokens) {
-      most_tokens = std::max(*request_.max_tokens, largest_load(request_.tokens, cells, num_cells_));
-    }
+    const Weight most_tokens = request_.most_tokens(cells, num_cells_);
     return {std::move(cells), std::move(largest), most_tokens};
   }
 

@@ -10,14 +10,14 @@
 
 namespace evenrank {
 
-constexpr Index kMany = 512;           // from this many partitions on, plans are made here first
-constexpr std::size_t kAsked = 64;             // partitions that may fail to swap with a heavy one before it is left as it is
-constexpr std::size_t kFewAsked = 16;          // the same for cells of a grid, which are many more
-constexpr std::size_t kMostSwaps = 2;  // swaps per row, far more than plans need
+constexpr Index kMany = 512;            // from this many partitions on, plans are made here first
+constexpr std::size_t kMostTried = 64;  // partitions that may fail to swap with a heavy one before it is left as it is
+constexpr std::size_t kFewTried = 16;   // the same for cells of a grid, which are many more
+constexpr std::size_t kMostSwaps = 2;   // swaps per row, far more than plans need
 constexpr Weight kMedium = 64;          // the same as kLarge, for rows of medium weight
-constexpr Index kFewLeft = 4096;       // one partition of so many left above the limit is dealt anew,
-constexpr Weight kFewMoved = 32;       // which may cost as much as moving one of so many tokens
-constexpr Index kFewCells = 64;        // one cell of a grid of so many left above the limit is dealt anew
+constexpr Index kFewLeft = 4096;        // one partition of so many left above the limit is dealt anew,
+constexpr Weight kFewMoved = 32;        // which may cost as much as moving one of so many tokens
+constexpr Index kFewCells = 64;         // one cell of a grid of so many left above the limit is dealt anew
 
 // The partition of each sample, and the loads of the partitions.
 struct LoadedParts {
@@ -28,9 +28,10 @@ struct LoadedParts {
 // Lets the heaviest partition swap a row with the lightest one until no load is above the limit, if it can.
 //
 // The swap is the one that takes off most load per token moved and leaves the lightest within the limit. The lightest
-// of the rank and of the node are tried first, then up to kAsked of the lightest of all. Where none of them can swap, as with two rows
-// that each fill a partition, the lightest of all may once rise above the limit and pass the rest on. Before all that,
-// while there is room, partitions with a row that almost fills them swap the rest of theirs for the lightest of all.
+// of the rank and of the node are tried first, then up to kMostTried of the lightest of all. Where none of them can
+// swap, as with two rows that each fill a partition, the lightest of all may once rise above the limit and pass the rest
+// on. Before all that, while there is room, partitions with a row that almost fills them swap the rest of theirs for the
+// lightest of all.
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, const Indices& parts, const Weights& sizes,
@@ -40,7 +41,7 @@ class HeaviestLowered {
         num_light_(static_cast<Index>(problem.order.size())),
         limits_(problem.limits),
         limit_(limit),
-        asked_(request.num_steps == 1 ? kAsked : kFewAsked),
+        most_tried_(request.num_steps == 1 ? kMostTried : kFewTried),
         base_(problem.first_loads()),
         cap_(request.cap()),
         held_(parts, sum_by_rank(parts, request.workloads, problem.num_parts, problem.base), cap_),
@@ -111,7 +112,7 @@ class HeaviestLowered {
     std::size_t failed = 0;
     const Index looked = request_.num_steps == 1 ? num_light_ : static_cast<Index>(loads_.size());
     const Index last = std::max(num_light_ - looked, 0);
-    for (Index at = num_light_; at > last && failed < asked_ && loads_[heavy] > limit_; --at) {
+    for (Index at = num_light_; at > last && failed < most_tried_ && loads_[heavy] > limit_; --at) {
       const Index light = parts_[order_[at - 1]];
       if ((light == heavy) | has_large_[light] | (loads_[light] >= limit_)) {  // one branch, for most rows are such
         if (at == num_light_) --num_light_;
@@ -163,8 +164,8 @@ class HeaviestLowered {
   Swap find_swap(Index heavy) {
     Swap swap = nearby(heavy);
     if (swap.efficiency >= 0) return swap;
-    for (std::size_t asked = 0; swap.efficiency < 0 && !left_lightest_[heavy] && asked < asked_; ++asked) {
-      const Index light = lightest_.at(asked);
+    for (std::size_t tried = 0; swap.efficiency < 0 && !left_lightest_[heavy] && tried < most_tried_; ++tried) {
+      const Index light = lightest_.at(tried);
       if (light == kNone || loads_[light] >= limit_) break;
       swap = best_within(heavy, light);
     }
@@ -227,7 +228,7 @@ class HeaviestLowered {
   Index num_light_;  // rows of order_ from this one on are in partitions without room
   Limits limits_;
   Weight limit_;
-  std::size_t asked_;
+  std::size_t most_tried_;
   Weights base_;
   const Cap cap_;
   HeldRows held_;
@@ -291,18 +292,16 @@ inline std::optional<Indices> near_ranks_of_many(const Request& request, const P
 
 // A plan within 1 + slack of the bound that leaves many rows at home; by sample. None where no such plan is found, or
 // is better sought otherwise: a slack below what plans are refined to, or a home above the cap.
-inline std::optional<LoadedParts> near_home_of_many(const Request& request, Problem& problem, Weight bound) {
+inline std::optional<Indices> near_home_of_many(const Request& request, Problem& problem, Weight bound) {
   const Index num_parts = request.num_parts;
   Weight limit = with_slack(bound, request.slack);
   if (request.home.empty() || limit < near(bound)) return std::nullopt;
-  const auto above_cap = [&](const Indices& parts) {
-    return request.max_tokens && largest_load(request.tokens, parts, num_parts) > *request.max_tokens;
-  };
-  if (above_cap(request.home)) return std::nullopt;
-  Weights loads = sum_by_rank(request.home, request.workloads, num_parts);
+  const Cap cap = request.cap();
+  if (!cap.keeps(request.home, num_parts)) return std::nullopt;
+  const Weights loads = sum_by_rank(request.home, request.workloads, num_parts);
   const Weight home_load = problem.speeds.largest_time(loads.data(), loads.size());
   const bool even = problem.keeps_limits(request.home);
-  if (home_load <= bound || (even && home_load <= limit)) return LoadedParts{request.home, std::move(loads)};
+  if (home_load <= bound || (even && home_load <= limit)) return request.home;
   limit = std::min(limit, home_load - 1);
   problem.aim(limit);
   const Weights sizes = sizes_of(request);
@@ -310,28 +309,23 @@ inline std::optional<LoadedParts> near_home_of_many(const Request& request, Prob
   Indices start = request.home;
   if (!even) {
     start = problem.by_sample(even_counts(problem, limit, by_row()));
-    if (above_cap(start)) return std::nullopt;
+    if (!cap.keeps(start, num_parts)) return std::nullopt;
   }
   LoadedParts lowered = HeaviestLowered(problem, request, start, sizes, limit).run();
   const Index above = num_above(lowered.loads, limit);
-  if (above == 0) {
-    if (!problem.base.empty()) lowered.loads = sum_by_rank(lowered.parts, request.workloads, num_parts);
-    return lowered;
-  }
-  const Cap cap = request.cap_by_row(problem.order);
+  if (above == 0) return std::move(lowered.parts);
+  const Cap cap_by_row = cap.in_order(problem.order);
   const Home home = by_row();
   const Indices swapped = take(lowered.parts, problem.order);
   const Weight total = sum_of(sizes);
   std::optional<Indices> repaired;
   if (above <= num_parts / kFewLeft) {
-    repaired = redeal_heaviest(problem, swapped, home, limit, cap);
+    repaired = redeal_heaviest(problem, swapped, home, limit, cap_by_row);
     if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
   }
-  if (!repaired) repaired = repair_start(problem, swapped, home, limit, cap);
+  if (!repaired) repaired = repair_start(problem, swapped, home, limit, cap_by_row);
   if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
-  Indices parts = problem.by_sample(*repaired);
-  loads = sum_by_rank(parts, request.workloads, num_parts);
-  return LoadedParts{std::move(parts), std::move(loads)};
+  return problem.by_sample(*repaired);
 }
 
 }  // namespace evenrank

@@ -45,6 +45,10 @@ struct Request {
     return {some(workloads), num_parts,      method, equal_size, some(tokens),   max_tokens,
             some(home),      ranks_per_node, slack,  num_steps,  some(home_step), speeds};
   }
+  // The most tokens of a plan: of the fullest partition, or the cap if that is more; 0 without a cap.
+  Weight most_tokens(const Indices& parts, Index number) const {
+    return max_tokens ? std::max(*max_tokens, largest_load(tokens, parts, number)) : 0;
+  }
   // The cap on tokens, if there is one; by row, in the order of a problem.
   Cap cap() const { return max_tokens ? Cap{tokens, *max_tokens} : Cap{}; }
   Cap cap_by_row(const Indices& order) const { return max_tokens ? Cap{take(tokens, order), *max_tokens} : Cap{}; }
@@ -68,7 +72,7 @@ struct Plan {
   Indices assignment;  // the partition (of a grid: the cell) of each sample
   Weights loads;       // sum of workloads per partition
   Weight bound;        // lower bound of the largest time of such a plan; of a grid, of the sum over the steps
-  Weight most_tokens;  // max_tokens, or what the fullest partition holds if that is more; 0 without a cap
+  Weight most_tokens;  // see Request
 };
 
 // The better of several starts, then swaps until the largest load is at most `target`. LPT alone, if it is at most

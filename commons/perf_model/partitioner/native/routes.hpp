@@ -309,6 +309,8 @@ class Router {
   Index* order_at_ = nullptr;
 };
 
+constexpr const char* kNoPieces = "permute_words: sizes do not match";
+
 // Words on the host.
 struct Piece {
   std::int32_t* first;
@@ -321,29 +323,30 @@ struct Pieces {
   const Piece* end;
   Weight used = 0;  // words of the piece
 
-  // Where the next segment of so many words lies, which is within one piece; null where it is not.
-  std::int32_t* next(Weight words) {
+  // Whether no words are left.
+  bool at_end() {
     for (; piece != end && used == piece->words; ++piece) used = 0;
-    if (piece == end || words < 0 || words > piece->words - used) return nullptr;
+    return piece == end;
+  }
+  // Where the next segment of so many words lies, which is within one piece.
+  std::int32_t* next(Weight words) {
+    require(words == 0 || (!at_end() && words > 0 && words <= piece->words - used), kNoPieces);
+    if (words == 0) return nullptr;
     return piece->first + std::exchange(used, used + words);
   }
 };
 
-// Concatenates segments in a new order; false where a size or a segment is not what it must be.
-inline bool permute_words(const Weight* lengths, Weight num_segments, const Index* order, Weight num_ordered, Pieces from,
+// Concatenates segments in a new order.
+inline void permute_words(const Weight* lengths, Weight num_segments, const Index* order, Weight num_ordered, Pieces from,
                           Pieces to) {
   std::vector<const std::int32_t*> segments(num_segments, nullptr);
-  for (Weight at = 0; at < num_segments; ++at) {
-    if (lengths[at] != 0 && (segments[at] = from.next(lengths[at])) == nullptr) return false;
-  }
+  for (Weight at = 0; at < num_segments; ++at) segments[at] = from.next(lengths[at]);
   for (Weight at = 0; at < num_ordered; ++at) {
-    if (order[at] < 0 || order[at] >= num_segments) return false;
+    require(order[at] >= 0 && order[at] < num_segments, kNoPieces);
     const Weight words = lengths[order[at]];
-    std::int32_t* const out = words == 0 ? nullptr : to.next(words);
-    if (words != 0 && out == nullptr) return false;
-    std::copy_n(segments[order[at]], words, out);
+    std::copy_n(segments[order[at]], words, to.next(words));
   }
-  return to.next(0) == nullptr;  // every output is full
+  require(to.at_end(), kNoPieces);
 }
 
 }  // namespace evenrank

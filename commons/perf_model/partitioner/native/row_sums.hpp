@@ -1,6 +1,7 @@
 // What is counted and summed over all rows of a global batch, each in one pass.
 #pragma once
 
+#include "drawn_order.hpp"
 #include "gathered_rows.hpp"
 
 namespace evenrank {
@@ -56,16 +57,6 @@ inline void count_moves(const GatheredRows& rows, const Weight* destination, Wei
     if (from / ranks_per_node != to / ranks_per_node) add(2, step, row);
   }
 }
-
-// The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
-inline std::uint64_t mixed(std::uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
-  return value ^ (value >> 31);
-}
-
-// 2^64 over the golden ratio, by which splitmix64 counts.
-constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
 
 // 63 bits over numbers: the sum of them, each mixed with its position. It tells apart what differs by accident, not by
 // design. As in splitmix64, a position counts times kGolden.

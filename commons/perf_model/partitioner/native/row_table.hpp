@@ -40,19 +40,15 @@ inline Weight width_of(Weight bits) {
   return bits <= UINT8_MAX ? 1 : bits <= UINT16_MAX ? 2 : bits <= UINT32_MAX ? 4 : 8;
 }
 
-template <typename Number>
-void store_as(const Weight* values, Weight count, Byte* out) {
-  for (Weight at = 0; at < count; ++at, out += sizeof(Number)) {
-    const Number number = static_cast<Number>(values[at]);
-    std::memcpy(out, &number, sizeof(Number));
+// Calls `work` with a number of so many bytes, of the type that a column has.
+template <typename Work>
+auto with_number(Weight width, const Work& work) {
+  switch (width) {
+    case 1: return work(std::uint8_t{});
+    case 2: return work(std::uint16_t{});
+    case 4: return work(std::uint32_t{});
+    default: return work(Weight{});
   }
-}
-
-template <typename Number>
-Weight number_at(const Byte* at) {
-  Number number;
-  std::memcpy(&number, at, sizeof(Number));
-  return static_cast<Weight>(number);
 }
 
 // The block of a batch's rows, in words of eight bytes; none without rows.
@@ -76,11 +72,12 @@ inline Weights encode_columns(const std::vector<const Weight*>& columns, Weight 
   out = std::copy(codes.begin(), codes.end(), out);
   for (std::size_t column = 0; column < columns.size(); ++column) {
     const Weight width = codes[column] & ~kSameForAll, count = codes[column] & kSameForAll ? 1 : rows;
-    if (width == 1) store_as<std::uint8_t>(columns[column], count, out);
-    if (width == 2) store_as<std::uint16_t>(columns[column], count, out);
-    if (width == 4) store_as<std::uint32_t>(columns[column], count, out);
-    if (width == 8) store_as<Weight>(columns[column], count, out);
-    out += width * count;
+    with_number(width, [&](auto number) {
+      for (Weight row = 0; row < count; ++row, out += sizeof(number)) {
+        number = static_cast<decltype(number)>(columns[column][row]);
+        std::memcpy(out, &number, sizeof(number));
+      }
+    });
   }
   return words;
 }
@@ -92,30 +89,22 @@ struct Column {
   Weight stride;  // 0 where all rows have the same number
 
   Weight at(Weight row) const {
-    const Byte* const number = first + row * stride;
-    switch (width) {
-      case 1: return *number;
-      case 2: return number_at<std::uint16_t>(number);
-      case 4: return number_at<std::uint32_t>(number);
-      default: return number_at<Weight>(number);
-    }
-  }
-  template <typename Number>
-  void copy_as(Weight rows, Weight* out) const {
-    for (Weight row = 0; row < rows; ++row) out[row] = number_at<Number>(first + row * sizeof(Number));
+    return with_number(width, [&](auto number) {
+      std::memcpy(&number, first + row * stride, sizeof(number));
+      return static_cast<Weight>(number);
+    });
   }
   void copy(Weight rows, Weight* out) const {
     if (stride == 0) {
       std::fill_n(out, rows, at(0));
-    } else if (width == 1) {
-      copy_as<std::uint8_t>(rows, out);
-    } else if (width == 2) {
-      copy_as<std::uint16_t>(rows, out);
-    } else if (width == 4) {
-      copy_as<std::uint32_t>(rows, out);
-    } else {
-      copy_as<Weight>(rows, out);
+      return;
     }
+    with_number(width, [&](auto number) {
+      for (Weight row = 0; row < rows; ++row) {
+        std::memcpy(&number, first + row * sizeof(number), sizeof(number));
+        out[row] = static_cast<Weight>(number);
+      }
+    });
   }
 };
 
@@ -175,17 +164,13 @@ inline void read_columns(const RowTable& table, const Weights& wanted, Weight nu
   }
 }
 
-// Reads neighbouring columns of some rows, which must ascend, row after row.
+// Reads neighbouring columns of some of the rows, which ascend, row after row.
 inline void read_rows(const RowTable& table, const Weight* rows, Weight num_rows, Weight first_column, Weight count,
                       Weight* out) {
   std::vector<Column> columns;
   Weight place = 0, first_row = 0, opened = -1;
   for (Weight at = 0; at < num_rows; ++at) {
-    require(rows[at] >= first_row, kNoTable);
-    while (place < table.num_places && rows[at] >= first_row + table.real_rows[place]) {
-      first_row += table.real_rows[place++];
-    }
-    require(place < table.num_places, kNoTable);
+    while (rows[at] >= first_row + table.real_rows[place]) first_row += table.real_rows[place++];
     if (opened != place) table.open(place, first_column + count, columns);
     opened = place;
     for (Weight column = first_column; column < first_column + count; ++column) {

@@ -16,19 +16,6 @@ inline Speeds speeds_of(const ShuffleArguments& given, Weight steps = 1) {
   return given.speeds ? Speeds({given.speeds, given.speeds + given.num_ranks}, steps) : Speeds();
 }
 
-// 0, 1, ..., size - 1 in a random order: Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable
-// pseudorandom number generators", 2014).
-inline Weights shuffled(Weight size, std::uint64_t seed) {
-  Weights order(size);
-  std::iota(order.begin(), order.end(), Weight{0});
-  for (Weight left = size; left > 1; --left) {
-    seed += kGolden;
-    const auto product = static_cast<unsigned __int128>(mixed(seed)) * static_cast<std::uint64_t>(left);
-    std::swap(order[left - 1], order[static_cast<Weight>(product >> 64)]);
-  }
-  return order;
-}
-
 class ShufflePlanner {
  public:
   // `groups` (num_rows,), or null for none.
@@ -97,12 +84,6 @@ class ShufflePlanner {
   }
 
   Request request(bool equal_size, bool near_home) const {
-    Request of_rows = request_of_rows(equal_size, near_home);
-    return groups_ ? groups_->merged(std::move(of_rows)) : of_rows;
-  }
-
-  Request request_of_rows(bool equal_size, bool near_home) const {
-    const Weight ranks_per_node = options_.ranks_per_node > 0 ? options_.ranks_per_node : num_ranks();
     Request request{{rows_.workloads, rows_.workloads + rows_.num_rows},
                     num_ranks(),
                     static_cast<Method>(options_.method),
@@ -110,15 +91,14 @@ class ShufflePlanner {
                     {rows_.tokens, rows_.tokens + rows_.num_rows},
                     options_.has_cap ? std::optional(options_.max_tokens) : std::nullopt,
                     {},
-                    static_cast<Index>(std::min<Weight>(near_home ? ranks_per_node : num_ranks(), num_ranks())),
-                    near_home ? options_.slack : 0.0,
+                    static_cast<Index>(options_.ranks_per_node),
+                    options_.slack,
                     static_cast<Index>(rows_.steps)};
     request.speeds = speeds_of(options_).by_part();
-    if (!near_home) return request;
-    request.home.reserve(rows_.num_rows);
-    request.home_step.reserve(rows_.num_rows);
+    request.home.reserve(near_home ? rows_.num_rows : 0);
+    request.home_step.reserve(near_home ? rows_.num_rows : 0);
     Index rank = 0, step = 0;
-    for (Weight row = 0; row < rows_.num_rows; ++row) {
+    for (Weight row = 0; near_home && row < rows_.num_rows; ++row) {
       if (row == 0 || rows_.home[row] != rows_.home[row - 1]) {  // divisions by row would be most of the time
         rank = static_cast<Index>(rows_.home[row] / rows_.steps);
         step = static_cast<Index>(rows_.home[row] % rows_.steps);
@@ -126,30 +106,16 @@ class ShufflePlanner {
       request.home.push_back(rank);
       request.home_step.push_back(step);
     }
-    return request;
+    return groups_ ? groups_->merged(std::move(request)) : request;
   }
 
-  // The steps of a window come in an order drawn from the workloads: the same on every rank and whenever the same rows are
-  // planned again, and heavy steps are not always first. Where every row stays in its step, steps keep their order.
+  // The steps of a window come in an order drawn from the workloads: the same whenever the same rows are planned again.
   Plan plan_window() const {
     const Request window = request(options_.equal_size, true);
-    const Index steps = window.num_steps;
-    Plan plan = plan_grid(window);
-    Indices step_of = range(static_cast<Index>(rows_.num_places));
-    for (Index& cell : step_of) cell %= steps;
-    if (take(step_of, plan.assignment) == window.home_step) return plan;
     Digest drawn_from;
     drawn_from.add(rows_.workloads, rows_.num_rows);
-    const Weights order = shuffled(steps, static_cast<std::uint64_t>(drawn_from.value()));
-    Indices new_step(steps);
-    for (Index step = 0; step < steps; ++step) new_step[order[step]] = step;
-    for (Index& cell : plan.assignment) cell += new_step[step_of[cell]] - step_of[cell];
-    Weights loads(plan.loads.size());
-    for (std::size_t cell = 0; cell < loads.size(); ++cell) {
-      loads[cell - step_of[cell] + new_step[step_of[cell]]] = plan.loads[cell];
-    }
-    plan.loads = std::move(loads);
-    return plan;
+    return in_drawn_order(plan_grid(window), window.num_steps, window.home_step,
+                          static_cast<std::uint64_t>(drawn_from.value()));
   }
 
   // Sum over the steps of what the slowest rank takes.

@@ -29,25 +29,17 @@ inline Plan make_plan(const Request& request) {
   Problem problem =
       Problem::of(request.workloads, num_parts, request.equal_size, std::nullopt, Speeds(request.speeds));
   Bound bound = bound_of(problem.weights, num_parts, problem.limits, problem.speeds);
-  std::optional<LoadedParts> planned;
-  if (request.method == Method::kRefined && num_parts >= kMany) {
-    planned = near_home_of_many(request, problem, bound.load);
-  }
-  if (!planned) {
-    Indices parts = plan_freely(request, problem, bound);
-    Weights loads = sum_by_rank(parts, request.workloads, num_parts);
-    planned = {std::move(parts), std::move(loads)};
-  }
-  if (!request.home.empty() && !problem.keeps_limits(planned->parts)) {
+  std::optional<Indices> parts;
+  if (request.method == Method::kRefined && num_parts >= kMany) parts = near_home_of_many(request, problem, bound.load);
+  if (!parts) parts = plan_freely(request, problem, bound);
+  if (!request.home.empty() && !problem.keeps_limits(*parts)) {
     // Home won over equal sizes, so only the bound for free sizes holds for it.
     const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
     bound = bound_of(problem.weights, num_parts, free, problem.speeds);
   }
-  Plan plan{std::move(planned->parts), std::move(planned->loads), bound.load, 0};
-  if (request.max_tokens) {
-    plan.most_tokens = std::max(*request.max_tokens, largest_load(request.tokens, plan.assignment, num_parts));
-  }
-  return plan;
+  Weights loads = sum_by_rank(*parts, request.workloads, num_parts);
+  const Weight most_tokens = request.most_tokens(*parts, num_parts);
+  return {std::move(*parts), std::move(loads), bound.load, most_tokens};
 }
 
 }  // namespace evenrank

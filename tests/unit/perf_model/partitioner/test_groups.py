@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from benchmarks.one_of_many_ranks import packed_rows
 from commons.perf_model.partitioner import partition, partition_grid
-from commons.perf_model.partitioner.grid import shuffled
 from commons.perf_model.shuffle_plan import plan_shuffle
 
 INT64 = st.sampled_from([0, 1, -5, 7, 2**40, -(2**63), 2**63 - 1])
@@ -81,8 +80,8 @@ def test_a_grid_of_groups_is_that_of_the_merged_rows(rows, ranks, steps, data):
     step, loads = expected.step, expected.loads
     if np.array_equal(step, cell % steps) and not np.array_equal(step[of_row], loaded):
         # Merged rows that stay in their steps keep the order of the steps; here rows of a group came from several.
-        order = shuffled(steps, 0)
-        step, loads = np.argsort(order)[step], loads[order]
+        drawn = partition_grid(range(steps, 0, -1), 1, steps, method="snake").step
+        step, loads = drawn[step], loads[np.argsort(drawn)]
     assert grid.assignment.tolist() == expected.assignment[of_row].tolist()
     assert grid.step.tolist() == step[of_row].tolist()
     assert grid.loads.tolist() == loads.tolist() and grid.lower_bound == expected.lower_bound

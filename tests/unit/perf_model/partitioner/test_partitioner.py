@@ -102,17 +102,6 @@ def test_counting_bound_sees_what_the_mean_does_not():
     assert partition(workloads, 4).loads.max() == 201
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("workloads", "k"),
-    [([], 3), ([5], 3), ([5, 3], 2), ([0] * 7, 3), ([10**12, *[1] * 9], 4), ([4] * 10, 1), ([1, 2, 3, 4, 5], 4)],
-)
-def test_degenerate_shapes(method, workloads, k):
-    plan = partition(workloads, k, method=method)
-    check(plan, workloads, k)
-    assert largest_count_difference(plan.assignment, k) <= 1
-
-
 def test_empty_input_gives_empty_partitions():
     plan = partition([], 3)
     assert plan.assignment.shape == (0,) and plan.loads.tolist() == [0, 0, 0]
