@@ -1,4 +1,4 @@
-"""Checks of integers that a user gives."""
+"""Checks of integers and names that a user gives."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def as_count(value: Any, name: str, least: int) -> int:
     if integer < least:
         raise _no_integer(name, integer, least)
     return integer
+
+
+def require_name(name: Any, what: str, example: str) -> None:
+    """Raise TypeError or ValueError unless `name` is a string, not an empty one; `what` it names is in the message."""
+    if not isinstance(name, str) or not name:
+        kind = ValueError if isinstance(name, str) else TypeError
+        raise kind(f"the name of a {what} is {name!r}; it must be a string, not an empty one: use {example!r}, say")
 
 
 def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:

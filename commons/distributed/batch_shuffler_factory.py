@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from commons.checks import require_name
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 
@@ -40,9 +41,10 @@ class BatchShufflerFactory:
         """Register a class under a name.
 
         Raises:
-            ValueError: the name is taken.
-            TypeError: the class does not derive from BaseTaskBalancedBatchShuffler.
+            ValueError: the name is taken, or empty.
+            TypeError: the class does not derive from BaseTaskBalancedBatchShuffler, or the name is no string.
         """
+        require_name(name, "batch shuffler", "my_model")
         if not (isinstance(shuffler_class, type) and issubclass(shuffler_class, BaseTaskBalancedBatchShuffler)):
             raise TypeError(
                 f"{shuffler_class!r} is no batch shuffler; a shuffler derives from BaseTaskBalancedBatchShuffler: make "

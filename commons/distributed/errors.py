@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -13,6 +16,8 @@ _USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError
 # Characters of an error's text that travel; how many different errors, and ranks of each, a message names.
 _LONGEST = 4000
 _NAMED = 16
+# Bytes of text that travel as one integer.
+_WORD = 8
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -40,6 +45,33 @@ def first_line(error: BaseException) -> str:
     text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", describe_error(error)[1].strip())
     # gloo goes on with advice that is ours to give.
     return re.split(r"\n|\. This is typically", text)[0] or type(error).__name__
+
+
+def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> list[str]:
+    """One string per rank.
+
+    Args:
+        text: of this rank.
+        gather: gathers int64 `(n,)` of every rank into `(world_size, n)`; called twice.
+    """
+    encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
+    sizes = gather(np.array([len(encoded)]))[:, 0]
+    words = max(-(-int(sizes.max()) // _WORD), 1)
+    padded = bytearray(encoded.ljust(words * _WORD))  # torch warns of memory that it could not write to
+    rows = gather(np.frombuffer(padded, dtype=np.int64))
+    return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
+
+
+def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Raise what went wrong on any rank; called by all ranks together, once they know that there may be something.
+
+    Args:
+        error: of this rank, if it has one.
+        names: how the ranks are called.
+        gather: as of `gather_strings`.
+    """
+    texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
+    raise_first_error([json.loads(text) if text else None for text in texts], error, names)
 
 
 def raise_first_error(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, SupportsFloat
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.fx
 
-from commons.distributed.channel.groups import numbers_device
-from commons.distributed.process_group import resolve_process_group
+from commons.distributed.channel.groups import numbers_device, serves
+from commons.distributed.errors import raise_on_all
+from commons.distributed.process_group import all_gather_single, resolve_process_group
 
 
 def global_mean_loss(
@@ -33,7 +36,8 @@ def global_mean_loss(
     Args:
         local_sum: 0-dimensional floating-point tensor, the sum of this rank's loss terms.
         local_count: number (or total weight) of these terms: a number of Python or numpy or a 0-dimensional tensor, of
-            any dtype but bool, not the same on all ranks perhaps. Counts are added up in float64. May be zero.
+            any dtype but bool, not the same on all ranks perhaps. Counts are added up in float64. May be zero, not
+            negative.
         pg_group: the ranks that share the global batch; default as for the shuffler.
         global_count: the counts of all ranks together, a number of the host, where it is known, such as
             `batch.global_loss_terms()`; the same on all ranks, or None on all: then the counts are added up by an
@@ -45,9 +49,13 @@ def global_mean_loss(
         too small for float16, and so may be the mean; a sum in half precision is therefore widened first.
 
     Raises:
-        ValueError: `local_sum` is no floating-point scalar, or `local_count` no scalar.
-        TypeError: `local_count` is a bool or no number, `global_count` is not a number of the host, or `pg_group` no
-            process group.
+        ValueError: `local_sum` is no floating-point scalar; `local_count` no scalar; or a count on the host, negative
+            or not finite.
+        TypeError: `local_sum` is no tensor, `local_count` a bool or no number, `global_count` not a number of the host,
+            or `pg_group` no process group.
+
+        What the all-reduce of counts can carry is raised on all ranks, whichever made the mistake. On CUDA they do not
+        read its result, so as not to wait for the device: there the rank itself raises, and the others get NaN.
     """
     group = _traceable(resolve_process_group(pg_group), local_sum, local_count, global_count)
     return _scale_to_global_mean(local_sum, local_count, group, global_count)
@@ -71,7 +79,7 @@ def mean_over_ranks(value: SupportsFloat | torch.Tensor, pg_group: dist.ProcessG
 
     Raises:
         ValueError: `value` is no scalar.
-        TypeError: `value` is a bool or no number, or `pg_group` no process group.
+        TypeError: `value` is a bool or no number, or `pg_group` no process group; on all ranks as `global_mean_loss`.
 
     Examples:
         >>> f"loss {mean_over_ranks(torch.tensor(0.5)):.4f}"  # without process groups, of one rank
@@ -96,16 +104,13 @@ def _resolved(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None
 @torch.fx.wrap
 def _mean_over_ranks(value: SupportsFloat | torch.Tensor, group: dist.ProcessGroup | str | None) -> torch.Tensor:
     """What `mean_over_ranks` returns; symbolic tracers do not look inside."""
-    _require_number("value", value, "for each rank", ("take its mean or sum", "pass float(...)"))
     group = _resolved(group)
+    error = _number_error("value", value, "for each rank", ("take its mean or sum", "pass float(...)"))
     device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
     if group is not None and device.type == "cpu":
         device = numbers_device(group)
-    total = _as_float64(value, device)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-        total /= dist.get_world_size(group)
-    return total
+    total = _sum_over_ranks(value, device, error, group)
+    return total if group is None else total / dist.get_world_size(group)
 
 
 @torch.fx.wrap
@@ -116,48 +121,121 @@ def _scale_to_global_mean(
     global_count: SupportsFloat | None,
 ) -> torch.Tensor:
     """What `global_mean_loss` returns; symbolic tracers do not look inside."""
-    if local_sum.dim() != 0 or not local_sum.is_floating_point():
-        raise ValueError(
-            f"local_sum has shape {tuple(local_sum.shape)} and dtype {local_sum.dtype}; it must be a floating-point "
-            "scalar: sum the loss terms of the rank"
-        )
-    _require_number("local_count", local_count)
     group = _resolved(group)
     world_size = 1 if group is None else dist.get_world_size(group)
-    dtype = torch.float64 if local_sum.dtype == torch.float64 else torch.float32
+    error = _sum_error(local_sum) or _count_error("local_count", local_count)
     if global_count is not None:
-        _require_number("global_count", global_count)
-        if isinstance(global_count, torch.Tensor) and global_count.device.type != "cpu":
-            raise TypeError(
-                f"global_count is a tensor on {global_count.device}; it must be a number of the host, or it would have "
-                "to be waited for: leave it out, and local_count is added up over the ranks"
-            )
+        error = error or _count_error("global_count", global_count)
+        if error is not None:
+            raise error
         terms = float(global_count)
-        return local_sum.to(dtype) * (0.0 if terms <= 0 else world_size / terms)
-    count = _as_float64(local_count, local_sum.device)
-    if group is not None:
-        dist.all_reduce(count, group=group)
+        return _widened(local_sum) * (0.0 if terms <= 0 else world_size / terms)
+    device = local_sum.device if isinstance(local_sum, torch.Tensor) else _device_of_tensors(group)
+    count = _sum_over_ranks(local_count, device, error, group)
     # where, not clamp: a division by zero must not happen even in the branch that is not taken (its gradient is NaN).
     nothing = count <= 0
     scale = torch.where(
         nothing, torch.zeros_like(count), world_size / torch.where(nothing, torch.ones_like(count), count)
     )
-    return local_sum.to(dtype) * scale.to(dtype)
+    widened = _widened(local_sum)
+    return widened * scale.to(widened.dtype)
 
 
-def _require_number(
-    name: str,
-    value: SupportsFloat | torch.Tensor,
-    what: str = "of loss terms",
-    remedies: tuple[str, str] = ("count the rank's loss terms", "sum their mask, or pass int(...)"),
-) -> None:
-    """Raise ValueError unless a value is a scalar, and TypeError unless it is a number."""
+def _widened(local_sum: torch.Tensor) -> torch.Tensor:
+    return local_sum if local_sum.dtype == torch.float64 else local_sum.float()
+
+
+def _sum_over_ranks(
+    number: SupportsFloat | torch.Tensor,
+    device: torch.device,
+    error: Exception | None,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """The sum of a number of every rank, a new float64 scalar on `device`; without a group, the number.
+
+    A rank with an error, whose number may be none, takes part with NaN. So the others need no further collective to
+    learn of it, until there is one.
+
+    Raises:
+        Exception: this rank's error, or on the host, where the sum is read for nothing, that of any rank.
+    """
+    if group is None and error is not None:
+        raise error
+    total = _as_float64(float("nan") if error is not None else number, device)
+    if group is None:
+        return total
+    dist.all_reduce(total, group=group)
+    if device.type == "cpu" and not torch.compiler.is_compiling() and bool(total.isnan()):
+        raise_on_all(error, dist.get_process_group_ranks(group), partial(_gather, group=group))
+    elif error is not None:
+        raise error
+    return total
+
+
+def _gather(values: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
+    """`values` of all ranks, int64 `(world_size, n)`."""
+    gathered = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64)
+    all_gather_single(gathered, torch.from_numpy(values), group=group)
+    return gathered.numpy().reshape(-1, len(values))
+
+
+def _device_of_tensors(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the other ranks have their loss, as far as a rank can say that has none."""
+    on_cuda = group is not None and serves(group, "cuda") and torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+def _sum_error(local_sum: Any) -> Exception | None:
+    """What is wrong with a sum of loss terms, if anything."""
+    if not isinstance(local_sum, torch.Tensor):
+        return TypeError(
+            f"local_sum is a {type(local_sum).__name__}; it must be a tensor with the model's graph, on a rank without "
+            "loss terms too: sum its terms, of which there may be none"
+        )
+    if local_sum.dim() != 0 or not local_sum.is_floating_point():
+        return ValueError(
+            f"local_sum has shape {tuple(local_sum.shape)} and dtype {local_sum.dtype}; it must be a floating-point "
+            "scalar: sum the loss terms of the rank"
+        )
+    return None
+
+
+def _count_error(name: str, count: Any) -> Exception | None:
+    """What is wrong with a count of loss terms, if anything; what lies on a device is not read."""
+    error = _number_error(
+        name, count, "of loss terms", ("count the rank's loss terms", "sum their mask, or pass int(...)")
+    )
+    if error is not None:
+        return error
+    on_device = isinstance(count, torch.Tensor) and count.device.type != "cpu"
+    if on_device and name == "global_count":
+        return TypeError(
+            f"global_count is a tensor on {count.device}; it must be a number of the host, or it would have to be "
+            "waited for: leave it out, and local_count is added up over the ranks"
+        )
+    if on_device or torch.compiler.is_compiling():
+        return None
+    if not 0 <= float(count) < float("inf"):
+        return ValueError(f"{name} is {float(count)}; it must be finite and at least 0: count the loss terms")
+    return None
+
+
+def _number_error(name: str, value: Any, what: str, remedies: tuple[str, str]) -> Exception | None:
+    """ValueError for what is no scalar, TypeError for what is no number, None for what is one.
+
+    Args:
+        name: of the value.
+        value: anything.
+        what: which number it must be.
+        remedies: for what is no scalar, and no number.
+    """
     shape = tuple(getattr(value, "shape", ()))
     if shape:
-        raise ValueError(f"{name} has shape {shape}; it must be a scalar: {remedies[0]}")
+        return ValueError(f"{name} has shape {shape}; it must be a scalar: {remedies[0]}")
     kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
     if kind.startswith(("bool", "complex")) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"{name} is of type {kind}; it must be a number {what}: {remedies[1]}")
+        return TypeError(f"{name} is of type {kind}; it must be a number {what}: {remedies[1]}")
+    return None
 
 
 def _as_float64(count: SupportsFloat | torch.Tensor, device: torch.device) -> torch.Tensor:

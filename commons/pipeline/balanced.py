@@ -79,7 +79,7 @@ def balanced(pipeline_class: type) -> type:
 
     Returns:
         A subclass whose constructor takes two more keywords, `batch_shuffler` and `pg_group=None`, and that has
-        `last_stats`, the stats of the batch trained last.
+        `last_stats`, the stats of the batch trained last. A class that is balanced already is returned as it is.
 
     Raises:
         TypeError: a class that cannot be balanced, or derives from one; the error says why and what to use instead.
@@ -89,6 +89,8 @@ def balanced(pipeline_class: type) -> type:
             f"pipeline_class is an object of {type(pipeline_class).__name__}; balanced takes the class itself: write "
             f"balanced({type(pipeline_class).__name__})(model, optimizer, device, batch_shuffler=shuffler)"
         )
+    if issubclass(pipeline_class, BalancedPipeline):
+        return pipeline_class
     name = pipeline_class.__name__
     known = _torchrec_ancestor(pipeline_class)
     if known in REFUSED:

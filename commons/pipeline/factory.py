@@ -14,6 +14,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineSparseDist,
 )
 
+from commons.checks import require_name
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline.balanced import balanced
 
@@ -40,8 +41,15 @@ class TrainPipelineFactory:
                 register `balanced(TheClass)`.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is taken, or empty.
+            TypeError: what is registered cannot be called, or the name is no string.
         """
+        require_name(name, "pipeline", "my_pipeline")
+        if not callable(pipeline_class):
+            raise TypeError(
+                f"pipeline {name!r} is {pipeline_class!r}, which cannot be called; what is registered makes a "
+                "pipeline: give a class or a function"
+            )
         if name in cls._makers:
             raise ValueError(f"pipeline {name!r} is already registered; names are unique: choose another")
         cls._makers[name] = pipeline_class

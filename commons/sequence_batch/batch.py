@@ -16,7 +16,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.sequence_batch.fields import IDENTITY, path_name
+from commons.checks import as_count
+from commons.sequence_batch.fields import IDENTITY, ROW_COUNT_FIELDS, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
@@ -59,9 +60,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         actual_batch_size: rows that are no padding; all of them if not given.
 
     Raises:
-        ValueError: fields that disagree on the number of rows, `actual_batch_size` outside `[0, batch_size]`, duplicate
-            keys, a variable batch per key, a padding row that is not empty (looked at on CPU only), or a contextual
-            feature that is no key of `features`.
+        ValueError: fields that disagree on the number of rows, a `batch_size` that is no integer of at least 0,
+            `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
+            is not empty (looked at on CPU only), or a contextual feature that is no key of `features`.
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
@@ -74,6 +75,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     actual_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ROW_COUNT_FIELDS:
+            if (count := getattr(self, name)) is not None:
+                as_count(count, name, 0)
         self.batch_size, self.actual_batch_size = row_counts(self)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:

@@ -36,11 +36,9 @@ from commons.distributed.channel.groups import (
     with_payload,
 )
 from commons.distributed.channel.store import is_beside_host
-from commons.distributed.errors import attempt, describe_error, raise_first_difference, raise_first_error
+from commons.distributed.errors import attempt, gather_strings, raise_first_difference, raise_on_all
 from commons.distributed.process_group import all_gather_single, resolve_process_group
 
-# Bytes of text that travel as one integer.
-_WORD = 8
 # What a rank says of itself when ranks agree on a call; 0 is that all is well.
 _FAILED, _OPTIONS_UNKNOWN = 1, 2
 # Numbers that the first message of a call has room for: ranks that make different calls learn of it.
@@ -219,13 +217,7 @@ class ControlChannel(NamedCollectives):
 
     def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
         """Gather one string per rank; see `gather` for `on_main`."""
-        gather = functools.partial(self.gather, step=step, on_main=on_main)
-        encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
-        sizes = gather(np.array([len(encoded)]), what="gather of text sizes")[:, 0]
-        words = max(-(-int(sizes.max()) // _WORD), 1)
-        padded = bytearray(encoded.ljust(words * _WORD))  # torch warns of memory that it could not write to
-        rows = gather(np.frombuffer(padded, dtype=np.int64), what="gather of texts")
-        return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
+        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts", on_main=on_main))
 
     def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
         """Raise what went wrong on any rank; called by all ranks together, once they know that there is something.
@@ -235,8 +227,8 @@ class ControlChannel(NamedCollectives):
             step: number of the step or call, in messages.
             on_main: as of `gather`.
         """
-        said = self.gather_text("" if error is None else json.dumps(describe_error(error)), step, on_main=on_main)
-        raise_first_error([json.loads(text) if text else None for text in said], error, self.names)
+        gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
+        raise_on_all(error, self.names, gather)
 
     def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
         """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one.

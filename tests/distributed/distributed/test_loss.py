@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -132,8 +133,65 @@ def test_what_is_no_number_is_no_count(count):
         global_mean_loss(torch.tensor(3.0), count)
 
 
-def test_a_count_that_is_not_a_number_is_not_hidden():
-    assert global_mean_loss(torch.tensor(3.0), float("nan")).isnan()
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-2.0), np.float32(-0.5)])
+def test_a_count_is_finite_and_not_negative(count):
+    with pytest.raises(ValueError, match=r"local_count is \S+; it must be finite and at least 0: count the loss terms"):
+        global_mean_loss(torch.tensor(3.0), count)
+    with pytest.raises(ValueError, match=r"global_count is \S+; it must be finite and at least 0"):
+        global_mean_loss(torch.tensor(3.0), 1, global_count=count)
+
+
+def test_a_sum_of_no_terms_is_a_tensor_too():
+    for nothing in (0.0, None):
+        with pytest.raises(
+            TypeError, match=r"local_sum is a \w+; it must be a tensor .* sum its terms, of which there"
+        ):
+            global_mean_loss(nothing, 0)
+
+
+# What one rank alone may get wrong, with what all ranks raise.
+MISTAKES = {
+    "no sum": (lambda: global_mean_loss(torch.ones(2), 1), ValueError, "local_sum has shape (2,)"),
+    "no tensor": (lambda: global_mean_loss(0.0, 0), TypeError, "local_sum is a float"),
+    "no number": (lambda: global_mean_loss(torch.tensor(1.0), "x"), TypeError, "local_count is of type str"),
+    "no count": (lambda: global_mean_loss(torch.tensor(1.0), None), TypeError, "local_count is of type NoneType"),
+    "negative": (lambda: global_mean_loss(torch.tensor(1.0), -1), ValueError, "local_count is -1.0"),
+    "not finite": (lambda: global_mean_loss(torch.tensor(1.0), float("nan")), ValueError, "local_count is nan"),
+    "no mean": (lambda: mean_over_ranks(torch.ones(3)), ValueError, "value has shape (3,)"),
+    "no value": (lambda: mean_over_ranks(None), TypeError, "value is of type NoneType"),
+}
+
+
+def _one_is_wrong(wrong: set[int]) -> list[tuple[str, str]]:
+    """Type and text of what each mistake of some ranks raises here; the calls after it work."""
+    raised = []
+    for name, (mistake, _, _) in MISTAKES.items():
+        right = mean_over_ranks if "mean" in name or "value" in name else partial(global_mean_loss, torch.tensor(1.0))
+        try:
+            mistake() if dist.get_rank() in wrong else right(1)
+            raised.append(("nothing", ""))
+        except Exception as error:
+            raised.append((type(error).__name__, str(error)))
+        assert global_mean_loss(torch.tensor(1.0), 1).item() == 1
+    return raised
+
+
+def test_a_mistake_of_one_rank_is_raised_on_all(ranks):
+    last = ranks.world_size - 1
+    for wrong, named in (({last}, f"rank {last}: "), (set(range(last + 1)), "rank 0: ")):
+        results = ranks.run(_one_is_wrong, wrong)
+        assert all(result == results[0] for result in results)
+        for (kind, text), (_, error, beginning) in zip(results[0], MISTAKES.values(), strict=True):
+            assert kind == error.__name__ and text.startswith(named + beginning) and "\n" not in text
+
+
+def _not_a_number() -> tuple[bool, float]:
+    diverged = mean_over_ranks(float("nan") if dist.get_rank() == 1 else 1.0)
+    return bool(diverged.isnan()), mean_over_ranks(2.0).item()
+
+
+def test_a_loss_that_is_not_a_number_is_a_mean_too(ranks):
+    assert ranks.run(_not_a_number) == [(True, 2.0)] * ranks.world_size
 
 
 def test_a_group_must_be_one():

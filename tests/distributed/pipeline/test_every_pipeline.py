@@ -17,7 +17,7 @@ from torchrec.distributed.train_pipeline.experimental_pipelines import (
     TrainEvalHybridPipelineBase,
     TrainPipelineSparseDistBwdOpt,
 )
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
@@ -68,6 +68,16 @@ def unlisted(classes: dict[str, type]) -> str | None:
 def test_every_class_of_this_torchrec_is_balanced_or_refused():
     assert (problem := unlisted(INSTALLED)) is None, problem
     assert len(INSTALLED) > 15 and not HOOKS.keys() & REFUSED.keys()
+
+
+def test_a_balanced_class_is_not_balanced_again():
+    once = balanced(TrainPipelineBase)
+    assert balanced(once) is once
+
+    class Mine(once):
+        pass
+
+    assert balanced(Mine) is Mine
 
 
 def test_a_class_that_a_new_torchrec_brings_is_told_and_refused():

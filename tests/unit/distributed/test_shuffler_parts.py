@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 import hstu
 import sid_gr
@@ -24,6 +25,7 @@ from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.batches.easyrec import clicks, easyrec_batch
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
 
@@ -79,6 +81,14 @@ def test_the_registry():
             call("mine")
     with pytest.raises(TypeError, match="no batch shuffler"):
         BatchShufflerFactory.register("dict", dict)
+    for name, kind in ((None, TypeError), (3, TypeError), ("", ValueError)):
+        with pytest.raises(kind, match=f"the name of a batch shuffler is {name!r}; it must be a string, not an empty"):
+            BatchShufflerFactory.register(name, IdentityBalancedBatchShuffler)
+        with pytest.raises(kind, match=f"the name of a pipeline is {name!r}; it must be a string, not an empty one"):
+            TrainPipelineFactory.register(name, balanced(TrainPipelineBase))
+    with pytest.raises(TypeError, match="pipeline 'mine' is 3, which cannot be called; .* give a class or a function"):
+        TrainPipelineFactory.register("mine", 3)
+    assert "mine" not in TrainPipelineFactory.list_available()
     shuffler = BatchShufflerFactory.create_from_config({"type": "tokens", "feature_names": ["item"]})
     assert isinstance(shuffler, TokensBalancedBatchShuffler) and shuffler.feature_names == ["item"]
     with pytest.raises(KeyError, match="'type'"):
