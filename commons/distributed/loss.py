@@ -153,11 +153,11 @@ def _sum_over_ranks(
 ) -> torch.Tensor:
     """The sum of a number of every rank, a new float64 scalar on `device`; without a group, the number.
 
-    A rank with an error, whose number may be none, takes part with NaN. So the others need no further collective to
-    learn of it, until there is one.
+    A rank with an error, whose number may be none, takes part with NaN, so that nothing but this number is sent while
+    all is well.
 
     Raises:
-        Exception: this rank's error, or on the host, where the sum is read for nothing, that of any rank.
+        Exception: this rank's error, or on the host, where reading the sum costs nothing, that of any rank.
     """
     if group is None and error is not None:
         raise error
