@@ -19,7 +19,7 @@ PIP_ARGS ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP  := $(VENV)/.installed-$(STACK)
 
-.PHONY: help install demo demo-sid test test-slow test-repeat test-extras coverage bench lint format docs clean
+.PHONY: help install demo demo-sid test test-slow test-repeat test-sanitized test-extras coverage bench lint format docs clean
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t13
 
@@ -61,6 +61,9 @@ test-slow: $(STAMP) ## Run the slow tests, which `make test` leaves out
 RUNS ?= 20
 test-repeat: $(STAMP) ## Run `make test` RUNS times in a row, up to the first failure
 	@ci/repeat_tests.sh $(RUNS)
+
+test-sanitized: $(STAMP) ## Run the planner's tests with a native core that finds reads outside arrays and overflows
+	@ci/test_sanitized.sh $(ARGS)
 
 EXTRAS := $(VENV)/.installed-extras
 $(EXTRAS): $(STAMP) requirements/extras.txt requirements/rl.txt
