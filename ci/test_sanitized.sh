@@ -12,13 +12,16 @@ tests=("$@")
 [[ ${#tests[@]} -gt 0 ]] || tests=(tests/golden tests/unit/perf_model tests/unit/distributed tests/unit/micro_batching)
 folder=commons/perf_model/partitioner
 core="$folder/libevenrank.so"
-saved="$(mktemp)"
-cp "$core" "$saved"
-trap 'cp "$saved" "$core" && rm -f "$saved"' EXIT
-sources="$(.venv/bin/python -c 'from commons.perf_model.partitioner.sources import hash_of_sources as hashed; print(hashed())')"
+kept="$(mktemp -d)"
+cp "$core" "$kept"
+# A process that a sanitizer ends shows nothing of what pytest has captured: the reports are files.
+trap 'cp "$kept/libevenrank.so" "$core"; cat "$kept"/report* 2>/dev/null >&2; rm -rf "$kept"' EXIT
+# As setup.py does: the package itself cannot be imported while its core is of other sources.
+sources="$(.venv/bin/python -c "import runpy; print(runpy.run_path('$folder/sources.py')['hash_of_sources']())")"
 rm "$core" # a process that has loaded it keeps the file that it has
 g++ -O1 -g -std=c++17 -shared -fPIC -fsanitize=address,undefined -fno-sanitize-recover=undefined \
   -DEVENRANK_SOURCES="\"$sources\"" -DEVENRANK_COMPILER='"g++"' "$folder/native/core.cpp" -o "$core"
 # Python itself is built without them, so that their libraries have to be loaded before it; it leaks at exit.
 libraries="$(for name in libasan.so libubsan.so libstdc++.so.6; do g++ -print-file-name="$name"; done | xargs)"
-LD_PRELOAD="$libraries" ASAN_OPTIONS=detect_leaks=0 .venv/bin/python -m pytest -q -m "not slow" -p no:cacheprovider "${tests[@]}"
+export ASAN_OPTIONS="detect_leaks=0:log_path=$kept/report" UBSAN_OPTIONS="print_stacktrace=1:log_path=$kept/report"
+LD_PRELOAD="$libraries" .venv/bin/python -m pytest -q -m "not slow" -p no:cacheprovider "${tests[@]}"
