@@ -20,9 +20,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import draw, make_batch
-from benchmarks.report import Page, each_column, run_ranks
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import draw, make_batch
+from benchmarks.shared.report import Page, each_column, run_ranks
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.sequence_batch.rows import Rows, select_rows

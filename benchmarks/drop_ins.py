@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import described, draw
-from benchmarks.report import Page
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import described, draw
+from benchmarks.shared.report import Page
 
 CAP, ROWS = 8192, 256
 Groups = list[list[int]]

@@ -24,10 +24,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import described, draw, make_batch
-from benchmarks.one_of_many_ranks import SIZES, MovedRows, fake_ranks, plan_batch, planned_exchange, tell_of_all_ranks
-from benchmarks.report import Page, each_column
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import described, draw, make_batch
+from benchmarks.shared.one_of_many_ranks import (
+    SIZES,
+    MovedRows,
+    fake_ranks,
+    plan_batch,
+    planned_exchange,
+    tell_of_all_ranks,
+)
+from benchmarks.shared.report import Page, each_column
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import described, draw
-from benchmarks.report import TORCHRUN, Page, interleaved_seconds, run_program
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import described, draw
+from benchmarks.shared.report import TORCHRUN, Page, interleaved_seconds, run_program
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import padded_groups
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.command_line import from_command_line
-from benchmarks.report import Page
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import Page
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
 

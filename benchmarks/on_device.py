@@ -34,12 +34,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention import device_sections
-from benchmarks.command_line import from_command_line
-from benchmarks.cost_model import load_target, replay
-from benchmarks.lengths import draw, make_batch
-from benchmarks.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
-from benchmarks.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, rows_table, table
+from benchmarks.models.attention import device_sections
+from benchmarks.models.cost_model import load_target, replay
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import draw, make_batch
+from benchmarks.shared.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
+from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, rows_table, table
 from commons.console import print_error
 from hstu.model.execution import choose_execution
 from hstu.train_config import ModelArgs

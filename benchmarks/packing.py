@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import COSTS, described, draw
-from benchmarks.plain import plain_first_fit
-from benchmarks.report import Page, each_column, interleaved_medians, milliseconds, share
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import COSTS, described, draw
+from benchmarks.shared.plain import plain_first_fit
+from benchmarks.shared.report import Page, each_column, interleaved_medians, milliseconds, share
 from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, padded_allocate, refined_allocate
 
 ROWS = (64, 256, 1024)

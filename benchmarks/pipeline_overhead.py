@@ -35,9 +35,9 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import CONTEXT, draw, make_batch
-from benchmarks.report import Page, interleaved_seconds, median_with_interval, run_ranks
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import CONTEXT, draw, make_batch
+from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
 from benchmarks.window_steps import NUM_IDS, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.engine.shuffle_handle import ShuffleHandle

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import COSTS, NODE, described, draw
-from benchmarks.plain import plain_karmarkar_karp
-from benchmarks.report import Page, each_column, interleaved_medians, milliseconds
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import COSTS, NODE, described, draw
+from benchmarks.shared.plain import plain_karmarkar_karp
+from benchmarks.shared.report import Page, each_column, interleaved_medians, milliseconds
 from commons.perf_model.partitioner import core, partition
 from commons.perf_model.partitioner.arguments import CheckedArguments
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from benchmarks.command_line import from_command_line
 from benchmarks.raw_data import GENERATORS
-from benchmarks.report import Page, run_program
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import Page, run_program
 
 _SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0

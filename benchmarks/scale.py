@@ -2,8 +2,8 @@
 
 One process plays one of W ranks: it reads the gathered table, plans, compares and builds its exchange with the code
 that training runs, on messages that the other ranks would send. That is measured, in processor time of one thread. What
-the wire takes comes from a model of links with its parameters on the command line; `benchmarks/link_model.py` says
-where the defaults come from. A window is prepared on a thread of its own while the batches of the one before are
+the wire takes comes from a model of links with its parameters on the command line; `benchmarks/shared/link_model.py`
+says where the defaults come from. A window is prepared on a thread of its own while the batches of the one before are
 trained, so that its milliseconds are shared by its steps. docs/scale.md explains the result.
 
 Examples:
@@ -31,11 +31,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import NODE, described, draw, make_batch
-from benchmarks.link_model import LinkModel, connections, grid
-from benchmarks.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
-from benchmarks.report import ROOT, Page
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import NODE, described, draw, make_batch
+from benchmarks.shared.link_model import LinkModel, connections, grid
+from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
+from benchmarks.shared.report import ROOT, Page
 from commons.distributed.engine import shuffle_session
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import WindowStats
@@ -92,7 +92,7 @@ def play_rank(
     Args:
         world_size: ranks.
         features: keys of a row besides its label: items, actions and one-value context.
-        kind: of lengths, as `benchmarks.lengths.draw` takes it.
+        kind: of lengths, as `benchmarks.shared.lengths.draw` takes it.
         repeats: after one run that is not timed; the least processor time counts.
         window: batches that are planned together; None for a batch by itself.
         **options: of the shuffler.

@@ -35,9 +35,9 @@ from matplotlib.figure import Figure
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, rows_table, run_ranks, with_interval
-from benchmarks.speeds_simulated import looks_table, oscillation_table, simulation_table
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import Page, rows_table, run_ranks, with_interval
+from benchmarks.shared.speeds_simulated import looks_table, oscillation_table, simulation_table
 from benchmarks.window_steps import draw_users, make_batch, make_model
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.speed_control import FASTEST

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import COSTS, NODE, described, draw
-from benchmarks.report import Page, each_column, milliseconds, share
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import COSTS, NODE, described, draw
+from benchmarks.shared.report import Page, each_column, milliseconds, share
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid
 

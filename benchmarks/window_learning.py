@@ -23,8 +23,8 @@ from pathlib import Path
 import duckdb
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.report import TORCHRUN, Page, run_program
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import TORCHRUN, Page, run_program
 
 _WHEEL, _RATINGS = "recbole==1.2.1", "recbole/dataset_example/ml-100k/ml-100k.inter"
 _COLUMNS = {"user": "user", "item": "movie", "time": "time", "actions": "rating >= 4"}

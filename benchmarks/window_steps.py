@@ -35,9 +35,9 @@ from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from tqdm import tqdm
 
-from benchmarks import lengths
-from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, run_ranks, with_interval
+from benchmarks.shared import lengths
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import Page, run_ranks, with_interval
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.perf_model.task_estimator import HSTUAttentionTask

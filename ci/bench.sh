@@ -10,13 +10,13 @@ case "${1:-}" in -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 bin=${1:-.venv/bin}
 shift $(($# < 1 ? $# : 1))
 failed=()
-for file in benchmarks/*.py; do
+for file in benchmarks/*.py benchmarks/models/*.py; do
   # Programs have a main; the others are what they share.
   grep -q '^if __name__ == "__main__":' "$file" || continue
-  name=$(basename "$file" .py)
-  case $name in on_device | attention_*) continue ;; esac  # commands of their own, which need a GPU or Triton
+  name=$(tr / . <<<"${file%.py}")
+  case $name in *.on_device | *.attention_*) continue ;; esac  # commands of their own, which need a GPU or Triton
   echo "== $name"
-  "$bin/python" -m "benchmarks.$name" "$@" || failed+=("$name")
+  "$bin/python" -m "$name" "$@" || failed+=("$name")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "error: failed: ${failed[*]}" >&2

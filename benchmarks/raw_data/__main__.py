@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import tyro
 
-from benchmarks.command_line import from_command_line
 from benchmarks.raw_data import GENERATORS
+from benchmarks.shared.command_line import from_command_line
 
 
 def main(

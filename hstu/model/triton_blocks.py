@@ -2,8 +2,8 @@
 
 Triton gives the rows of products that follow one another to warps, 16 each: a block needs 16 rows per warp, or warps
 compute the same products. Rows are queries, or keys in the kernels that visit queries.
-`python -m benchmarks.attention_kernels` prints what each of the blocks costs per score, and a test holds the best ones
-to limits.
+`python -m benchmarks.models.attention_kernels` prints what each of the blocks costs per score, and a test holds the
+best ones to limits.
 """
 
 from __future__ import annotations

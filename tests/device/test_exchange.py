@@ -17,7 +17,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from benchmarks.one_of_many_ranks import fake_ranks, tell_of_all_ranks
+from benchmarks.shared.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange

@@ -23,7 +23,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
+from benchmarks.shared.command_line import from_command_line
 from tests.faults.kinds import KINDS
 from tests.faults.nursery import Nursery
 from tests.faults.supervisor import Result, run_trial

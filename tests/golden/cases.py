@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.one_of_many_ranks import packed_rows
+from benchmarks.shared.one_of_many_ranks import packed_rows
 from commons.perf_model.partitioner import lower_bound, partition, partition_grid
 from commons.perf_model.partitioner.core import read_columns
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlanner, plan_shuffle

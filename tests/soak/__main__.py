@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.command_line import from_command_line
+from benchmarks.shared.command_line import from_command_line
 from commons.console import print_error, print_summary
 from tests.helpers.ranks.rank_pool import RankFailure
 from tests.soak.footprint import Footprint, growth, per_10k

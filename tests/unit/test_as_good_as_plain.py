@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.plain import plain_first_fit, plain_karmarkar_karp
+from benchmarks.shared.plain import plain_first_fit, plain_karmarkar_karp
 from commons.micro_batching import get_allocate_fn
 from commons.perf_model.partitioner import partition
 

@@ -11,8 +11,8 @@ from typing import Literal
 import pytest
 import torch
 
-from benchmarks.command_line import from_command_line
-from benchmarks.link_model import LinkModel
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.link_model import LinkModel
 from tests.helpers.jobs.programs import ROOT, run_program
 
 PROGRAMS = sorted(

@@ -16,7 +16,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import evenrank
-from benchmarks.plain import plain_karmarkar_karp
+from benchmarks.shared.plain import plain_karmarkar_karp
 from tests.helpers.documents.documented import ROOT, documented_blocks
 from tests.helpers.documents.documented_names import of_all
 

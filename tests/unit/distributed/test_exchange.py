@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.one_of_many_ranks import packed_rows, planned_exchange, words_of_rows
+from benchmarks.shared.one_of_many_ranks import packed_rows, planned_exchange, words_of_rows
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.host_copies import host_copy

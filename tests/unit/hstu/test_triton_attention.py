@@ -52,8 +52,8 @@ LIMITS = {
 @needs_triton
 @pytest.mark.timeout(900)
 def test_the_kernels_keep_their_instruction_counts():
-    """The best blocks of every kernel; `python -m benchmarks.attention_kernels` prints all of them."""
-    from benchmarks.attention_kernels import HEADER, Layer, candidates, cost_of, products_of, table_row
+    """The best blocks of every kernel; `python -m benchmarks.models.attention_kernels` prints all of them."""
+    from benchmarks.models.attention_kernels import HEADER, Layer, candidates, cost_of, products_of, table_row
 
     for head_dim, (place, bias) in itertools.product((64, 128, 256), enumerate(("none", "position"))):
         layer = Layer(90, torch.bfloat16, head_dim, bias)
@@ -76,7 +76,7 @@ def test_the_kernels_keep_their_instruction_counts():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", [80, 100])
 def test_no_product_is_computed_twice(architecture):
-    from benchmarks.attention_kernels import SHARED_MEMORY, Layer, candidates, cost_of, has_repeated_products
+    from benchmarks.models.attention_kernels import SHARED_MEMORY, Layer, candidates, cost_of, has_repeated_products
 
     layer = Layer(architecture, torch.bfloat16, 64, "position")
     for kernel, blocks in candidates(layer):
@@ -90,7 +90,7 @@ def test_no_product_is_computed_twice(architecture):
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_products_that_are_computed_twice_are_found(architecture):
     """Eight warps on 64 rows: two warps each compute the same products."""
-    from benchmarks.attention_kernels import Layer, cost_of, has_repeated_products
+    from benchmarks.models.attention_kernels import Layer, cost_of, has_repeated_products
 
     layer = Layer(architecture, torch.bfloat16, 64, "none")
     planted = cost_of("forward", Blocks(64, 64, 8, 2), layer)

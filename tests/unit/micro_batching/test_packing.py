@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.plain import plain_first_fit
+from benchmarks.shared.plain import plain_first_fit
 from commons.micro_batching import (
     ffd_allocate,
     get_allocate_fn,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.one_of_many_ranks import packed_rows
+from benchmarks.shared.one_of_many_ranks import packed_rows
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.shuffle_plan import (
     BATCH_NUMBERS,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.one_of_many_ranks import packed_rows
+from benchmarks.shared.one_of_many_ranks import packed_rows
 from commons.perf_model.partitioner import partition, partition_grid
 from commons.perf_model.shuffle_plan import plan_shuffle
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.lengths import CONTEXT, NODE, make_batch
+from benchmarks.shared.lengths import CONTEXT, NODE, make_batch
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.engine import engine
 from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout

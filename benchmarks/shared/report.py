@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from tqdm import tqdm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 

@@ -5,8 +5,8 @@ compute a sigmoid, and the products on the tensor cores over those that the math
 that several warps compute counts as often. Registers and spills, in bytes per thread, are those of the whole kernel.
 
 Examples:
-    python -m benchmarks.attention_kernels
-    python -m benchmarks.attention_kernels --architectures 80 100 --head-dims 64 --biases none
+    python -m benchmarks.models.attention_kernels
+    python -m benchmarks.models.attention_kernels --architectures 80 100 --head-dims 64 --biases none
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.command_line import from_command_line
+from benchmarks.shared.command_line import from_command_line
 from hstu.model.kernels.parts import UNALIGNED
 from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Blocks, candidate_blocks, outputs_of, padded_head_dim
 from hstu.model.triton_launch import constants, function_of, tokens_of

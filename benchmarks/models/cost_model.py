@@ -8,9 +8,9 @@ one rank after another, on this one device. What counts is the largest ÷ mean t
 both plans; the three take turns.
 
 Examples:
-    python -m benchmarks.cost_model
-    python -m benchmarks.cost_model --device cuda --ranks 16
-    python -m benchmarks.cost_model --quick
+    python -m benchmarks.models.cost_model
+    python -m benchmarks.models.cost_model --device cuda --ranks 16
+    python -m benchmarks.models.cost_model --quick
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.lengths import described, draw
-from benchmarks.report import Page
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.lengths import described, draw
+from benchmarks.shared.report import Page
 from commons.cli.recipes import choose_device, load_recipe
 from commons.perf_model.calibration import CalibratedTask, Calibration, describe_device
 from commons.perf_model.calibration_fit import fit_calibration
@@ -129,7 +129,7 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     page = Page(
         "cost_model_cuda" if on_cuda else "cost_model",
         "Cost model",
-        "python -m benchmarks.cost_model" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
+        "python -m benchmarks.models.cost_model" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
         f"Device: {describe_device(where).name}. {mixes} batch mixes, each the median of {repeats}; every fourth is "
         f"held out of the fit. {described(LENGTHS)} They are cut to {longest} items of SID-GR, four tokens each.",
     )

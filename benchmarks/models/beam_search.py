@@ -5,8 +5,8 @@ once, its keys and values serve all beams, and a step computes one token per bea
 batch; the ratio is the median of their ratios.
 
 Examples:
-    python -m benchmarks.beam_search
-    python -m benchmarks.beam_search --quick
+    python -m benchmarks.models.beam_search
+    python -m benchmarks.models.beam_search --quick
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, one_rank
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import Page, one_rank
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.map import SIDMap
 from commons.datasets.sids.random import random_sid_map
@@ -83,7 +83,7 @@ def main(quick: bool = False) -> None:
     page = Page(
         "beam_search",
         "Beam search with and without a key/value cache",
-        "python -m benchmarks.beam_search",
+        "python -m benchmarks.models.beam_search",
         f"{users} users, beams of {BEAMS}, {NUM_ITEMS:,} items of four codes, codebooks of 500; hidden {HIDDEN}, "
         f"{LAYERS} layers, {HEADS} heads, float32; one thread, medians of {repeats} batches, both ways in turn. A "
         "history has four tokens per item, and BOS.",

@@ -12,9 +12,9 @@ channels operations at 550 TFLOP/s, two products forward and five backward. It p
 `benchmarks.on_device`.
 
 Examples:
-    python -m benchmarks.attention
-    python -m benchmarks.attention --quick
-    python -m benchmarks.attention --device cuda
+    python -m benchmarks.models.attention
+    python -m benchmarks.models.attention --quick
+    python -m benchmarks.models.attention --device cuda
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.command_line import from_command_line
-from benchmarks.report import Page, device_milliseconds, interleaved_medians, one_rank, rows_table
+from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, rows_table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
@@ -298,7 +298,7 @@ def main(device: Literal["cpu", "cuda"] = "cpu", quick: bool = False) -> None:
     page = Page(
         "attention",
         "Attention over rows of any length",
-        "python -m benchmarks.attention",
+        "python -m benchmarks.models.attention",
         f"{HEADS} heads × {HEAD_DIM}, float32, CPU time, medians of {repeats}.",
     )
     with one_rank():

@@ -1,0 +1,1 @@
+"""What models cost: attention, the cost model, and beam search."""
