@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import examples.torchrec_dlrm as example
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
@@ -27,20 +26,10 @@ from tests.helpers.models.torchrec_model import weights_of
 from tests.helpers.pipelines.shuffled_pipelines import steps_of
 
 CPU = torch.device("cpu")
-EXAMPLE = Path(__file__).parents[3] / "examples" / "torchrec_dlrm.py"
-
-
-def _example() -> Any:
-    spec = spec_from_file_location("torchrec_dlrm", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _train(shuffler: TokensBalancedBatchShuffler | None) -> tuple[list[float], Any, Any, float]:
     """The mean loss of every step over the ranks, the weights before and after, and the worst imbalance trained."""
-    example = _example()
     torch.manual_seed(0)
     model = example.DLRMTrain(example.DLRM(CPU))
     # SGD, not the example's Adagrad, whose first step would make as much of a gradient of rounding errors as of any. An

@@ -36,6 +36,7 @@ from tests.helpers.models.torchrec_model import Head, build_plain, build_sharded
 from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines.shuffled_pipelines import (
     STOCK,
+    STOCK_EVALUATIONS,
     STOCK_WITH_STREAMS,
     CubicShuffler,
     before_a_commit,
@@ -153,9 +154,10 @@ def test_compiled_pipelines_train_the_same(two_ranks, name):
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
 
 
-def test_every_balanced_class_that_trains_is_compared():
-    trains = {name for name in HOOKS.keys() & torchrec_pipelines().keys() if not name.startswith("Eval")}
-    assert trains == {each.__name__ for each, _ in (PIPELINES | COMPILED).values()}
+def test_every_balanced_class_is_compared():
+    """Those that evaluate: tests/distributed/pipeline/test_every_pipeline.py."""
+    compared = PIPELINES | COMPILED | STOCK_EVALUATIONS
+    assert HOOKS.keys() & torchrec_pipelines().keys() == {each.__name__ for each, _ in compared.values()}
 
 
 def _training_loop(run_dir: str, pipeline_type: str, accumulation_steps: int) -> dict[str, torch.Tensor]:

@@ -266,15 +266,14 @@ def _fails_once(where, at):
 
 
 @pytest.mark.parametrize(
-    ("where", "kind", "text"),
+    ("where", "at", "kind", "text"),
     [
-        ("loader", "RuntimeError", "rank 1: OSError: the disk is gone"),
-        ("workloads", "RuntimeError", "rank 1: ArithmeticError: no cost"),
-        ("negative", "ValueError", "rank 1: workloads[0] is -"),
+        ("loader", 4, "RuntimeError", "rank 1: OSError: the disk is gone"),
+        ("workloads", 5, "RuntimeError", "rank 1: ArithmeticError: no cost"),
+        ("negative", 0, "ValueError", "rank 1: workloads[0] is -"),
     ],
 )
-@pytest.mark.parametrize("at", [0, 4, 5])
-def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, kind, text, at):
+def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, at, kind, text):
     answers = ranks.run(_fails_once, where, at)
     for _, errors in answers:
         ((position, raised, said),) = errors

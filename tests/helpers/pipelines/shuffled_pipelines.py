@@ -93,11 +93,6 @@ def expected_ids(counts, world_size, first=0):
     )
 
 
-def host_count(iterator):
-    """How many batches an iterator hands out."""
-    return sum(1 for _ in iterator)
-
-
 def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> Iterator[Any]:
     """What each step of a pipeline returns, up to the end of the data or so many steps."""
     for _ in itertools.count() if steps is None else range(steps):
@@ -130,8 +125,6 @@ def train(build, pipeline, kind, iterators, steps_of_first=None):
         "seen": head_of(model).seen,
         "weights": weights_of(model),
         "moved": sum(each is not None and each.moved for each in stats),
-        "stats_steps": [each.step for each in stats if each is not None],
-        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats if each is not None],
     }
 
 
@@ -162,7 +155,7 @@ def one_process_of(steps):
     return weights_of(model)
 
 
-def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
+def evaluate(counts, kind, epochs, pipeline="eval"):
     """Evaluation between training steps of the same ranks, in a pipeline of its own."""
     model, optimizer = models.build_sharded()
     model.eval()
@@ -174,11 +167,9 @@ def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
     try:
         for epoch in range(epochs):
             source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
-            for error in steps_of(evaluator, source, None if epoch else abandon_after):
+            for error in steps_of(evaluator, source):
                 errors += float(error)
                 stats.append(evaluator.last_stats)
-            if abandon_after == 0:
-                evaluator.reset()
         return head_of(model).seen, errors, [each.step for each in stats if each is not None]
     finally:
         evaluator.reset()
