@@ -38,6 +38,7 @@ def test_every_rank_runs_the_function(ranks: RankPool):
     assert ranks.run(_sum_of_ranks) == [world_size * (world_size - 1) // 2] * world_size
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_rank():
     with RankPool(2) as pool:
         for function, message, timeout in (

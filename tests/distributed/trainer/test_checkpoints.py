@@ -185,6 +185,7 @@ def _rates(*args, **kwargs):
     return steps, recipe.rates
 
 
+@pytest.mark.slow
 def test_the_schedule_ends_with_a_run_of_other_steps(two_ranks, data, tmp_path):
     """Steps of twice as many rows, as other ranks may make: half as many of an epoch."""
     changes = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints")}
@@ -368,8 +369,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved
 
 def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
     """And one command begins a run where there is none yet."""
-    changes = settings(tmp_path / "checkpoints", max_train_iters=6, ckpt_save_interval=1, ckpt_keep=2)
+    changes = settings(tmp_path / "checkpoints", max_train_iters=3, ckpt_save_interval=1, ckpt_keep=2)
     changes["ckpt_load_dir"] = changes["ckpt_save_dir"]
-    (tmp_path / "checkpoints" / "step_00000003.tmp").mkdir(parents=True)  # of a run that was ended
+    (tmp_path / "checkpoints" / "step_00000002.tmp").mkdir(parents=True)  # of a run that was ended
     two_ranks.run(run, data, str(tmp_path / "run"), **changes)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000005", "step_00000006"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]

@@ -72,7 +72,8 @@ SIZES = [6, 0, 3, 1, 6, 2]
 
 def before_a_commit(first: list[Any], cases: Iterable[Any]) -> list[Any]:
     """Cases of a test: those that `make test` runs, one of each kind, and the others, which `make test-slow` does."""
-    return first + [pytest.param(case, marks=pytest.mark.slow) for case in cases if case not in first]
+    others = (case if isinstance(case, tuple) else (case,) for case in cases if case not in first)
+    return first + [pytest.param(*case, marks=pytest.mark.slow) for case in others]
 
 
 class CubicShuffler(BaseTaskBalancedBatchShuffler):
