@@ -100,22 +100,6 @@ def test_only_moved_rows_travel(two_ranks):
     assert 1 < sent == received < 1.05
 
 
-def move_unsigned():
-    rank = dist.get_rank()
-    batch = {
-        f"{dtype}": torch.arange(4).add(40 * rank).to(dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)
-    }
-    moved = redistribute_balanced(batch, [1 + 20 * rank] * 4)
-    rows = [int(row) % 4 + 40 * int(home) for row, home in zip(moved.indices, moved.home)]
-    assert moved.num_moved > 0 and all(value.tolist() == rows for value in moved.batch.values())
-    home = moved.send_home(moved.batch)
-    return all(torch.equal(home[name], value) and home[name].dtype == value.dtype for name, value in batch.items())
-
-
-def test_unsigned_integers_travel(ranks):
-    assert all(ranks.run(move_unsigned))
-
-
 def move_with_padding():
     rank = dist.get_rank()
     batch = padded_batch([3, 1, 4], 5) if rank == 0 else padded_batch([1], 5)

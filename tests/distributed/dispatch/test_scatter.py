@@ -83,20 +83,6 @@ def test_groups_stay_whole_and_fewer_rows_than_ranks(ranks):
     assert {size for _, size, *_ in results} == {1}
 
 
-def scatter_padded(rows):
-    is_source = dist.get_rank() == 0
-    batch = padded_batch([3, 1, 4, 1, 5], 8) if is_source else None
-    share = scatter_balanced(batch, [9] * 8 if is_source else None, pad=True)
-    assert Rows.of(share.batch).real == int((~share.is_padding).sum())
-    return count_rows(share.batch), share.batch.sample_id[: Rows.of(share.batch).real].tolist()
-
-
-def test_padding_is_not_dealt_but_its_place_is(two_ranks):
-    results = two_ranks.run(scatter_padded, 8)
-    assert [size for size, _ in results] == [4, 4]
-    assert sorted(sample for _, ids in results for sample in ids) == [1, 1, 3, 4, 5]
-
-
 def text_batch(lengths, width, left=False):
     """Tokens, a mask, per-token rewards and a score per row; row r has tokens of r + 1."""
     mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
@@ -262,8 +248,6 @@ def results_that_do_not_fit(what):
         results = results[:1]
     if what == "to_all":
         return share.gather_back(results, to_all=rank == 0)
-    if what == "call":
-        return share.gather_back(results) if rank else scatter_balanced(None, None, src=1)
     return share.gather_back(results)
 
 
@@ -276,7 +260,6 @@ def results_that_do_not_fit(what):
             r"rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 \[1\] and tensor",
         ),
         ("to_all", "to_all is True on rank 0 and False on rank 1 in gather_back"),
-        ("call", "rank 0 calls scatter_balanced and rank 1 calls gather_back; all ranks make the same calls"),
     ],
 )
 def test_results_that_do_not_fit(two_ranks, what, message):

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch import Trim
-from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches, pack_rows
-from tests.helpers.batches.any_batches import padded_batch
+from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches
 from tests.helpers.ranks.faults import error_of
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2, 2, 1], [1, 1, 1, 1, 1, 1], [30, 1, 1], []]
@@ -97,47 +96,6 @@ def test_groups_come_together_and_go_home(ranks):
     ]
     assert sorted(number for ids, *_ in packed for each in ids for number in each) == sorted(of_row)
     assert len({name for *_, name in places}) == len(set(places)) == 5
-
-
-def test_padding_is_left_out(two_ranks):
-    assert two_ranks.run(_padded) == [3, 2]
-
-
-def _padded():
-    rank = dist.get_rank()
-    lengths = [3, 1, 4, 0, 0] if rank == 0 else [2, 5, 0]
-    batch = padded_batch(lengths[: 3 - rank], rows=len(lengths))
-    micro_batches = pack_micro_batches(batch, MicroBatchSpec(n_mbs=2), lengths, joint=True)
-    assert all(each.batch_size == each.actual_batch_size for each in micro_batches)
-    assert sum(micro_batches.loss_tokens) == sum(each.num_loss_tokens() for each in micro_batches)
-    home = micro_batches.send_home([torch.ones(each.batch_size) for each in micro_batches])
-    return len(home)
-
-
-def _padded_sequences(rank, lengths):
-    width = max(lengths)
-    mask = (torch.arange(width) < torch.tensor(lengths).unsqueeze(1)).long()
-    ids = torch.arange(1, len(lengths) + 1).unsqueeze(1) * 10 + 100 * rank
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def _trimmed(lengths_of):
-    rank = dist.get_rank()
-    options = {"trim": Trim("attention_mask")}
-    micro_batches = _pack(lengths_of, {"n_mbs": 2, "packing_algorithm": "refined"}, options, _padded_sequences)
-    for batch, tokens in zip(micro_batches, micro_batches.num_tokens):
-        assert pack_rows(batch).num_tokens == tokens
-    moved = micro_batches.redistributed
-    home = micro_batches.send_home([moved.untrim(each["input_ids"]) for each in micro_batches])
-    own = _padded_sequences(rank, lengths_of[rank])["input_ids"]
-    assert torch.equal(home[:, : own.shape[1]], own) and not home[:, own.shape[1] :].any()
-    return home.shape[1]
-
-
-def test_sequences_padded_to_other_widths(ranks):
-    lengths_of = [[5, 9, 2, 7], [3, 1, 2], [12, 4], [1, 1, 1]]
-    widest = max(max(lengths) for lengths in lengths_of[: ranks.world_size])
-    assert ranks.run(_trimmed, lengths_of) == [widest] * ranks.world_size
 
 
 def _other_dtype(rank, lengths):
