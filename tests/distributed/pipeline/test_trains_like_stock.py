@@ -32,7 +32,7 @@ from tests.helpers.cuda.pretended_streams import (
     replaced,
     with_streams,
 )
-from tests.helpers.models.torchrec_model import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.models.torchrec_model import build_plain, build_sharded, head_of, rank_batches, weights_of
 from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines.shuffled_pipelines import (
     STOCK,
@@ -44,7 +44,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     require_pipeline,
     steps_of,
 )
-from tests.helpers.pipelines.trainer_loops import Output, Parts
+from tests.helpers.pipelines.trainer_loops import Parts, StatedHead
 from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -63,14 +63,6 @@ COMPILED: Pipelines = {
     "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=STEPS - 1)}),
     "compiled autograd": (TrainPipelineSparseDistCompAutograd, {}),
 }
-
-
-class StatedHead(Head):
-    """Says what the loop asks for."""
-
-    def forward(self, embeddings, batch):
-        loss, loss_sum = super().forward(embeddings, batch)
-        return loss, Output(loss_sum, batch.actual_batch_size, [])
 
 
 def make_model(build: Callable[[], tuple[Any, Any]] = build_sharded) -> tuple[Any, Any]:

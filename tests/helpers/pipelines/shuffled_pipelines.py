@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from importlib import metadata
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
+from commons.dispatch import SingleRankLoader, redistribute_balanced
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced
+from commons.pipeline import balanced, windowed_iter
+from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
 from tests.helpers.pipelines.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
+from tests.helpers.ranks.faults import my_batch
 
 _IN_PLACE = {"enable_inplace_copy_batch": True}
 # TorchRec's pipeline classes and their options, by the names that tests show.
@@ -193,3 +197,19 @@ def require_pipeline(pipeline_class: type, options: dict[str, Any]) -> None:
     """Skip the test where the installed TorchRec's class cannot be balanced or lacks an option, saying why."""
     if (why := lacking(pipeline_class, options)) is not None:
         pytest.skip(why)
+
+
+def rows_by_every_call(group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Rows of this rank by batches, windows, dispatch and its loader, with nothing kept between calls."""
+    rank = dist.get_rank(group)
+    with closing(CubicShuffler(ShufflerOptions(timeout=30.0), group)) as shuffler:
+        results = [rows_as_values(shuffler.shuffle(my_batch(step))) for step in range(3)]
+        source = windowed_iter(rank_batches(dist.get_rank(), 4, [6, 3]), shuffler, 2, group)
+        results += [rows_as_values(batch) for batch in itertools.islice(source, 5)]
+    rows = {"ids": torch.arange(8) + 100 * dist.get_rank()}
+    work = torch.arange(8) * (100 if rank == 0 else 1)
+    moved = redistribute_balanced(rows, work, group=group)
+    results.append(moved.send_home(moved.batch)["ids"].tolist() + moved.batch["ids"].tolist())
+    with closing(SingleRankLoader([rows, rows], lambda each: work, group=group)) as loader:
+        results += [batch["ids"].tolist() for batch in loader]
+    return results
