@@ -170,8 +170,6 @@ def mistaken_call(what):
         batch["a"] = batch["a"].int()
     elif what == "other metadata" and rank:
         batch["meta"] = "other"
-    elif what == "rows differ" and rank:
-        batch["b"] = dense([1])
     elif what == "workloads missing" and rank:
         workloads = None
     elif what == "workloads without a batch" and rank:
@@ -182,8 +180,6 @@ def mistaken_call(what):
         options["groups"] = [1, 2, 3]
     elif what == "slack":
         options["slack"] = -1
-    elif what == "an object" and rank:
-        batch["meta"] = object()
     elif what == "two sides":
         batch["mask"] = torch.ones(3, 4)
         options["trim"] = Trim("mask", side="both")
@@ -210,7 +206,6 @@ def mistaken_call(what):
             "other metadata",
             "ValueError: the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
         ),
-        ("rows differ", "ValueError: rank 1: fields of dict disagree on the number of rows"),
         ("workloads missing", "ValueError: rank 1: workloads is None, the batch has 3 rows; one per row is needed"),
         ("workloads without a batch", "ValueError: rank 1: batch is None and there are 3 workloads"),
         ("options", "ValueError: equal_size is True on rank 0 and False on rank 1 in redistribute_balanced"),
@@ -219,7 +214,6 @@ def mistaken_call(what):
             "ValueError: the batches of ranks 0 and 1 differ: 'groups': absent and given; rows can be mixed",
         ),
         ("slack", "ValueError: rank 0: slack is -1; it must be at least 0 and at most 1"),
-        ("an object", "TypeError: rank 1: 'meta' holds a object; what is not moved with the rows travels as JSON"),
         ("two sides", "ValueError: rank 0: sequences of 'mask' are padded on both sides; rows of different"),
     ],
 )

@@ -254,15 +254,9 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
     retrieval = ["--task", "retrieval"]
     cases = {
         "task is 'retrieval' and max_num_candidates is 2": [*retrieval, "--dataset.max-num-candidates", "2"],
-        "eval_metrics has 'AUC@3'": [*retrieval, "--trainer.eval-metrics", "AUC@3"],
-        "temperature is -1.0": [*retrieval, "--model.temperature", "-1"],
-        "is_causal is False; retrieval predicts": [*retrieval, "--model.no-is-causal"],
         "is_causal is False and the batch has actions": ["--model.no-is-causal"],
-        "contextual_mask is True and the batch has no candidates": ["--model.contextual-mask"],
         "prediction_head_arch is [64, 1], num_tasks is 2": ["--dataset.num-tasks", "2"],
         "compile is True and the device is 'cpu'": ["--model.compile", "True"],
-        "kernel_backend is 'triton' and the device is 'cpu'": ["--model.kernel-backend", "triton"],
-        "sharding names tables ['movie']": ["--table-sharding", "movie", "row_wise"],
         "the table of 'item_id' is 6 wide": ["--model.item-embedding-dim", "6"],
     }
     for messages in two_ranks.run(messages_of, list(cases.values()), tmp_path):

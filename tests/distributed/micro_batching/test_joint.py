@@ -75,13 +75,6 @@ def test_a_rank_without_a_batch(two_ranks):
     assert [tokens for _, tokens, *_ in packed] == [[3, 5], [3, 5]]
 
 
-def test_nothing_travels_where_it_would_gain_nothing(ranks):
-    packed = ranks.run(_all_that_holds, [[8, 6, 5, 3]] * 4, {"max_tokens_per_mb": 11, "packing_algorithm": "refined"})
-    for rank, (ids, _, ratios, _, sent) in enumerate(packed):
-        assert sent == 0 and ratios == [1.0, 1.0]
-        assert sorted(number for each in ids for number in each) == [100 * rank + row for row in range(4)]
-
-
 def test_groups_come_together_and_go_home(ranks):
     """Group 0 lies on all ranks, the others on one each."""
     lengths = [[9, 8, 2, 2], [1, 1, 3, 9], [4], []][: ranks.world_size]
@@ -106,17 +99,14 @@ def _other_dtype(rank, lengths):
     ("change", "message"),
     [
         ({"options": [{"joint": False}, {}]}, "joint is False on rank 0 and True on rank 1 in pack_micro_batches"),
-        ({"options": [{}, {"joint": "yes"}]}, "joint is True on rank 0 and 'yes' on rank 1"),
         ({"options": {"joint": "yes"}}, "joint is 'yes'; it is True or False: choose one"),
         ({"options": {"joint": False, "trim": Trim("mask")}}, "trim is given and joint is False"),
-        ({"options": {"trim": Trim("mask", side="both")}}, "sequences of 'mask' are padded on both sides"),
         ({"options": [{}, {"trim": Trim("mask")}]}, "trim is 'None' on rank 0 and \"Trim(mask='mask'"),
         (
             {"spec": [{"max_tokens_per_mb": 20}, {"max_tokens_per_mb": 21}]},
             "max_tokens_per_mb is 20 on rank 0 and 21 on rank 1",
         ),
         ({"spec": {"max_tokens_per_mb": 8}}, "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
-        ({"spec": {"granularity": 2}}, "rank 0: the batch has 3 rows, granularity is 2"),
         (
             {"options": [{"groups": [1, 1, 2]}, {}]},
             "ranks 0 and 1 differ: 'groups': given and absent; rows",
@@ -129,8 +119,6 @@ def _other_dtype(rank, lengths):
             {"spec": {"max_tokens_per_mb": 11}, "options": [{"groups": [5, 6, 7]}, {"groups": [6, 7]}]},
             "rows 1 and 3 have 12 tokens together, rows 2 and 4 have 12 tokens together, max_tokens_per_mb is 11",
         ),
-        ({"spec": {"n_mbs": 4}}, "n_mbs is 4, the 2 ranks have 5 rows together"),
-        ({"lengths": [[], []]}, "no rank has a row"),
         ({"lengths": [None, None]}, "no rank has a row"),
         ({"lengths": [[1], None], "options": [{}, {"workloads": [3]}]}, "batch is None and there are 1 workloads"),
         (
@@ -138,7 +126,6 @@ def _other_dtype(rank, lengths):
             "the batches of ranks 0 and 1 differ: 'workloads': given and absent; rows",
         ),
         ({"options": [{"workloads": [1, 2, 3]}, {}]}, "workloads are given and packing_algorithm is 'ffd'"),
-        ({"options": [{}, {"loss_tokens": [1]}]}, "rank 1: loss_tokens has 1 entries, there are 2 rows"),
         (
             {"batches": _other_dtype},
             "ranks 0 and 1 differ: field 'id': tensor int64 [] and tensor int32 []",

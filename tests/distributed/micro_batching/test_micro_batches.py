@@ -93,7 +93,6 @@ def test_a_rank_with_too_few_rows_is_named_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([], "the batch has no rows"),
         ([3, 40, 2], "row 1 has 40 tokens, max_tokens_per_mb is 31"),
         ([1.5, 2], r"lengths[0] is 1.5"),
     ],
