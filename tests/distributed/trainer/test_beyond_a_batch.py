@@ -15,15 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
 from commons.distributed.options import ShufflerOptions
-from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
 from commons.trainer.observe.train_log import TrainLog
-from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
-from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
@@ -45,36 +44,12 @@ _STAGE_BEFORE_A_COMMIT = [
 ]
 
 
-class Noted(HSTURecipe):
-    """Notes the users of every batch that this rank trains, and the learning rates."""
-
-    def __init__(self, config, device):
-        super().__init__(config, device)
-        self.users = []
-        self.rates = []
-
-    def num_tokens(self, batch):
-        self.users.append(batch.features["user_id"].values().tolist())
-        return super().num_tokens(batch)
-
-    def build_optimizer(self, model):
-        optimizer = super().build_optimizer(model)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
-        return optimizer
-
-
 def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", **changes):
     """Steps, this rank's users of each step, learning rates, and what is said of one run."""
     trainer = {"log_interval": 1, "eval_interval": 100, "sinks": [], "num_epochs": 1} | changes
     negatives = {"num_negatives": 3} if task == "retrieval" else {}
-    config = TrainConfig(
-        TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer),
-        DatasetArgs("ml-1m", 24, dataset_path=data, shuffle=True, **dataset or {}),
-        ModelArgs(16, 1, 2, 8, dropout=0.2, prediction_head_arch=(8, 1), **negatives),
-        OptimizerArgs(sharding="row_wise"),
-        task=task,
-    )
-    recipe = Noted(config, CPU)
+    args = TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer)
+    recipe = Noted(movielens_config(data, args, dataset=dataset, task=task, **negatives), CPU)
     with mock.patch.object(TrainLog, "say") as say:
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
@@ -208,7 +183,8 @@ def _errors(data, run_dir):
     for name, options in (("random", {}), ("ml-1m", {"shuffler": ShufflerOptions(max_tokens_per_rank=40)})):
         trainer = TrainerArgs(4, 4, run_dir=run_dir, **SAMPLER, **options)
         try:
-            run_training(HSTURecipe(TrainConfig(trainer, DatasetArgs(name, 24, dataset_path=data)), CPU))
+            config = movielens_config(data, trainer, dataset={"dataset_name": name})
+            run_training(HSTURecipe(config, CPU))
         except ValueError as error:
             said.append(str(error))
     return said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from unittest import mock
 
 import numpy as np
@@ -13,24 +12,19 @@ from commons.distributed.options import ShufflerOptions
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
-from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer import TrainerArgs
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
-from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.jobs.movielens_runs import movielens_config
+from tests.helpers.jobs.run_folders import lines
 
 SAMPLER = {"balance_sampler": True, "shuffle_window": 3}
 
 
 def _recipe(data, run_dir, batch_size=4, **changes):
     trainer = {"log_interval": 1, "sinks": [], "num_epochs": 1} | changes
-    return HSTURecipe(
-        TrainConfig(
-            TrainerArgs(batch_size, 4, run_dir=run_dir, **trainer),
-            DatasetArgs("ml-1m", 256, dataset_path=data, shuffle=True),
-            ModelArgs(16, 1, 2, 8, prediction_head_arch=(8, 1)),
-        ),
-        torch.device("cpu"),
-    )
+    args = TrainerArgs(batch_size, 4, run_dir=run_dir, **trainer)
+    return HSTURecipe(movielens_config(data, args, dataset={"max_history_seqlen": 256}), torch.device("cpu"))
 
 
 def _train(data, run_dir, **changes):
@@ -43,8 +37,7 @@ def _train(data, run_dir, **changes):
 
 
 def _lines(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    return [line for line in lines(run_dir) if "loss" in line]
 
 
 def _loads(run_dir, name):
