@@ -128,14 +128,6 @@ def test_a_count_is_finite_and_not_negative(count):
         global_mean_loss(torch.tensor(3.0), 1, global_count=count)
 
 
-def test_a_sum_of_no_terms_is_a_tensor_too():
-    for nothing in (0.0, None):
-        with pytest.raises(
-            TypeError, match=r"local_sum is a \w+; it must be a tensor .* sum its terms, of which there"
-        ):
-            global_mean_loss(nothing, 0)
-
-
 # What one rank alone may get wrong, with what all ranks raise.
 MISTAKES = {
     "no sum": (lambda: global_mean_loss(torch.ones(2), 1), ValueError, "local_sum has shape (2,)"),
@@ -214,7 +206,7 @@ def test_means_of_any_numbers_and_of_a_group(ranks):
 def test_what_has_no_mean_is_refused():
     with pytest.raises(ValueError, match=r"value has shape \(2,\); it must be a scalar: take its mean or sum"):
         mean_over_ranks(torch.ones(2))
-    for value in (True, torch.tensor(1j), "3", None):
+    for value in (True, torch.tensor(1j), "3"):
         with pytest.raises(TypeError, match=r"value is of type \w+; it must be a number for each rank: pass float"):
             mean_over_ranks(value)
 
