@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import numpy as np
 import pytest
 
-from tests.helpers.jobs.programs import run_program
-from tests.soak.__main__ import main, problems_of
+from tests.soak.__main__ import problems_of
 from tests.soak.accounts import require_equal, row_digests
 from tests.soak.episodes import Totals
 from tests.soak.footprint import Footprint, growth, per_10k
@@ -72,20 +70,3 @@ def test_what_grows_is_told():
         "rank 0: 20000 more KiB of resident memory per 10,000 steps; the limit is 16,384",
         "rank 0: 2 more threads after all steps",
     ]
-
-
-@pytest.mark.parametrize(("argument", "text"), [(["--ranks", "1"], "--ranks is 1; "), (["--nothing"], "--nothing")])
-def test_a_mistake_is_one_line(capsys, monkeypatch, argument, text):
-    monkeypatch.setattr(sys, "argv", ["soak", *argument])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and text in said and said.count("\n") == 1
-
-
-def test_the_script_has_a_help_and_names_a_wrong_option():
-    script = ["bash", "ci/soak.sh"]
-    shown = run_program(*script, "--help")
-    assert shown.returncode == 0 and all(option in shown.stdout for option in ("--steps", "--trials"))
-    wrong = run_program(*script, "--step")
-    assert wrong.returncode == 2 and wrong.stderr == "error: --step is no option; --steps N and --trials N are\n"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
@@ -17,7 +14,6 @@ from commons.trainer.data import train_and_eval_loaders
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from tests.helpers.batches.random_batches import rows_as_values
-from tests.helpers.jobs.hstu_jobs import TINY, run
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
 
 CPU = torch.device("cpu")
@@ -102,24 +98,3 @@ def test_the_weights_do_not_depend_on_who_loads(ranks, data):
     for how in (IN_TURN, BALANCED):
         found = results[how][0][2]
         assert max(float((found[name] - own[name]).abs().max()) for name in own) < 1e-12
-
-
-@pytest.mark.slow
-def test_hstu_under_torchrun(tmp_path):
-    status, shown, errors = run(
-        "torch.distributed.run",
-        "-m",
-        "hstu.train",
-        *TINY,
-        "--trainer.single-rank-load",
-        "--trainer.balance-batch",
-        "--trainer.run-dir",
-        tmp_path,
-    )
-    assert status == 0, errors
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in steps] == [2, 4, 6]
-    # Dealt out evenly: the shuffler, which only looks on, finds little to gain.
-    assert all(line["imbalance_before"] < 0.2 and line["moved"] == 0 for line in steps)
-    assert {line["eval_rows"] for line in lines if "eval_loss" in line} == {16}
