@@ -6,8 +6,6 @@ import contextlib
 import signal
 import weakref
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import groups
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import grid_shape, ring_members
@@ -115,25 +112,6 @@ def _shuffled(shape, subgroups):
 def test_batches_windows_and_dispatch_are_those_of_a_ring(rank_pools, subgroups):
     pool, shape = rank_pools[4], (1, 2) if subgroups else (2, 2)
     assert pool.run(_shuffled, shape, subgroups) == pool.run(_shuffled, None, subgroups)
-
-
-def _shuffler_after_shuffler(shape):
-    """Groups and descriptors while shufflers come and go."""
-    counts = []
-    with grid_of(shape):
-        for step in range(20):
-            kind = (CubicShuffler, IdentityBalancedBatchShuffler)[step % 2]
-            with closing(kind(ShufflerOptions(timeout=30.0))) as shuffler:
-                shuffler.shuffle(my_batch(step))
-            counts.append((len(dist.distributed_c10d._world.pg_names), len(list(Path("/proc/self/fd").iterdir()))))
-    return counts[10:]
-
-
-@pytest.mark.slow
-def test_shufflers_use_the_groups_of_a_grid_again():
-    with RankPool(4) as pool:
-        for counts in pool.run(_shuffler_after_shuffler, (2, 2)):
-            assert len(set(counts)) == 1
 
 
 def _die(folder, victim, shape):

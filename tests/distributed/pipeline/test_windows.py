@@ -24,7 +24,7 @@ from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, ro
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, steps_of
 from tests.helpers.ranks.faults import raised_by
 
 
@@ -165,17 +165,9 @@ def _train(pipeline, window, counts, kind):
             models.rank_batches(dist.get_rank(), counts[dist.get_rank()], [6, 3, 0, 5]), shuffler, window
         )
         if kind == "balanced":
-            trainer = balanced(pipeline_class)(
-                model, optimizer, torch.device("cpu"), batch_shuffler=identity, **options
-            )
-        else:
-            trainer = pipeline_class(model, optimizer, torch.device("cpu"), **options)
-        source = noted(windowed)
-        while True:
-            try:
-                trainer.progress(source)
-            except StopIteration:
-                break
+            pipeline_class, options = balanced(pipeline_class), options | {"batch_shuffler": identity}
+        trainer = pipeline_class(model, optimizer, torch.device("cpu"), **options)
+        for _ in steps_of(trainer, noted(windowed)):
             windowed.take_stats()
     return ids, models.head_of(model).seen, models.weights_of(model)
 
