@@ -121,7 +121,7 @@ def log_lines(run_dir):
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("pipeline, balance", [("native", True), ("none", False)])
+@pytest.mark.parametrize("pipeline, balance", [("native", True), pytest.param("none", False, marks=pytest.mark.slow)])
 def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_path, pipeline, balance):
     counts = ([5, 3, 0, 4][: ranks.world_size], [1, 3, 2, 0][: ranks.world_size])
     results = ranks.run(run_loop, str(tmp_path), pipeline, counts, balance, num_epochs=2)
