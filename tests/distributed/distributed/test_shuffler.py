@@ -144,7 +144,7 @@ def _misuse():
         batch = my_batch(1, [4] * 4)
         handle = shuffler.start_shuffle(batch)
         others = [batch.index_select([0, 1]), *(dataclasses.replace(batch, labels=e) for e in (None, batch.sample_id))]
-        others += [alike := my_batch(2, [4] * 4), alike.to("cpu"), dataclasses.replace(alike)]
+        others += [alike := my_batch(1, [4] * 4), alike.to("cpu"), dataclasses.replace(alike)]
         messages = [raised_by(functools.partial(shuffler.finish_shuffle, each, handle)) for each in others]
         messages.append(raised_by(lambda: shuffler.finish_shuffle(batch, None)))
         shuffler.finish_shuffle(batch, handle)
