@@ -26,8 +26,8 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
+from tests.helpers.ranks.faults import my_batch as my_rows
 from tests.helpers.ranks.rank_pool import PRELOAD, RankPool
 
 _SECONDS = 20.0
@@ -129,13 +129,8 @@ def _begin_again(store, *, ranks_change_places=False):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def _batch(step=0):
-    first = 1 + 1000 * dist.get_rank() + 100 * step
-    return make_batch(list(range(first, first + 5)), 6, longest=40 if dist.get_rank() == 0 else 2)
-
-
 def _shuffled(shuffler):
-    shuffled = [shuffler.shuffle(_batch(step), return_indices=True) for step in range(3)]
+    shuffled = [shuffler.shuffle(my_rows(step), return_indices=True) for step in range(3)]
     moved = shuffler.last_stats.moved
     return [(rows_as_values(batch), indices.tolist(), moved) for batch, indices in shuffled]
 
@@ -146,7 +141,7 @@ def _shuffles(stores):
     answers = [(dist.get_rank(), _shuffled(kept), _shuffled(closed))]
     closed.close()
     collected = CubicShuffler()
-    collected.shuffle(_batch())
+    collected.shuffle(my_rows())
     del collected
     for store in stores:
         _begin_again(store, ranks_change_places=True)
