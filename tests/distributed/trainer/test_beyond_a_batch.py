@@ -24,6 +24,7 @@ from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
+from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
 
@@ -35,7 +36,7 @@ BUDGET = {
     **{"balance_sampler": True, "budget_per_rank": 5.0, "batch_size": 12},
     "shuffler": ShufflerOptions(equal_size=False),
 }
-DEALT = {"single_rank_load": True, "balance_batch": True}
+RESUMED = [STAGE, SAMPLER, BUDGET, {"single_rank_load": True, "balance_batch": True}]  # the last are dealt out
 _STAGE_BEFORE_A_COMMIT = [
     pytest.param(STAGE, id="stage"),
     pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
@@ -93,19 +94,19 @@ def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
     assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
 
 
-@pytest.mark.parametrize("way", [*_STAGE_BEFORE_A_COMMIT, pytest.param(DEALT, id="dealt", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path, way):
-    """Eight steps (or more) an epoch: stopped within a window and at the end of the epoch."""
+@pytest.mark.parametrize(("way", "stops"), before_a_commit([(STAGE, (4,))], [(way, (4, 8)) for way in RESUMED]))
+def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path, way, stops):
+    """Eight steps (or more) an epoch: stopped within a window, or at the end of the first of two epochs, too."""
     folder = str(tmp_path / "checkpoints")
-    changes = {"num_epochs": 2, "eval_interval": 5, **way}
+    changes = {"num_epochs": len(stops), "eval_interval": 5, **way}
     whole = two_ranks.run(train, data, str(tmp_path / "whole"), **changes)
     saving = changes | {"ckpt_save_interval": 100, "ckpt_save_dir": folder, "ckpt_load_dir": folder}
     parts = [
         two_ranks.run(train, data, str(tmp_path / "parts"), **saving | {"max_train_iters": stop})
-        for stop in (4, 8, None)
+        for stop in (*stops, None)
     ]
     for rank, (steps, users, *_) in enumerate(whole):
-        assert [part[rank][0] for part in parts] == [4, 8, steps]
+        assert [part[rank][0] for part in parts] == [*stops, steps]
         assert [batch for part in parts for batch in part[rank][1]] == users
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
