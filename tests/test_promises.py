@@ -395,6 +395,6 @@ def test_14_a_window_loses_and_doubles_nothing_resumes_exactly_and_weighs_every_
 
 
 def test_16_what_a_model_calls_survives_torchrecs_symbolic_tracing(ranks):
-    """In every pipeline that traces: tests/distributed/distributed/test_loss.py."""
+    """In every pipeline that traces: tests/distributed/pipeline/test_torchrec_batch.py."""
     for traced, direct, nodes in ranks.run(_traced):
         assert traced == direct > 0 and nodes > 3

@@ -54,21 +54,17 @@ def test_a_section_that_fails_fails_the_job_after_the_others(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize(
-    "arguments", [(), *(pytest.param(each, marks=pytest.mark.slow) for each in (("--gpus", "2"), ("--share",)))]
-)
+@pytest.mark.parametrize("arguments", [(), ("--gpus", "2"), ("--share",)])
 def test_without_a_gpu_it_says_what_to_do(arguments):
     job = run(*arguments)
     assert job.returncode == 2 and job.stderr.strip().endswith("use --cpu N to run its cases over gloo")
     assert job.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--share", "--cpu", "2"), ("--cpu", "2", "--share"), ("--share", "--gpus", "1")]
-)
-def test_ranks_run_on_one_thing(arguments):
-    job = run(*arguments)
+def test_ranks_run_on_one_thing():
+    job = run("--share", "--cpu", "2")
     assert job.returncode == 2 and job.stderr == (
         "error: --cpu, --gpus and --share each say what the ranks run on; give one of them\n"
     )
@@ -83,11 +79,6 @@ def test_cases_of_the_exchange_run_on_each_kind_of_process_groups_that_users_hav
     for case in ("test_transports_are_bit_identical", "test_two_shufflers_take_turns", "test_a_whole_step"):
         assert sorted(re.findall(rf"::{case}\[(.*)\]", job.stdout)) == sorted(kinds)
     assert set(re.findall(r"::test_a_model_is_that_of_the_host\[([^-]*)-", job.stdout)) == {bound}
-
-
-def test_the_help_names_every_option():
-    job = run("--help")
-    assert job.returncode == 0 and all(option in job.stdout for option in ("--gpus 4", "--share", "--cpu 2", "-k"))
 
 
 @pytest.mark.slow

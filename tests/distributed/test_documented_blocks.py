@@ -27,7 +27,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model import measurement
 from tests.helpers.documents import documented_names as given
 from tests.helpers.documents import documented_pages as pages
-from tests.helpers.documents.documented import ROOT, Block, blocks_in, commands_in, documented_blocks, is_excerpt
+from tests.helpers.documents.documented import ROOT, Block, commands_in, documented_blocks, is_excerpt
 from tests.helpers.jobs.programs import run_program
 
 
@@ -354,17 +354,6 @@ def _run_command(command: str, two_ranks: Any) -> str:
     done = run_program("bash", "-euo", "pipefail", "-c", command, cwd=Path.cwd(), env=env, timeout=400)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
-
-
-def test_blocks_are_found_wherever_they_stand():
-    lines = ["# A", "```", "picture", "```", "## B", "1. item", "", "   ```python", "   if x:", "", "       y = '```'"]
-    page = "\n".join([*lines, "   ```", "~~~bash", "# C", "~~~"])
-    first, second, third = blocks_in("a.md", page)
-    assert (first.key, first.language, first.text, first.line) == (("a.md", "A", 0), "", "picture", 3)
-    assert (second.key, second.text) == (("a.md", "B", 0), "if x:\n\n    y = '```'") and second.language == "python"
-    assert (third.key, third.text) == (("a.md", "B", 1), "# C")  # no heading
-    with pytest.raises(ValueError, match="a.md:2: a block without an end"):
-        blocks_in("a.md", "```python\nx = 1\n")
 
 
 def test_an_excerpt_is_literal_but_for_its_indentation():

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.faults import acts, kinds, supervisor
-from tests.faults.__main__ import Arguments, main
 from tests.faults.kinds import KINDS
 from tests.faults.nursery import Nursery
 from tests.faults.trials import Trial, draw, kinds_for
@@ -76,26 +75,6 @@ def test_a_fault_is_told_in_these_words(nursery, monkeypatch, name):
     assert result.problems == []
     texts = [end.text for end in result.ranks if not end.faulty]
     assert texts and all(re.match(f"RankMissingError: {said}", text) and "\n" not in text for text in texts), texts
-
-
-@pytest.mark.parametrize("arguments", [("--trials", "-1"), ("--only", "-1"), ("--kinds", "nothing")])
-def test_a_mistake_on_the_command_line_is_one_line(capsys, monkeypatch, arguments):
-    monkeypatch.setattr(sys, "argv", ["faults", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"kinds": ("the store's host",), "store": "rank0"}, "are part of no name; store 'rank0' has"),
-        ({"timeout": 60.0}, "timeout is 60; it is above 0 and below 60"),
-    ],
-)
-def test_mistakes_are_told_before_any_trial(wrong, said):
-    with pytest.raises(ValueError, match=said):
-        Arguments(**wrong)
 
 
 def test_a_trial_depends_on_the_seed_and_its_number_alone():

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import numpy as np
 import pytest
-import torch
 
-from tests.helpers.jobs.programs import run_program
-from tests.soak.__main__ import main, problems_of
+from tests.soak.__main__ import problems_of
 from tests.soak.accounts import require_equal, row_digests
-from tests.soak.episodes import Episode, Totals
+from tests.soak.episodes import Totals
 from tests.soak.footprint import Footprint, growth, per_10k
 from tests.soak.ranks import RankReport, run
 from tests.soak.streams import KINDS, Stream
@@ -73,39 +70,3 @@ def test_what_grows_is_told():
         "rank 0: 20000 more KiB of resident memory per 10,000 steps; the limit is 16,384",
         "rank 0: 2 more threads after all steps",
     ]
-
-
-def test_what_is_kept_is_in_use_and_what_is_freed_is_not():
-    before = Footprint.now(0)
-    kept = [torch.ones(1000) for _ in range(2000)]  # 8 MB of pieces that malloc takes from its arena
-    objects = [(index,) for index in range(50_000)]
-    held = Footprint.now(1)
-    assert 7_000 < held.in_use_kib - before.in_use_kib < 11_000 and held.blocks - before.blocks > 45_000
-    last = kept[-1]  # the pages at the end of the arena stay resident
-    del kept, objects
-    after = Footprint.now(2)
-    assert after.in_use_kib - before.in_use_kib < 500 and after.blocks - before.blocks < 5_000
-    assert float(last.sum()) == 1000
-
-
-def test_episodes_are_drawn_from_their_number_alone():
-    assert Episode.drawn(0, 7, 4) == Episode.drawn(0, 7, 4) != Episode.drawn(0, 8, 4)
-    ways = {Episode.drawn(0, number, 4).way for number in range(60)}
-    assert ways == {"handles", "pipeline", "staged", "windows", "loader"}
-
-
-@pytest.mark.parametrize(("argument", "text"), [(["--ranks", "1"], "--ranks is 1; "), (["--nothing"], "--nothing")])
-def test_a_mistake_is_one_line(capsys, monkeypatch, argument, text):
-    monkeypatch.setattr(sys, "argv", ["soak", *argument])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and text in said and said.count("\n") == 1
-
-
-def test_the_script_has_a_help_and_names_a_wrong_option():
-    script = ["bash", "ci/soak.sh"]
-    shown = run_program(*script, "--help")
-    assert shown.returncode == 0 and all(option in shown.stdout for option in ("--steps", "--trials"))
-    wrong = run_program(*script, "--step")
-    assert wrong.returncode == 2 and wrong.stderr == "error: --step is no option; --steps N and --trials N are\n"

@@ -38,94 +38,61 @@ def _rows(first, count):
 
     ids = torch.arange(first, first + count)
     lengths = ids % 7 + 1
+    tokens = [torch.full((int(n),), float(i)) for i, n in zip(ids, lengths)]
     return {
         "id": ids,
-        "tokens": torch.nested.nested_tensor(
-            [torch.full((int(n),), float(i)) for i, n in zip(ids, lengths)], layout=torch.jagged
-        ),
+        "tokens": torch.nested.nested_tensor(tokens, layout=torch.jagged),
         "score": np.arange(first, first + count) * 0.5,
         "text": [f"row {row}" for row in range(first, first + count)],
         "inner": TensorDict({"double": ids * 2}, batch_size=[count]),
-        "source": ("file", 3),
     }, lengths
 
 
 def _require_whole(batch):
     """Every field of a row belongs to its id."""
-    assert batch["score"].tolist() == [row * 0.5 for row in batch["id"].tolist()]
-    assert batch["text"] == [f"row {row}" for row in batch["id"].tolist()]
-    assert batch["inner"]["double"].tolist() == [row * 2 for row in batch["id"].tolist()]
-    for row, tokens in zip(batch["id"].tolist(), batch["tokens"].unbind()):
-        assert tokens.tolist() == [row] * (row % 7 + 1)
-    assert batch["source"] == ("file", 3)
+    ids = batch["id"].tolist()
+    assert batch["score"].tolist() == [row * 0.5 for row in ids] and batch["text"] == [f"row {row}" for row in ids]
+    assert batch["inner"]["double"].tolist() == [row * 2 for row in ids]
+    assert [tokens.tolist() for tokens in batch["tokens"].unbind()] == [[row] * (row % 7 + 1) for row in ids]
 
 
 def _one_rank(rank):
+    """Everything is called once; tests/distributed/dispatch and micro_batching compare what comes of it."""
     import torch
-    import torch.distributed as dist
 
     import evenrank
 
     batch, lengths = _rows(0, 12)
     chunks = evenrank.split_balanced(batch, 4, lengths)
-    for chunk in chunks:
-        _require_whole(chunk)
     assert chunks.restore([chunk["id"] * 10 for chunk in chunks]).tolist() == (batch["id"] * 10).tolist()
-
-    task = evenrank.SelfAttentionTask(64, 4, 16)
-    assert evenrank.partition(task.get_workloads(lengths), 3).loads.sum() == task.get_workloads(lengths).sum()
+    workloads = evenrank.SelfAttentionTask(64, 4, 16).get_workloads(lengths)
+    assert evenrank.partition(workloads, 3).loads.sum() == workloads.sum()
     assert evenrank.get_allocate_fn("refined")(lengths, 12)
     assert list(evenrank.BalancedBatchSampler([3, 1], 1, num_ranks=2, rank=0, shuffle=False)) == [[0]]
     assert list(evenrank.BudgetBatchSampler([3, 1], budget_per_rank=4, num_ranks=1, rank=0, shuffle=False)) == [[0, 1]]
 
-    own, own_lengths = _rows(100 * rank, 6 + 4 * rank)
-    spec = evenrank.MicroBatchSpec(max_tokens_per_mb=16, packing_algorithm="refined")
-    micro_batches = evenrank.pack_micro_batches(own, spec, own_lengths)
-    for micro_batch in micro_batches:
-        _require_whole(micro_batch)
-    assert sorted(row for each in micro_batches for row in each["id"].tolist()) == own["id"].tolist()
-    numbers = [None, None]
-    dist.all_gather_object(numbers, len(micro_batches))
-    assert numbers[0] == numbers[1]
-
-    share = evenrank.scatter_balanced(batch if rank == 0 else None, lengths if rank == 0 else None)
-    _require_whole(share.batch)
+    own, own_lengths = _rows(100 * rank, 9 if rank == 0 else 1)
+    spec = evenrank.MicroBatchSpec(n_mbs=2, max_tokens_per_mb=32, packing_algorithm="refined")
+    micro_batches = evenrank.pack_micro_batches(own, spec, own_lengths, joint=True)
+    share = evenrank.scatter_balanced(*((batch, lengths) if rank == 0 else (None, None)))
+    moved = evenrank.redistribute_balanced(own, own_lengths)
+    loader = evenrank.SingleRankLoader([_rows(0, 8)[0]] if rank == 0 else None, lambda rows: rows["id"])
+    for part in (*chunks, *micro_batches, share.batch, moved.batch, *loader):
+        _require_whole(part)
+    assert moved.num_moved > 0 and moved.send_home(moved.batch["id"]).tolist() == own["id"].tolist()
     back = share.gather_back(share.batch)
-    assert (back is not None) == (rank == 0)
-    if back is not None:
-        _require_whole(back)
-        assert back["id"].tolist() == list(range(12))
-
-    uneven, uneven_lengths = _rows(100 * rank, 9 if rank == 0 else 1)
-    moved = evenrank.redistribute_balanced(uneven, uneven_lengths)
-    _require_whole(moved.batch)
-    assert moved.num_moved > 0 and len(moved.batch["id"]) == 5
-    assert moved.send_home(moved.batch["id"]).tolist() == uneven["id"].tolist()
-
-    loader = evenrank.SingleRankLoader([_rows(0, 8)[0], _rows(8, 8)[0]] if rank == 0 else None, lambda rows: rows["id"])
-    for share in loader:
-        _require_whole(share)
-
+    assert (back is not None) == (rank == 0) and (back is None or back["id"].tolist() == list(range(12)))
     loss = evenrank.global_mean_loss(torch.tensor(3.0 + rank, requires_grad=True).sum(), 2)
     assert loss.item() == (3.0 + rank) / 2
 
     # What the examples for such batches import besides.
-    for module in (
-        "commons.trainer.config.load",
-        "commons.trainer.ranks.errors",
-        "commons.trainer.ranks.launch",
-        "commons.console",
-    ):
-        importlib.import_module(module)
-
+    for module in ("config.load", "ranks.errors", "ranks.launch"):
+        importlib.import_module(f"commons.trainer.{module}")
+    importlib.import_module("commons.console")
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in BLOCKED)
     assert not imported, imported
-    try:
+    with pytest.raises(ImportError, match="torchrec"):
         _ = evenrank.balanced
-    except ImportError as error:
-        assert "torchrec" in str(error)
-    else:
-        raise RuntimeError("TorchRec was not blocked")
 
 
 def _serve(rank, store):

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
 
 
-def run(*command, folder=ROOT, paths=str(ROOT)):
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": paths, "COLUMNS": "120"},
-    )
+def run(*arguments, folder=ROOT, paths=str(ROOT)):
+    """What two ranks print."""
+    done = run_program(*TWO_RANKS, *arguments, cwd=folder, env={"PYTHONPATH": paths, "COLUMNS": "120"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,8 +31,7 @@ def test_tensordict_chunks(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_single_controller():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    shown = run(*launcher, "examples/single_controller.py", "--rows", "16", "--longest", "64", "--steps", "2")
+    shown = run("examples/single_controller.py", "--rows", "16", "--longest", "64", "--steps", "2")
     assert "step 2 of 2" in shown
     received, whole = map(float, re.findall(r"at most ([\d.]+) kB by a rank, of ([\d.]+) kB", shown)[0])
     assert 0 < received < 0.7 * whole
@@ -52,8 +41,7 @@ def test_single_controller():
 
 @pytest.mark.slow
 def test_balance_per_module():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    shown = run(*launcher, "examples/balance_per_module.py", "--rows", "4", "--patches", "64", "--steps", "3")
+    shown = run("examples/balance_per_module.py", "--rows", "4", "--patches", "64", "--steps", "3")
     assert float(re.search(r"losses differ by at most\s+│ ([\d.e+-]+)", shown).group(1)) < 1e-5
     first, last = map(float, re.search(r"first and last\s+│ ([\d.]+), ([\d.]+)", shown).groups())
     assert first != last and 3 < first < 4.5  # ln 32 is 3.47
@@ -63,8 +51,7 @@ def test_balance_per_module():
 def test_torchrec_dlrm_outside_the_checkout(tmp_path):
     script = tmp_path / "train.py"
     script.write_text((ROOT / "examples" / "torchrec_dlrm.py").read_text(encoding="utf-8"), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    shown = run(*launcher, script.name, folder=tmp_path, paths="")
+    shown = run(script.name, folder=tmp_path, paths="")
     steps = re.findall(r"loss ([\d.]+), imbalance ([\d.]+)% → ([\d.]+)%", shown)
     losses, before, after = zip(*(map(float, step) for step in steps))
     assert len(steps) == 10 and losses[-1] < losses[0]
@@ -73,8 +60,7 @@ def test_torchrec_dlrm_outside_the_checkout(tmp_path):
 
 @pytest.mark.slow
 def test_gradient_accumulation_with_one_plan_for_both_ranks():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    shown = run(*launcher, "examples/gradient_accumulation.py", "--joint", "--longest", "256", "--rows", "24")
+    shown = run("examples/gradient_accumulation.py", "--joint", "--longest", "256", "--rows", "24")
     assert float(re.search(r"largest difference of gradients +│ ([\d.e+-]+)", shown).group(1)) <= 1e-12
     ratios = re.search(r"costliest rank ÷ mean, at each +│ ([\d., ]+\d)", shown).group(1).split(", ")
     assert max(map(float, ratios)) < 1.02

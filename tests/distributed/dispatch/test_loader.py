@@ -113,17 +113,15 @@ def load_until_it_fails(what):
         options["src"] = rank
     elif what == "another trim" and rank:
         options["trim"] = Trim("id")
-    steps = 0
-    try:
-        loader = SingleRankLoader(source, **options)
-        iterator = iter(loader)
-        for _ in iterator:
-            steps += 1
-    except Exception as error:
-        if steps:
-            assert next(iterator, None) is None  # ended for all
-        return steps, f"{type(error).__name__}: {error}"
-    return steps, None
+    taken, iterators = [], []
+
+    def take_all():
+        iterators.append(iter(SingleRankLoader(source, **options)))
+        taken.extend(iterators[0])
+
+    said = error_of(take_all)
+    assert not taken or next(iterators[0], None) is None  # ended for all
+    return len(taken), said
 
 
 @pytest.mark.parametrize(

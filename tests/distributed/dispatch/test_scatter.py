@@ -83,20 +83,6 @@ def test_groups_stay_whole_and_fewer_rows_than_ranks(ranks):
     assert {size for _, size, *_ in results} == {1}
 
 
-def scatter_padded(rows):
-    is_source = dist.get_rank() == 0
-    batch = padded_batch([3, 1, 4, 1, 5], 8) if is_source else None
-    share = scatter_balanced(batch, [9] * 8 if is_source else None, pad=True)
-    assert Rows.of(share.batch).real == int((~share.is_padding).sum())
-    return count_rows(share.batch), share.batch.sample_id[: Rows.of(share.batch).real].tolist()
-
-
-def test_padding_is_not_dealt_but_its_place_is(two_ranks):
-    results = two_ranks.run(scatter_padded, 8)
-    assert [size for size, _ in results] == [4, 4]
-    assert sorted(sample for _, ids in results for sample in ids) == [1, 1, 3, 4, 5]
-
-
 def text_batch(lengths, width, left=False):
     """Tokens, a mask, per-token rewards and a score per row; row r has tokens of r + 1."""
     mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
@@ -169,69 +155,53 @@ def test_a_rank_receives_its_share_and_no_more(ranks):
         assert share < received < 1.05 * share
 
 
+BATCH = {"batch": {"a": dense([1, 2, 3, 4])}, "workloads": [1, 2, 3, 4]}
+NOTHING = {"batch": None, "workloads": None}
+# What a rank passes otherwise than it should, and the error of all ranks.
+MISTAKES = {
+    "empty batch": (
+        lambda rank: NOTHING if rank else {"batch": {"a": dense([])[:0]}, "workloads": []},
+        "ValueError: rank 0: the batch has 0 rows that are no padding; at least one is needed",
+    ),
+    "no data": (
+        lambda rank: NOTHING,
+        "ValueError: rank 0: this rank is the source and passes no batch and no workloads; the source",
+    ),
+    "data elsewhere": (
+        lambda rank: BATCH,
+        "ValueError: rank 1: this rank passes batch and workloads, the source is rank 0; the",
+    ),
+    "another src": (
+        lambda rank: {"src": rank},
+        "ValueError: src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same",
+    ),
+    "another option": (
+        lambda rank: {"pad": rank == 0},
+        "ValueError: pad is True on rank 0 and False on rank 1 in scatter_balanced",
+    ),
+    "another trim": (lambda rank: {"trim": Trim("ab"[rank])}, "ValueError: trim is [\"Trim(mask='a', lengths=None"),
+    "src outside": (lambda rank: {"src": 9}, "ValueError: rank 0: src is 9, the group has 2 ranks; "),
+    "no such field": (
+        lambda rank: {"trim": Trim("mask")},
+        "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a'",
+    ),
+    "numpy option": (
+        lambda rank: {"equal_size": np.bool_(True)},
+        "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON",
+    ),
+}
+
+
 def mistaken_call(what):
-    """Calls with a mistake on one rank or on all; the error's text on this rank."""
     rank = dist.get_rank()
-    batch = {"a": dense([1, 2, 3, 4]), "b": dense([1, 2, 3, 4])}
-    given = [batch, [1, 2, 3, 4]] if rank == 0 else [None, None]
-    options = {}
-    if what == "empty batch":
-        given = [{"a": dense([])[:0]}, []] if rank == 0 else given
-    elif what == "rows differ":
-        batch["b"] = dense([1, 2, 3])
-    elif what == "no data":
-        given = [None, None]
-    elif what == "data elsewhere":
-        given = [batch, [1, 2, 3, 4]]
-    elif what == "another src":
-        options["src"] = rank
-    elif what == "another option":
-        options["pad"] = rank == 0
-    elif what == "another trim":
-        options["trim"] = Trim("a") if rank == 0 else Trim("b")
-    elif what == "src outside":
-        options["src"] = 9
-    elif what == "workloads too short":
-        given[1] = [1, 2, 3] if rank == 0 else None
-    elif what == "an object":
-        batch["meta"] = object()
-    elif what == "no such field":
-        options["trim"] = Trim("mask")
-    elif what == "numpy option":
-        options["equal_size"] = np.bool_(True)
-    elif what == "wrong trim":
-        options["trim"] = "mask"
-    try:
-        scatter_balanced(*given, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    arguments = (NOTHING if rank else BATCH) | MISTAKES[what][0](rank)
+    return error_of(scatter_balanced, arguments.pop("batch"), arguments.pop("workloads"), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("empty batch", "ValueError: rank 0: the batch has 0 rows that are no padding; at least one is needed"),
-        ("rows differ", "ValueError: rank 0: fields of dict disagree on the number of rows: {'a': 4, 'b': 3}"),
-        ("no data", "ValueError: rank 0: this rank is the source and passes no batch and no workloads; the source"),
-        (
-            "data elsewhere",
-            "ValueError: rank 1: this rank passes batch and workloads, the source is rank 0; the",
-        ),
-        ("another src", "ValueError: src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same"),
-        ("another option", "ValueError: pad is True on rank 0 and False on rank 1 in scatter_balanced"),
-        ("another trim", "ValueError: trim is [\"Trim(mask='a', lengths=None"),
-        ("src outside", "ValueError: rank 0: src is 9, the group has 2 ranks; "),
-        ("workloads too short", "ValueError: rank 0: workloads has 3 entries, there are 4 rows"),
-        ("an object", "TypeError: rank 0: 'meta' holds a object; what is not moved with the rows travels as JSON"),
-        ("no such field", "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a', 'b'"),
-        ("numpy option", "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON"),
-        ("wrong trim", "TypeError: rank 0: trim holds a str; it is a Trim or a list of them"),
-    ],
-)
-def test_a_mistake_is_raised_on_every_rank(two_ranks, what, message):
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_raised_on_every_rank(two_ranks, what):
     errors = two_ranks.run(mistaken_call, what, timeout=30)
-    assert all(error is not None and error.startswith(message) for error in errors), errors
+    assert all(error.startswith(MISTAKES[what][1]) for error in errors), errors
     assert not any("\n" in error for error in errors)
     # Nothing is left behind: the next call works.
     assert two_ranks.run(received_bytes, 4, 2, timeout=30)
@@ -262,8 +232,6 @@ def results_that_do_not_fit(what):
         results = results[:1]
     if what == "to_all":
         return share.gather_back(results, to_all=rank == 0)
-    if what == "call":
-        return share.gather_back(results) if rank else scatter_balanced(None, None, src=1)
     return share.gather_back(results)
 
 
@@ -276,7 +244,6 @@ def results_that_do_not_fit(what):
             r"rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 \[1\] and tensor",
         ),
         ("to_all", "to_all is True on rank 0 and False on rank 1 in gather_back"),
-        ("call", "rank 0 calls scatter_balanced and rank 1 calls gather_back; all ranks make the same calls"),
     ],
 )
 def test_results_that_do_not_fit(two_ranks, what, message):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from benchmarks.raw_data.movielens import generate_movielens
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.dispatch import SingleRankLoader
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
@@ -19,19 +14,10 @@ from commons.trainer.data import train_and_eval_loaders
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from tests.helpers.batches.random_batches import rows_as_values
-from tests.helpers.jobs.hstu_jobs import TINY, run
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """58 users for training: with 8 rows a step the last one has 2, fewer than four ranks."""
-    folder = tmp_path_factory.mktemp("data")
-    archive = generate_movielens(folder / "ml-1m", num_users=69, seed=3)
-    return str(preprocess_movielens(archive.path, folder / "out", test_fraction=0.1, seed=0))
 
 
 def trainer_args(how):
@@ -61,7 +47,10 @@ def make_config(loader):
 
 
 def train_plain(data, how):
-    """One epoch on plain float64 tables: every batch of this rank, the loads of all of them, and the weights."""
+    """Every batch of this rank, the loads of all of them, and the weights, of an epoch on plain float64 tables.
+
+    The last step of the 59 rows has fewer than there are ranks, of four.
+    """
     workloads = HSTUBalancedBatchShuffler(8, 2, 4, 1)
     loader, dealt = make_loader(data, trainer_args(how), workloads)
     torch.manual_seed(0)
@@ -100,7 +89,7 @@ def test_the_weights_do_not_depend_on_who_loads(ranks, data):
         assert all({batch_size for batch_size, _ in seen} == {size} for seen in batches[how])
     for step in range(8):
         rows = {how: sorted(row for seen in batches[how] for row in seen[step][1]) for how in (IN_TURN, BALANCED)}
-        assert rows[BALANCED] == rows[IN_TURN] and len(rows[IN_TURN]) == (2 if step == 7 else 8)
+        assert rows[BALANCED] == rows[IN_TURN] and len(rows[IN_TURN]) == (3 if step == 7 else 8)
     largest = {
         how: sum(max(loads) for loads in zip(*(loads for _, loads, _ in results[how]))) for how in (IN_TURN, BALANCED)
     }
@@ -109,24 +98,3 @@ def test_the_weights_do_not_depend_on_who_loads(ranks, data):
     for how in (IN_TURN, BALANCED):
         found = results[how][0][2]
         assert max(float((found[name] - own[name]).abs().max()) for name in own) < 1e-12
-
-
-@pytest.mark.slow
-def test_hstu_under_torchrun(tmp_path):
-    status, shown, errors = run(
-        "torch.distributed.run",
-        "-m",
-        "hstu.train",
-        *TINY,
-        "--trainer.single-rank-load",
-        "--trainer.balance-batch",
-        "--trainer.run-dir",
-        tmp_path,
-    )
-    assert status == 0, errors
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in steps] == [2, 4, 6]
-    # Dealt out evenly: the shuffler, which only looks on, finds little to gain.
-    assert all(line["imbalance_before"] < 0.2 and line["moved"] == 0 for line in steps)
-    assert {line["eval_rows"] for line in lines if "eval_loss" in line} == {16}

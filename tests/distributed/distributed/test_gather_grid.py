@@ -6,28 +6,19 @@ import contextlib
 import signal
 import weakref
 from collections.abc import Iterator
-from contextlib import closing
-from itertools import islice
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.dispatch import redistribute_balanced
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import groups
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import grid_shape, ring_members
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import windowed_iter
-from tests.helpers.batches.random_batches import rows_as_values
-from tests.helpers.models.torchrec_model import rank_batches
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
 from tests.helpers.ranks.faults import my_batch
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
@@ -114,40 +105,13 @@ def _shuffled(shape, subgroups):
         for _ in range(rank % 3):  # such as groups of node leaders
             dist.new_group([rank], backend="gloo", use_local_synchronization=True)
     with grid_of(shape):
-        results = []
-        with closing(CubicShuffler(ShufflerOptions(timeout=30.0), group)) as shuffler:
-            results += [rows_as_values(shuffler.shuffle(my_batch(step))) for step in range(3)]
-            source = windowed_iter(rank_batches(rank, 4, [6, 3]), shuffler, 2, group)
-            results += [rows_as_values(batch) for batch in islice(source, 5)]
-        rows = {"ids": torch.arange(8) + 100 * rank}
-        work = torch.arange(8) * (100 if rank == 0 else 1)
-        results.append(redistribute_balanced(rows, work, group=group).batch["ids"].tolist())
-    return results
+        return rows_by_every_call(group)
 
 
 @pytest.mark.parametrize("subgroups", [False, True])
 def test_batches_windows_and_dispatch_are_those_of_a_ring(rank_pools, subgroups):
     pool, shape = rank_pools[4], (1, 2) if subgroups else (2, 2)
     assert pool.run(_shuffled, shape, subgroups) == pool.run(_shuffled, None, subgroups)
-
-
-def _shuffler_after_shuffler(shape):
-    """Groups and descriptors while shufflers come and go."""
-    counts = []
-    with grid_of(shape):
-        for step in range(20):
-            kind = (CubicShuffler, IdentityBalancedBatchShuffler)[step % 2]
-            with closing(kind(ShufflerOptions(timeout=30.0))) as shuffler:
-                shuffler.shuffle(my_batch(step))
-            counts.append((len(dist.distributed_c10d._world.pg_names), len(list(Path("/proc/self/fd").iterdir()))))
-    return counts[10:]
-
-
-@pytest.mark.slow
-def test_shufflers_use_the_groups_of_a_grid_again():
-    with RankPool(4) as pool:
-        for counts in pool.run(_shuffler_after_shuffler, (2, 2)):
-            assert len(set(counts)) == 1
 
 
 def _die(folder, victim, shape):

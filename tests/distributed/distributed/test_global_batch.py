@@ -1,4 +1,4 @@
-"""What a shuffled batch knows without asking: host lengths, and the lengths and loss terms of all ranks."""
+"""What a shuffled batch knows without asking: the lengths and loss terms of all ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
-from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.host_copies import host_copy
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import RetrievalConfig
 from tests.helpers.batches.random_batches import random_batch
@@ -50,59 +46,11 @@ def collectives_counted() -> Iterator[Counter[str]]:
         yield counter
 
 
-# ------------------------------------------------------------------------------------------------ host lengths
-
-
 def _own_hstu_batch(rows: int, real: int, longest: int, seed: int, **options: Any) -> HSTUBatch:
     seed += dist.get_rank()
     batch = random_hstu_batch(rows, actual_batch_size=real, longest=longest, seed=seed, **options)
     batch.feature_to_max_seqlen = dict.fromkeys(batch.feature_to_max_seqlen, 30)  # the same on all ranks
     return batch
-
-
-def _unpacked_twice(seed: int, sizes: list[tuple[int, int]], options: dict[str, Any], kind: str) -> list[Any]:
-    """What the host knows of a result, had it been made on a device, beside the lengths that it has."""
-    rows, real = sizes[dist.get_rank()]
-    rows, real = max(1, rows), min(real, max(1, rows))
-    longest = 20 if dist.get_rank() == 0 else 3
-    if kind == "hstu":
-        batch: Any = _own_hstu_batch(rows, real, longest, seed, max_num_candidates=3)
-        keys, field_names = ("user", "tags", "item"), ("num_candidates",)
-    else:
-        batch, keys, field_names = random_batch(seed + dist.get_rank(), rows, real, max_length=longest), ("item",), ()
-    seen = []
-    original = RowExchange.unpack
-
-    def unpack(self: RowExchange, batch: Any, buffer: Any, indices: torch.Tensor, step: int = 0) -> Any:
-        seen.append(original(self, batch.to(META), [torch.cat(buffer).to(META)], indices.to(META), step))
-        return original(self, batch, buffer, indices, step)
-
-    with mock.patch.object(RowExchange, "unpack", unpack), closing(SquareShuffler(ShufflerOptions(**options))) as s:
-        result = s.shuffle(batch)
-    on_device = [*seen, result.to(META), result.to(META).index_select(range(result.batch_size))]
-    for each in on_device:
-        for known, true in zip(each.host_lengths(*keys), result.host_lengths(*keys)):
-            assert known.tolist() == true.tolist()
-        for name in field_names:
-            assert each.host_values(name).tolist() == getattr(result, name).tolist()
-        known = host_copy(each.labels.lengths())
-        assert known is not None and known.tolist() == result.labels.lengths().tolist()
-    return [len(seen), result.actual_batch_size]
-
-
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(
-    seed=st.integers(0, 10_000),
-    sizes=st.lists(st.tuples(st.sampled_from([1, 3, 7]), st.integers(0, 7)), min_size=4, max_size=4),
-    options=st.fixed_dictionaries(
-        {"transport": st.sampled_from(["all_to_all", "all_gather"]), "mode": st.sampled_from(["balance", "observe"])}
-    ),
-    kind=st.sampled_from(["rich", "hstu"]),
-)
-def test_the_host_knows_the_lengths_of_results(ranks, seed, sizes, options, kind):
-    results = ranks.run(_unpacked_twice, seed, sizes, options, kind)
-    rows = [min(real, max(1, rows)) for rows, real in sizes[: ranks.world_size]]
-    assert sum(real for _, real in results) == sum(rows)
 
 
 # ------------------------------------------------------------------------------------------------ loss terms

@@ -14,13 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import groups
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
-from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.models.torchrec_model import (
     build_plain,
@@ -35,36 +33,11 @@ from tests.helpers.ranks.faults import my_batch, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
 
 
-def _tensor_parallel():
-    """DP 2 × TP 2: peers of a tensor-parallel group bring the same batch."""
-    from megatron.core import parallel_state
-
-    with model_parallel(2), closing(CubicShuffler()) as shuffler:
-        data_rank = parallel_state.get_data_parallel_rank()
-        results = []
-        for step in range(4):
-            first = 1 + 1000 * data_rank + 100 * step
-            batch = make_batch(list(range(first, first + 5)), 6, longest=40 if data_rank == 0 else 2)
-            result, indices = shuffler.shuffle(batch, return_indices=True)
-            results.append((rows_as_values(result, padding=True), indices.tolist(), shuffler.last_stats.moved))
-        loss = global_mean_loss(torch.tensor(1.0, requires_grad=True), 3)  # two data-parallel ranks, 6 terms
-        return data_rank, dist.get_process_group_ranks(resolve_process_group()), results, float(loss)
-
-
 @pytest.fixture(scope="module")
 def fresh_ranks():
     """Four ranks of their own: megatron-core's state is global."""
     with RankPool(4) as pool:
         yield pool
-
-
-def test_tensor_parallel_peers_end_with_identical_batches(fresh_ranks):
-    answers = fresh_ranks.run(_tensor_parallel)
-    assert [members for _, members, _, _ in answers] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for first, second in ((0, 1), (2, 3)):  # the tensor-parallel groups
-        assert answers[first][2] == answers[second][2]
-    assert answers[0][2] != answers[2][2] and any(moved for _, _, moved in answers[0][2])
-    assert all(loss == pytest.approx(2 * 1.0 / 6) for _, _, _, loss in answers)
 
 
 def _trained(rank, shuffler):

@@ -1,11 +1,11 @@
-"""global_mean_loss: averaged gradients are those of one process over the global batch, and it survives symbolic tracing
-in every pipeline that traces.
+"""global_mean_loss: averaged gradients are those of one process over the global batch; it survives symbolic tracing.
+
+In every pipeline that traces: tests/distributed/pipeline/test_torchrec_batch.py.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from fractions import Fraction
 from functools import partial
 
@@ -16,21 +16,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torchrec.datasets.utils import Batch
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.distributed import global_mean_loss, mean_over_ranks
-from commons.distributed.process_group import resolve_process_group
-from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.pipeline import balanced
-from tests.helpers.models.torchrec_model import _init, shard, weights_of
-from tests.helpers.pipelines import shuffled_pipelines as pipelines
-from tests.helpers.pipelines.cpu_pipelines import CpuSemiSync
-from tests.helpers.pipelines.shuffled_pipelines import lacking, steps_of
 
 # How the count of all ranks may be stated where it is known.
 KNOWN = {"known": int, "known to numpy": np.int64}
@@ -141,14 +128,6 @@ def test_a_count_is_finite_and_not_negative(count):
         global_mean_loss(torch.tensor(3.0), 1, global_count=count)
 
 
-def test_a_sum_of_no_terms_is_a_tensor_too():
-    for nothing in (0.0, None):
-        with pytest.raises(
-            TypeError, match=r"local_sum is a \w+; it must be a tensor .* sum its terms, of which there"
-        ):
-            global_mean_loss(nothing, 0)
-
-
 # What one rank alone may get wrong, with what all ranks raise.
 MISTAKES = {
     "no sum": (lambda: global_mean_loss(torch.ones(2), 1), ValueError, "local_sum has shape (2,)"),
@@ -227,144 +206,12 @@ def test_means_of_any_numbers_and_of_a_group(ranks):
 def test_what_has_no_mean_is_refused():
     with pytest.raises(ValueError, match=r"value has shape \(2,\); it must be a scalar: take its mean or sum"):
         mean_over_ranks(torch.ones(2))
-    for value in (True, torch.tensor(1j), "3", None):
+    for value in (True, torch.tensor(1j), "3"):
         with pytest.raises(TypeError, match=r"value is of type \w+; it must be a number for each rank: pass float"):
             mean_over_ranks(value)
 
 
 # --------------------------------------------------------------------------------------------------------------- traced
-
-
-# The first does not trace: the others come to its weights.
-PIPELINES = {name: pipelines.PIPELINES[name] for name in ("base", "sparse", "lite", "fused", "prefetch")}
-PIPELINES |= {"semi-sync, before it starts": (CpuSemiSync, {"start_batch": 1000}), "semi-sync": (CpuSemiSync, {})}
-KEYS, WIDTH, DENSE, ROWS, STEPS = ["item", "shop"], 4, 3, 6, 4
-CPU = torch.device("cpu")
-# How a forward may state the count of its loss terms.
-STATED = {
-    "rows": lambda batch: batch.labels.numel(),
-    "tensor": lambda batch: torch.ones_like(batch.labels).sum(),
-    "number": lambda batch: ROWS,  # equal counts of rows stay equal
-    "known": lambda batch: batch.labels.numel(),
-}
-
-
-class HostBatch(Batch):
-    """TorchRec's, which would hand a CPU stream to CUDA's allocator."""
-
-    def to(self, device, non_blocking=False):
-        return self
-
-    def record_stream(self, stream):
-        pass
-
-
-class Pool(nn.Module):
-    def forward(self, history: JaggedTensor) -> torch.Tensor:
-        return torch.segment_reduce(history.values(), "sum", lengths=history.lengths().long(), initial=0)
-
-
-class TracedModel(nn.Module):
-    """As TorchRec's DLRMTrain: the top module, which is traced, returns the loss."""
-
-    def __init__(self, count: str, group: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.embedding = EmbeddingCollection(
-            device=torch.device("meta"),
-            tables=[
-                EmbeddingConfig(
-                    name=f"t_{key}", embedding_dim=WIDTH, num_embeddings=50, feature_names=[key], init_fn=_init
-                )
-                for key in KEYS
-            ],
-        )
-        self.pool = Pool()
-        self.over = nn.Linear(DENSE + WIDTH * len(KEYS), 1)
-        self.count, self.groups = count, [group]
-        self.traced = False
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        self.traced |= isinstance(batch, torch.fx.Proxy)
-        embeddings = self.embedding(batch.sparse_features)
-        pooled = [self.pool(embeddings[key]) for key in KEYS]
-        prediction = self.over(torch.cat([batch.dense_features, *pooled], dim=1)).squeeze(1)
-        loss_sum = ((prediction - batch.labels) ** 2).sum()
-        group, known = self.groups[0] or resolve_process_group(), None
-        if self.count == "known":  # of all ranks, and as much of the batch as the tracer sees
-            known = batch.labels.numel() * dist.get_world_size()
-        loss = global_mean_loss(loss_sum, STATED[self.count](batch), group, global_count=known)
-        return loss, loss.detach()
-
-
-def draw_batches():
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(STEPS):
-        lengths = torch.randint(0, 8 + 12 * dist.get_rank(), (len(KEYS) * ROWS,), generator=generator)
-        values = torch.randint(50, (int(lengths.sum()),), generator=generator)
-        yield HostBatch(
-            dense_features=torch.randn(ROWS, DENSE, generator=generator),
-            sparse_features=KeyedJaggedTensor(keys=KEYS, values=values, lengths=lengths),
-            labels=torch.randn(ROWS, generator=generator),
-        )
-
-
-def _build(count, group=None):
-    torch.manual_seed(0)
-    top = TracedModel(count, group)
-    model = shard(top, EmbeddingCollectionSharder(fused_params={"learning_rate": 0.05}), keys=KEYS)
-    return top, model, torch.optim.SGD(top.over.parameters(), lr=0.05)
-
-
-def _train():
-    """Whether the top module was traced, and the weights before and after, by pipeline and kind of the arguments."""
-    kinds = itertools.cycle([("rows", None), ("tensor", dist.new_group()), ("number", None), ("known", None)])
-    results = {}
-    for name, (pipeline_class, options) in PIPELINES.items():
-        if lacking(pipeline_class, options) is not None:  # with an old TorchRec
-            continue
-        top, model, optimizer = _build(*next(kinds))
-        before = weights_of(model)
-        shuffler = TokensBalancedBatchShuffler()
-        pipeline = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler, **options)
-        list(steps_of(pipeline, draw_batches()))
-        shuffler.close()
-        results[name] = top.traced, before, weights_of(model)
-    return results
-
-
-def test_the_loss_in_the_traced_top_module_trains(two_ranks):
-    for results in two_ranks.run(_train):
-        reference = results["base"][2]
-        assert not results["base"][0]
-        for name, (traced, before, after) in results.items():
-            assert traced or name == "base"
-            for weight in before:
-                assert float((after[weight] - before[weight]).abs().max()) > 1e-4, (name, weight)
-                if name != "semi-sync":  # which trains on embeddings that are a step old
-                    torch.testing.assert_close(after[weight], reference[weight], rtol=1e-4, atol=1e-5)
-
-
-def _evaluate():
-    """The mean loss of every step over the ranks, shuffled through the pipeline, and as the batches are."""
-    top, model, optimizer = _build("rows")
-    model.eval()
-    with torch.no_grad():
-        plain = [model(batch)[0] for batch in draw_batches()]
-    shuffler = TokensBalancedBatchShuffler()
-    pipeline = balanced(EvalPipelineSparseDist)(model, optimizer, CPU, batch_shuffler=shuffler)
-    source = draw_batches()
-    shuffled = [pipeline.progress(source) for _ in range(STEPS)]
-    moved = pipeline.last_stats.moved
-    pipeline.reset()
-    shuffler.close()
-    both = torch.stack([torch.stack(shuffled), torch.stack(plain)])
-    dist.all_reduce(both)
-    return top.traced, moved, both.tolist()
-
-
-def test_the_loss_in_an_evaluation_pipeline(two_ranks):
-    for traced, moved, (shuffled, plain) in two_ranks.run(_evaluate):
-        assert traced and moved and shuffled == pytest.approx(plain, rel=1e-5)
 
 
 class Reduction(nn.Module):

@@ -1,13 +1,11 @@
-"""TorchEasyRec's Batch, other nestings and batches that a constructor changes through the shuffler, windows, dispatch
-and a pipeline, as they are: nothing is flattened, and every row arrives as it was.
+"""TorchEasyRec's Batch and other nestings through the shuffler, windows, dispatch and a pipeline, as they are: nothing
+is flattened, and every row arrives as it was.
 """
 
 from __future__ import annotations
 
 import collections
-import enum
 import itertools
-from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +28,7 @@ from tests.helpers.batches.any_batches import dense, jagged, keyed, kjt
 from tests.helpers.batches.easyrec import ClicksShuffler, EasyRecBatch, EasyRecModel, clicks, easyrec_batch
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
+from tests.helpers.pipelines.shuffled_pipelines import steps_of
 from tests.helpers.ranks.faults import raised_by
 
 SIZES = [7, 2, 5, 1]
@@ -295,64 +293,3 @@ def test_a_plain_value_that_differs_says_how_it_is_declared(ranks):
         assert "rank 1: this batch differs from the first: field 'stamp': 0.0 and 1.0; " in later
         for text in (first, later):
             assert "each rank's own: register_batch_type(Stamped, per_rank=('stamp',))" in text and "\n" not in text
-
-
-# ----------------------------------------------------------------------------------- batches that a constructor changes
-
-
-Point = namedtuple("Point", ["x", "y"])
-
-
-class Unit(enum.Enum):
-    SECONDS = "s"
-
-
-@dataclass(frozen=True)
-class Recoded:
-    """Labels come counted from 1; the constructor refuses batches without rows, and states what `made` is."""
-
-    sparse: KeyedJaggedTensor
-    labels: torch.Tensor
-    actual_batch_size: int
-    plain: Any
-    made: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not len(self.labels):
-            raise ValueError("a batch without rows makes no sense")
-        object.__setattr__(self, "labels", self.labels - 1)
-        object.__setattr__(self, "made", self.labels * 2)
-        object.__setattr__(self, "unit", Unit.SECONDS)
-
-
-PLAIN = {1: ("a", [2.0, float("inf")]), "1": Point(None, (True,)), Unit.SECONDS: float("-inf"), 2.0: b"x"}
-
-
-def _recoded_batch(first, rows, plain=None):
-    lengths = torch.arange(first, first + rows) % 5 * (dist.get_rank() + 1)
-    features = KeyedJaggedTensor(["item"], torch.arange(int(lengths.sum())), lengths=lengths)
-    return Recoded(features, torch.arange(first, first + rows) + 1, rows, PLAIN if plain is None else plain)
-
-
-def _shuffled_recoded(transport):
-    """Rank 1 never has a batch; the others' rows come to it."""
-    shuffler = CubicShuffler(ShufflerOptions(transport=transport, equal_size=False))
-    shuffler.get_workloads = lambda batch: batch.sparse.lengths() + 10
-    rows = []
-    for step in range(2):
-        batch = None if dist.get_rank() == 1 else _recoded_batch(100 * dist.get_rank() + 10 * step, 6)
-        handle = shuffler.start_shuffle(batch)
-        result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
-        assert shuffler.last_stats.moved and result.actual_batch_size
-        assert result.made.tolist() == (result.labels * 2).tolist()
-        rows.append(result.labels[: result.actual_batch_size].tolist())
-    shuffler.close()
-    assert result.plain == PLAIN and repr(result.plain) == repr(PLAIN) and result.unit is Unit.SECONDS
-    return rows
-
-
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
-def test_rows_that_moved_are_as_the_constructor_left_them(ranks, transport):
-    for step, shares in enumerate(zip(*ranks.run(_shuffled_recoded, transport))):
-        firsts = [100 * rank + 10 * step for rank in range(ranks.world_size) if rank != 1]
-        assert sorted(label for share in shares for label in share) == [f + i for f in firsts for i in range(6)]

@@ -20,16 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.dispatch import SingleRankLoader, redistribute_balanced, scatter_balanced
 from commons.distributed import global_mean_loss
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import absence, agree, groups
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import TrainPipelineFactory, windowed_iter
+from commons.pipeline import windowed_iter
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.models.torchrec_model import build_sharded, make_batch, rank_batches, weights_of
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
+from tests.helpers.ranks.faults import my_batch as my_rows
 from tests.helpers.ranks.rank_pool import PRELOAD, RankPool
 
 _SECONDS = 20.0
@@ -115,9 +113,6 @@ def test_a_shuffler_that_was_not_used_yet_works_in_a_child():
 # ------------------------------------------------------------------------------------------------- again in one process
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.fixture(scope="module")
 def own_ranks():
     """Two ranks of their own, whose groups are destroyed."""
@@ -134,26 +129,22 @@ def _begin_again(store, *, ranks_change_places=False):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def _batch(step=0):
-    first = 1 + 1000 * dist.get_rank() + 100 * step
-    return make_batch(list(range(first, first + 5)), 6, longest=40 if dist.get_rank() == 0 else 2)
-
-
 def _shuffled(shuffler):
-    shuffled = [shuffler.shuffle(_batch(step), return_indices=True) for step in range(3)]
+    shuffled = [shuffler.shuffle(my_rows(step), return_indices=True) for step in range(3)]
     moved = shuffler.last_stats.moved
     return [(rows_as_values(batch), indices.tolist(), moved) for batch, indices in shuffled]
 
 
-def _shuffles(stores, change_places):
+def _shuffles(stores):
+    """The ranks change places in every new world."""
     kept, closed = CubicShuffler(), CubicShuffler()
     answers = [(dist.get_rank(), _shuffled(kept), _shuffled(closed))]
     closed.close()
     collected = CubicShuffler()
-    collected.shuffle(_batch())
+    collected.shuffle(my_rows())
     del collected
     for store in stores:
-        _begin_again(store, ranks_change_places=change_places)
+        _begin_again(store, ranks_change_places=True)
         fresh = CubicShuffler()
         answers.append((dist.get_rank(), _shuffled(kept), _shuffled(fresh)))
         fresh.close()
@@ -162,55 +153,27 @@ def _shuffles(stores, change_places):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change_places", [False, True])
-def test_shufflers_old_and_new_work_in_every_world(own_ranks, tmp_path, change_places):
-    per_process = own_ranks.run(_shuffles, [str(tmp_path / f"store{n}") for n in range(3)], change_places)
+def test_shufflers_old_and_new_work_in_every_world(own_ranks, tmp_path):
+    per_process = own_ranks.run(_shuffles, [str(tmp_path / f"store{n}") for n in range(3)])
     expected = {rank: shuffled for rank, shuffled, _ in (answers[0] for answers in per_process)}
     assert any(moved for _, _, moved in expected[0])
     for process, answers in enumerate(per_process):
         assert len(answers) == 4
         for number, (rank, *both) in enumerate(answers):
-            assert rank == (process + number) % 2 if change_places else rank == process
+            assert rank == (process + number) % 2
             assert both == [expected[rank]] * 2
 
 
-def _uses():
-    """What dispatch, windows, a pipeline and the loss give, with nothing kept between calls."""
-    batch, is_first = _batch(), dist.get_rank() == 0
-    workloads = torch.arange(1, 1 + batch.batch_size)
-    scattered = scatter_balanced(batch if is_first else None, workloads if is_first else None)
-    redistributed = redistribute_balanced(batch, workloads)
-    loader = SingleRankLoader([_batch(), _batch(1)] if is_first else [None, None], lambda each: workloads)
-    dealt = [rows_as_values(each) for each in loader]
-    loader.close()
-    shuffler, plain = CubicShuffler(), IdentityBalancedBatchShuffler()
-    windows = windowed_iter(iter([_batch(step) for step in range(4)]), shuffler, 2)
-    in_windows = [rows_as_values(each) for each in windows if each is not None]
-    model, optimizer = build_sharded()
-    pipeline = TrainPipelineFactory.create(
-        "native", model=model, optimizer=optimizer, device=CPU, batch_shuffler=shuffler
-    )
-    source = rank_batches(dist.get_rank(), 6, [6, 2, 5])
-    for _ in range(3):
-        pipeline.progress(source)
-    loss = global_mean_loss(torch.tensor(2.0 + dist.get_rank(), requires_grad=True), 3 + dist.get_rank())
-    shuffler.close()
-    plain.close()
-    weights = [row.tolist() for row in weights_of(model).values()]
-    return rows_as_values(scattered.batch), rows_as_values(redistributed.batch), dealt, in_windows, weights, float(loss)
-
-
 def _uses_again(stores):
-    answers = [_uses()]
+    answers = [rows_by_every_call()]
     for store in stores:
         _begin_again(store)
-        torch.manual_seed(0)
-        answers.append(_uses())
+        answers.append(rows_by_every_call())
     return answers
 
 
 @pytest.mark.slow
-def test_dispatch_windows_pipelines_and_loss_work_again(own_ranks, tmp_path):
+def test_shufflers_windows_and_dispatch_work_again(own_ranks, tmp_path):
     for answers in own_ranks.run(_uses_again, [str(tmp_path / f"store{n}") for n in range(2)]):
         assert answers[1] == answers[0] and answers[2] == answers[0]
 

@@ -23,6 +23,7 @@ from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models.hstu_models import model_of, with_timestamps
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
 
 STEPS = 7
 TABLES = {"user": 30, "item": 50, "action": 6}
@@ -30,7 +31,6 @@ HSTU = HSTUConfig(8, 2, 2, 4, max_sequence_length=2 * 24 + 1)
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dims={"item": 4})
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
-    "ranking in a window": RankingConfig(dataclasses.replace(HSTU, max_attn_len=6), TABLES, (8, 2), 2),
     "ranking by time": RankingConfig(dataclasses.replace(HSTU, time_bias=True), TABLES, (8, 2), 2),
     "drawn": dataclasses.replace(RETRIEVAL, num_negatives=12),
     "global": dataclasses.replace(RETRIEVAL, in_batch_pool="global"),
@@ -93,7 +93,7 @@ def _train(kind, task, candidates, sharding):
         optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.2)
         pipeline_class = TrainPipelineSparseDist
     if kind == "hstu":
-        shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2, max_attn_len=config.hstu.max_attn_len)
+        shuffler = HSTUBalancedBatchShuffler(8, 2, 4, 2)
     else:
         shuffler = IdentityBalancedBatchShuffler()
     before = weights_of(model)
@@ -114,14 +114,7 @@ def _train(kind, task, candidates, sharding):
 
 @pytest.mark.parametrize(
     ("task", "candidates"),
-    [
-        ("ranking", 0),
-        ("ranking", 3),
-        ("ranking in a window", 3),
-        ("ranking by time", 3),
-        ("drawn", 0),
-        ("global", 0),
-    ],
+    before_a_commit([("ranking by time", 3), ("drawn", 0), ("global", 0)], [("ranking", 0)]),
 )
 def test_plain_tables_in_float64(ranks, task, candidates):
     before, on, off, moved, loss_on, loss_off = ranks.run(_train_both_ways, task, candidates, None)[0]
@@ -134,12 +127,9 @@ def test_plain_tables_in_float64(ranks, task, candidates):
 
 @pytest.mark.parametrize(
     ("task", "sharding"),
-    [
-        ("ranking", "table_wise"),
-        pytest.param("ranking by time", "row_wise", marks=pytest.mark.slow),
-        ("drawn", "row_wise"),
-        pytest.param("global", "table_wise", marks=pytest.mark.slow),
-    ],
+    before_a_commit(
+        [("ranking", "table_wise"), ("drawn", "row_wise")], [("ranking by time", "row_wise"), ("global", "table_wise")]
+    ),
 )
 def test_sharded_tables_in_float32(ranks, task, sharding):
     _, on, off, moved, loss_on, loss_off = ranks.run(_train_both_ways, task, 0, sharding)[0]
@@ -151,6 +141,7 @@ def test_sharded_tables_in_float32(ranks, task, sharding):
     assert loss_on == pytest.approx(loss_off, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_negatives_of_neighbours_change_with_the_neighbours(two_ranks):
     """What the docs say cannot be avoided; and that the tests above would notice."""
     *_, moved, loss_on, loss_off = two_ranks.run(_train_both_ways, "neighbours", 0, None)[0]

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch import Trim
-from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches, pack_rows
-from tests.helpers.batches.any_batches import padded_batch
+from commons.micro_batching import MicroBatches, MicroBatchSpec, pack_micro_batches
 from tests.helpers.ranks.faults import error_of
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2, 2, 1], [1, 1, 1, 1, 1, 1], [30, 1, 1], []]
@@ -76,13 +75,6 @@ def test_a_rank_without_a_batch(two_ranks):
     assert [tokens for _, tokens, *_ in packed] == [[3, 5], [3, 5]]
 
 
-def test_nothing_travels_where_it_would_gain_nothing(ranks):
-    packed = ranks.run(_all_that_holds, [[8, 6, 5, 3]] * 4, {"max_tokens_per_mb": 11, "packing_algorithm": "refined"})
-    for rank, (ids, _, ratios, _, sent) in enumerate(packed):
-        assert sent == 0 and ratios == [1.0, 1.0]
-        assert sorted(number for each in ids for number in each) == [100 * rank + row for row in range(4)]
-
-
 def test_groups_come_together_and_go_home(ranks):
     """Group 0 lies on all ranks, the others on one each."""
     lengths = [[9, 8, 2, 2], [1, 1, 3, 9], [4], []][: ranks.world_size]
@@ -99,47 +91,6 @@ def test_groups_come_together_and_go_home(ranks):
     assert len({name for *_, name in places}) == len(set(places)) == 5
 
 
-def test_padding_is_left_out(two_ranks):
-    assert two_ranks.run(_padded) == [3, 2]
-
-
-def _padded():
-    rank = dist.get_rank()
-    lengths = [3, 1, 4, 0, 0] if rank == 0 else [2, 5, 0]
-    batch = padded_batch(lengths[: 3 - rank], rows=len(lengths))
-    micro_batches = pack_micro_batches(batch, MicroBatchSpec(n_mbs=2), lengths, joint=True)
-    assert all(each.batch_size == each.actual_batch_size for each in micro_batches)
-    assert sum(micro_batches.loss_tokens) == sum(each.num_loss_tokens() for each in micro_batches)
-    home = micro_batches.send_home([torch.ones(each.batch_size) for each in micro_batches])
-    return len(home)
-
-
-def _padded_sequences(rank, lengths):
-    width = max(lengths)
-    mask = (torch.arange(width) < torch.tensor(lengths).unsqueeze(1)).long()
-    ids = torch.arange(1, len(lengths) + 1).unsqueeze(1) * 10 + 100 * rank
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def _trimmed(lengths_of):
-    rank = dist.get_rank()
-    options = {"trim": Trim("attention_mask")}
-    micro_batches = _pack(lengths_of, {"n_mbs": 2, "packing_algorithm": "refined"}, options, _padded_sequences)
-    for batch, tokens in zip(micro_batches, micro_batches.num_tokens):
-        assert pack_rows(batch).num_tokens == tokens
-    moved = micro_batches.redistributed
-    home = micro_batches.send_home([moved.untrim(each["input_ids"]) for each in micro_batches])
-    own = _padded_sequences(rank, lengths_of[rank])["input_ids"]
-    assert torch.equal(home[:, : own.shape[1]], own) and not home[:, own.shape[1] :].any()
-    return home.shape[1]
-
-
-def test_sequences_padded_to_other_widths(ranks):
-    lengths_of = [[5, 9, 2, 7], [3, 1, 2], [12, 4], [1, 1, 1]]
-    widest = max(max(lengths) for lengths in lengths_of[: ranks.world_size])
-    assert ranks.run(_trimmed, lengths_of) == [widest] * ranks.world_size
-
-
 def _other_dtype(rank, lengths):
     return {"id": torch.arange(len(lengths), dtype=torch.int32 if rank else torch.int64)}
 
@@ -148,17 +99,14 @@ def _other_dtype(rank, lengths):
     ("change", "message"),
     [
         ({"options": [{"joint": False}, {}]}, "joint is False on rank 0 and True on rank 1 in pack_micro_batches"),
-        ({"options": [{}, {"joint": "yes"}]}, "joint is True on rank 0 and 'yes' on rank 1"),
         ({"options": {"joint": "yes"}}, "joint is 'yes'; it is True or False: choose one"),
         ({"options": {"joint": False, "trim": Trim("mask")}}, "trim is given and joint is False"),
-        ({"options": {"trim": Trim("mask", side="both")}}, "sequences of 'mask' are padded on both sides"),
         ({"options": [{}, {"trim": Trim("mask")}]}, "trim is 'None' on rank 0 and \"Trim(mask='mask'"),
         (
             {"spec": [{"max_tokens_per_mb": 20}, {"max_tokens_per_mb": 21}]},
             "max_tokens_per_mb is 20 on rank 0 and 21 on rank 1",
         ),
         ({"spec": {"max_tokens_per_mb": 8}}, "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
-        ({"spec": {"granularity": 2}}, "rank 0: the batch has 3 rows, granularity is 2"),
         (
             {"options": [{"groups": [1, 1, 2]}, {}]},
             "ranks 0 and 1 differ: 'groups': given and absent; rows",
@@ -171,8 +119,6 @@ def _other_dtype(rank, lengths):
             {"spec": {"max_tokens_per_mb": 11}, "options": [{"groups": [5, 6, 7]}, {"groups": [6, 7]}]},
             "rows 1 and 3 have 12 tokens together, rows 2 and 4 have 12 tokens together, max_tokens_per_mb is 11",
         ),
-        ({"spec": {"n_mbs": 4}}, "n_mbs is 4, the 2 ranks have 5 rows together"),
-        ({"lengths": [[], []]}, "no rank has a row"),
         ({"lengths": [None, None]}, "no rank has a row"),
         ({"lengths": [[1], None], "options": [{}, {"workloads": [3]}]}, "batch is None and there are 1 workloads"),
         (
@@ -180,7 +126,6 @@ def _other_dtype(rank, lengths):
             "the batches of ranks 0 and 1 differ: 'workloads': given and absent; rows",
         ),
         ({"options": [{"workloads": [1, 2, 3]}, {}]}, "workloads are given and packing_algorithm is 'ffd'"),
-        ({"options": [{}, {"loss_tokens": [1]}]}, "rank 1: loss_tokens has 1 entries, there are 2 rows"),
         (
             {"batches": _other_dtype},
             "ranks 0 and 1 differ: field 'id': tensor int64 [] and tensor int32 []",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
-from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.ranks.faults import error_of, limit_waits, meet
-from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.faults import error_of
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
 
@@ -97,7 +93,6 @@ def test_a_rank_with_too_few_rows_is_named_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([], "the batch has no rows"),
         ([3, 40, 2], "row 1 has 40 tokens, max_tokens_per_mb is 31"),
         ([1.5, 2], r"lengths[0] is 1.5"),
     ],
@@ -155,24 +150,6 @@ def _pack_in_pairs(lengths_of):
         return str(error)
 
 
-def test_a_rank_that_does_not_come_is_named():
-    with RankPool(2) as pool:
-        said, _ = pool.run(_one_rank_stays_away)
-    assert "rank 1 did not take part" in said
-
-
-def _one_rank_stays_away():
-    pack_micro_batches([1], MicroBatchSpec(), [1])  # makes the groups, so that rank 0 gets as far as the gather
-    text = ""
-    if dist.get_rank() == 0:
-        limit_waits(0.5)
-        with pytest.raises(RankMissingError) as caught:
-            pack_micro_batches([1], MicroBatchSpec(), [1], timeout=0.5)
-        text = str(caught.value)
-    meet("rank 0 has given up")
-    return text
-
-
 def _accumulate(fewest_terms_of_a_mean, joint=False):
     """Gradients of DistributedDataParallel over micro-batches, and of one process over all rows."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -216,8 +193,3 @@ def _accumulate(fewest_terms_of_a_mean, joint=False):
 def test_gradients_are_those_of_one_process(ranks, how):
     for differences, largest in ranks.run(_accumulate, *how):
         assert max(differences) < 1e-14 and largest > 1e-3
-
-
-def test_a_mean_over_no_term_stays_nan_whatever_its_weight(two_ranks):
-    # Why sums are what is documented: a micro-batch without a term is weighed by 0, but 0 · (0 ÷ 0) is no zero.
-    assert all(math.isnan(differences[0]) for differences, _ in two_ranks.run(_accumulate, 0))

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from commons.cli.observe import main
+from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
 from tests.helpers.pipelines.plain_torchrec import ROWS, lengths_of
 
-ROOT = Path(__file__).parents[3]
 SCRIPT, STEPS = "tests/helpers/pipelines/plain_torchrec.py", 24
 
 
-def run(*arguments, ranks=2):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, *arguments],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def run(*arguments):
+    """What two ranks print."""
+    done = run_program(*TWO_RANKS, *arguments, timeout=240, env={"PYTHONPATH": str(ROOT), "NO_COLOR": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -32,10 +32,11 @@ from tests.helpers.cuda.pretended_streams import (
     replaced,
     with_streams,
 )
-from tests.helpers.models.torchrec_model import Head, build_plain, build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.models.torchrec_model import build_plain, build_sharded, head_of, rank_batches, weights_of
 from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines.shuffled_pipelines import (
     STOCK,
+    STOCK_EVALUATIONS,
     STOCK_WITH_STREAMS,
     CubicShuffler,
     before_a_commit,
@@ -43,7 +44,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     require_pipeline,
     steps_of,
 )
-from tests.helpers.pipelines.trainer_loops import Output, Parts
+from tests.helpers.pipelines.trainer_loops import Parts, StatedHead
 from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -62,14 +63,6 @@ COMPILED: Pipelines = {
     "pt2": (TrainPipelinePT2, {"compile_configs": TorchCompileConfig(backend="eager", compile_on_iter=STEPS - 1)}),
     "compiled autograd": (TrainPipelineSparseDistCompAutograd, {}),
 }
-
-
-class StatedHead(Head):
-    """Says what the loop asks for."""
-
-    def forward(self, embeddings, batch):
-        loss, loss_sum = super().forward(embeddings, batch)
-        return loss, Output(loss_sum, batch.actual_batch_size, [])
 
 
 def make_model(build: Callable[[], tuple[Any, Any]] = build_sharded) -> tuple[Any, Any]:
@@ -153,9 +146,10 @@ def test_compiled_pipelines_train_the_same(two_ranks, name):
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
 
 
-def test_every_balanced_class_that_trains_is_compared():
-    trains = {name for name in HOOKS.keys() & torchrec_pipelines().keys() if not name.startswith("Eval")}
-    assert trains == {each.__name__ for each, _ in (PIPELINES | COMPILED).values()}
+def test_every_balanced_class_is_compared():
+    """Those that evaluate: tests/distributed/pipeline/test_every_pipeline.py."""
+    compared = PIPELINES | COMPILED | STOCK_EVALUATIONS
+    assert HOOKS.keys() & torchrec_pipelines().keys() == {each.__name__ for each, _ in compared.values()}
 
 
 def _training_loop(run_dir: str, pipeline_type: str, accumulation_steps: int) -> dict[str, torch.Tensor]:

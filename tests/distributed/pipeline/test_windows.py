@@ -24,7 +24,7 @@ from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, ro
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, steps_of
 from tests.helpers.ranks.faults import raised_by
 
 
@@ -165,17 +165,9 @@ def _train(pipeline, window, counts, kind):
             models.rank_batches(dist.get_rank(), counts[dist.get_rank()], [6, 3, 0, 5]), shuffler, window
         )
         if kind == "balanced":
-            trainer = balanced(pipeline_class)(
-                model, optimizer, torch.device("cpu"), batch_shuffler=identity, **options
-            )
-        else:
-            trainer = pipeline_class(model, optimizer, torch.device("cpu"), **options)
-        source = noted(windowed)
-        while True:
-            try:
-                trainer.progress(source)
-            except StopIteration:
-                break
+            pipeline_class, options = balanced(pipeline_class), options | {"batch_shuffler": identity}
+        trainer = pipeline_class(model, optimizer, torch.device("cpu"), **options)
+        for _ in steps_of(trainer, noted(windowed)):
             windowed.take_stats()
     return ids, models.head_of(model).seen, models.weights_of(model)
 
@@ -266,15 +258,14 @@ def _fails_once(where, at):
 
 
 @pytest.mark.parametrize(
-    ("where", "kind", "text"),
+    ("where", "at", "kind", "text"),
     [
-        ("loader", "RuntimeError", "rank 1: OSError: the disk is gone"),
-        ("workloads", "RuntimeError", "rank 1: ArithmeticError: no cost"),
-        ("negative", "ValueError", "rank 1: workloads[0] is -"),
+        ("loader", 4, "RuntimeError", "rank 1: OSError: the disk is gone"),
+        ("workloads", 5, "RuntimeError", "rank 1: ArithmeticError: no cost"),
+        ("negative", 0, "ValueError", "rank 1: workloads[0] is -"),
     ],
 )
-@pytest.mark.parametrize("at", [0, 4, 5])
-def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, kind, text, at):
+def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, at, kind, text):
     answers = ranks.run(_fails_once, where, at)
     for _, errors in answers:
         ((position, raised, said),) = errors

@@ -12,7 +12,7 @@ from commons.distributed.process_group import resolve_process_group
 from tests.helpers.models.sid_models import build_sharded, heavy_tailed_batches, make_pipeline, model_parallel
 from tests.helpers.models.torchrec_model import weights_of
 
-STEPS = 12
+STEPS = 8
 
 
 def _train(balances, pipeline, sharding, tensor_parallel_size=1):
@@ -55,7 +55,7 @@ def assert_equal_training(found, expected):
 def test_shuffler_on_and_off(ranks, pipeline, sharding):
     on = ranks.run(_train, True, pipeline, sharding)[0]
     off = ranks.run(_train, False, pipeline, sharding)[0]
-    assert on[3] > 6 and off[3] == 0
+    assert on[3] > STEPS // 2 and off[3] == 0
     assert_equal_training(on, off)
     assert any(float((value - on[1][name]).abs().max()) > 1e-2 for name, value in on[2].items())  # it did train
 
@@ -67,7 +67,7 @@ def test_tensor_parallel_ranks_train_as_the_data_parallel_ones(rank_pools):
         answers = rank_pools[4].run(_train, balances, "native", "row_wise", 2)
         for answer in answers:
             assert_equal_training(answer, reference)
-            assert (answer[3] > 6) is balances
+            assert (answer[3] > STEPS // 2) is balances
         # Every rank has the half of the layers that its peer has not; copies of one half agree to the last bit.
         for first, second in ((0, 2), (1, 3)):
             assert all(torch.equal(answers[first][2][name], value) for name, value in answers[second][2].items())

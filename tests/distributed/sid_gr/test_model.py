@@ -28,6 +28,7 @@ from tests.helpers.models.sid_models import (
     metric_of_user,
     model_parallel,
 )
+from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
 from tests.helpers.ranks.faults import raised_by
 
 METRICS = ["HitRate@1", "HitRate@5", "NDCG@5", "Recall@3"]
@@ -70,7 +71,7 @@ def _worst_of(heads, dtype):
     return worst
 
 
-@pytest.mark.parametrize("heads", ["separate", "shared"])
+@pytest.mark.parametrize("heads", before_a_commit(["separate"], ["shared"]))
 def test_loss_and_gradients_are_those_of_plain_pytorch(two_ranks, heads):
     for exact, rounded in two_ranks.run(_against_plain_pytorch, heads):
         # The table and its gradient are float32.
@@ -165,7 +166,7 @@ def _metrics_of_all_ranks(sharding):
         return metrics.compute(), expected | errors
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("sharding", before_a_commit(["row_wise"], ["table_wise"]))
 def test_every_user_counts_once_on_any_number_of_ranks(ranks, sharding):
     for found, expected in ranks.run(_metrics_of_all_ranks, sharding):
         assert found == pytest.approx(expected, abs=1e-9)

@@ -15,16 +15,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
 from commons.distributed.options import ShufflerOptions
-from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
 from commons.trainer.observe.train_log import TrainLog
-from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
-from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
+from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
 
@@ -36,8 +36,7 @@ BUDGET = {
     **{"balance_sampler": True, "budget_per_rank": 5.0, "batch_size": 12},
     "shuffler": ShufflerOptions(equal_size=False),
 }
-WAYS = pytest.mark.parametrize("way", [SAMPLER, STAGE, BUDGET], ids=["sampler", "stage", "budget"])
-DEALT = {"single_rank_load": True, "balance_batch": True}
+RESUMED = [STAGE, SAMPLER, BUDGET, {"single_rank_load": True, "balance_batch": True}]  # the last are dealt out
 _STAGE_BEFORE_A_COMMIT = [
     pytest.param(STAGE, id="stage"),
     pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
@@ -45,36 +44,12 @@ _STAGE_BEFORE_A_COMMIT = [
 ]
 
 
-class Noted(HSTURecipe):
-    """Notes the users of every batch that this rank trains, and the learning rates."""
-
-    def __init__(self, config, device):
-        super().__init__(config, device)
-        self.users = []
-        self.rates = []
-
-    def num_tokens(self, batch):
-        self.users.append(batch.features["user_id"].values().tolist())
-        return super().num_tokens(batch)
-
-    def build_optimizer(self, model):
-        optimizer = super().build_optimizer(model)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
-        return optimizer
-
-
 def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", **changes):
     """Steps, this rank's users of each step, learning rates, and what is said of one run."""
     trainer = {"log_interval": 1, "eval_interval": 100, "sinks": [], "num_epochs": 1} | changes
     negatives = {"num_negatives": 3} if task == "retrieval" else {}
-    config = TrainConfig(
-        TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer),
-        DatasetArgs("ml-1m", 24, dataset_path=data, shuffle=True, **dataset or {}),
-        ModelArgs(16, 1, 2, 8, dropout=0.2, prediction_head_arch=(8, 1), **negatives),
-        OptimizerArgs(sharding="row_wise"),
-        task=task,
-    )
-    recipe = Noted(config, CPU)
+    args = TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer)
+    recipe = Noted(movielens_config(data, args, dataset=dataset, task=task, **negatives), CPU)
     with mock.patch.object(TrainLog, "say") as say:
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
@@ -85,7 +60,7 @@ def users_of(ranks, steps=slice(None)):
     return Counter(user for _, batches, *_ in ranks for batch in batches[steps] for user in batch)
 
 
-@WAYS
+@pytest.mark.parametrize("way", [*_STAGE_BEFORE_A_COMMIT[:2], pytest.param(BUDGET, id="budget")])
 def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     result = ranks.run(train, data, str(tmp_path / "run"), eval_interval=4, **way)
     users = users_of(result)
@@ -119,19 +94,19 @@ def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
     assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
 
 
-@pytest.mark.parametrize("way", [*_STAGE_BEFORE_A_COMMIT, pytest.param(DEALT, id="dealt", marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path, way):
-    """Eight steps (or more) an epoch: stopped within a window and at the end of the epoch."""
+@pytest.mark.parametrize(("way", "stops"), before_a_commit([(STAGE, (4,))], [(way, (4, 8)) for way in RESUMED]))
+def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_path, way, stops):
+    """Eight steps (or more) an epoch: stopped within a window, or at the end of the first of two epochs, too."""
     folder = str(tmp_path / "checkpoints")
-    changes = {"num_epochs": 2, "eval_interval": 5, **way}
+    changes = {"num_epochs": len(stops), "eval_interval": 5, **way}
     whole = two_ranks.run(train, data, str(tmp_path / "whole"), **changes)
     saving = changes | {"ckpt_save_interval": 100, "ckpt_save_dir": folder, "ckpt_load_dir": folder}
     parts = [
         two_ranks.run(train, data, str(tmp_path / "parts"), **saving | {"max_train_iters": stop})
-        for stop in (4, 8, None)
+        for stop in (*stops, None)
     ]
     for rank, (steps, users, *_) in enumerate(whole):
-        assert [part[rank][0] for part in parts] == [4, 8, steps]
+        assert [part[rank][0] for part in parts] == [*stops, steps]
         assert [batch for part in parts for batch in part[rank][1]] == users
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
@@ -208,7 +183,8 @@ def _errors(data, run_dir):
     for name, options in (("random", {}), ("ml-1m", {"shuffler": ShufflerOptions(max_tokens_per_rank=40)})):
         trainer = TrainerArgs(4, 4, run_dir=run_dir, **SAMPLER, **options)
         try:
-            run_training(HSTURecipe(TrainConfig(trainer, DatasetArgs(name, 24, dataset_path=data)), CPU))
+            config = movielens_config(data, trainer, dataset={"dataset_name": name})
+            run_training(HSTURecipe(config, CPU))
         except ValueError as error:
             said.append(str(error))
     return said

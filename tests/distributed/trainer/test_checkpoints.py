@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.trainer import DatasetArgs, TrainerArgs
+from commons.distributed.options import ShufflerOptions
+from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint import folder
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress, list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
-from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.run import run_training
-from hstu.recipe import HSTURecipe
 from hstu.sharding import dense_parameters
-from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.models.torchrec_model import build_sharded, weights_of
 from tests.helpers.pipelines.trainer_loops import Parts
@@ -63,8 +63,8 @@ class OddLoader:
             yield batch
 
 
-class Odd(HSTURecipe):
-    """With such loaders; keeps its model, and the learning rates of its optimizer."""
+class Odd(Noted):
+    """With such loaders."""
 
     killed_at: int | None = None
     killed_in_evaluation = False
@@ -72,15 +72,6 @@ class Odd(HSTURecipe):
     def open_loaders(self):
         train, test = super().open_loaders()
         return OddLoader(train, self.killed_at), OddLoader(test, 0 if self.killed_in_evaluation else None)
-
-    def build_model(self):
-        self.model = super().build_model()
-        return self.model
-
-    def build_optimizer(self, model):
-        self.rates, optimizer = [], super().build_optimizer(model)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
-        return optimizer
 
 
 def fail(self, *arguments):
@@ -106,11 +97,8 @@ def train(
         run_dir=run_dir,
         **{"log_interval": 1, "eval_interval": 4, "sinks": (), "enable_balanced_shuffler": True} | changes,
     )
-    config = TrainConfig(
-        args,
-        DatasetArgs("ml-1m", 24, dataset_path=data, shuffle=True),
-        ModelArgs(16, 1, heads, 8, dropout=dropout, prediction_head_arch=(8, 1)),
-        OptimizerArgs(dense_lr=0.01, sharding=sharding),
+    config = movielens_config(
+        data, args, optimizer={"dense_lr": 0.01, "sharding": sharding}, dropout=dropout, num_attention_heads=heads
     )
     recipe = Odd(config, CPU)
     vars(recipe).update(loaders or {})
@@ -185,6 +173,7 @@ def _rates(*args, **kwargs):
     return steps, recipe.rates
 
 
+@pytest.mark.slow
 def test_the_schedule_ends_with_a_run_of_other_steps(two_ranks, data, tmp_path):
     """Steps of twice as many rows, as other ranks may make: half as many of an epoch."""
     changes = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints")}
@@ -323,9 +312,6 @@ def test_what_the_disk_has_spoilt_is_passed_over(
     whole = first_checkpoints[1]
     assert losses(tmp_path / "run") == {step: whole[step] for step in range(3, 7)}
     assert [path.name for path in list_checkpoints(saved)] == [f"step_0000000{step}" for step in (2, 4, 6)]
-    if damage is _zero_block:  # what was saved beside the spoilt one is read
-        again = two_ranks.run(_warnings, data, str(tmp_path / "again"), **changes | {"max_train_iters": 7})
-        assert list(losses(tmp_path / "again")) == [7] and not again[0][1]
 
 
 def _save_weights_that_are(value, folder):
@@ -368,8 +354,35 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved
 
 def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
     """And one command begins a run where there is none yet."""
-    changes = settings(tmp_path / "checkpoints", max_train_iters=6, ckpt_save_interval=1, ckpt_keep=2)
+    changes = settings(tmp_path / "checkpoints", max_train_iters=3, ckpt_save_interval=1, ckpt_keep=2)
     changes["ckpt_load_dir"] = changes["ckpt_save_dir"]
-    (tmp_path / "checkpoints" / "step_00000003.tmp").mkdir(parents=True)  # of a run that was ended
+    (tmp_path / "checkpoints" / "step_00000002.tmp").mkdir(parents=True)  # of a run that was ended
     two_ranks.run(run, data, str(tmp_path / "run"), **changes)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000005", "step_00000006"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]
+
+
+def _speeds_after_resuming(folder, begin=None):
+    """The speeds of a batch after loading a checkpoint, or saving one of these speeds."""
+    model = build_sharded()[0]
+    with contextlib.closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler:
+        optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1)
+        args = TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_load_dir="" if begin else folder)
+        checkpoints = Checkpointer(Parts(args, model, optimizer, (), None), model, optimizer, shuffler, {})
+        if begin:
+            shuffler.load_state_dict({"speeds": begin})
+            checkpoints.save(TrainProgress(1))
+        else:
+            checkpoints.resume()
+        shuffler.shuffle(my_batch(0, [4] * 4))
+        return shuffler.last_stats.speeds
+
+
+def test_speeds_are_kept_over_a_resume(two_ranks, tmp_path):
+    assert two_ranks.run(_speeds_after_resuming, str(tmp_path), [1024, 700]) == [(1024, 700)] * 2
+    assert two_ranks.run(_speeds_after_resuming, str(tmp_path)) == [(1024, 700)] * 2
+
+
+@pytest.mark.slow
+def test_other_ranks_begin_with_speeds_anew(rank_pools, tmp_path):
+    rank_pools[2].run(_speeds_after_resuming, str(tmp_path), [1024, 700])
+    assert rank_pools[4].run(_speeds_after_resuming, str(tmp_path)) == [(1024,) * 4] * 4

@@ -19,22 +19,11 @@ from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.models.torchrec_model import Head, head_of, rank_batches, weights_of
-from tests.helpers.pipelines.trainer_loops import CubicShuffler, Output, Parts
+from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
+from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
 
 SIZES = [6, 3, 1, 2]
-
-
-class StatedHead(Head):
-    """Says what the loop asks for, and remembers what it was trained on."""
-
-    def forward(self, embeddings, batch):
-        loss, loss_sum = super().forward(embeddings, batch)
-        ids = self.trained.pop().tolist()
-        if self.training:
-            self.trained.append(torch.tensor(ids, dtype=torch.int64))
-        return loss, Output(loss_sum, batch.actual_batch_size, ids)
 
 
 class SeenRows:
@@ -132,7 +121,7 @@ def log_lines(run_dir):
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("pipeline, balance", [("native", True), ("none", False)])
+@pytest.mark.parametrize("pipeline, balance", [("native", True), pytest.param("none", False, marks=pytest.mark.slow)])
 def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_path, pipeline, balance):
     counts = ([5, 3, 0, 4][: ranks.world_size], [1, 3, 2, 0][: ranks.world_size])
     results = ranks.run(run_loop, str(tmp_path), pipeline, counts, balance, num_epochs=2)

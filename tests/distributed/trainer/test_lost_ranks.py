@@ -1,4 +1,4 @@
-"""A collective of the model that fails names the ranks that have not noticed, and does not wait for half an hour."""
+"""A collective of the model or of the trainer that fails names the ranks that have not noticed, and waits no longer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from commons.distributed.channel.absence import RankMissingError
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks import collectives
 from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
+from commons.trainer.ranks.stop import StopSignal
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import limit_waits, meet, my_batch
 from tests.helpers.ranks.rank_pool import RankPool
@@ -24,7 +25,8 @@ def _stays_away():
     with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
         limit_collectives(0.5)
     text = ""
-    if dist.get_rank() < 2:
+    if dist.get_rank() == 0:
+        limit_waits(0.5)
         try:
             with missing_ranks_named(lambda: 7):
                 dist.all_reduce(torch.ones(1))
@@ -35,11 +37,9 @@ def _stays_away():
 
 
 def test_a_rank_that_stays_away_from_the_model_s_collective_is_named():
-    with RankPool(3) as pool:  # of its own: groups with a failed collective are not used again
-        answers = pool.run(_stays_away)
-    for rank in range(2):
-        place = f"a collective of the model failed in step 7 on rank {rank}"
-        assert answers[rank].startswith(f"{place}; rank 2 did not report the failure")
+    with RankPool(2) as pool:  # of its own: groups with a failed collective are not used again
+        text, _ = pool.run(_stays_away)
+    assert text.startswith("a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure")
 
 
 def _fails_by_itself():
@@ -84,3 +84,46 @@ def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_
     )
     assert work[0].status == 1, work[0]
     assert work[0].error.startswith("RankMissingError: rank 1 did not take part in the gather of step 1 (ranks [0, 1])")
+
+
+# ------------------------------------------------------------------------------------------- the end of every step
+
+
+def _stays_away_from_the_stop():
+    stop = StopSignal()
+    stop.after_step()
+    try:
+        with stop:
+            stop.after_step()
+            if dist.get_rank() == 1:
+                meet("rank 0 has given up")
+                return ""
+            limit_waits(0.5)
+            stop.after_step()
+    except RankMissingError as error:
+        meet("rank 0 has given up")
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_does_not_come_to_the_end_of_a_step_is_named():
+    with RankPool(2) as pool:  # of its own: groups with a failed collective are not used again
+        text, _ = pool.run(_stays_away_from_the_stop, timeout=100)
+    assert text.startswith("rank 1 did not take part in the agreement to stop of step 2")
+    assert "raise trainer.shuffler.timeout" in text
+
+
+def _agrees(ranks_that_hear):
+    with StopSignal() as stop:
+        answers = []
+        for step in range(4):
+            if step == 1 and dist.get_rank() in ranks_that_hear:
+                stop._hear(15, None)
+            stop.after_step()
+            answers.append(stop.agreed)
+    return answers
+
+
+def test_all_ranks_stop_after_the_same_step(ranks):
+    assert ranks.run(_agrees, [1]) == [[False, False, True, True]] * ranks.world_size
+    assert ranks.run(_agrees, []) == [[False] * 4] * ranks.world_size

@@ -20,7 +20,6 @@ from commons.trainer.optimize.updates import StepUpdate
 from tests.helpers.models.torchrec_model import (
     KEYS,
     LEARNING_RATE,
-    Head,
     PlainModel,
     build_plain,
     build_sharded,
@@ -28,26 +27,24 @@ from tests.helpers.models.torchrec_model import (
     rank_batches,
     weights_of,
 )
-from tests.helpers.pipelines.trainer_loops import CubicShuffler, Output, Parts
+from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
 
 CPU = torch.device("cpu")
 SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms
 
 
-class NoisyHead(Head):
-    """Says what the loop asks for; from one step on, one rank's loss is not finite. Scales its loss if asked to."""
+class NoisyHead(StatedHead):
+    """From one step on, one rank's loss is not finite. Scales its loss if asked to."""
 
     broken_from = 10**9
     scaler = None
 
     def forward(self, embeddings, batch):
-        loss, loss_sum = super().forward(embeddings, batch)
+        loss, output = super().forward(embeddings, batch)
         if len(self.trained) > self.broken_from and dist.get_rank() == 1:
-            loss_sum = loss_sum * float("nan")
-        if self.scaler is not None:
-            loss = loss * self.scaler.scale()
-        return loss, Output(loss_sum, batch.actual_batch_size, [])
+            output.loss_sum = output.loss_sum * float("nan")
+        return loss if self.scaler is None else loss * self.scaler.scale(), output
 
 
 class RecordingSGD(torch.optim.SGD):

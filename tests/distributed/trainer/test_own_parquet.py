@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from commons.cli.main import main
@@ -67,6 +68,7 @@ def dense(model):
     return [(name, weight) for name, weight in model.named_parameters() if "embedding" not in name]
 
 
+@pytest.mark.slow
 def test_ranking_and_retrieval(two_ranks, tmp_path):
     write_log(tmp_path / "log")
     arguments = ["--config", str(CONFIG), "--source", str(tmp_path / "log"), "--output", str(tmp_path / "data")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from unittest import mock
 
 import numpy as np
@@ -13,24 +12,19 @@ from commons.distributed.options import ShufflerOptions
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
-from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer import TrainerArgs
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
-from hstu.train_config import ModelArgs, TrainConfig
+from tests.helpers.jobs.movielens_runs import movielens_config
+from tests.helpers.jobs.run_folders import lines
 
 SAMPLER = {"balance_sampler": True, "shuffle_window": 3}
 
 
 def _recipe(data, run_dir, batch_size=4, **changes):
     trainer = {"log_interval": 1, "sinks": [], "num_epochs": 1} | changes
-    return HSTURecipe(
-        TrainConfig(
-            TrainerArgs(batch_size, 4, run_dir=run_dir, **trainer),
-            DatasetArgs("ml-1m", 256, dataset_path=data, shuffle=True),
-            ModelArgs(16, 1, 2, 8, prediction_head_arch=(8, 1)),
-        ),
-        torch.device("cpu"),
-    )
+    args = TrainerArgs(batch_size, 4, run_dir=run_dir, **trainer)
+    return HSTURecipe(movielens_config(data, args, dataset={"max_history_seqlen": 256}), torch.device("cpu"))
 
 
 def _train(data, run_dir, **changes):
@@ -43,8 +37,7 @@ def _train(data, run_dir, **changes):
 
 
 def _lines(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    return [line for line in lines(run_dir) if "loss" in line]
 
 
 def _loads(run_dir, name):
@@ -57,22 +50,21 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     # A run without the sampler reads the same rows in turn, and its shuffler says what they cost.
     plain, own = tmp_path / "plain", tmp_path / "own"
     observe = {"enable_balanced_shuffler": True, "shuffler": ShufflerOptions(mode="observe")}
-    two_ranks.run(_train, data, str(plain), num_epochs=2, **observe)
-    tables = two_ranks.run(_train, data, str(own), num_epochs=2, **SAMPLER | {"shuffle_window": window})
+    two_ranks.run(_train, data, str(plain), **observe)
+    tables = two_ranks.run(_train, data, str(own), **SAMPLER | {"shuffle_window": window})
     in_turn, read = _loads(plain, "loads_before"), _loads(own, "loads_after")
-    assert in_turn.shape == read.shape == (16, 2)
+    assert in_turn.shape == read.shape == (8, 2)
     if window == 1:  # the same rows in every step
         assert (_loads(own, "loads_before") == in_turn).all()
-    for epoch in (slice(0, 6), slice(8, 14)):  # whole windows of as many rows
-        assert (_loads(own, "loads_before")[epoch] == in_turn[epoch]).all()
-        assert read[epoch].sum() == in_turn[epoch].sum()
-    for last in (slice(6, 8), slice(14, 16)):  # a window that ends the epoch has the rows that are left
-        assert _loads(own, "loads_before")[last].sum() == in_turn[last].sum() == read[last].sum()
+    assert (_loads(own, "loads_before")[:6] == in_turn[:6]).all()  # whole windows of as many rows
+    assert read[:6].sum() == in_turn[:6].sum()
+    # A window that ends the epoch has the rows that are left.
+    assert _loads(own, "loads_before")[6:].sum() == in_turn[6:].sum() == read[6:].sum()
 
     for line in _lines(own):  # what each rank took for the rows that it read
         assert len(line["own_ms"]) == 2 and min(line["own_ms"]) > 0
     report = RunReport.of(read_log(own))
-    assert len(report.log.of_ranks["own_ms"]) == 16
+    assert len(report.log.of_ranks["own_ms"]) == 8
     before, after = (_loads(own, name).max(axis=1).sum() for name in ("loads_before", "loads_after"))
     assert report.gain.work == pytest.approx(before / after) and report.gain.work > 1.02
     assert "Reading the rows by their work makes the slowest rank" in advice_of(report)

@@ -113,6 +113,7 @@ def require_snapshots(folder):
     assert not [tag for tag in tags for name in details if tag.split("/")[1] == name]
 
 
+@pytest.mark.slow
 def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
     flags = ["--trainer.run-dir", str(folder), "--trainer.ckpt-save-interval", "2"]

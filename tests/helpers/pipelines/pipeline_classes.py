@@ -41,28 +41,10 @@ class OwnCopy(TrainPipelineSparseDist):
         return None if batch is None else batch.to(self._device, non_blocking=True), context
 
 
-class AddsToCopy(TrainPipelineSparseDist):
-    """Does something with what TorchRec has copied."""
-
-    def copy_batch_to_gpu(self, dataloader_iter: Iterator[Any]) -> tuple[Any, Any]:
-        batch, context = super().copy_batch_to_gpu(dataloader_iter)
-        if batch is not None:
-            batch.target = batch.target * 2 / 2
-        return batch, context
-
-
 def rebuilt(batch: Any) -> SampleBatch:
     """A batch built anew, field by field."""
     names = [field.name for field in dataclasses.fields(SampleBatch)]
     return SampleBatch(**{name: getattr(batch, name) for name in names})
-
-
-class BuildsAnew(TrainPipelineSparseDist):
-    """Hands on a batch of its own making."""
-
-    def copy_batch_to_gpu(self, dataloader_iter: Iterator[Any]) -> tuple[Any, Any]:
-        batch, context = super().copy_batch_to_gpu(dataloader_iter)
-        return None if batch is None else rebuilt(batch), context
 
 
 class OneAhead(TrainPipelineSparseDist):
@@ -111,7 +93,7 @@ class OwnBaseCopy(TrainPipelineBase):
         self._cur_batch = rebuilt(cur_batch.to(self._device))
 
 
-BALANCED_SUBCLASSES = [OwnCopy, AddsToCopy, BuildsAnew, OneAhead, OwnEnqueue, OwnSchedule, OwnBaseCopy]
+BALANCED_SUBCLASSES = [OwnCopy, OneAhead, OwnEnqueue, OwnSchedule, OwnBaseCopy]
 
 
 class LeavesOut(TrainPipelineSparseDist):

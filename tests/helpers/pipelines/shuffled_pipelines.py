@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from importlib import metadata
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import experimental_pipelines as experimental
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
+from commons.dispatch import SingleRankLoader, redistribute_balanced
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced
+from commons.pipeline import balanced, windowed_iter
+from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
 from tests.helpers.pipelines.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
+from tests.helpers.ranks.faults import my_batch
 
 _IN_PLACE = {"enable_inplace_copy_batch": True}
 # TorchRec's pipeline classes and their options, by the names that tests show.
@@ -72,7 +76,8 @@ SIZES = [6, 0, 3, 1, 6, 2]
 
 def before_a_commit(first: list[Any], cases: Iterable[Any]) -> list[Any]:
     """Cases of a test: those that `make test` runs, one of each kind, and the others, which `make test-slow` does."""
-    return first + [pytest.param(case, marks=pytest.mark.slow) for case in cases if case not in first]
+    others = (case if isinstance(case, tuple) else (case,) for case in cases if case not in first)
+    return first + [pytest.param(*case, marks=pytest.mark.slow) for case in others]
 
 
 class CubicShuffler(BaseTaskBalancedBatchShuffler):
@@ -91,11 +96,6 @@ def expected_ids(counts, world_size, first=0):
         for batch in rank_batches(rank + first, counts[rank], SIZES)
         for sample in batch.sample_id[: batch.actual_batch_size]
     )
-
-
-def host_count(iterator):
-    """How many batches an iterator hands out."""
-    return sum(1 for _ in iterator)
 
 
 def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> Iterator[Any]:
@@ -130,8 +130,6 @@ def train(build, pipeline, kind, iterators, steps_of_first=None):
         "seen": head_of(model).seen,
         "weights": weights_of(model),
         "moved": sum(each is not None and each.moved for each in stats),
-        "stats_steps": [each.step for each in stats if each is not None],
-        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats if each is not None],
     }
 
 
@@ -162,7 +160,7 @@ def one_process_of(steps):
     return weights_of(model)
 
 
-def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
+def evaluate(counts, kind, epochs, pipeline="eval"):
     """Evaluation between training steps of the same ranks, in a pipeline of its own."""
     model, optimizer = models.build_sharded()
     model.eval()
@@ -174,11 +172,9 @@ def evaluate(counts, kind, epochs, abandon_after=None, pipeline="eval"):
     try:
         for epoch in range(epochs):
             source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
-            for error in steps_of(evaluator, source, None if epoch else abandon_after):
+            for error in steps_of(evaluator, source):
                 errors += float(error)
                 stats.append(evaluator.last_stats)
-            if abandon_after == 0:
-                evaluator.reset()
         return head_of(model).seen, errors, [each.step for each in stats if each is not None]
     finally:
         evaluator.reset()
@@ -201,3 +197,19 @@ def require_pipeline(pipeline_class: type, options: dict[str, Any]) -> None:
     """Skip the test where the installed TorchRec's class cannot be balanced or lacks an option, saying why."""
     if (why := lacking(pipeline_class, options)) is not None:
         pytest.skip(why)
+
+
+def rows_by_every_call(group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Rows of this rank by batches, windows, dispatch and its loader, with nothing kept between calls."""
+    rank = dist.get_rank(group)
+    with closing(CubicShuffler(ShufflerOptions(timeout=30.0), group)) as shuffler:
+        results = [rows_as_values(shuffler.shuffle(my_batch(step))) for step in range(3)]
+        source = windowed_iter(rank_batches(dist.get_rank(), 4, [6, 3]), shuffler, 2, group)
+        results += [rows_as_values(batch) for batch in itertools.islice(source, 5)]
+    rows = {"ids": torch.arange(8) + 100 * dist.get_rank()}
+    work = torch.arange(8) * (100 if rank == 0 else 1)
+    moved = redistribute_balanced(rows, work, group=group)
+    results.append(moved.send_home(moved.batch)["ids"].tolist() + moved.batch["ids"].tolist())
+    with closing(SingleRankLoader([rows, rows], lambda each: work, group=group)) as loader:
+        results += [batch["ids"].tolist() for batch in loader]
+    return results

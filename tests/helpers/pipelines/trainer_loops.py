@@ -10,9 +10,10 @@ import torch
 
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.recipe import Recipe
+from tests.helpers.models.torchrec_model import Head
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
-__all__ = ["CubicShuffler", "Output", "Parts"]
+__all__ = ["CubicShuffler", "Output", "Parts", "StatedHead"]
 
 
 @dataclass
@@ -20,6 +21,17 @@ class Output:
     loss_sum: torch.Tensor
     num_loss_tokens: int
     ids: list[int]
+
+
+class StatedHead(Head):
+    """Says what the loop asks for; `trained` has what it was trained on."""
+
+    def forward(self, embeddings, batch):
+        loss, loss_sum = super().forward(embeddings, batch)
+        ids = self.trained[-1].tolist()
+        if not self.training:
+            self.trained.pop()
+        return loss, Output(loss_sum, batch.actual_batch_size, ids)
 
 
 class Parts(Recipe):
