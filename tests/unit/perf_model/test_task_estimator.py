@@ -190,8 +190,9 @@ def count(function, *args):
     return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
 
 
-@pytest.mark.parametrize("concat", [False, True])
-@pytest.mark.parametrize(("heads", "d", "value_dim"), [(3, 5, 5), (3, 5, 7), (1, 16, 4), (4, 4, 12)])
+@pytest.mark.parametrize(
+    ("heads", "d", "value_dim", "concat"), [(3, 5, 5, False), (3, 5, 7, True), (1, 16, 4, False), (4, 4, 12, True)]
+)
 @pytest.mark.parametrize(
     ("causal", "group", "targets", "contextual"),
     [

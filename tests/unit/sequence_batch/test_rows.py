@@ -8,7 +8,7 @@ from collections import UserDict, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
@@ -39,6 +39,7 @@ kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
 @kinds
+@settings(max_examples=10)
 @given(data=st.data())
 def test_selected_rows(kind, data):
     ids = data.draw(samples)
@@ -53,6 +54,7 @@ def test_selected_rows(kind, data):
 
 
 @kinds
+@settings(max_examples=10)
 @given(parts=st.lists(st.lists(st.integers(0, 30), max_size=4), min_size=1, max_size=4))
 def test_concatenated_rows(kind, parts):
     result = concat_rows([KINDS[kind](ids) for ids in parts])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons.sequence_batch.row_leaves import leaf_kind
@@ -27,6 +27,7 @@ def there_and_back(*batches, extra=None):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
+@settings(max_examples=10)
 @given(ids=st.lists(st.integers(0, 30), max_size=6))
 def test_a_batch_arrives_as_it_was(kind, ids):
     batch = KINDS[kind](ids)

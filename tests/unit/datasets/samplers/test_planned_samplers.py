@@ -7,10 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, Place
@@ -283,21 +281,6 @@ def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
         assert plans[0] == plans[2] != plans[1] == plans[3]
         sampler = make(num_ranks=4, rank=1)
         assert list(sampler) != list(sampler) and sampler.epoch == 2
-
-
-def test_any_data_loader_takes_them():
-    work = list(range(1, 24))
-    loaders = [
-        DataLoader(
-            TensorDataset(torch.arange(23)),
-            batch_sampler=BalancedBatchSampler(work, 4, num_ranks=2, rank=rank, window=2),
-            num_workers=2,
-        )
-        for rank in range(2)
-    ]
-    assert [len(loader) for loader in loaders] == [3, 3]
-    rows = [row for loader in loaders for (batch,) in loader for row in batch.tolist()]
-    assert sorted(rows) == list(range(23))
 
 
 @pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])

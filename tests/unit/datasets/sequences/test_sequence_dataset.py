@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens import generate_movielens
@@ -90,6 +90,7 @@ _USERS = st.lists(
 )
 
 
+@settings(max_examples=15)
 @given(users=_USERS, history=st.integers(1, 5), candidates=st.integers(0, 4), data=st.data())
 def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candidates, data):
     num_users = len(users)

@@ -110,12 +110,6 @@ def test_empty_input_gives_empty_partitions():
     assert lower_bound([], 3) == 0
 
 
-@pytest.mark.parametrize("method", ["karmarkar_karp", "lpt", "refined"])
-def test_zero_rows_are_spread_when_counts_are_free(method):
-    plan = partition([0] * 100, 4, method=method, equal_size=False)
-    assert np.bincount(plan.assignment).tolist() == [25, 25, 25, 25]
-
-
 def test_ties_go_to_the_lower_index():
     assert partition([3, 3, 3, 3], 2, method="lpt").assignment.tolist() == [0, 1, 0, 1]
     assert partition([3, 3, 3, 3], 2, method="snake").assignment.tolist() == [0, 1, 1, 0]
