@@ -284,16 +284,7 @@ def _loader(path, **arguments):
     return get_data_loader("ml-1m", dataset_path=path, **{"batch_size": 8, "max_history_seqlen": 20, **arguments})
 
 
-def _user_ids(loader) -> list[int]:
-    return [user for batch in loader for user in batch.features["user_id"].values().tolist()]
-
-
 class TestDataLoader:
-    def test_splits_share_no_user(self, generated):
-        train, test = (set(_user_ids(_loader(generated, split=split))) for split in ("train", "test"))
-        assert train.isdisjoint(test)
-        assert len(train) + len(test) == 150
-
     def test_unknown_data_set(self):
         assert {"ml-1m", "random"} <= set(list_datasets())
         with pytest.raises(KeyError, match="'ml-2m'; known data sets are kuairand-1k, "):
