@@ -172,11 +172,7 @@ def test_an_object_of_each_rank_s_own_is_its_default_on_a_rank_without_data():
         ("labels", {}, "'labels': dict and {}"),
         ("labels", {"row": torch.zeros(2)}, "'labels.row': tensor int64 [] and tensor float32 []"),
         ("labels", {"row": jagged([1, 2])}, "'labels.row': tensor int64 [] and jagged elements [2] int64, weights"),
-        (
-            "dense_features",
-            {"item": torch.zeros(2, 1)},
-            "'dense_features.item': KeyedTensor ['price'] of widths",
-        ),
+        ("dense_features", {"item": torch.zeros(2, 1)}, "'dense_features.item': KeyedTensor ['price'] of widths"),
         (
             "dense_features",
             {"item": KeyedTensor(["cost"], [1], torch.zeros(2, 1).double())},

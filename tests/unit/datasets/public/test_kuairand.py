@@ -115,24 +115,9 @@ class TestBadArchives:
     @pytest.mark.parametrize(
         ("log", "old", "new", "message"),
         [
-            (
-                "late",
-                "1651338000000,1",
-                "noon,1",
-                "4_22_to_5_08_pure.csv line 3 has time_ms 'noon'; time_ms is a number of",
-            ),
-            (
-                "late",
-                ",1651338000000,1",
-                "",
-                "pure.csv line 3 is '3,7,20220501,100,0,0,0,0,0,0,0,65400,0,0,0,0,0', 17 fields",
-            ),
-            (
-                "early",
-                "1649408076860,1",
-                "1649408076860,2",
-                "4_08_to_4_21_pure.csv line 2 has is_click '2'; is_click is 0 or 1",
-            ),
+            ("late", "1651338000000,1", "noon,1", "4_22_to_5_08_pure.csv line 3 has time_ms 'noon'; time_ms is a"),
+            ("late", ",1651338000000,1", "", "pure.csv line 3 is '3,7,20220501,100,0,0,0,0,0,0,0,65400,0,0,0,0,0',"),
+            ("early", "1649408076860,1", "1649408076860,2", "4_08_to_4_21_pure.csv line 2 has is_click '2';"),
             ("early", "8,20,", "8,,", "line 3 has video_id ''"),
             ("early", "8,20,", "9,20,", "line 3 has user_id 9, which user_features_pure.csv does not list"),
             ("early", ",time_ms,", ",time,", "but not time_ms"),
@@ -141,12 +126,7 @@ class TestBadArchives:
             ("users", "\n5,", "\n8,", "user_features_pure.csv line 4 has user_id 8 again"),
             ("users", "\n5,", "\nx,", "user_features_pure.csv line 4 has user_id 'x'"),
             ("users", "\n5,", "\n5,5,", "user_features_pure.csv line 4 is '5,5,full_active,"),
-            (
-                "users",
-                "\n5,",
-                "\n5" + "5" * 3_000_000 + ",",
-                "user_features_pure.csv line 4 has more than 1,048,576 bytes, which is the most",
-            ),
+            ("users", "\n5,", "\n5" + "5" * 3_000_000 + ",", "user_features_pure.csv line 4 has more than 1,048,576"),
             ("early", "\n", "\r", "4_08_to_4_21_pure.csv line 1 is no line of a CSV file (new-line character"),
             ("late", "3,7,", '3,7"' + "7" * 3_000_000 + ",", "line 3 has more than 1,048,576 bytes"),
         ],

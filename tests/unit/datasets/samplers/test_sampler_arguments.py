@@ -20,10 +20,7 @@ from commons.datasets.loader.resumable import ResumableLoader
         ({"workloads": [1, -2]}, r"workloads\[1\] is -2; values must be non-negative"),
         ({"tokens": [1]}, "tokens has 1 entries, there are 3 rows"),
         ({"max_tokens": 4}, "max_tokens is 4, tokens is None; a cap needs the tokens of each row"),
-        (
-            {"max_tokens": 4, "padded": True},
-            "max_tokens is 4, padded is True; the tokens of a padded batch are its rows",
-        ),
+        ({"max_tokens": 4, "padded": True}, "max_tokens is 4, padded is True; the tokens of a padded batch are its"),
         ({"speeds": [1]}, r"speeds has shape \(1,\), num_ranks is 2; each has one speed: pass 2 positive integers"),
         ({"speeds": [1, 0]}, r"speeds\[1\] is 0; a speed is a positive integer below 2\^31"),
         ({"speeds": [1, 2], "padded": True}, "speeds are given, padded is True; .*: leave out one of them"),

@@ -244,10 +244,7 @@ class TestTraining:
         ("columns", "message"),
         [
             (EventColumns(item="other"), "columns.item is 'other', .*parquet.parquet was made with 'iid': correct it"),
-            (
-                EventColumns(actions=("like",)),
-                r"actions has 'like', .* made with \['click', 'stars >= 4'\]: choose among",
-            ),
+            (EventColumns(actions=("like",)), r"actions has 'like', .* made with \['click', 'stars >= 4'\]: choose"),
             (EventColumns(context=("age",)), r"context has 'age', .* was made with \['gender', 'uid'\]: choose among"),
         ],
     )
