@@ -197,15 +197,6 @@ def test_a_closed_pipe_is_no_error(monkeypatch, capsys, arguments):
     assert capsys.readouterr().err == ""
 
 
-def test_no_color_in_help(monkeypatch, capsys):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for value, colored in (("1", False), ("", True)):
-        monkeypatch.setenv("NO_COLOR", value)
-        assert main(["doctor", "--help"]) == 0
-        assert ("\x1b[" in capsys.readouterr().out) == colored
-
-
 def test_no_color(monkeypatch, capsys):
     """Colours are for terminals that want them."""
     monkeypatch.setenv("FORCE_COLOR", "1")

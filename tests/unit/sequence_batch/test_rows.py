@@ -69,6 +69,7 @@ def test_padding_comes_last(parts):
     assert Rows.of(result).real == len(ids)
 
 
+@settings(max_examples=10)
 @given(samples, st.integers(0, 3))
 def test_padded_rows(ids, extra):
     assert as_values(Rows.of(padded_batch(ids)).pad(len(ids) + extra).batch) == as_values(
