@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.datasets.loader.data_loader import get_data_loader, list_datasets
 from commons.datasets.public.movielens import SCHEMA, preprocess_movielens
@@ -24,20 +23,6 @@ from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.datasets.movielens import MOVIES, write_zip
 
 _MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is its place here
-
-
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory):
-    """Folder with the shards of 150 generated users in row groups of at most 16."""
-    folder = tmp_path_factory.mktemp("generated")
-    generate_movielens(folder / "ml-1m.zip", num_users=150, seed=2)
-    with (
-        mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
-        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 12_000),
-    ):
-        path = preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
-    assert len(list(path.glob("*.parquet"))) == 8  # four partitions, both splits in each
-    return folder
 
 
 def _dataset(path, split="train", **arguments) -> SequenceDataset:
