@@ -190,14 +190,8 @@ def test_sharded_places(num_rows, batch_size, world_size, shuffle, drop_last, da
     first_row = data.draw(st.integers(0, num_rows))
 
     def sampler():
-        result = ShardedBatchSampler(
-            num_rows,
-            batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
+        options = {"rank": rank, "world_size": world_size, "shuffle": shuffle, "drop_last": drop_last}
+        result = ShardedBatchSampler(num_rows, batch_size, **options)
         result.set_epoch(3)
         result.start_at(first_row)
         return result
