@@ -157,7 +157,13 @@ class TestBadArchives:
 class TestGenerator:
     @pytest.mark.parametrize(
         ("name", "num_users", "mean"),
-        [("kuairand-pure", 400, 52.65), ("kuairand-1k", 12, 11_713), ("kuairand-27k", 12, 11_812)],
+        [
+            ("kuairand-pure", 400, 52.65),
+            *(
+                pytest.param(*each, marks=pytest.mark.slow)
+                for each in (("kuairand-1k", 12, 11_713), ("kuairand-27k", 12, 11_812))
+            ),
+        ],
     )
     def test_archive_has_the_published_format(self, tmp_path, name, num_users, mean):
         version = VERSIONS[name]
