@@ -159,10 +159,8 @@ class TestGenerator:
         ("name", "num_users", "mean"),
         [
             ("kuairand-pure", 400, 52.65),
-            *(
-                pytest.param(*each, marks=pytest.mark.slow)
-                for each in (("kuairand-1k", 12, 11_713), ("kuairand-27k", 12, 11_812))
-            ),
+            pytest.param("kuairand-1k", 12, 11_713, marks=pytest.mark.slow),
+            pytest.param("kuairand-27k", 12, 11_812, marks=pytest.mark.slow),
         ],
     )
     def test_archive_has_the_published_format(self, tmp_path, name, num_users, mean):

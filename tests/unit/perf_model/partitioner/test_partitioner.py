@@ -119,9 +119,6 @@ def test_a_partition_has_a_short_repr():
     assert repr(partition(range(1, 1000), 2)) == (
         "Partition(999 samples in 2 parts, largest load 1 × the mean, 1 × the bound)"
     )
-    assert repr(partition([8, 7, 6, 5, 4], 2, equal_size=False)) == (
-        "Partition(5 samples in 2 parts, largest load 1 × the mean, 1 × the bound)"
-    )
     assert "3 parts, largest load 1.5 × the mean, 1 × the bound" in repr(partition([4, 2, 2], 3))
     assert repr(partition([0], 1)) == "Partition(1 samples in 1 parts, largest load 1 × the mean, 1 × the bound)"
 
