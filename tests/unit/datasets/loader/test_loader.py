@@ -167,16 +167,6 @@ def test_no_order_comes_twice(folder):
     assert contents(next(iter(abandoned))) != contents(next(iter(abandoned)))
 
 
-def test_set_epoch_chooses_the_order(folder):
-    loader = make(folder)
-    orders = epochs(loader, 3)
-    loader.sampler.set_epoch(1)
-    assert epochs(loader, 2) == orders[1:]
-    loader.sampler.set_epoch(0)
-    loader.sampler.start_at(8)  # rows of both ranks
-    assert epochs(loader, 2) == [orders[0][1:], orders[1]]
-
-
 @given(
     num_rows=st.integers(0, 60),
     batch_size=st.integers(1, 7),
