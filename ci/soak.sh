@@ -32,7 +32,7 @@ step() {
 }
 step tests.soak --steps "$steps" --ranks 4 --seed 0
 step pytest -q --hypothesis-profile soak tests/unit/datasets/sequences/test_damaged_files.py \
-  tests/unit/trainer/config/test_damaged_configs.py tests/unit/perf_model/test_damaged_calibrations.py
+  tests/unit/trainer/config/test_damaged_configs.py
 step pytest -q --hypothesis-profile soak tests/distributed/test_stateful.py
 if [ -d tests/faults ]; then
   step tests.faults --trials "$trials" --store agent

@@ -89,7 +89,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         more=FEWER_STEPS, files=("gain.html",), shows=r"64 ranks × 32 rows[\s\S]*constant cost"
     ),
     ("docs/quickstart.md", "Try it", 0): Shell(
-        instead={"make": "make -n"},  # trains for two minutes, which test_demo_report.py does in parts; runs this suite
+        instead={"make": "make -n"},  # trains for two minutes, which test_recipe.py does in parts; runs this suite
         shows=r"ci/demo\.sh [\s\S]*-m pytest",
     ),
     ("docs/quickstart.md", "Install", 0): Shell(instead=NO_DOWNLOAD),

@@ -29,7 +29,7 @@ def _largest(values: list[int], parts: list[list[int]]) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_never_above_plain_differencing(kind):
     rng = np.random.default_rng(0)
-    for _ in range(200):
+    for _ in range(60):
         num_parts, each = (int(number) for number in rng.integers(1, 9, 2))
         workloads = [24576 * length + length**2 for length in KINDS[kind](rng, num_parts * each).tolist()]
         for equal_size in (True, False):
@@ -41,7 +41,7 @@ def test_a_plan_is_never_above_plain_differencing(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_are_never_more_than_those_of_plain_first_fit_or_differencing(kind):
     rng = np.random.default_rng(1)
-    for _ in range(100):
+    for _ in range(40):
         values, capacity = KINDS[kind](rng, int(rng.integers(1, 65))).tolist(), int(rng.integers(4096, 20000))
         groups = get_allocate_fn("refined")(values, capacity)
         assert _largest(values, groups) <= capacity

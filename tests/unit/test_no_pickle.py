@@ -60,37 +60,30 @@ def test_nothing_of_ours_does(package):
     assert files and [(str(file), *each) for file in files for each in wrong_in(file.read_text())] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import joblib.numpy_pickle as p",
-        "import torch\ntorch.save(1, 2)",
-        "import torch as t\nt.load(1)",
-        "from torch import load\nload(1, weights_only=False)",
-        "import numpy as np\nnp.load(1, allow_pickle=True)",
-        "import yaml\nyaml.load(1, Loader=yaml.Loader)",
-        "import yaml\nyaml.unsafe_load(1)",
-        "import torch.distributed as dist\ndist.all_gather_object([], 1)",
-        "import subprocess\nsubprocess.run('ls', shell=True)",
-        "eval('1')",
-        "exec('1')",
-    ],
-)
-def test_a_line_that_does_is_found(line):
-    assert len(wrong_in(line)) == 1
+WRONG = [
+    "import pickle",
+    "from pickle import loads",
+    "import joblib.numpy_pickle as p",
+    "import torch\ntorch.save(1, 2)",
+    "import torch as t\nt.load(1)",
+    "from torch import load\nload(1, weights_only=False)",
+    "import numpy as np\nnp.load(1, allow_pickle=True)",
+    "import yaml\nyaml.load(1, Loader=yaml.Loader)",
+    "import yaml\nyaml.unsafe_load(1)",
+    "import torch.distributed as dist\ndist.all_gather_object([], 1)",
+    "import subprocess\nsubprocess.run('ls', shell=True)",
+    "eval('1')",
+    "exec('1')",
+]
+RIGHT = [
+    "model.eval()",
+    "import torch\ntorch.load(1, weights_only=True)",
+    "import numpy as np\nnp.load(1, allow_pickle=False)\nnp.load(2)",
+    "import yaml\nyaml.safe_load(1)",
+    "import json\njson.loads('1')",
+]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "model.eval()",
-        "import torch\ntorch.load(1, weights_only=True)",
-        "import numpy as np\nnp.load(1, allow_pickle=False)\nnp.load(2)",
-        "import yaml\nyaml.safe_load(1)",
-        "import json\njson.loads('1')",
-    ],
-)
-def test_a_line_that_does_not_is_left_alone(line):
-    assert wrong_in(line) == []
+@pytest.mark.parametrize("line", WRONG + RIGHT)
+def test_a_line_that_does_is_found_and_no_other(line):
+    assert len(wrong_in(line)) == (line in WRONG)

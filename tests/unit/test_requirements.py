@@ -7,6 +7,7 @@ CI installs them on each of these Pythons.
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def applies(requirement, python, extra=""):
     return requirement.marker is None or requirement.marker.evaluate(environment(python, extra))
 
 
+@cache
 def pins(file, python):
     """Version by name of what pip takes from a file of requirements."""
     found = {}
@@ -52,6 +54,7 @@ def pins(file, python):
     return found
 
 
+@cache
 def installed(name):
     try:
         return metadata.distribution(name)
@@ -65,6 +68,7 @@ def requirements_of(name, python):
     return [need for need in needs if applies(need, python, extra)]
 
 
+@cache
 def with_torch(python):
     """What comes with torch, which is installed with its own dependencies."""
     names, open_names = set(), ["torch"]

@@ -40,13 +40,10 @@ def completion(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "completions"),
     [
-        (["sim"], {"simulate"}),
         ([""], COMMANDS | {"-h", "--help"}),
         (["simulate", "--len"], {"--lengths"}),
-        (["simulate", "--pe"], {"--peak-tflops"}),
         (["simulate", "--task", ""], {"hstu", "transformer", "tokens"}),
         (["calibrate", "--mod"], {"--model"}),  # its description has two lines
-        (["preprocess", "ml-1m", "--so"], {"--source"}),
         (["doctor", "--"], {"--help"}),
     ],
 )

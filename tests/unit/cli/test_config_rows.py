@@ -117,16 +117,6 @@ def test_data_that_are_too_short_are_not_repeated(mine, capsys):
     assert not Path("gain.png").exists()
 
 
-def test_one_sample_that_dominates_is_named(mine, tmp_path, capsys):
-    (tmp_path / "lengths.txt").write_text("10 20 30 40\n9000 1 1 1\n" * 2 + "10 10 10 10\n" * 2)
-    by_ranks, notes = simulated(mine, capsys, "--ranks", "2", "--steps", "3")
-    assert by_ranks[2]["possible_speed_up_of_single_batches"] < 1.01  # equal ranks would gain 1.7×
-    assert "2 ranks: in 2 of 3 steps one sample alone is more than an even share of the work, up to 2.00×" in notes
-    assert "a window of several batches (--window 2 4)" in notes
-    (tmp_path / "lengths.txt").write_text("10 10 10 10\n" * 2)
-    assert "one sample" not in simulated(mine, capsys, "--ranks", "2", "--steps", "1")[1]
-
-
 def test_windows_are_beside_one_another(mine, tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
     flags = ["--ranks", "2", "4", "--steps", "4", "--window", "2", "4"]

@@ -78,31 +78,15 @@ def test_all_is_well(versions, capsys):
 @pytest.mark.parametrize(
     ("change", "status", "parts"),
     [
-        (
-            {"torch": None},
-            1,
-            ("torch wrong not installed", 'pip install "torch==2.13.*"', "torchrec note 1.8.0; not"),
-        ),
-        (
-            {"numpy": None, "pyarrow": None},
-            1,
-            ("dependencies wrong not installed: numpy, pyarrow", '>=2.0" "pyarrow"'),
-        ),
-        (
-            {"numpy": "1.26.4"},
-            0,
-            ("numpy note 1.26.4; evenrank asks for numpy>=2.0", 'pip install "numpy>=2.0"'),
-        ),
+        ({"torch": None}, 1, ("torch wrong not installed", 'pip install "torch==2.13.*"', "torchrec note 1.8.0; not")),
+        ({"numpy": None, "pyarrow": None}, 1, ("dependencies wrong not installed: numpy, pyarrow", '>=2.0" "pyarrow"')),
+        ({"numpy": "1.26.4"}, 0, ("numpy note 1.26.4; evenrank asks for numpy>=2.0", 'pip install "numpy>=2.0"')),
         ({"torchrec": None}, 1, ("torchrec wrong not installed", '--no-deps "torchrec==1.8.*"')),
         ({"fbgemm-gpu-cpu": None}, 1, ("fbgemm wrong not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"')),
         ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, 0, ("fbgemm ok fbgemm-gpu 1.8.0",)),
         ({"fbgemm-gpu": "1.8.0"}, 1, ("fbgemm wrong", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install")),
         ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 was not released with", '"torchrec==1.8.*"')),
-        (
-            {"torchmetrics": "1.9.0"},
-            0,
-            ("note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install"),
-        ),
+        ({"torchmetrics": "1.9.0"}, 0, ("note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install")),
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
     ],
 )
@@ -117,11 +101,7 @@ def test_packages_that_do_not_fit(versions, capsys, change, status, parts):
     [
         ("2.11.0", "1.6.1", ("torch ok 2.11.0",)),
         ("2.12.0", "1.8.0", ("torch 2.12 was not released with torchrec and fbgemm 1.8", '"torchrec==1.7.*"')),
-        (
-            "2.14.1",
-            "1.8.0",
-            ("note 2.14.1, built without CUDA; evenrank is made for 2.11 to 2.13", '"torch==2.13.*"'),
-        ),
+        ("2.14.1", "1.8.0", ("note 2.14.1, built without CUDA; evenrank is made for 2.11 to 2.13", '"torch==2.13.*"')),
         ("2.10.0", "1.5.0", ("torch note 2.10.0", '"torchrec==1.8.*"')),
     ],
 )

@@ -28,14 +28,26 @@ LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8
 def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*LENGTHS, "--html", "gain.html", "--figure", "gain.png"]) == 0, capsys.readouterr().err
-    assert "written: gain.html" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "written: gain.html" in printed
     assert (tmp_path / "gain.png").stat().st_size > 20_000
     text, words = read_page(tmp_path / "gain.html")
     assert main([*LENGTHS, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["advice"]["text"] in words and answer["advice"]["options"].split()[0] in words
-    for of_ranks, way in itertools.product(answer["ranks"], range(8)):
-        assert f"{of_ranks['ways'][way]['speed_up']:.2f}×" in words
+    for of_ranks in answer["ranks"]:
+        assert all(f"{way['speed_up']:.2f}×" in words for way in of_ranks["ways"])
+        advice = of_ranks["advice"]
+        assert advice["text"].startswith(f"On {of_ranks['ranks']} ranks")
+        assert advice["text"] in words and advice["text"] in printed
+        # The row of a table that is marked is what is advised for its ranks.
+        table = text[text.index(f"<caption>{of_ranks['ranks']} ranks") :]
+        marked = re.search(r'<tr class="marked"><th scope="row">([^<]*)', table)
+        assert marked and marked[1].split(" (=")[0] == advice["way"]
+    # The headline says what its number is a ratio of.
+    headline = re.search(r'<div class="answer">\s*<p>(.*?)</p>', text, re.DOTALL)
+    assert headline and "in the layers&#39; time" in headline[1] and "a whole step gains less" in headline[1]
+    assert "speed-up of the layers, each batch balanced" in words
     assert text.count("<svg") == 4
     assert f"evenrank {shlex.join(LENGTHS)} --html gain.html --figure gain.png" in words
 
@@ -143,27 +155,6 @@ def test_lengths_need_neither_torchrec_nor_fbgemm(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "gain.html").is_file()
-
-
-def test_the_page_advises_for_every_number_of_ranks(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([*LENGTHS, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert main([*LENGTHS, "--html", "gain.html"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    text, words = read_page(tmp_path / "gain.html")
-    for of_ranks in answer["ranks"]:
-        advice = of_ranks["advice"]
-        assert advice["text"].startswith(f"On {of_ranks['ranks']} ranks") and advice["text"] in words
-        assert advice["text"] in printed
-        # The row of a table that is marked is what is advised for its ranks.
-        table = text[text.index(f"<caption>{of_ranks['ranks']} ranks") :]
-        marked = re.search(r'<tr class="marked"><th scope="row">([^<]*)', table)
-        assert marked and marked[1].split(" (=")[0] == advice["way"]
-    # The headline says what its number is a ratio of.
-    headline = re.search(r'<div class="answer">\s*<p>(.*?)</p>', text, re.DOTALL)
-    assert headline and "in the layers&#39; time" in headline[1] and "a whole step gains less" in headline[1]
-    assert "speed-up of the layers, each batch balanced" in words
 
 
 def test_lines_that_hide_others_are_marked(tmp_path, monkeypatch):

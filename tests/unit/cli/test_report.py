@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import os
@@ -103,7 +104,7 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, capsys):
     write_run(runs / "c", lines_of(fast, SIZES))
     write_run(runs / "d", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
     answers, figures = set(), set()
-    for order in itertools.permutations(["runs/a", "runs/b", "runs/c", "runs/d"]):
+    for order in list(itertools.permutations(["runs/a", "runs/b", "runs/c", "runs/d"]))[::5]:
         assert main(["report", *order, "--json"]) == 0
         content = json.loads(capsys.readouterr().out)
         answers.add(content["advice"][-1])
@@ -157,43 +158,19 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
                 assert axes.get_ylim() == (0, 0.01) and "0.4%" in ticks
 
 
-@pytest.mark.parametrize("columns", [50, 80, 200])
-def test_the_table_fits_the_columns_of_the_terminal(runs, capsys, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["report", "runs/a", "runs/b"]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= columns
-    # Sentences fill the lines they have.
-    assert max(map(len, printed.splitlines())) > min(columns, 130) - 25
-    assert "speed-up of the slowest rank" in printed and "1.2" in printed
-
-
-def test_a_name_is_no_markup(tmp_path, monkeypatch, capsys):
+def test_names_are_no_markup_and_none_is_left_out_of_a_picture(tmp_path, monkeypatch, capsys, recwarn):
+    """Also those that matplotlib would leave out, or has no letters for."""
     monkeypatch.chdir(tmp_path)
-    name = "[red]$x_1$ <b> & runs"
-    write_run(tmp_path / name, lines_of(make_steps(), SIZES))
-    assert main(["report", name, "--html", "r.html", "--figure", "r.svg"]) == 0
-    assert name in capsys.readouterr().out
-    assert name in read_page(tmp_path / "r.html")[1] and "$x_1$ &lt;b&gt;" in (tmp_path / "r.svg").read_text()
-
-
-def test_a_metric_is_no_markup(tmp_path, capsys):
-    lines = lines_of(make_steps(), [5] * 11)
-    folder = write_run(tmp_path / "run", [*lines[:3], {"schema": 1, "step": 15, "eval_[/b]x": 0.25}, *lines[3:]])
-    assert main(["report", str(folder)]) == 0
-    assert "eval [/b]x" in capsys.readouterr().out
-
-
-def test_names_that_matplotlib_would_leave_out_or_has_no_letters_for(tmp_path, monkeypatch, recwarn):
-    monkeypatch.chdir(tmp_path)
-    names = ["_first", r"$\foo$", "実行"]
+    names = ["[red]$x_1$ <b> & runs", "_first", r"$\foo$", "実行"]
     for name in names:
-        write_run(tmp_path / name, lines_of(make_steps(20), [5] * 3))
-    assert main(["report", *names, "--html", "page.html", "--figure", "page.png"]) == 0
+        write_run(tmp_path / name, [*lines_of(make_steps(20), [5] * 3), {"schema": 1, "step": 20, "eval_[/b]x": 0.25}])
+    assert main(["report", *names, "--html", "r.html", "--figure", "r.svg"]) == 0
     assert [str(each.message) for each in recwarn if issubclass(each.category, UserWarning)] == []
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out
+    assert names[0] in printed and "eval [/b]x" in printed
+    text, words = read_page(tmp_path / "r.html")
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
-    assert all(name in drawn for name in names)
+    assert all(html.escape(name) in drawn for name in names) and names[0] in words
 
 
 def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
@@ -211,16 +188,9 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     ("arguments", "message"),
     [
         ([], "no run is given"),
-        (
-            ["runs/none"],
-            "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a",
-        ),
-        (["runs"], "runs has no log.jsonl; a run writes it to its run_dir, on rank 0: there are runs/a, runs/b"),
-        (["runs/a/log.jsonl"], "runs/a/log.jsonl is a file; report reads the folder of a run"),
-        (["runs/a", "runs/../runs/a"], "is given twice"),
+        (["runs/none"], "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a"),
         (["runs/a", "--html", "r.txt"], "a page is an .html file"),
         (["runs/a", "--figure", "r.txt"], "choose one of these endings"),
-        (["runs/a", "--html", "runs"], "a page is an .html file"),
         (["runs/a", "--figure", "linked.png"], "no command overwrites what it reads"),
         (["runs/a", "--json", "--html", "no/such\0.html"], "null"),
     ],

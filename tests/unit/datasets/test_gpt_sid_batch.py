@@ -77,11 +77,6 @@ class TestRandom:
             assert [[code + offsets[i % 3] for i, code in enumerate(row)] for row in labels] == candidates
         assert batch.num_loss_tokens() == (sum(map(len, candidates)) if with_labels else 0)
 
-    def test_the_same_generator_state_gives_the_same_batch(self):
-        first, second, other = random_batch(3), random_batch(3), random_batch(4)
-        assert torch.equal(first.features.values(), second.features.values())
-        assert not torch.equal(first.features.lengths(), other.features.lengths())
-
     @pytest.mark.parametrize(
         "dist",
         [

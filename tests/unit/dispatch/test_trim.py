@@ -109,11 +109,7 @@ def test_wrong_settings(settings, message):
 @pytest.mark.parametrize(
     ("trim", "error", "message"),
     [
-        (
-            Trim("nowhere"),
-            KeyError,
-            "no field 'nowhere' to trim by; its fields are 'ids', 'mask', 'n', 'short'",
-        ),
+        (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'ids', 'mask', 'n', 'short'"),
         (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it is `\(rows, width\)`"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences are"),
         (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),

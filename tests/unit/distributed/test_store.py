@@ -1,14 +1,20 @@
-"""Questions to the store: an answer, or an error within the deadline that names the host."""
+"""The store: an answer or an error within the deadline that names the host, alive, silent or ended; who is missing."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import json
+import multiprocessing
+import socket
 import threading
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from commons.distributed.channel import absence
 from commons.distributed.channel import store as store_module
+from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.store import KeyWatch, StoreUnavailableError, ask_store
 from commons.distributed.errors import first_line
 
@@ -70,3 +76,91 @@ def test_under_torchrun_its_agent_hosts_the_store_unless_the_program_made_one(st
 )
 def test_of_torchs_errors_the_first_line_is_kept(text, first):
     assert first_line(RuntimeError(text)) == first
+
+
+QUESTIONS = 3_000
+
+
+def _host(connection):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+
+
+@pytest.fixture
+def host():
+    """A process with a store, its port, and the end of a pipe that ends it."""
+    context = multiprocessing.get_context("forkserver")
+    connection, theirs = context.Pipe()
+    process = context.Process(target=_host, args=(theirs,), daemon=True)
+    process.start()
+    yield process, connection.recv()
+    process.kill()
+    process.join()
+
+
+@pytest.mark.slow
+def test_asking_often_leaves_the_server_well(host):
+    store = dist.TCPStore("127.0.0.1", host[1], is_master=False)
+
+    def ask():
+        for _ in range(QUESTIONS):
+            store_module._require_listening(store)
+            store.add("count", 1)
+        return store.add("count", 0)
+
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        answer = pool.submit(ask)
+        assert answer.result(timeout=30) == QUESTIONS
+    finally:
+        host[0].kill()  # or a thread that waits for an answer would keep the suite
+        pool.shutdown()
+
+
+def test_a_host_that_has_ended_is_noticed(host):
+    process, port = host
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store_module._require_listening(store)
+    process.kill()
+    process.join()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            store_module._require_listening(store)
+
+
+def test_a_host_at_the_address_of_one_that_has_ended_is_asked():
+    """As where a program destroys its process groups and makes them anew at the same port."""
+    line, port = store_module._Line(), 0
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", port)) as server:
+            port = server.getsockname()[1]
+            line.require_whole("127.0.0.1", port)
+            accepted, _ = server.accept()
+            with accepted:
+                line.require_whole("127.0.0.1", port)
+    with pytest.raises(ConnectionError):
+        line.require_whole("127.0.0.1", port)
+
+
+@pytest.fixture
+def hosts_the_store():
+    """This process is rank 0 of one, and hosts the store."""
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("silent, is_named", [(5.0, True), (0.2, False)])
+def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_it(hosts_the_store, silent, is_named):
+    channel, key = FailedChannel(f"test/{silent}", [0, 1, 2]), f"test/{silent}"
+    # Rank 2 has waited, without an answer for some seconds; rank 1 has gone home meanwhile.
+    ask_store(lambda store: store.set(f"{key}/2", json.dumps(["gather of step 3", 7.0, 0.0, silent])))
+    ask_store(lambda store: store.add(f"{key}/count of present", 1))
+    with mock.patch.multiple(absence, _RECORDS_SECONDS=0.2, _READERS_SECONDS=0.2):
+        verdict = channel.who_is_missing(channel.attend("gather", 3))
+    assert verdict.missing == [1] and verdict.failure is None
+    named = ["rank 0, which hosts the store, stood still for 5 s, in which others may have given up"]
+    assert verdict.late == (named if is_named else [])

@@ -77,11 +77,7 @@ def test_a_file_may_name_what_a_flag_imports(here):
     [
         ("our_nothing", None, "import names 'our_nothing', which is neither installed nor in .*: correct the name"),
         ("our-shuffler", None, "import names 'our-shuffler'; it takes importable modules"),
-        (
-            "our_broken",
-            "import not_there_at_all",
-            r"'our_broken', which cannot be imported \(ModuleNotFoundError: No module",
-        ),
+        ("our_broken", "import not_there_at_all", r"'our_broken', which cannot be imported \(ModuleNotFoundError:"),
         ("our_typo", "def f(:", r"'our_typo', which cannot be imported \(SyntaxError: "),
         ("our_failure", "1 / 0", r"'our_failure', which cannot be imported \(ZeroDivisionError: "),
     ],

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, interleave_tokens
@@ -75,22 +75,6 @@ def test_tokens_are_context_then_items_and_actions_in_turn(features):
         wanted = torch.autograd.grad((expected * weight).sum(), used, allow_unused=True)
         for gradient, want in zip(gradients, wanted):
             assert torch.equal(gradient, torch.zeros_like(gradient) if want is None else want)
-
-
-@pytest.mark.parametrize("with_actions", [True, False])
-@pytest.mark.parametrize("max_num_candidates", [0, 4])
-def test_the_batch_knows_how_many_tokens_the_model_computes(with_actions, max_num_candidates):
-    batch = random_batch(with_actions=with_actions, max_num_candidates=max_num_candidates, actual_batch_size=4)
-    features = batch.features.to_dict()
-    embeddings = {key: JaggedTensor(values=f.values()[:, None], lengths=f.lengths()) for key, f in features.items()}
-    sequence = interleave_tokens(
-        [embeddings["user"], embeddings["tags"]],
-        embeddings["item"],
-        embeddings["action"] if with_actions else None,
-        batch.num_candidates,
-    )
-    lengths, num_targets = batch.sequence_lengths()
-    assert torch.equal(sequence.lengths, lengths) and torch.equal(sequence.num_targets, num_targets)
 
 
 def test_items_without_their_actions_are_named():
@@ -218,22 +202,6 @@ def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_can
     wanted = torch.autograd.grad(terms.mean(), model.parameters())
     for (name, _), gradient, want in zip(model.named_parameters(), gradients, wanted):
         torch.testing.assert_close(gradient, want, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 30), st.sampled_from([0, 3]), st.randoms(use_true_random=False))
-def test_a_row_gets_the_same_whatever_rows_share_its_batch(seed, max_num_candidates, random):
-    model = plain_model()
-    batch = random_batch(max_num_candidates=max_num_candidates, seed=seed)
-    predictions = batch.labels["task_0"].lengths().tolist()
-    whole = model(batch)[1].logits.split(predictions)
-    order = list(range(batch.batch_size))
-    random.shuffle(order)
-    cut = random.randint(1, len(order) - 1)
-    for part in (order[:cut], order[cut:]):
-        logits = model(batch.index_select(part))[1].logits
-        for row, result in zip(part, logits.split([predictions[row] for row in part])):
-            torch.testing.assert_close(result, whole[row], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("plain", [True, False])

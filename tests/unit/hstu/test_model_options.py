@@ -14,15 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import load_config_file
-from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, interleave_tokens, layer
+from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, layer
 from hstu.objectives import OBJECTIVES
 from hstu.recipe import require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.models.hstu_models import (
     CONFIG,
     HSTU,
-    numbered,
-    plain_model,
     random_batch,
     with_execution,
     with_timestamps,
@@ -146,27 +144,6 @@ def test_on_cuda_the_layers_are_compiled_unless_told_otherwise(asked, device, co
 
 
 # ------------------------------------------------------------------------------------------------------------ times
-
-
-def test_times_of_tokens_are_those_of_their_items():
-    _, context = numbered([2, 1, 0, 1], 0)
-    _, items = numbered([2, 0, 1, 1], 10)
-    _, actions = numbered([2, 0, 1, 1], 20)
-    times = torch.tensor([5, 7, 8, 9], dtype=torch.int32)
-    alone = interleave_tokens([context], items)
-    # The second row has no item: one time, whichever.
-    assert alone.token_times(times).tolist() == [5, 5, 5, 7, 8, 8, 9, 9]
-    both = interleave_tokens([context], items, actions)
-    assert both.token_times(times).tolist() == [5, 5, 5, 5, 7, 7, 8, 8, 8, 9, 9, 9]
-
-
-def test_times_of_other_rows_do_not_matter():
-    model = plain_model(TIMED)
-    batch = with_timestamps(random_batch(seed=3))
-    whole = model(batch)[1].logits.split(batch.features["item"].lengths().tolist())
-    for row in range(batch.batch_size):
-        alone = model(batch.index_select([row]))[1].logits
-        torch.testing.assert_close(alone, whole[row], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("plain", [True, False])

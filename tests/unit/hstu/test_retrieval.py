@@ -90,18 +90,6 @@ def test_loss_and_gradients_equal_the_reference(config, with_actions, monkeypatc
         torch.testing.assert_close(gradient, want, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_drawn_negatives_make_a_row_independent_of_its_neighbours():
-    model = plain_model(DRAWN)
-    batch = with_drawn(random_batch())
-    whole = float(model(batch)[1].loss_sum)
-    parts = [float(model(batch.index_select(rows))[1].loss_sum) for rows in ([4, 0], [1], [2, 3, 5])]
-    assert sum(parts) == pytest.approx(whole, rel=1e-12)
-    in_batch = plain_model(CONFIG)
-    whole = float(in_batch(batch)[1].loss_sum)
-    parts = [float(in_batch(batch.index_select(rows))[1].loss_sum) for rows in ([4, 0], [1], [2, 3, 5])]
-    assert abs(sum(parts) - whole) > 0.1  # as the docstring says
-
-
 @pytest.mark.parametrize("config", [CONFIG, DRAWN, dataclasses.replace(CONFIG, in_batch_pool="global")])
 @pytest.mark.parametrize(("longest", "actual_batch_size"), [(0, 6), (1, 6), (9, 0)])
 def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(config, longest, actual_batch_size):

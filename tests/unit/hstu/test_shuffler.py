@@ -46,37 +46,21 @@ def test_a_row_costs_its_own_tokens(candidates, actions, interleaved):
 
 
 @pytest.mark.parametrize("candidates", [0, 4])
-def test_contextual_tokens_that_see_all_cost_more(candidates):
+@pytest.mark.parametrize("window", [None, 3])
+def test_contextual_tokens_that_see_all_cost_more_and_windows_less(candidates, window):
     batch = make_batch(candidates)
-    shuffler = HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True)
     seqlen, num_targets = batch.sequence_lengths()
-    expected = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets, context_of(batch))
-    assert torch.equal(shuffler.get_workloads(batch), expected)
-    plain = HSTUBalancedBatchShuffler(**SIZES)
-    assert (shuffler.get_workloads(batch)[:5] > plain.get_workloads(batch)[:5]).all()
-    model = ModelArgs(hidden_size=32, num_attention_heads=2, kv_channels=24, num_layers=3, contextual_mask=True)
-    config = TrainConfig(TrainerArgs(6, 6), DatasetArgs("random", 60), model)
-    recipe = HSTURecipe(config, torch.device("cpu"))
-    assert recipe.flops(batch) == 3 * int(expected.sum())
-    assert recipe.num_tokens(batch) == int(seqlen.sum())
-    for each in (shuffler, plain):
-        each.close()
-
-
-def test_tokens_that_see_less_cost_less():
-    batch = make_batch(4)
+    task = HSTUAttentionTask(**SIZES, max_attn_len=window)
+    expected = task.get_workloads(seqlen, num_targets, context_of(batch))
     model = ModelArgs(
-        hidden_size=32, num_attention_heads=2, kv_channels=24, num_layers=3, contextual_mask=True, max_attn_len=3
+        hidden_size=32, num_attention_heads=2, kv_channels=24, num_layers=3, contextual_mask=True, max_attn_len=window
     )
     recipe = HSTURecipe(TrainConfig(TrainerArgs(6, 6), DatasetArgs("random", 60), model), torch.device("cpu"))
-    with contextlib.closing(HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True, max_attn_len=3)) as shuffler:
-        assert shuffler.task == recipe.task == HSTUAttentionTask(**SIZES, max_attn_len=3)
-        seqlen, num_targets = batch.sequence_lengths()
-        expected = recipe.task.get_workloads(seqlen, num_targets, batch.contextual_lengths())
-        assert torch.equal(shuffler.get_workloads(batch), expected)
-        assert recipe.flops(batch) == 3 * int(expected.sum())
-    whole = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets)
-    assert (expected <= whole).all() and int(expected.sum()) < int(whole.sum())
+    with contextlib.closing(HSTUBalancedBatchShuffler(**SIZES, contextual_mask=True, max_attn_len=window)) as shuffler:
+        assert shuffler.task == recipe.task == task and torch.equal(shuffler.get_workloads(batch), expected)
+    assert recipe.flops(batch) == 3 * int(expected.sum()) and recipe.num_tokens(batch) == int(seqlen.sum())
+    plain = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets)
+    assert (expected[:5] > plain[:5]).all() if window is None else int(expected.sum()) < int(plain.sum())
 
 
 def test_an_empty_history_still_costs_its_context():
@@ -95,10 +79,5 @@ def test_an_empty_history_still_costs_its_context():
 
 
 def test_metas_dimensions_are_those_of_the_task():
-    batch = make_batch()
-    shuffler = HSTUBalancedBatchShuffler(**SIZES, value_dim=7, concat_ux=True)
-    task = HSTUAttentionTask(*SIZES.values(), value_dim=7, concat_ux=True)
-    assert shuffler.task == task
-    seqlen, num_targets = batch.sequence_lengths()
-    assert torch.equal(shuffler.get_workloads(batch), task.get_workloads(seqlen, num_targets))
-    shuffler.close()
+    with contextlib.closing(HSTUBalancedBatchShuffler(**SIZES, value_dim=7, concat_ux=True)) as shuffler:
+        assert shuffler.task == HSTUAttentionTask(*SIZES.values(), value_dim=7, concat_ux=True)

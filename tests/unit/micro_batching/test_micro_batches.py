@@ -264,7 +264,7 @@ def test_the_spec_in_toml_and_flags(tmp_path):
     [
         ({"n_mbs": 0}, "n_mbs is 0; it must be an integer of at least 1"),
         ({"n_mbs": 1.5}, "n_mbs is 1.5"),
-        ({"n_mbs": True}, "n_mbs is True"),
+        *(({"n_mbs": value}, f"n_mbs is {value!r};") for value in (True, np.True_, "3")),
         ({"granularity": -2}, "granularity is -2"),
         ({"n_mbs_divisor": 0}, "n_mbs_divisor is 0"),
         ({"max_tokens_per_mb": 0}, "max_tokens_per_mb is 0; it must be an integer of at least 1"),

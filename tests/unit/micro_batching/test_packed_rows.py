@@ -185,28 +185,6 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(example, seed, rows,
     assert int(terms.sum()) == 0 or float(expected.abs().max()) > 1e-4
 
 
-def test_a_micro_batch_without_a_label_adds_nothing(example):
-    torch.manual_seed(0)
-    model = example.CausalLM(longest=24, hidden=8, heads=2, layers=1).double()
-    batch = example.draw_batch(6, longest=24, seed=0)
-    heaviest = int(batch["attention_mask"].sum(1).argmax())
-    batch["labels"][heaviest] = -100
-    spec = MicroBatchSpec(max_tokens_per_mb=int(batch["attention_mask"].sum(1).max()))
-    expected, _ = example.whole_batch(model, batch)
-    reached, _, _ = example.accumulated(model, batch, spec)
-    assert bool(torch.isfinite(reached).all()) and float(expected.abs().max()) > 1e-4
-    assert float((reached - expected).abs().max()) <= 1e-13
-
-    micro_batches = pack_micro_batches(
-        batch, spec, batch["attention_mask"].sum(1), loss_tokens=count_loss_tokens(batch["labels"])
-    )
-    assert 0 in micro_batches.loss_tokens and 0.0 in micro_batches.loss_weights
-    # The mean over no label is NaN, which no weight takes away: the sums above are the way.
-    for micro_batch, terms in zip(micro_batches, micro_batches.loss_tokens):
-        total = model(**pack_rows(micro_batch, mask="causal").inputs)
-        assert total.isfinite() and (total / terms).isnan() == (terms == 0)
-
-
 def test_the_example_runs(example, monkeypatch, capsys):
     flags = "--rows 12 --longest 64 --micro-batches.max-tokens-per-mb 256 --micro-batches.packing-algorithm kk"
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *flags.split()])

@@ -35,12 +35,16 @@ def layer(rows, longest):
     return x @ weight(HIDDEN, 4 * HIDDEN) @ weight(4 * HIDDEN, HIDDEN)
 
 
+@functools.cache
+def operations(rows, longest):
+    with FlopCounterMode(display=False) as counter:
+        layer(rows, longest)
+    return counter.get_total_flops()
+
+
 def counted(groups):
     """Operations of a rank that computes groups of rows, each padded to its own longest."""
-    with FlopCounterMode(display=False) as counter:
-        for lengths in groups:
-            layer(len(lengths), int(lengths.max()))
-    return counter.get_total_flops()
+    return sum(operations(len(lengths), int(lengths.max())) for lengths in groups)
 
 
 WAYS = {
@@ -52,7 +56,6 @@ WAYS = {
 SAMPLER = "pads, and a sampler deals with `padded=True`"
 
 
-@functools.cache
 def measured(steps):
     """Of the stats and of each way, as loaded and balanced: the slowest rank's work, summed over steps.
 

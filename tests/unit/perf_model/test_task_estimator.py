@@ -153,7 +153,9 @@ def hstu_layers(lengths, masks, h, heads, d, value_dim, layers, concat):
     return x
 
 
-def transformer_layers(lengths, masks, h, heads, d, layers, groups, ffn, gated, experts, active, vocab):
+def transformer_layers(lengths, masks, h, heads, d, layers, ffn, options):
+    groups, gated, vocab = options.get("num_query_groups", heads), options.get("gated_ffn"), options.get("vocab_size")
+    experts, active = options.get("num_experts", 1), options.get("num_active_experts", 1)
     p, kv = heads * d, groups * d
     x = torch.randn(sum(lengths), h, requires_grad=True)
 
@@ -190,8 +192,9 @@ def count(function, *args):
     return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
 
 
-@pytest.mark.parametrize("concat", [False, True])
-@pytest.mark.parametrize(("heads", "d", "value_dim"), [(3, 5, 5), (3, 5, 7), (1, 16, 4), (4, 4, 12)])
+@pytest.mark.parametrize(
+    ("heads", "d", "value_dim", "concat"), [(3, 5, 5, False), (3, 5, 7, True), (1, 16, 4, False), (4, 4, 12, True)]
+)
 @pytest.mark.parametrize(
     ("causal", "group", "targets", "contextual"),
     [
@@ -214,30 +217,21 @@ def test_hstu_operations_are_those_that_are_counted(causal, group, targets, cont
 
 
 @pytest.mark.parametrize(
-    "groups, gated, experts, active, vocab",
-    [(4, False, 1, 1, None), (2, True, 1, 1, 11), (1, True, 5, 2, None), (4, False, 3, 3, 7)],
+    "options",
+    [
+        {},
+        {"num_query_groups": 2, "gated_ffn": True, "vocab_size": 11},
+        {"num_query_groups": 1, "gated_ffn": True, "num_experts": 5, "num_active_experts": 2},
+        {"num_experts": 3, "num_active_experts": 3, "vocab_size": 7},
+    ],
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_transformer_operations_are_those_that_are_counted(groups, gated, experts, active, vocab, causal):
+def test_transformer_operations_are_those_that_are_counted(options, causal):
     h, heads, d, layers, ffn = 12, 4, 5, 2, 18
     lengths = [1, 8, 5]
     masks = [[kept_keys(query, length, 0, causal, 1) for query in range(length)] for length in lengths]
-    task = SelfAttentionTask(
-        h,
-        heads,
-        d,
-        layers,
-        ffn_hidden_size=ffn,
-        num_query_groups=groups,
-        gated_ffn=gated,
-        causal=causal,
-        num_experts=experts,
-        num_active_experts=active,
-        vocab_size=vocab,
-    )
-    forward, both = count(
-        transformer_layers, lengths, masks, h, heads, d, layers, groups, ffn, gated, experts, active, vocab
-    )
+    task = SelfAttentionTask(h, heads, d, layers, ffn_hidden_size=ffn, causal=causal, **options)
+    forward, both = count(transformer_layers, lengths, masks, h, heads, d, layers, ffn, options)
     workload = int(task.get_workloads(lengths).sum())
     assert workload == forward and training_flops(workload) == both
 

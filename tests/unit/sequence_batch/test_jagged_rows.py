@@ -67,8 +67,6 @@ def keyed(**changes):
         (lambda: keyed(lengths=None, offsets=torch.arange(7) + 2), "has offsets that begin at 2; .* cut off"),
         (lambda: keyed(keys=["a", "a"]), r"has duplicate keys \['a'\]; keys must be unique"),
         (lambda: keyed(stride=2), "has 6 lengths for 2 keys and 2 rows; there is one per key and row, 4 in all"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), "is a nested tensor"),
-        (lambda: torch.eye(3).to_sparse(), "is a tensor of layout torch.sparse_coo"),
     ],
 )
 def test_fields_that_cannot_be_described(make, message):

@@ -8,7 +8,7 @@ from collections import UserDict, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
@@ -39,6 +39,7 @@ kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
 @kinds
+@settings(max_examples=10)
 @given(data=st.data())
 def test_selected_rows(kind, data):
     ids = data.draw(samples)
@@ -53,6 +54,7 @@ def test_selected_rows(kind, data):
 
 
 @kinds
+@settings(max_examples=10)
 @given(parts=st.lists(st.lists(st.integers(0, 30), max_size=4), min_size=1, max_size=4))
 def test_concatenated_rows(kind, parts):
     result = concat_rows([KINDS[kind](ids) for ids in parts])
@@ -67,6 +69,7 @@ def test_padding_comes_last(parts):
     assert Rows.of(result).real == len(ids)
 
 
+@settings(max_examples=10)
 @given(samples, st.integers(0, 3))
 def test_padded_rows(ids, extra):
     assert as_values(Rows.of(padded_batch(ids)).pad(len(ids) + extra).batch) == as_values(
@@ -186,24 +189,12 @@ def variable_batch_per_key():
     ("make", "error", "message"),
     [
         (lambda: {"a": torch.zeros(3), "b": {"c": torch.zeros(4)}}, ValueError, r"rows: {'a': 3, 'b.c': 4}; the first"),
-        (
-            lambda: {"a": torch.zeros(3), "t": ["x", "y"]},
-            ValueError,
-            r"{'a': 3, 't': 2}; .* to the whole batch a tuple",
-        ),
+        (lambda: {"a": torch.zeros(3), "t": ["x", "y"]}, ValueError, r"{'a': 3, 't': 2}; .* to the whole batch a"),
         (lambda: (torch.zeros(3), kjt([1, 2])), ValueError, r"{'0': 3, '1': 2}"),
         (lambda: {"a": torch.tensor(1)}, ValueError, "field 'a' is a 0-dimensional tensor; .* repeat it for every row"),
         (lambda: {"a": np.array(1)}, ValueError, "field 'a' is a 0-dimensional array"),
-        (
-            lambda: {"a": torch.eye(3).to_sparse()},
-            ValueError,
-            "field 'a' is a tensor of layout torch.sparse_coo; .* convert it",
-        ),
-        (
-            lambda: torch.nested.nested_tensor([torch.zeros(2)]),
-            ValueError,
-            "'the batch itself' is a nested tensor of layout",
-        ),
+        (lambda: {"a": torch.eye(3).to_sparse()}, ValueError, "field 'a' is a tensor of layout torch.sparse_coo;"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2)]), ValueError, "'the batch itself' is a nested tensor"),
         (lambda: {"k": variable_batch_per_key()}, ValueError, "field 'k' has a variable batch per key"),
         (lambda: {"a": "x", "b": (1, 2)}, ValueError, "the batch is a dict without rows; .* add one"),
         (lambda: None, ValueError, "the batch is a NoneType without rows"),
@@ -264,10 +255,7 @@ def test_what_is_no_array_of_indices(indices):
         ([], "there are no batches to concatenate"),
         ([{"a": dense([1])}, {"b": dense([1])}], r"batches 0 and 1 differ at 'the batch itself': dict of \['a'\] and"),
         ([{"a": dense([1])}, {"a": kjt([1])}], r"differ at 'a': tensor int64 \[3\] and jagged \['long"),
-        (
-            [{"a": dense([1])}, {"a": dense([1]).int()}],
-            r"differ at 'a': tensor int64 \[3\] and tensor int32 \[3\]; only rows of",
-        ),
+        ([{"a": dense([1])}, {"a": dense([1]).int()}], r"differ at 'a': tensor int64 \[3\] and tensor int32 \[3\];"),
         ([dense([1]), dense([1])[:, :2]], r"tensor int64 \[3\] and tensor int64 \[2\]"),
         ([kjt([1]), kjt([1], weights=False)], "int64, weights float32, .* and jagged .* int64, lengths"),
         ([{"a": dense([1]), "m": 1}, {"a": dense([1]), "m": 2}], "differ at 'm': 1 and 2; .* or give a value per row"),

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -16,7 +15,6 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader, WrappedBatch, unwrap, wrap
 from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.datasets.sids.map import SIDMap
-from tests.helpers.batches.any_batches import as_values
 
 
 @dataclass
@@ -36,13 +34,6 @@ def named_loader(name, num_workers):
     sid_map = SIDMap(np.arange(16), codes, (4, 4))
     options = {"sid_map": sid_map} if name == "sid-random" else {"max_num_candidates": 2}
     return get_data_loader(name, batch_size=4, max_history_seqlen=6, num_batches=5, num_workers=num_workers, **options)
-
-
-@pytest.mark.parametrize("name", ["random", "sid-random"])
-def test_workers_give_what_the_main_process_would(name):
-    alone, working = list(named_loader(name, 0)), list(named_loader(name, 2))
-    assert len(alone) == 5
-    assert as_values(working) == as_values(alone)
 
 
 def test_a_batch_travels_as_one_tensor_in_shared_memory():

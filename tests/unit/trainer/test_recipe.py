@@ -1,20 +1,29 @@
-"""A recipe that says only what it has to."""
+"""A recipe that says only what it has to, the rows that its sampler deals, and the options and data of a demo."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commons.cli import recipes
 from commons.cli.main import main
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.samplers.epoch import Place
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
 from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.data import RowsInTurn
+from commons.trainer.demo import DemoOptions, choose_ranks, prepare_data
 from commons.trainer.optimize.optimizers import OptimizerArgs
 from commons.trainer.recipe import Recipe
+from tests.helpers.datasets.movielens import write_zip
 
 CONFIG = """
 [trainer]
@@ -72,3 +81,38 @@ def test_what_follows_from_its_tokens(config):
     assert recipe.flops(batch) == training_flops(int(recipe.task.get_workloads(lengths).sum()))
     assert recipe.num_tokens(batch) == batch.features.values().numel()
     assert (recipe.batch_size, recipe.max_length, recipe.fingerprint().keys()) == (4, 12, {"optimizer"})
+
+
+@pytest.mark.parametrize("kind", ["balanced", "budget"])
+@given(rows=st.integers(4, 40), ranks=st.integers(1, 4), data=st.data(), drop_last=st.booleans())
+def test_each_step_is_that_of_the_plan(kind, rows, ranks, data, drop_last):
+    workloads = np.array(data.draw(st.lists(st.integers(1, 50), min_size=rows, max_size=rows)))
+    place = Place(data.draw(st.integers(0, rows)))  # also where fewer rows than ranks are left
+    options = {"num_ranks": ranks, "rank": 0, "drop_last": drop_last}
+    if kind == "balanced":
+        sampler = BalancedBatchSampler(workloads, 3, window=2, **options)
+    else:
+        sampler = BudgetBatchSampler(workloads, budget_per_rank=80, **options)
+    in_turn = list(RowsInTurn(sampler, workloads, ranks).loads(1, place))
+    planned = list(sampler.plan(1, place))
+    assert len(in_turn) == len(planned)
+    assert sum(int(each.sum()) for each in in_turn) == sum(int(workloads[step.rows].sum()) for step in planned)
+    if kind == "budget":  # its steps are parts of the order
+        assert [int(each.sum()) for each in in_turn] == [int(workloads[step.rows].sum()) for step in planned]
+
+
+def test_options():
+    assert DemoOptions(quick=True).steps < DemoOptions().steps
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        DemoOptions(batch_size=0)
+    assert choose_ranks("cpu") == (2, "device cpu: two ranks on the CPU (gloo, one thread each)")
+
+
+def test_the_demo_replaces_no_data_of_ones_own(tmp_path):
+    options = DemoOptions(run_dir=tmp_path)
+    options.data_dir.mkdir()
+    preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), options.data_dir)
+    before = {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")}
+    with pytest.raises(FileExistsError, match="holds data that were not generated; .*: choose another --run-dir"):
+        prepare_data(options)
+    assert {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")} == before

@@ -51,7 +51,7 @@ def epochs(loader, number: int) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize("order", ["in turn", "window", "budget"])
-@pytest.mark.parametrize(("workers", "stop"), [(0, 0), (2, 1), (0, 4), (2, -1)])
+@pytest.mark.parametrize(("workers", "stop"), [(0, 0), (2, 1), (0, -1)])
 def test_a_resumed_loader_gives_exactly_the_rest(folder, order, workers, stop):
     first, second, third = epochs(make(folder, order), 3)
     stop = len(second) - 1 if stop < 0 else stop
@@ -93,9 +93,8 @@ class DamagedRows(torch.utils.data.Dataset):
         return {"rows": torch.tensor(rows)}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    "error", [ValueError("row 4"), KeyError("row 4"), RuntimeError("row 4")], ids=["value", "key", "runtime"]
+    ("workers", "error"), [(0, ValueError("row 4")), (2, KeyError("row 4")), (2, RuntimeError("row 4"))]
 )
 def test_a_state_behind_an_error_is_behind_its_batch(workers, error):
     def loader(num_workers=0):
@@ -168,16 +167,6 @@ def test_no_order_comes_twice(folder):
     assert contents(next(iter(abandoned))) != contents(next(iter(abandoned)))
 
 
-def test_set_epoch_chooses_the_order(folder):
-    loader = make(folder)
-    orders = epochs(loader, 3)
-    loader.sampler.set_epoch(1)
-    assert epochs(loader, 2) == orders[1:]
-    loader.sampler.set_epoch(0)
-    loader.sampler.start_at(8)  # rows of both ranks
-    assert epochs(loader, 2) == [orders[0][1:], orders[1]]
-
-
 @given(
     num_rows=st.integers(0, 60),
     batch_size=st.integers(1, 7),
@@ -191,14 +180,8 @@ def test_sharded_places(num_rows, batch_size, world_size, shuffle, drop_last, da
     first_row = data.draw(st.integers(0, num_rows))
 
     def sampler():
-        result = ShardedBatchSampler(
-            num_rows,
-            batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
+        options = {"rank": rank, "world_size": world_size, "shuffle": shuffle, "drop_last": drop_last}
+        result = ShardedBatchSampler(num_rows, batch_size, **options)
         result.set_epoch(3)
         result.start_at(first_row)
         return result

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from benchmarks.raw_data.histories import draw_histories, lengths_with
+from benchmarks.raw_data.histories import lengths_with
 from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate_movielens, generate_movielens_20m
 from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
 from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
@@ -70,13 +70,6 @@ def test_the_files_are_those_that_the_archive_becomes(tmp_path):
     assert len(files) > 4 and files == [path.relative_to(written) for path in sorted(written.rglob("*.parquet"))]
     assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
     assert SequenceFile(written, "ml-1m", []).metadata.generated
-
-
-@pytest.mark.parametrize("arguments", [{"num_users": 0}, {"seed": -1}])
-def test_bad_arguments(tmp_path, arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        generate_movielens(tmp_path / "a.zip", **arguments)
-    assert not list(tmp_path.iterdir())
 
 
 class _Histories:
@@ -166,28 +159,3 @@ def test_an_archive_of_20m(tmp_path):
     assert np.bincount(ratings)[1:] / len(ratings) == pytest.approx(published, abs=0.002)
     for row in users_of(path, "ml-20m").values():
         assert len(set(row["movie_id"])) == len(row["movie_id"])  # nobody rates a movie twice
-
-
-def test_nobody_has_an_item_twice():
-    rng = np.random.default_rng(0)
-    (rows,) = draw_histories(5_000, np.full(500, 100), rng, distinct=True)
-    assert rows.users.tolist() == np.repeat(np.arange(500), 100).tolist()
-    assert all(len(set(own)) == 100 for own in rows.items.reshape(500, 100).tolist())
-    assert np.bincount(rows.items)[:50].mean() > 5 * np.bincount(rows.items)[-500:].mean()
-
-
-def test_chunks_hold_whole_users():
-    rng = np.random.default_rng(0)
-    lengths = np.array([700_000, 0, 700_000, 5])
-    chunks = list(draw_histories(100, lengths, rng, distinct=False))
-    assert [len(chunk.users) for chunk in chunks] == [700_000, 700_005]
-    assert np.bincount(np.concatenate([chunk.users for chunk in chunks]), minlength=4).tolist() == lengths.tolist()
-
-
-@pytest.mark.parametrize("num_users", [1, 7, 1000])
-def test_lengths_have_the_mean_and_stay_within_bounds(num_users):
-    lengths = lengths_with(num_users, {0.0: 5, 0.5: 20, 0.9995: 900}, 40.0)
-    assert lengths.mean() == pytest.approx(40, abs=1)
-    assert lengths.min() >= 5
-    assert lengths.max() <= 900
-    assert (np.diff(lengths) >= 0).all()

@@ -218,6 +218,10 @@ REFUSED = {
         f"a member of kind {kind!r} in a tar": (tar_with(kind), r"has no ratings\.csv; .*found: movies\.csv: ")
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
     },
+    "a text, no tar": (
+        lambda path: path.write_text(RATINGS_20M),
+        "is neither a zip file nor a tar file; the source is",
+    ),
     "a pipe, no zip": (os.mkfifo, "is neither a file nor a folder; the source is ml-20m.zip as published"),
 }
 

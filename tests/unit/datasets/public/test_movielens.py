@@ -34,18 +34,6 @@ from tests.helpers.datasets.stored_users import users_of
 
 
 class TestPreprocess:
-    def test_sequences_are_sorted_by_time_and_ties_keep_the_order_of_the_file(self, tmp_path):
-        path = preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), tmp_path / "data")
-        rows = users_of(path, "ml-1m")
-        assert sorted(rows) == [3, 7, 9]
-        assert rows[7]["movie_id"] == [50, 9, 1193, 50]
-        assert rows[7]["rating"] == [3, 4, 2, 5]
-        assert rows[7]["timestamp"] == [99, 100, 100, 200]
-        assert (rows[3]["movie_id"], rows[3]["rating"], rows[3]["timestamp"]) == ([9], [1], [5])
-        assert rows[9]["movie_id"] == []
-        user = {name: rows[3][name] for name in ("gender", "age", "occupation", "zip")}
-        assert user == {"gender": "F", "age": 1, "occupation": 10, "zip": "48067-1234"}
-
     def test_columns_and_manifest(self, tmp_path):
         path = preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), tmp_path / "data", seed=4)
         assert path == tmp_path / "data" / "ml-1m.parquet"
@@ -195,14 +183,6 @@ class TestBadArchives:
     def test_missing(self, tmp_path):
         assert "does not exist" in error_of(tmp_path / "ml-1m.zip", kind=FileNotFoundError)
 
-    def test_damaged_compression(self, tmp_path):
-        data = bytearray(write_zip(tmp_path / "whole.zip").read_bytes())
-        start = data.index(b"ratings.dat") + len("ratings.dat")
-        data[start : start + 20] = b"\xff" * 20
-        source = tmp_path / "a.zip"
-        source.write_bytes(bytes(data))
-        assert "no complete zip file" in error_of(source)
-
     def test_folder_of_something_else(self, tmp_path):
         (tmp_path / "empty").mkdir()
         assert "found: nothing" in error_of(tmp_path / "empty")
@@ -215,12 +195,9 @@ class TestBadArchives:
         [
             "7::50::5",
             "7::50::5::200::1",
-            "7:50:5:200",
             "7::::5::200",
             "7::50::6::200",
-            "7::50::3.5::200",
             "7::99999999999::3::200",
-            "7::50::3::99999999999999999999",
             "UserID::MovieID::Rating::Timestamp",
         ],
     )
@@ -257,18 +234,13 @@ class TestBadArchives20M:
         ("line", "message"),
         [
             ("7,50,3.5,yesterday", "line 4 has timestamp 'yesterday'; timestamp is a number of seconds since 1970"),
-            ("7,50,3.5,", "line 4 has timestamp ''"),
-            ("7,50,3.5,-1", "line 4 has timestamp '-1'"),
             ("7,50,3.5,99999999999999999999", "line 4 has timestamp '99999999999999999999'"),
             ("7,50,3.5", "line 4 is '7,50,3.5', 3 fields; the header has 4"),
-            ("7,50,3.5,1,1", "line 4 is '7,50,3.5,1,1', 5 fields"),
             ("7,50,nan,1", "line 4 has rating 'nan'"),
-            ("7,50,0.0,1", "line 4 has rating '0.0'"),
             ("7,50,5.5,1", "line 4 has rating '5.5'"),
             ("7,50,3.7,1", "line 4 has rating '3.7'; rating is 0.5 to 5 in steps of 0.5"),
             ("7,51,3.5,1", "line 4 has movieId 51, which movies.csv does not list"),
             ("7,x,3.5,1", "line 4 has movieId 'x'"),
-            (",50,3.5,1", "line 4 has userId ''"),
             ("100000000,50,3.5,1", "line 4 has userId '100000000'; userId is a number of 0 to 99,999,999"),
             ("1e2,50,3.5,1", "line 4 has userId '1e2'"),
         ],
@@ -305,11 +277,3 @@ class TestBadArchives20M:
     )
     def test_other_damage(self, tmp_path, files, message):
         assert message in error_of(write_zip_20m(tmp_path / "a.zip", **files), preprocess_movielens_20m)
-
-    def test_no_archive_at_all(self, tmp_path):
-        (tmp_path / "ratings.csv").write_text(RATINGS_20M)
-        for source in (tmp_path / "ratings.csv", Path("/dev/zero")):
-            with pytest.raises(
-                ValueError, match="is neither .*; the source is ml-20m.zip as published, or its unpacked"
-            ):
-                preprocess_movielens_20m(source, tmp_path / "output")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
@@ -33,7 +33,6 @@ def check_whole_groups(steps, groups):
     return set(trained)
 
 
-@settings(max_examples=60)
 @given(ranks=st.integers(1, 3), window=st.integers(1, 3), shuffle=st.booleans(), data=st.data())
 def test_balanced_batches_hold_whole_groups(ranks, window, shuffle, data):
     groups = data.draw(groups_of(ranks, same_size=True))
@@ -55,7 +54,6 @@ def test_balanced_batches_hold_whole_groups(ranks, window, shuffle, data):
         assert max(first) - min(first) in (0, size)
 
 
-@settings(max_examples=60)
 @given(ranks=st.integers(1, 3), shuffle=st.booleans(), same_size=st.booleans(), data=st.data())
 def test_budgeted_steps_hold_whole_groups(ranks, shuffle, same_size, data):
     groups = data.draw(groups_of(ranks, same_size))

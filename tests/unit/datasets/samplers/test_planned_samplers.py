@@ -7,10 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, Place
@@ -40,31 +38,17 @@ def rows_of(steps):
     batch_size=st.integers(1, 5),
     num_ranks=st.integers(1, 4),
     window=st.integers(1, 4),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-    padded=st.booleans(),
+    switches=st.fixed_dictionaries({name: st.booleans() for name in ("shuffle", "drop_last", "padded")}),
     speeds=SPEEDS,
     data=st.data(),
 )
-def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle, drop_last, padded, speeds, data):
+def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, switches, speeds, data):
+    drop_last, padded = switches["drop_last"], switches["padded"]
     speeds = None if padded else speeds
 
     def make(ranks, window=window):
-        return [
-            BalancedBatchSampler(
-                work,
-                batch_size,
-                num_ranks=ranks,
-                rank=rank,
-                window=window,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                padded=padded,
-                speeds=speeds and speeds[:ranks],
-                seed=3,
-            )
-            for rank in range(ranks)
-        ]
+        options = {"num_ranks": ranks, "window": window, "speeds": speeds and speeds[:ranks], "seed": 3, **switches}
+        return [BalancedBatchSampler(work, batch_size, rank=rank, **options) for rank in range(ranks)]
 
     if 0 < len(work) < num_ranks and not drop_last:
         with pytest.raises(ValueError, match=f"the data set has {len(work)} rows, num_ranks is {num_ranks}; every"):
@@ -129,37 +113,23 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, shuffle
     num_ranks=st.integers(1, 4),
     max_rows=st.none() | st.integers(1, 6),
     max_tokens=st.none() | st.integers(9, 30),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-    padded=st.booleans(),
+    switches=st.fixed_dictionaries({name: st.booleans() for name in ("shuffle", "drop_last", "padded")}),
     speeds=SPEEDS,
     data=st.data(),
 )
-@settings(max_examples=100)
-def test_budget_epochs_and_places(
-    work, budget, num_ranks, max_rows, max_tokens, shuffle, drop_last, padded, speeds, data
-):
+@settings(max_examples=60)
+def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens, switches, speeds, data):
+    drop_last, padded = switches["drop_last"], switches["padded"]
     tokens, speeds = [value % 10 for value in work], None if padded else speeds
     max_tokens = None if padded else max_tokens
-    limits = {"max_rows": max_rows, "max_tokens": max_tokens, "tokens": tokens, "shuffle": shuffle, "padded": padded}
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens, "tokens": tokens, "budget_per_rank": budget, **switches}
 
     def cost_of(batch):
         return len(batch) * max(work[row] for row in batch) if padded else sum(work[row] for row in batch)
 
     def make(ranks):
-        return [
-            BudgetBatchSampler(
-                work,
-                budget_per_rank=budget,
-                num_ranks=ranks,
-                rank=rank,
-                drop_last=drop_last,
-                seed=5,
-                speeds=speeds and speeds[:ranks],
-                **limits,
-            )
-            for rank in range(ranks)
-        ]
+        options = {"num_ranks": ranks, "speeds": speeds and speeds[:ranks], "seed": 5, **limits}
+        return [BudgetBatchSampler(work, rank=rank, **options) for rank in range(ranks)]
 
     if (0 < len(work) < num_ranks and not drop_last) or (work and min(work) > budget):
         with pytest.raises(ValueError, match="rows, num_ranks is|budget_per_rank is .*, the lightest row costs"):
@@ -283,21 +253,6 @@ def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
         assert plans[0] == plans[2] != plans[1] == plans[3]
         sampler = make(num_ranks=4, rank=1)
         assert list(sampler) != list(sampler) and sampler.epoch == 2
-
-
-def test_any_data_loader_takes_them():
-    work = list(range(1, 24))
-    loaders = [
-        DataLoader(
-            TensorDataset(torch.arange(23)),
-            batch_sampler=BalancedBatchSampler(work, 4, num_ranks=2, rank=rank, window=2),
-            num_workers=2,
-        )
-        for rank in range(2)
-    ]
-    assert [len(loader) for loader in loaders] == [3, 3]
-    rows = [row for loader in loaders for (batch,) in loader for row in batch.tolist()]
-    assert sorted(rows) == list(range(23))
 
 
 @pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])

@@ -80,14 +80,14 @@ def damaged_copy(data_sets, name, folder, change):
     return folder
 
 
-@fuzzed(30)
+@fuzzed(15)
 @given(random=RANDOM, name=st.sampled_from(["ml-1m", "parquet"]))
 def test_manifests(tmp_path, data_sets, random, name):
     folder = damaged_copy(data_sets, name, tmp_path / "copy", lambda content: damaged_json(content, random))
     require_answer(read(name, folder))
 
 
-@fuzzed(20)
+@fuzzed(15)
 @given(random=RANDOM, name=st.sampled_from(["ml-1m", "parquet"]))
 def test_files_of_a_data_set(tmp_path, data_sets, random, name):
     folder = damaged_copy(data_sets, name, tmp_path / "copy", lambda content: content)
@@ -132,7 +132,7 @@ def test_a_manifest_that_says_what_cannot_be(tmp_path, data_sets, name, change, 
     assert answer in require_answer(read(name, folder))
 
 
-@fuzzed(40)
+@fuzzed(15)
 @given(random=RANDOM)
 def test_maps_of_semantic_ids(tmp_path, random):
     codes = np.array([[0, 1], [1, 1], [0, 0]])
@@ -172,7 +172,7 @@ def test_a_map_whose_footer_is_damaged(tmp_path, footer):
     assert "what the map says of how it was made is damaged" in require_answer(lambda: SIDMap.load(path, (2, 2)))
 
 
-@fuzzed(30)
+@fuzzed(15)
 @given(random=RANDOM)
 def test_own_parquet_files(tmp_path, random):
     path, table = tmp_path / "a.parquet", pa.table(EVENTS)
@@ -186,7 +186,7 @@ def test_own_parquet_files(tmp_path, random):
     require_answer(lambda: preprocess_parquet(COLUMNS, path, tmp_path / "out"))
 
 
-@fuzzed(30)
+@fuzzed(15)
 @given(random=RANDOM, is_20m=st.booleans())
 def test_movielens_archives(tmp_path, random, is_20m):
     write, which = (movielens.write_zip_20m, "_20M") if is_20m else (movielens.write_zip, "")
@@ -201,7 +201,7 @@ def test_movielens_archives(tmp_path, random, is_20m):
     require_answer(lambda: preprocess(path, tmp_path / "out"))
 
 
-@fuzzed(20)
+@fuzzed(15)
 @given(random=RANDOM)
 def test_kuairand_archives(tmp_path, random):
     parts = {"early": kuairand.EARLY, "late": kuairand.LATE, "users": kuairand.USERS}

@@ -7,31 +7,15 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.sequences import dataset as sequence_dataset
 from commons.datasets.sequences import file as sequence_file
-from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sids.random import random_sid_map
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.sequence_batch.schema import BatchSchema
 from hstu.batch_shuffler import HSTUBalancedBatchShuffler
 from hstu.negatives import sample_negatives
 from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Both splits in four shards each, in row groups of at most 16 users."""
-    path = tmp_path_factory.mktemp("data")
-    generate_movielens(path / "ml-1m.zip", num_users=150, seed=5)
-    with (
-        mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
-        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 12_000),
-    ):
-        preprocess_movielens(path / "ml-1m.zip", path, test_fraction=0.2)
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +49,8 @@ def require_outlines(loader, shuffler):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("candidates", [0, 3])
-def test_outlines_have_the_lengths_of_the_rows(folder, split, candidates):
-    options = {"dataset_path": folder, "max_history_seqlen": 30, "max_num_candidates": candidates, "num_tasks": 2}
+def test_outlines_have_the_lengths_of_the_rows(generated, split, candidates):
+    options = {"dataset_path": generated, "max_history_seqlen": 30, "max_num_candidates": candidates, "num_tasks": 2}
     loader = get_data_loader("ml-1m", split, batch_size=7, timestamps=True, **options)
     with mock.patch.object(sequence_file.SequenceFile, "_read_group") as read_all:  # nothing but the items' column
         list(loader.dataset.outlines())
@@ -74,18 +58,18 @@ def test_outlines_have_the_lengths_of_the_rows(folder, split, candidates):
     require_outlines(loader, HSTUBalancedBatchShuffler(16, 2, 8))
 
 
-def test_outlines_of_rows_with_negatives(folder):
-    loader = get_data_loader("ml-1m", batch_size=7, dataset_path=folder, max_history_seqlen=30)
+def test_outlines_of_rows_with_negatives(generated):
+    loader = get_data_loader("ml-1m", batch_size=7, dataset_path=generated, max_history_seqlen=30)
     with_negatives = sample_negatives(loader, "negatives", 5, 100, seed=1)
     require_outlines(with_negatives, TokensBalancedBatchShuffler())
 
 
 @pytest.mark.parametrize("candidates", [0, 2])
-def test_outlines_of_semantic_ids(folder, candidates):
+def test_outlines_of_semantic_ids(generated, candidates):
     loader = get_data_loader(
         "sid-ml-1m",
         batch_size=7,
-        dataset_path=folder,
+        dataset_path=generated,
         max_history_seqlen=30,
         max_num_candidates=candidates,
         sid_map=random_sid_map(4_000, (20, 20, 20)),

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.datasets.loader.data_loader import get_data_loader, list_datasets
 from commons.datasets.public.movielens import SCHEMA, preprocess_movielens
@@ -24,20 +23,6 @@ from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.datasets.movielens import MOVIES, write_zip
 
 _MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is its place here
-
-
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory):
-    """Folder with the shards of 150 generated users in row groups of at most 16."""
-    folder = tmp_path_factory.mktemp("generated")
-    generate_movielens(folder / "ml-1m.zip", num_users=150, seed=2)
-    with (
-        mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
-        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 12_000),
-    ):
-        path = preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
-    assert len(list(path.glob("*.parquet"))) == 8  # four partitions, both splits in each
-    return folder
 
 
 def _dataset(path, split="train", **arguments) -> SequenceDataset:
@@ -90,6 +75,7 @@ _USERS = st.lists(
 )
 
 
+@settings(max_examples=15)
 @given(users=_USERS, history=st.integers(1, 5), candidates=st.integers(0, 4), data=st.data())
 def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candidates, data):
     num_users = len(users)
@@ -283,16 +269,7 @@ def _loader(path, **arguments):
     return get_data_loader("ml-1m", dataset_path=path, **{"batch_size": 8, "max_history_seqlen": 20, **arguments})
 
 
-def _user_ids(loader) -> list[int]:
-    return [user for batch in loader for user in batch.features["user_id"].values().tolist()]
-
-
 class TestDataLoader:
-    def test_splits_share_no_user(self, generated):
-        train, test = (set(_user_ids(_loader(generated, split=split))) for split in ("train", "test"))
-        assert train.isdisjoint(test)
-        assert len(train) + len(test) == 150
-
     def test_unknown_data_set(self):
         assert {"ml-1m", "random"} <= set(list_datasets())
         with pytest.raises(KeyError, match="'ml-2m'; known data sets are kuairand-1k, "):

@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 from benchmarks.raw_data.movielens import generate_movielens_20m
 from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.sequences import event_store
-from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sequences.writer import _row_groups
-from tests.helpers.datasets.stored_users import users_of
 
 _STOPS_BEFORE_THE_MANIFEST = """
 import sys, time
@@ -88,34 +86,12 @@ def draw_events(rng, num_events):
     return {name: values[again] for name, values in table.items()}
 
 
-def histories_of(path):
-    """By raw user, (item, action, time) from the oldest on, as they are in the shards."""
-    rows = users_of(path, "parquet", "uid")
-    return {user: list(zip(row["iid"], row["actions"], row["timestamp"])) for user, row in rows.items()}
-
-
 def write_events(folder, events, num_files):
     folder.mkdir()
     for number, rows in enumerate(np.array_split(np.arange(len(events["uid"])), num_files)):
         own = pa.table({name: values[rows] for name, values in events.items()})
         pq.write_table(own, folder / f"{number}.parquet")
     return folder
-
-
-def test_histories_are_those_of_a_slow_sort(tmp_path):
-    events = draw_events(np.random.default_rng(0), 20_000)
-    source = write_events(tmp_path / "log", events, 3)
-    with (
-        mock.patch.object(event_store, "_BATCH", 2_048),
-        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 5_000),
-    ):
-        path = preprocess_parquet(COLUMNS, source, tmp_path / "out", test_fraction=0.3)
-    expected: dict = {}
-    for user, item, time, like in zip(*(values.tolist() for values in events.values())):
-        expected.setdefault(user, []).append((item, int(like), time))
-    assert len(expected[7]) > 8_000 and sum(len(own) == 1 for own in expected.values()) > 10
-    assert histories_of(path) == {user: sorted(own, key=lambda event: event[2]) for user, own in expected.items()}
-    assert len(list(path.glob("*.parquet"))) == 16
 
 
 def test_the_bytes_do_not_depend_on_threads_or_memory(tmp_path):

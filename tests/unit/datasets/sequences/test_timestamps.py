@@ -40,12 +40,6 @@ def videos(tmp_path_factory):
     return PURE.preprocess(write_tar(folder / "a.tar.gz", files_of()), folder, test_fraction=0)
 
 
-def test_seconds_stay_seconds(movies):
-    (batch,) = make(movies, timestamps=True)
-    assert by_row(batch, "timestamp") == [[5], [100, 100, 200], [], []]
-    assert batch.num_candidates.tolist() == [0, 1, 0, 0]
-
-
 def test_milliseconds_become_seconds(videos):
     (batch,) = make(videos, "kuairand-pure", max_history_seqlen=9, timestamps=True)
     assert by_row(batch, "timestamp") == [

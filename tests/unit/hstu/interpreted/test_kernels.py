@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 def agree(
     lengths, targets, context, *, dtype=torch.float32, bias="none", contextual=False, num_heads=1, head_dim=16,
-    is_causal=True, target_group_size=1, seed=0, size=0.5,
+    is_causal=True, target_group_size=1, max_attn_len=None, seed=0, size=0.5,
 ):  # fmt: skip
     """Both of them on the parts of one projection; the reference in float32, from the same numbers."""
     generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ def agree(
     time_bias = random(num_heads, 9) * 0.3
     seconds = torch.randint(0, 2000, (num_tokens,), generator=generator)
     weights = random(num_tokens, *shape).to(dtype)
-    masks = {"is_causal": is_causal, "target_group_size": target_group_size}
+    masks = {"is_causal": is_causal, "target_group_size": target_group_size, "max_attn_len": max_attn_len}
     rows = [torch.tensor(part, dtype=torch.int64) for part in (lengths, targets)]
     rows.append(torch.tensor(context, dtype=torch.int64) if contextual else None)
     plans = plan_attention(*rows, num_heads=num_heads, **masks), plan_triton_attention(*rows, **masks)
@@ -140,6 +140,14 @@ def test_deterministic_algorithms_add_nothing_up_in_memory(launched):
 def test_blocks_by_tensor_descriptors_compute_the_same(monkeypatch, mask):
     monkeypatch.setattr(triton_launch, "uses_tma", lambda _: True)
     agree([40, 0, 1, 3], [5, 0, 0, 3], [2, 0, 1, 0], bias="position", **MASKS[mask])
+
+
+@pytest.mark.parametrize("max_attn_len", [1, 7, 20, 1000])
+@pytest.mark.parametrize("mask", MASKS)
+def test_windows_compute_the_same(request, mask, max_attn_len):
+    if max_attn_len == 20:  # gradients of queries, added up in memory
+        request.getfixturevalue("launched")
+    agree([53, 0, 1, 20], [18, 0, 0, 3], [5, 0, 1, 0], bias="position", max_attn_len=max_attn_len, **MASKS[mask])
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1]])

@@ -93,36 +93,18 @@ def optimum(workloads: list[int], ranks: int, steps: int, equal_size: bool) -> i
 
 
 @given(
-    st.sampled_from([(1, 2, 6), (2, 2, 6), (1, 3, 6), (2, 3, 5), (3, 2, 5)]).flatmap(
+    st.sampled_from([(1, 3, 6), (2, 2, 12), (3, 2, 12), (2, 3, 12), (4, 2, 8), (3, 3, 9)]).flatmap(
         lambda case: st.tuples(
             st.just(case[:2]),
-            st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40, 100]), min_size=1, max_size=case[2]),
-        )
-    ),
-    st.booleans(),
-)
-def test_the_optimum_lies_between_the_bound_and_the_plan(case, equal_size):
-    (ranks, steps), workloads = case
-    grid = partition_grid(workloads, ranks, steps, equal_size=equal_size)
-    best = optimum(workloads, ranks, steps, equal_size)
-    assert grid.lower_bound <= best
-    if equal_size:
-        assert best <= grid.sum_of_largest <= 2 * max(best, 1)
-
-
-@given(
-    st.sampled_from([(2, 2, 12), (3, 2, 12), (2, 3, 12), (4, 2, 8), (3, 3, 9)]).flatmap(
-        lambda case: st.tuples(
-            st.just(case[:2]),
-            st.sampled_from([(100, 100), (100, 99), (5, 4)]),
-            st.lists(st.integers(0, 5), min_size=case[2] - 1, max_size=case[2]),
+            st.sampled_from([(100, 100), (100, 99), (40, 13), (5, 4)]),
+            st.lists(st.integers(0, 5), min_size=1, max_size=case[2]),
         )
     ),
     st.booleans(),
 )
 @example(((2, 2), (100, 100), [0, 0, 0, 2, 2, 3, 3, 3]), True)
 @example(((3, 2), (100, 99), [0, 0, 0, 0, 2, 3, 3, 3, 3, 3, 3, 3]), True)
-def test_no_plan_is_below_the_bound_of_many_like_rows(case, equal_size):
+def test_the_optimum_lies_between_the_bound_and_the_plan(case, equal_size):
     """Heavy rows of one weight or two, ties, and light ones; the kinds of a row are 0 and 1, or its small weight."""
     (ranks, steps), heavy, kinds = case
     workloads = [heavy[kind] if kind < 2 else kind for kind in kinds]
@@ -130,7 +112,7 @@ def test_no_plan_is_below_the_bound_of_many_like_rows(case, equal_size):
         workloads = workloads[:8]
     grid = partition_grid(workloads, ranks, steps, equal_size=equal_size)
     best = optimum(workloads, ranks, steps, equal_size)
-    assert grid.lower_bound <= best <= grid.sum_of_largest
+    assert grid.lower_bound <= best <= grid.sum_of_largest <= 2 * max(best, 1)
 
 
 def test_the_bound_counts_the_room_beside_heavy_rows_that_light_ones_cannot_fill():
@@ -283,15 +265,6 @@ def test_a_cap_that_only_the_batches_keep_is_no_error():
     assert max(map(max, loads_of(arguments["tokens"], grid))) <= 5
 
 
-def test_an_infeasible_cap_says_by_how_much():
-    with pytest.raises(
-        ValueError,
-        match="max_tokens is 10, the best plan found holds 12 tokens in one partition, 2 more; 48 tokens do not fit "
-        "2 steps of 2 ranks",
-    ):
-        partition_grid([1] * 8, 2, 2, tokens=[6] * 8, max_tokens=10)
-
-
 def user_like(count: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return (20 + rng.lognormal(np.log(130), 1.4, count)).clip(20, 8192).astype(np.int64)
@@ -332,14 +305,6 @@ def test_steps_as_loaded_keep_their_order():
         assert grid.step.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_loaded_window_with_unequal_counts_wins_if_nothing_is_better():
-    # Equal counts would need another row beside the nine; as loaded, it is alone.
-    home, home_step = [0, 1, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]
-    grid = partition_grid([9, 3, 3, 3, 1, 1], 2, 2, home=home, home_step=home_step)
-    assert (grid.step.tolist(), grid.assignment.tolist()) == (home_step, home)
-    assert grid.lower_bound == grid.sum_of_largest == 10
-
-
 def test_no_rows_are_a_grid_too():
     grid = partition_grid([], 3, 2, home=[], home_step=[])
     assert grid.loads.tolist() == [[0, 0, 0], [0, 0, 0]] and len(grid.step) == 0
@@ -357,6 +322,10 @@ def test_no_rows_are_a_grid_too():
         ({"home_step": [0, 0, 0]}, r"home_step has 3 entries, there are 4 rows"),
         ({"slack": -0.1}, r"slack is -0.1; it must be at least 0 and at most 1"),
         ({"seed": -1}, r"seed is -1; it must be an integer of at least 0"),
+        (
+            {"tokens": [6] * 4, "steps": 1, "max_tokens": 11},
+            "max_tokens is 11, the best plan found holds 12 tokens in one partition, 1 more; 24 tokens do not fit 2",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments, message):

@@ -74,7 +74,7 @@ def tables(draw):
 
 
 @given(case=tables())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_what_ranks_pack_is_what_others_read(case):
     known, table = case
     keys = list(range(table.num_keys))[::-1]
@@ -88,7 +88,6 @@ def test_what_ranks_pack_is_what_others_read(case):
 
 
 @given(st.data())
-@settings(max_examples=60)
 def test_padding_is_left_out(data):
     rows, padding = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2))
     workloads = data.draw(numbers(rows)) >> 3
@@ -212,7 +211,7 @@ def cut(words, sizes):
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_segments_in_a_new_order(data):
     counts = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=4))
     lengths = np.array([length for piece in counts for length in piece], np.int64)

@@ -37,7 +37,7 @@ def all_assignments(num_rows, num_groups):
     return extend([], 0)
 
 
-@given(work=st.lists(st.integers(0, 12), min_size=1, max_size=7), data=st.data())
+@given(work=st.lists(st.integers(0, 12), min_size=1, max_size=6), data=st.data())
 def test_no_grouping_at_all_is_cheaper(work, data):
     num_groups = data.draw(st.integers(1, len(work)))
     found = max(costs_of(work, padded_groups(work, num_groups=num_groups)))
@@ -125,9 +125,9 @@ def test_steps_take_little_and_no_group_is_above_the_optimum(steps, per_step, rn
 
 
 def test_steps_are_near_the_least_sum():
-    """Of 60 draws as in practice the mean is within 1 %, the worst within 10 %."""
+    """Of 20 draws as in practice the mean is within 1 %, the worst within 10 %."""
     over = []
-    for seed in range(60):
+    for seed in range(20):
         drawn = np.random.default_rng(seed)
         work = np.clip(drawn.lognormal(4, 1, 36), 1, 2000).astype(int).tolist()
         groups = padded_groups(work, num_groups=12, steps=3)

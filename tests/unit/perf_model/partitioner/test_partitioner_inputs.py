@@ -91,6 +91,7 @@ def test_bad_workloads(function, values, message):
         ({"tokens": [1, 2, 3], "max_tokens": 0}, "max_tokens is 0; it must be an integer of at least 1"),
         ({"max_tokens": 5}, "max_tokens is 5, tokens is None; a cap needs the tokens of each row"),
         ({"tokens": [1, 2, 9], "max_tokens": 5}, "sample 2 alone has 9 tokens, max_tokens is 5"),
+        ({"tokens": [6, 6, 6], "max_tokens": 10}, "the best plan found holds 12 tokens in one partition, 2 more"),
         ({"home": [0, 1]}, "home has 2 entries, there are 3 rows"),
         ({"home": [0, 1, 2]}, r"home\[2\] is 2; a home is a partition in \[0, 2\)"),
         ({"home": [0, -1, 1]}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 
 import pytest
@@ -98,19 +97,11 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     assert steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("missing", ["version", "digest"])
-def test_a_state_file_without_something(tmp_path, missing, caplog):
-    first, second = save(tmp_path, 2), save(tmp_path, 4)
-    state = json.loads((second / "state.json").read_text())
-    del state[missing]
-    (second / "state.json").write_text(json.dumps(state))
-    with caplog.at_level(logging.WARNING):
-        assert latest_whole(tmp_path) == first
-    assert f"step_00000004 is damaged (state.json: '{missing}')" in caplog.text
-
-
-@pytest.mark.parametrize(("old", "new"), [('"step": 4', '"step": 5'), ('"digest": ', '"digesT": '), ('"size', '"sizf')])
-def test_a_flipped_byte_in_a_state_file(tmp_path, old, new, caplog):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"step": 4', '"step": 5'), ('"digest": ', '"digesT": '), ('"version": ', '"versioN": '), ('"size', '"sizf')],
+)
+def test_a_damaged_state_file(tmp_path, old, new, caplog):
     first, second = save(tmp_path, 2), save(tmp_path, 4)
     text = (second / "state.json").read_text()
     changed = text.replace(old, new) if old in text else text[:-20] + "x" + text[-19:]

@@ -1,4 +1,4 @@
-"""Configs that are damaged in any way: they load, or are answered with a user's mistake in one line."""
+"""Configs and calibrations that are damaged in any way: they load, or a user's mistake is named in one line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.trainer.config.files import tomllib
 from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
 from tests.helpers.datasets.fuzzing import ODD_PLACES, damaged_json, damaged_text, fuzzed, odd_place, require_answer
+from tests.helpers.models.calibrations import TASK, make_calibration
 
 TOML = Path("hstu/configs/parquet.toml").read_text()
 CONTENT = tomllib.loads(TOML)
@@ -21,6 +23,19 @@ CONTENT = tomllib.loads(TOML)
 
 def load(path):
     return lambda: load_config_file(TrainConfig, path)
+
+
+def calibrate(path):
+    return lambda: CalibratedTask(TASK, load_calibration(path)).get_workloads(5)
+
+
+@fuzzed(40)
+@given(random=st.randoms(use_true_random=False))
+def test_a_damaged_calibration(tmp_path, random):
+    path = tmp_path / "a.toml"
+    make_calibration().save(path)
+    path.write_bytes(damaged_text(path.read_text(), random))
+    require_answer(calibrate(path))
 
 
 @pytest.mark.parametrize("suffix", ["toml", "yaml", "json"])
@@ -38,19 +53,20 @@ def test_a_damaged_file(tmp_path, suffix, random):
     require_answer(load(path))
 
 
-@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize(("use", "suffix"), [(load, "toml"), (load, "yaml"), (load, "json"), (calibrate, "toml")])
 @pytest.mark.parametrize("kind", ODD_PLACES)
-def test_no_file(tmp_path, kind, suffix):
-    assert require_answer(load(odd_place(tmp_path / f"a{suffix}", kind))) is not None
+def test_no_file(tmp_path, kind, use, suffix):
+    assert require_answer(use(odd_place(tmp_path / f"a.{suffix}", kind))) is not None
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("a.toml", "x = " + "[" * 50_000), ("a.yaml", "x: " + "[y," * 500), ("a.json", '{"x": ' + "[" * 50_000)],
+    [("a.toml", "x = " + "[" * 50_000), ("a.yaml", "x: " + "[y," * 300), ("a.json", '{"x": ' + "[" * 50_000)],
 )
 def test_deeper_than_any_config(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert "is no valid" in require_answer(load(tmp_path / name))
+    assert name != "a.toml" or "is no TOML" in require_answer(calibrate(tmp_path / name))
 
 
 def test_a_value_that_names_itself_a_billion_times(tmp_path):
