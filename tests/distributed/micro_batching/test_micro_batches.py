@@ -10,9 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
+from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.faults import error_of, limit_waits, meet
+from tests.helpers.ranks.rank_pool import RankPool
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
 
@@ -148,6 +150,25 @@ def _pack_in_pairs(lengths_of):
         return len(pack_micro_batches(torch.tensor(lengths), MicroBatchSpec(max_tokens_per_mb=10), lengths, mine))
     except ValueError as error:
         return str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named():
+    with RankPool(2) as pool:
+        said, _ = pool.run(_one_rank_stays_away)
+    assert "rank 1 did not take part" in said
+
+
+def _one_rank_stays_away():
+    pack_micro_batches([1], MicroBatchSpec(), [1])  # makes the groups, so that rank 0 gets as far as the gather
+    text = ""
+    if dist.get_rank() == 0:
+        limit_waits(0.5)
+        with pytest.raises(RankMissingError) as caught:
+            pack_micro_batches([1], MicroBatchSpec(), [1], timeout=0.5)
+        text = str(caught.value)
+    meet("rank 0 has given up")
+    return text
 
 
 def _accumulate(fewest_terms_of_a_mean, joint=False):

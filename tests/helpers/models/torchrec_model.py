@@ -176,8 +176,17 @@ def build_sharded(sharding: str = "table_wise", device: str = "cpu") -> tuple[nn
     model = ShardableModel()
     model.head.to(rank_device(device))
     fused = {"learning_rate": LEARNING_RATE, "optimizer": EmbOptimType.EXACT_SGD}
-    sharder: Any = EmbeddingCollectionSharder(fused_params=fused)
-    constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
+    parallel = shard(model, EmbeddingCollectionSharder(fused_params=fused), sharding, device)
+    dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
+    return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
+
+
+def shard(
+    model: nn.Module, sharder: Any, sharding: str = "table_wise", device: str = "cpu"
+) -> DistributedModelParallel:
+    """TorchRec's model of a plan with the tables `t_<key>` in one way."""
+    kernel = "dense" if sharding == "data_parallel" else "fused"
+    constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=[kernel])
     world_size = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device=device, local_world_size=world_size),
@@ -185,9 +194,7 @@ def build_sharded(sharding: str = "table_wise", device: str = "cpu") -> tuple[nn
         batch_size=32,
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    parallel = DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=[sharder])
-    dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
-    return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
+    return DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=[sharder])
 
 
 def rank_device(kind: str) -> torch.device:

@@ -1,0 +1,66 @@
+"""Pipelines beside training: what takes the place of one that is refused, and one that trains and evaluates in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline.experimental_pipelines import TrainEvalHybridPipelineBase
+
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.pipeline import balanced, windowed_iter
+from tests.helpers.models.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
+from tests.helpers.models.torchrec_model import build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, steps_of
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+STEPS = 6
+
+
+def _with_embeddings_on_the_host(balance: bool) -> tuple[list[list[int]], float]:
+    model, seen, optimizer = build_bags()
+    pipeline = CpuEvalCPUSparse(model, optimizer, CPU)
+    shuffler = CubicShuffler()
+    names = [field.name for field in dataclasses.fields(DenseOnlyBatch)]
+    source: Any = (
+        DenseOnlyBatch(**{name: getattr(batch, name) for name in names})
+        for batch in rank_batches(dist.get_rank(), STEPS, [6])
+    )
+    source = windowed_iter(source, shuffler, 1) if balance else source
+    total = sum(map(float, steps_of(pipeline, source)))
+    shuffler.close()
+    return seen, total
+
+
+def test_what_to_use_where_embeddings_lie_on_the_host(two_ranks):
+    on, off = (two_ranks.run(_with_embeddings_on_the_host, balance) for balance in (True, False))
+    rows_on, rows_off = (sorted(i for seen, _ in results for step in seen for i in step) for results in (on, off))
+    assert rows_on == rows_off and len(rows_on) == 2 * 6 * STEPS
+    assert [seen for seen, _ in on] != [seen for seen, _ in off]
+    assert sum(total for _, total in on) == pytest.approx(sum(total for _, total in off), rel=1e-5)
+
+
+def _train_evaluate_train(kind: str) -> tuple[dict[str, torch.Tensor], list[list[int]], float]:
+    """One hybrid pipeline: train to the end, evaluate to the end, train on."""
+    model, optimizer = build_sharded()
+    shuffler = CubicShuffler() if kind == "balance" else IdentityBalancedBatchShuffler()
+    pipeline = balanced(TrainEvalHybridPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
+    errors = 0.0
+    for first, training in ((0, True), (10, False), (20, True)):
+        model.train(training)
+        source = rank_batches(dist.get_rank() + first, 3 - dist.get_rank(), [6, 2])
+        errors += (not training) * sum(map(float, steps_of(pipeline, source)))
+    shuffler.close()
+    return weights_of(model), head_of(model).seen, errors
+
+
+def test_a_hybrid_pipeline_trains_and_evaluates_in_turn(two_ranks):
+    on, off = (two_ranks.run(_train_evaluate_train, kind) for kind in ("balance", "identity"))
+    assert largest_difference(on[0][0], off[0][0]) < 1e-5
+    rows = [sorted(i for _, seen, _ in results for step in seen for i in step) for results in (on, off)]
+    assert rows[0] == rows[1] and len(rows[0]) > 40
+    assert sum(errors for *_, errors in on) == pytest.approx(sum(errors for *_, errors in off), rel=1e-5)
