@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -175,6 +177,20 @@ def test_the_part_that_follows_loads_is_that_of_least_squares():
     assert slope == pytest.approx(np.linalg.lstsq(x.reshape(-1, 1), y.ravel(), rcond=None)[0][0])
     # Differences that are independent: three times the usual standard error, nearly.
     assert error == pytest.approx(3 * 0.02 / np.sqrt((x * x).sum()), rel=0.35)
+
+
+@pytest.mark.parametrize("follows", [-0.9, 0.9])
+def test_the_error_counts_what_neighbouring_differences_share(follows):
+    """Step by step, by the sums of Newey and West with one lag; neighbours that differ lower no error."""
+    rng = np.random.default_rng(1)
+    noise = rng.normal(size=101)
+    x, y = rng.uniform(1, 2, size=100), noise[1:] + follows * noise[:-1]
+    slope, error = _slope(np.array([x * x, x * y]))
+    scores = [each_x * (each_y - slope * each_x) for each_x, each_y in zip(x, y)]
+    alone = sum(score * score for score in scores)
+    shared = sum(2 * before * after for before, after in itertools.pairwise(scores))
+    assert abs(shared) > 0.5 * alone and (shared > 0) == (follows > 0)
+    assert error == pytest.approx(3 * np.sqrt(alone + max(0, shared)) / (x * x).sum())
 
 
 def test_the_error_covers_a_disturbance_that_all_ranks_share():
