@@ -9,7 +9,7 @@ fi
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 for ((run = 1; run <= $1; run++)); do
-  if ! make test >"$log" 2>&1; then
+  if ! make --no-print-directory test >"$log" 2>&1; then
     cat "$log"
     echo "error: run $run of $1 failed; its log is above" >&2
     exit 1

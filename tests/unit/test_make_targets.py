@@ -56,7 +56,7 @@ def test_runs_are_repeated_up_to_the_first_failure(tmp_path, failing, status, ru
     )
     make.chmod(0o755)
     done = run_program("ci/repeat_tests.sh", "3", env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    assert done.returncode == status and (tmp_path / "calls").read_text() == "test\n" * runs
+    assert done.returncode == status and (tmp_path / "calls").read_text() == "--no-print-directory test\n" * runs
     shown = done.stdout.splitlines()
     assert shown[0] == "run 1 of 3: the log"
     assert (done.stderr == "error: run 2 of 3 failed; its log is above\n") == (status == 1)
