@@ -14,8 +14,13 @@ folder=commons/perf_model/partitioner
 core="$folder/libevenrank.so"
 kept="$(mktemp -d)"
 cp "$core" "$kept"
-# A process that a sanitizer ends shows nothing of what pytest has captured: the reports are files.
-trap 'cp "$kept/libevenrank.so" "$core"; cat "$kept"/report* >&2 2>/dev/null; rm -rf "$kept"' EXIT
+put_back() {
+  cp "$kept/libevenrank.so" "$core"
+  # A process that a sanitizer ends shows nothing of what pytest has captured: the reports are files.
+  for report in "$kept"/report*; do [[ ! -e "$report" ]] || cat "$report" >&2; done
+  rm -rf "$kept"
+}
+trap put_back EXIT
 # As setup.py does: the package itself cannot be imported while its core is of other sources.
 sources="$(.venv/bin/python -c "import runpy; print(runpy.run_path('$folder/sources.py')['hash_of_sources']())")"
 rm "$core" # a process that has loaded it keeps the file that it has

@@ -8,7 +8,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,7 +15,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.channel.absence import FailedChannel, NamedCollectives, RankMissingError, out_of_reach
 from commons.distributed.channel.groups import number_channel
 from commons.distributed.channel.store import StoreUnavailableError
-from commons.distributed.errors import first_line, gather_strings, name_ranks
+from commons.distributed.errors import first_line, name_ranks
 
 # gloo's errors are plain RuntimeErrors, most of which name a place in its sources.
 _OF_GLOO = re.compile(r"/gloo/|Timed out waiting \d+ms|caused pair closure|(closed|reset) by peer")
@@ -89,11 +88,14 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
 
     The group serves `device`, which is this rank's.
     """
-
-    def gather(values: np.ndarray) -> np.ndarray:
-        return gather_numbers(torch.from_numpy(values).to(device), "gather of texts", group=group).numpy()
-
-    return gather_strings(text, gather)
+    encoded = text.encode(errors="backslashreplace")
+    own = torch.tensor([len(encoded)], device=device)
+    sizes = gather_numbers(own, "gather of text sizes", group=group)[:, 0].tolist()
+    texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    texts.split(sizes)[dist.get_rank(group)].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    if texts.numel():
+        all_reduce(texts, "gather of texts", group=group)
+    return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
 
 
 def broadcast_text(text: str, device: torch.device) -> str:
