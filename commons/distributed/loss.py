@@ -33,6 +33,9 @@ def global_mean_loss(
 
     Print `mean_over_ranks(loss)`, not the loss of one rank.
 
+    A mistake that the all-reduce of counts can carry is raised on all ranks, whichever made it. On CUDA they do not
+    read its result, so as not to wait for the device: there the rank itself raises, and the others get NaN.
+
     Args:
         local_sum: 0-dimensional floating-point tensor, the sum of this rank's loss terms.
         local_count: number (or total weight) of these terms: a number of Python or numpy or a 0-dimensional tensor, of
@@ -53,9 +56,6 @@ def global_mean_loss(
             or not finite.
         TypeError: `local_sum` is no tensor, `local_count` a bool or no number, `global_count` not a number of the host,
             or `pg_group` no process group.
-
-        What the all-reduce of counts can carry is raised on all ranks, whichever made the mistake. On CUDA they do not
-        read its result, so as not to wait for the device: there the rank itself raises, and the others get NaN.
     """
     group = _traceable(resolve_process_group(pg_group), local_sum, local_count, global_count)
     return _scale_to_global_mean(local_sum, local_count, group, global_count)
