@@ -10,7 +10,7 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, Place
-from commons.datasets.samplers.planned import PlannedSampler, PlannedStep, logger
+from commons.datasets.samplers.planned import PlannedSampler, PlannedStep
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import padded_groups, partition_grid
 
@@ -100,7 +100,6 @@ class BalancedBatchSampler(PlannedSampler):
         self._require_batches_of_groups()
         self._least = self._num_ranks * max(1, self._group_size)  # rows of a step in which each rank has one group
         self._per_step = self._num_ranks * self._batch_size
-        self._has_warned = False
 
     def _require_batches_of_groups(self) -> None:
         if self._groups is None or not len(self._groups):
@@ -183,7 +182,7 @@ class BalancedBatchSampler(PlannedSampler):
             self._workloads[rows],
             self._num_ranks,
             steps,
-            tokens=None if self._max_tokens is None or self._tokens is None else self._tokens[rows],
+            tokens=None if self._tokens is None else self._tokens[rows],
             max_tokens=self._max_tokens,
             home_step=self._steps_in_order(len(rows), steps),
             best_effort=True,
@@ -211,14 +210,12 @@ class BalancedBatchSampler(PlannedSampler):
             yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[rank_of_row[chosen]])
 
     def _warn_above_cap(self, rows: np.ndarray, cells: np.ndarray, num_cells: int) -> None:
-        if self._max_tokens is None or self._tokens is None or self._has_warned:
+        if self._max_tokens is None or self._tokens is None:
             return
         excess = int(sum_by_rank(cells, self._tokens[rows], num_cells).max(initial=0)) - self._max_tokens
         if excess > 0:
-            self._has_warned = True
-            logger.warning(
+            self._warn_once(
                 "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is taken, "
                 "here and from now on: raise max_tokens, or lower batch_size",
-                excess,
-                self._max_tokens,
+                *(excess, self._max_tokens),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,10 @@ class BudgetBatchSampler(PlannedSampler):
     `commons.distributed.global_mean_loss`, however many rows a step has.
 
     Args:
-        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
-            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
-            torch's DataLoader does not).
+        workloads: what each row of the data set costs, int64 `(num_rows,)`, as for BalancedBatchSampler.
         budget_per_rank: most that a rank's rows of a step cost, in the same unit.
         num_ranks: ranks that share the data.
-        rank: this one. None gives the batches of all ranks in turn, step by step, for a library that deals every W-th
-            batch to each of W ranks, as Accelerate's `prepare` does; one made for a rank is refused there.
+        rank: this one; None gives the batches of all ranks in turn, as for BalancedBatchSampler.
         max_tokens: most tokens of a rank in a step.
         tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
         max_rows: most rows of a rank in a step; None for any number.
@@ -100,10 +97,17 @@ class BudgetBatchSampler(PlannedSampler):
             groups=groups,
             speeds=speeds,
         )
-        self._has_exceeded = False
         # What it is compared with is int64.
         self._budget = min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX)
         self._most_groups = self._as_groups(max_rows)
+        self._most_tokens = INT64_MAX if self._max_tokens is None else self._max_tokens
+        speeds = np.ones(self._num_ranks, np.int64) if self._speeds is None else self._speeds
+        self._fastest_first = np.argsort(-speeds, kind="stable")
+        # int64 `(num_ranks,)`, by rank: all of the budget, or the part that its speed is of the largest.
+        self._budgets = np.array([self._budget * speed // int(speeds.max()) for speed in speeds.tolist()], np.int64)
+        # int64 `(2, num_rows)`, workloads and tokens of each row; 0 tokens where there is no cap.
+        tokens = np.zeros_like(self._workloads) if self._tokens is None else self._tokens
+        self._costs = np.stack([self._workloads, tokens])
         self._require_budget()
 
     def _as_groups(self, max_rows: int | None) -> int | None:
@@ -125,15 +129,14 @@ class BudgetBatchSampler(PlannedSampler):
         return self._max_rows // max(1, self._group_size)
 
     def _require_budget(self) -> None:
-        budget, order = self._budget, np.arange(len(self._workloads))
+        budget, what, order = self._budget, self._what, np.arange(len(self._workloads))
         if self._groups is not None:
             order = np.argsort(self._groups, kind="stable")
         first = self.first_rows(order)
-        costs = self._sums(self._workloads, order, first)
+        costs, _ = self._sums(order, first)
         alone = np.flatnonzero(costs > budget)
         if not len(alone):
             return
-        what = "row" if self._groups is None else "group"
         if len(alone) == len(costs):
             raise ValueError(
                 f"budget_per_rank is {budget}, the lightest {what} costs {int(costs.min())}; a step has "
@@ -154,9 +157,10 @@ class BudgetBatchSampler(PlannedSampler):
                 costs.max(),
             )
 
-    def _sums(self, values: np.ndarray, order: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """int64 `(num_groups,)`, the sums of each group's values in an order."""
-        return values[order] if self._groups is None else np.add.reduceat(values[order], first)
+    def _sums(self, order: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """int64 `(2, num_groups)`, workloads and tokens of the groups, or rows, of an order."""
+        costs = self._costs[:, order]
+        return costs if self._groups is None or not len(first) else np.add.reduceat(costs, first, axis=1)
 
     def __len__(self) -> int:
         """Batches in the next epoch, as many for every rank; plans all of it."""
@@ -170,30 +174,30 @@ class BudgetBatchSampler(PlannedSampler):
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """See PlannedSampler."""
         order = self.order(len(self._workloads), epoch)
-        if not len(order):
-            return
         first = self.first_rows(order)
-        workloads = self._sums(self._workloads, order, first)
-        tokens = None
-        if self._max_tokens is not None and self._tokens is not None:
-            tokens = self._sums(self._tokens, order, first)
+        costs = self._sums(order, first)
+        limits = (self._budget, self._most_tokens)
         # Above the budget a row takes all of a rank's, and no more than that.
-        sums = [(_running_sums(np.minimum(workloads, self._budget)), self._budget)]
-        if tokens is not None and self._max_tokens is not None:
-            sums.append((_running_sums(tokens), self._max_tokens))
+        running = np.pad(np.cumsum(np.minimum(costs, np.array([limits]).T), axis=1), ((0, 0), (1, 0)))
 
         def deal(begin: int, end: int) -> np.ndarray:
-            most = min(_most_within(sums_of, begin, limit * self._num_ranks) for sums_of, limit in sums)
-            end = min(end, begin + most)
-            return self._deal_longest(workloads[begin:end], None if tokens is None else tokens[begin:end])
+            for sums, limit in zip(running, limits):
+                most = min(int(sums[begin]) + limit * self._num_ranks, INT64_MAX)
+                end = min(end, int(np.searchsorted(sums, most, side="right")) - 1)
+            return self._deal_longest(costs[:, begin:end])
 
         begin = int(np.searchsorted(first, self._enough_rows_from(start.row, first)))
         ends = np.append(first, len(order))
         while len(first) - begin >= self._num_ranks:
             ranks = self._leave_enough(deal, begin, len(first))
             if ranks is None:
-                self._warn_above_limits(int(len(order) - ends[begin]))
-                ranks = self._deal_above(workloads[begin:], None if tokens is None else tokens[begin:])
+                self._warn_once(
+                    "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "
+                    "budget_per_rank, max_tokens and max_rows; one step has them all, here and from now on: raise the "
+                    "limits, or leave rows out with drop_last=True",
+                    *(len(order) - ends[begin], self._num_ranks),
+                )
+                ranks = self._deal_above(costs[:, begin:])
             until = begin + len(ranks)
             sizes = np.diff(ends[begin : until + 1])
             yield PlannedStep(order[ends[begin] : ends[until]], np.repeat(ranks, sizes))
@@ -219,17 +223,6 @@ class BudgetBatchSampler(PlannedSampler):
                 return ranks
         return None if end - begin < 2 * least else deal(begin, end - least)
 
-    def _warn_above_limits(self, num_rows: int) -> None:
-        if self._own_ranks[0] == 0 and not self._has_exceeded:
-            self._has_exceeded = True
-            logger.warning(
-                "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "
-                "budget_per_rank, max_tokens and max_rows; one step has them all, here and from now on: raise the "
-                "limits, or leave rows out with drop_last=True",
-                num_rows,
-                self._num_ranks,
-            )
-
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler; plans these steps, unless they have been read."""
         row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
@@ -242,59 +235,33 @@ class BudgetBatchSampler(PlannedSampler):
         """See EpochSampler."""
         return super().identity() | {"budget_per_rank": self._budget, "max_rows": self._max_rows}
 
-    @cached_property
-    def _fastest_first(self) -> np.ndarray:
-        """int64 `(num_ranks,)`, the ranks, those of one speed in order."""
-        return np.arange(self._num_ranks) if self._speeds is None else np.argsort(-self._speeds, kind="stable")
+    def _deal_longest(self, costs: np.ndarray) -> np.ndarray:
+        """The ranks of the first rows, as many as the planner can deal: all, or at least one for every rank.
 
-    @cached_property
-    def _budgets(self) -> np.ndarray:
-        """int64 `(num_ranks,)`, by rank: all of the budget, or the part that its speed is of the largest."""
-        speeds = [1] * self._num_ranks if self._speeds is None else self._speeds.tolist()
-        return np.array([self._budget * speed // max(speeds) for speed in speeds], np.int64)
-
-    def _deal_longest(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
-        """The ranks of the first rows, as many as the planner can deal.
-
-        Args:
-            workloads: int64 `(n,)`, at least one row; a step has none beyond these.
-            tokens: int64 `(n,)`, each within `max_tokens`; None where that is None.
-
-        Returns:
-            int64 `(m,)` with `1 <= m <= n`: all rows, or at least one for every rank.
-
+        `costs` are int64 `(2, n)`, as those of `_sums`, of at least one row; the result is int64 `(m,)`.
         """
-
-        def deal(size: int) -> np.ndarray | None:
-            return self._deal(workloads[:size], None if tokens is None else tokens[:size])
-
         # One row on every rank keeps all limits. Beyond what they allow in number, there is nothing to plan.
-        low, high = min(self._num_ranks, len(workloads)), self._most_rows(workloads) + 1
+        low, high = min(self._num_ranks, costs.shape[1]), self._most_rows(costs[0]) + 1
         size, gap = high - 1, max(1, high // 64)
-        while (ranks := deal(size)) is None:
+        while (ranks := self._deal(costs[:, :size])) is None:
             high, size, gap = size, max(low, size - gap), 2 * gap
         low = size
         while high - low > max(1, high // _TOLERANCE):
             middle = (low + high) // 2
-            found = deal(middle)
+            found = self._deal(costs[:, :middle])
             if found is None:
                 high = middle
             else:
                 low, ranks = middle, found
         return ranks
 
-    def _deal_above(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+    def _deal_above(self, costs: np.ndarray) -> np.ndarray:
         """The ranks of rows that no dealing keeps within the limits: int64 `(n,)`; without padding, as many on each."""
+        workloads, tokens = costs
         if self._padded:
             return padded_groups(workloads, num_groups=self._num_ranks)
-        return partition(
-            workloads,
-            self._num_ranks,
-            tokens=tokens,
-            max_tokens=self._max_tokens,
-            best_effort=True,
-            speeds=self._speeds,
-        ).assignment
+        limits: dict[str, Any] = {"tokens": tokens, "max_tokens": self._max_tokens, "speeds": self._speeds}
+        return partition(workloads, self._num_ranks, best_effort=True, **limits).assignment
 
     def _most_rows(self, workloads: np.ndarray) -> int:
         """Rows at the front that leave every rank at most `max_rows`, and rows above the budget alone."""
@@ -305,18 +272,18 @@ class BudgetBatchSampler(PlannedSampler):
             fits &= size - alone <= (self._num_ranks - alone) * self._most_groups
         return len(size) if fits.all() else int(fits.argmin())
 
-    def _deal(self, workloads: np.ndarray, tokens: np.ndarray | None) -> np.ndarray | None:
+    def _deal(self, costs: np.ndarray) -> np.ndarray | None:
         """The ranks of some rows; None if the planner finds no way to keep the limits."""
+        workloads = costs[0]
         if len(workloads) <= self._num_ranks:
             return self._one_each(workloads, self._fastest_first)
-        alone = np.flatnonzero(workloads > self._budget)
-        shared = np.flatnonzero(workloads <= self._budget)
-        others = self._fastest_first[len(alone) :]
-        parts = self._deal_shared(workloads[shared], None if tokens is None else tokens[shared], others)
+        alone = workloads > self._budget
+        others = self._fastest_first[np.count_nonzero(alone) :]
+        parts = self._deal_shared(costs[:, ~alone], others)
         if parts is None:
             return None
         ranks = np.empty(len(workloads), np.int64)
-        ranks[alone], ranks[shared] = self._one_each(workloads[alone], self._fastest_first), others[parts]
+        ranks[alone], ranks[~alone] = self._one_each(workloads[alone], self._fastest_first), others[parts]
         return ranks
 
     def _one_each(self, workloads: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -326,15 +293,15 @@ class BudgetBatchSampler(PlannedSampler):
         found[heaviest] = ranks[: len(workloads)]
         return found
 
-    def _deal_shared(self, workloads: np.ndarray, tokens: np.ndarray | None, ranks: np.ndarray) -> np.ndarray | None:
+    def _deal_shared(self, costs: np.ndarray, ranks: np.ndarray) -> np.ndarray | None:
         """Which of these ranks each row goes to, by its index among them."""
-        num_parts = len(ranks)
+        (workloads, tokens), num_parts = costs, len(ranks)
         if len(workloads) <= num_parts:
             return self._one_each(workloads, np.arange(num_parts))
         if self._padded:
             return self._deal_padded(workloads, num_parts)
         sizes, cap = tokens, self._max_tokens
-        if tokens is None and self._most_groups is not None:  # the planner's one cap is free for that on rows
+        if cap is None and self._most_groups is not None:  # the planner's one cap is free for that on rows
             sizes, cap = np.ones_like(workloads), self._most_groups
         speeds = None if self._speeds is None else self._speeds[ranks]
         plan = partial(partition, workloads, num_parts, tokens=sizes, max_tokens=cap, best_effort=True, speeds=speeds)
@@ -344,8 +311,7 @@ class BudgetBatchSampler(PlannedSampler):
             counts, loads = np.bincount(parts, minlength=num_parts), sum_by_rank(parts, workloads, num_parts)
             if ((loads > self._budgets[ranks]) & (counts > 1)).any():
                 return None
-            most = 0 if tokens is None else int(sum_by_rank(parts, tokens, num_parts).max())
-            if self._max_tokens is not None and most > self._max_tokens:
+            if sum_by_rank(parts, tokens, num_parts).max() > self._most_tokens:
                 return None
             if self._most_groups is None or int(counts.max()) <= self._most_groups:
                 return parts
@@ -368,14 +334,3 @@ def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> Non
         row = others[workloads[others].argmin()]
         counts[parts[row]] -= 1
         parts[row], counts[part] = part, 1
-
-
-def _running_sums(values: np.ndarray) -> np.ndarray:
-    """int64 `(n + 1,)`: sums of the first 0 … n values."""
-    return np.concatenate([[0], np.cumsum(values)])
-
-
-def _most_within(sums: np.ndarray, begin: int, limit: int) -> int:
-    """How many values from `begin` on have a sum of at most `limit`."""
-    most = min(int(sums[begin]) + limit, INT64_MAX)
-    return int(np.searchsorted(sums, most, side="right")) - 1 - begin

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -53,12 +53,15 @@ class EpochSampler(Sampler[T]):
     """A sampler whose order is a pure function of seed and epoch.
 
     Attributes:
+        IDENTITY: what `identity` has of a class of samplers, its attributes by their names.
         epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item, or
             has none to give.
         start: where in that epoch it begins.
         yields_epochs: precede every item by its epoch, for a data set that draws by it, in worker processes too.
 
     """
+
+    IDENTITY: ClassVar[tuple[str, ...]]
 
     def __init__(self, *, shuffle: bool, seed: int) -> None:
         self.epoch = 0
@@ -122,9 +125,9 @@ class EpochSampler(Sampler[T]):
     def __len__(self) -> int: ...
 
     @property
-    @abstractmethod
     def num_rows(self) -> int:
         """Rows that all ranks together read in an epoch."""
+        return sum(self.step_rows(self.epoch, EPOCH_START))
 
     @abstractmethod
     def items(self, epoch: int, start: Place) -> Iterator[T]:
@@ -138,9 +141,9 @@ class EpochSampler(Sampler[T]):
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """The place `num_steps` steps of all ranks behind `start`."""
 
-    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a place to mean the same items, JSON-ready."""
+        return {name: getattr(self, f"_{name}") for name in self.IDENTITY}
 
     def require_fits(self, dataset: Any) -> None:
         """Raise ValueError where the rows that the sampler knows are not those of the data set that it is to read."""
@@ -157,6 +160,8 @@ class BatchOrderSampler(EpochSampler[int]):
 
     """
 
+    IDENTITY = ("num_batches", "rows_per_step", "shuffle", "seed")
+
     def __init__(self, num_batches: int, *, rows_per_step: int = 1, shuffle: bool = False, seed: int = 0) -> None:
         super().__init__(shuffle=shuffle, seed=seed)
         self._num_batches = num_batches
@@ -164,11 +169,6 @@ class BatchOrderSampler(EpochSampler[int]):
 
     def __len__(self) -> int:
         return self._num_batches
-
-    @property
-    def num_rows(self) -> int:
-        """See EpochSampler."""
-        return self._num_batches * self._rows_per_step
 
     def items(self, epoch: int, start: Place) -> Iterator[int]:
         """See EpochSampler."""
@@ -180,19 +180,10 @@ class BatchOrderSampler(EpochSampler[int]):
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler."""
-        return Place(min(start.row + num_steps * self._rows_per_step, self.num_rows))
+        return Place(min(start.row + num_steps * self._rows_per_step, self._num_batches * self._rows_per_step))
 
     def _batches_before(self, place: Place) -> int:
         return -(-place.row // self._rows_per_step)
-
-    def identity(self) -> dict[str, Any]:
-        """See EpochSampler."""
-        return {
-            "num_batches": self._num_batches,
-            "rows_per_step": self._rows_per_step,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
 
 
 class ShardedBatchSampler(EpochSampler[list[int]]):
@@ -217,6 +208,8 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
     [[[0, 2], [4]], [[1, 3]]]
 
     """
+
+    IDENTITY = ("num_rows", "batch_size", "rank", "world_size", "shuffle", "seed", "drop_last")
 
     def __init__(
         self,
@@ -250,11 +243,6 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         require_not_dealt_again(self, self._rank, self._world_size, "use torch's BatchSampler")
         return self._drop_last
 
-    @property
-    def num_rows(self) -> int:
-        """See EpochSampler."""
-        return sum(self.step_rows(0, EPOCH_START))
-
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
         """See EpochSampler."""
         own_rows = self.order(self._num_rows, epoch)[start.row :][self._rank :: self._world_size]
@@ -276,15 +264,3 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         """See EpochSampler."""
         # Behind the last step there is nothing left, also where rows were left out.
         return Place(min(start.row + num_steps * self._batch_size * self._world_size, self._num_rows))
-
-    def identity(self) -> dict[str, Any]:
-        """See EpochSampler."""
-        return {
-            "num_rows": self._num_rows,
-            "batch_size": self._batch_size,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "drop_last": self._drop_last,
-        }

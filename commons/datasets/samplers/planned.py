@@ -6,7 +6,9 @@ reads its own rows: nothing is gathered and nothing is exchanged.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -37,7 +39,7 @@ class PlannedStep(NamedTuple):
 class PlannedSampler(EpochSampler[list[int]]):
     """Rows of the batches of one rank, or of all ranks in turn, by a plan of known workloads.
 
-    Arguments and errors as those of BalancedBatchSampler.
+    Arguments and errors as those of BalancedBatchSampler. What is dealt as a whole is a group of rows, or a row.
     """
 
     def __init__(
@@ -62,22 +64,32 @@ class PlannedSampler(EpochSampler[list[int]]):
         if self._rank is not None:
             check_rank(self._rank, self._num_ranks, "num_ranks")
         self._own_ranks = range(self._num_ranks) if self._rank is None else range(self._rank, self._rank + 1)
-        self._tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
+        given_tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         self._drop_last, self._padded = bool(drop_last), bool(padded)
         self._groups = None if groups is None else as_groups(groups, len(self._workloads))
         self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, self._workloads[:0], "num_ranks")
-        # Rows of every group; 0 where groups differ.
-        self._group_size = 1 if self._groups is None else _size_of_all(self._groups)
-        self._require_rows_below_cap()
-        self._require_rows_for_ranks()
-        known = (self._workloads, self._tokens if self._max_tokens is not None else None, self._groups)
+        self._what = "row" if self._groups is None else "group"
+        sizes = np.ones_like(self._workloads)
+        if self._groups is not None:
+            sizes = np.unique(self._groups, return_counts=True)[1]
+        # Rows of every group; 0 where groups differ, or there are none.
+        self._group_size = 1 if self._groups is None else int(sizes[0]) if len(np.unique(sizes)) == 1 else 0
+        self._require_rows_below_cap(given_tokens)
+        if 0 < len(sizes) < self._num_ranks and not self._drop_last:
+            raise ValueError(
+                f"the data set has {len(sizes)} {self._what}s, num_ranks is {self._num_ranks}; every rank trains a "
+                f"{self._what} in every step: use fewer ranks or more {self._what}s, or leave them out with "
+                "drop_last=True"
+            )
+        self._tokens = given_tokens if self._max_tokens is not None else None  # they count for the cap alone
+        known = (self._workloads, self._tokens, self._groups)
         content = b"".join(values.tobytes() for values in known if values is not None)
         self._digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-        self._has_repeated = False
-        self._kept: dict[tuple[int, Place], _OwnSteps] = {}
+        self._warned: set[str] = set()
+        self._kept: dict[tuple[int, Place], Iterator[tuple[list[np.ndarray], int]]] = {}
 
-    def _require_rows_below_cap(self) -> None:
+    def _require_rows_below_cap(self, tokens: np.ndarray | None) -> None:
         if self._padded and self._groups is not None:
             raise ValueError(
                 "groups are given, padded is True; padded batches are made of rows of like cost, which tears groups "
@@ -94,21 +106,17 @@ class PlannedSampler(EpochSampler[list[int]]):
                 f"max_tokens is {self._max_tokens}, padded is True; the tokens of a padded batch are its rows times "
                 "its longest row: leave max_tokens out, and cap memory by a BudgetBatchSampler with tokens as workloads"
             )
-        if self._tokens is None:
+        if tokens is None:
             raise ValueError(
                 f"max_tokens is {self._max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
             )
-        refuse_above_cap(self._tokens, self._groups, self._max_tokens, "row")
+        refuse_above_cap(tokens, self._groups, self._max_tokens, "row")
 
-    def _require_rows_for_ranks(self) -> None:
-        number, what = len(self._workloads), "row"
-        if self._groups is not None:
-            number, what = len(np.unique(self._groups)), "group"
-        if 0 < number < self._num_ranks and not self._drop_last:
-            raise ValueError(
-                f"the data set has {number} {what}s, num_ranks is {self._num_ranks}; every rank trains a {what} in "
-                f"every step: use fewer ranks or more {what}s, or leave them out with drop_last=True"
-            )
+    def _warn_once(self, text: str, *values: Any) -> None:
+        """Warn of something the first time that it happens, on the first rank alone, since all plan the same."""
+        if self._own_ranks[0] == 0 and text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, *values)
 
     def order(self, size: int, epoch: int) -> np.ndarray:
         """See EpochSampler; groups in their order, each with its rows one after another."""
@@ -126,29 +134,18 @@ class PlannedSampler(EpochSampler[list[int]]):
         groups = self._groups[order]
         return np.flatnonzero(np.concatenate([np.ones(len(groups[:1]), bool), groups[1:] != groups[:-1]]))
 
-    def first_row(self, row: int, first_rows: np.ndarray) -> int:
+    def _enough_rows_from(self, row: int, first_rows: np.ndarray) -> int:
         """Where the steps from a row on begin: there, or earlier where fewer groups than ranks are left."""
         left = len(first_rows) - int(np.searchsorted(first_rows, row))
-        return row if self._drop_last or not 0 < left < self._num_ranks else int(first_rows[-self._num_ranks])
-
-    def _enough_rows_from(self, row: int, first_rows: np.ndarray) -> int:
-        """`first_row`; warns once where that is an earlier one."""
-        missing = row - self.first_row(row, first_rows)
-        if not missing:
+        if self._drop_last or not 0 < left < self._num_ranks:
             return row
-        if self._own_ranks[0] == 0 and not self._has_repeated:
-            self._has_repeated = True
-            logger.warning(
-                "row %d leaves %d %s for %d ranks, and every rank trains one; the %d rows before it come a second "
-                "time: begin at row %d, or with the next epoch, if they must not",
-                row,
-                len(first_rows) - int(np.searchsorted(first_rows, row)),
-                "rows" if self._groups is None else "groups",
-                self._num_ranks,
-                missing,
-                len(self._workloads),
-            )
-        return row - missing
+        begin = int(first_rows[-self._num_ranks])
+        self._warn_once(
+            "row %d leaves %d %ss for %d ranks, and every rank trains one; the %d rows before it come a second "
+            "time: begin at row %d, or with the next epoch, if they must not",
+            *(row, left, self._what, self._num_ranks, row - begin, len(self._workloads)),
+        )
+        return begin
 
     @property
     def drop_last(self) -> bool:
@@ -173,13 +170,15 @@ class PlannedSampler(EpochSampler[list[int]]):
         """See EpochSampler."""
         return (num_rows for _, num_rows in self._own_steps(epoch, start))
 
-    def _own_steps(self, epoch: int, start: Place) -> _OwnSteps:
-        """The own ranks' part of the plan; each step is planned once, whoever asks first."""
+    def _own_steps(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
+        """The own ranks' rows of each step, and the number of all rows; a step is planned once, whoever asks first."""
         if (epoch, start) not in self._kept:
             while len(self._kept) >= _KEPT:
                 del self._kept[next(iter(self._kept))]
-            self._kept[epoch, start] = _OwnSteps(self.plan(epoch, start), self._own_ranks)
-        return self._kept[epoch, start]
+            plan = self.plan(epoch, start)
+            own = (([rows[ranks == rank] for rank in self._own_ranks], len(rows)) for rows, ranks in plan)
+            (self._kept[epoch, start],) = itertools.tee(own, 1)
+        return copy.copy(self._kept[epoch, start])  # begins at the first step, as the one that is kept
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
@@ -212,30 +211,3 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}  # plans are made again where they are needed
-
-
-class _OwnSteps:
-    """Some ranks' rows of each step, and the number of rows of all ranks: a list that grows as it is read."""
-
-    def __init__(self, plan: Iterator[PlannedStep], ranks: range) -> None:
-        self._plan, self._ranks = plan, ranks
-        self._known: list[tuple[list[np.ndarray], int]] = []
-
-    def __iter__(self) -> Iterator[tuple[list[np.ndarray], int]]:
-        index = 0
-        while index < len(self._known) or self._grow():
-            yield self._known[index]
-            index += 1
-
-    def _grow(self) -> bool:
-        step = next(self._plan, None)
-        if step is None:
-            return False
-        self._known.append(([step.rows[step.ranks == rank] for rank in self._ranks], len(step.rows)))
-        return True
-
-
-def _size_of_all(groups: np.ndarray) -> int:
-    """Rows of each group; 0 where groups differ, or there are none."""
-    sizes = np.unique(np.unique(groups, return_counts=True)[1])
-    return int(sizes[0]) if len(sizes) == 1 else 0
