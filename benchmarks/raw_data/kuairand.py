@@ -84,7 +84,7 @@ def generate_kuairand(
         data.mkdir()
         lengths = rng.permutation(lengths_with(num_users, quantiles, interactions / published_users))
         pcsv.write_csv(
-            _users(num_users, rng), data / version.listings["user"].file, pcsv.WriteOptions(quoting_style="needed")
+            _users(num_users, rng), data / version.listings["user"][0], pcsv.WriteOptions(quoting_style="needed")
         )
         video_ids, parts = rng.permutation(num_videos), len(version.event_files) // 2
         with (

@@ -101,7 +101,7 @@ class AnswerOutputs:
 
             print_answer(answer)
         if self.html is not None:
-            from commons.cli.page import write_page
+            from commons.cli.pictures import write_page
 
             write_page(answer, self.html, command_line.get())
         if self.figure is not None:

@@ -1,13 +1,15 @@
-"""Pictures of a command's answer: drawn once, for a page in light and dark, or for a file.
+"""Pictures and pages of a command's answer.
 
-A picture draws on one Axes in the colours of `COLORS`. In a page these become CSS variables, so that the page's theme
-decides them; text stays text. `THEMES` has their values.
+A page is one HTML file that needs no network, for screens of any width, light and dark, and for paper. A picture draws
+on one Axes in the colours of `COLORS`. In a page these become CSS variables, so that the page's theme decides them;
+text stays text. `THEMES` has their values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import matplotlib
 import numpy as np
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike
 
+from commons.cli.answer import Answer
+from commons.version import __version__
 from commons.whole_folder import whole_file
 
 # Told apart by all kinds of colour vision (after Okabe and Ito, Color Universal Design, 2008), darkened and lightened
@@ -184,3 +190,31 @@ def marked_lines(lines: Mapping[str, ArrayLike]) -> dict[str, str]:
         if same is None:
             firsts.append(name)
     return marked
+
+
+def write_page(answer: Answer, path: Path, command: str) -> None:
+    """Write a page that ends with the command that made it, whole or not at all; OSError where that cannot be done."""
+    names = (f"p{number}" for number in itertools.count())
+
+    def element(picture: Picture) -> Markup:
+        # Its text is escaped by matplotlib.
+        return Markup(svg_of(picture, next(names)))  # noqa: S704
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("commons.cli", package_path="templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["flags"] = _flags_as_code
+    template = templates.get_template("page.html.jinja")
+    text = template.render(page=answer, command=command, themes=THEMES, element=element, version=__version__)
+    text = "".join(line + "\n" for line in text.splitlines() if line.strip())
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def _flags_as_code(text: str) -> Markup:
+    """Text whose flags are code, and so not broken at their hyphens."""
+    return Markup(re.sub(r"--[a-z][\w.-]*\w", r"<code>\g<0></code>", str(escape(text))))  # noqa: S704

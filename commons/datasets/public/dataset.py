@@ -1,20 +1,231 @@
-"""What describes a public data set, and how its raw files become events, users and items."""
+"""What describes a public data set, and how its raw files become events, users and items.
+
+Its text files, CSV or lines of fields, are read by DuckDB and checked value by value. Where something does not fit, the
+file is read again line by line, to name the line, its value and the rule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import codecs
+import contextlib
+import csv
+import glob
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import duckdb
+import numpy as np
 import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
-from commons.datasets.public.raw_tables import Listing, RawTables, TextLayout
-from commons.datasets.sequences.event_store import EventStore
+from commons.datasets.sequences.event_store import EventStore, sql_text
 from commons.datasets.sequences.file import SequenceSchema
-from commons.datasets.sequences.preprocessing import Preprocessor
-from commons.datasets.sequences.writer import SequenceSource
+from commons.datasets.sequences.writer import SequenceSource, preprocess
+
+_LONGEST_LINE = 1 << 20
+_LONGEST_SHOWN = 80
+_MOST_IN_MEMORY = 256 << 20
+_REMEDY = "mend it or download the archive again"
+
+
+class Column(NamedTuple):
+    """A column of a text file."""
+
+    name: str  # in the header, if there is one
+    type: str = "VARCHAR"  # in SQL
+    pattern: str | None = None  # a regular expression that a value matches as a whole; None for any text
+    rule: str = "a text"  # the same in words, for errors: "seconds since 1970"
+
+    def fits(self, value: str) -> bool:
+        """Whether a text is a value of the column."""
+        return self.pattern is None or re.fullmatch(self.pattern, value, re.ASCII) is not None
+
+    def sql(self, value: str) -> str:
+        """The column, of SQL of its text; DuckDB's error for another text."""
+        if self.pattern is None:
+            return value
+        choices = self.pattern.replace(r"\.", ".").split("|")
+        fits = f"regexp_full_match({value}, {sql_text(self.pattern)})"
+        if all(choice.replace(".", "").isalnum() for choice in choices):  # is faster
+            fits = f"{value} IN ({', '.join(map(sql_text, choices))})"
+        return f"CASE WHEN {fits} THEN {value}::{self.type} ELSE error('no {self.name}') END"
+
+
+# Type, pattern and rule of ids.
+ID = ("INTEGER", r"\d{1,8}", "a number of 0 to 99,999,999")
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """A CSV file with a header, or lines in Latin-1 whose fields are parted otherwise, without one."""
+
+    title: str  # what it is, for errors; of a file without a header, what a line is
+    columns: tuple[Column, ...]  # those that are read, others of a CSV file are passed over; all those of a line
+    separator: str = ","
+    may_be_empty: bool = False  # there need be no line, or none below the header
+
+    @property
+    def has_header(self) -> bool:
+        """Whether it is a CSV file."""
+        return self.separator == ","
+
+    @property
+    def encoding(self) -> str:
+        """Of the text."""
+        return "utf-8" if self.has_header else "latin-1"
+
+    def split(self, line: bytes) -> list[str]:
+        """The fields of a line; csv.Error where it has none."""
+        text = line.decode(self.encoding, errors="replace").rstrip("\r\n")
+        return next(csv.reader([text], strict=True), []) if self.has_header else text.split(self.separator)
+
+
+class TextFile:
+    """A text file of a data set, and what may be wrong with it."""
+
+    def __init__(self, files: RawFiles, name: str, layout: TextLayout) -> None:
+        self.path, self.where, self._layout = files.paths[name], files.where(name), layout
+        self._names = self._header() if layout.has_header else [column.name for column in layout.columns]
+        self.first_row = 0  # of the store, with which its events begin
+
+    def add_to(self, store: EventStore, event: Mapping[str, str]) -> None:
+        """Put its events into the store: by column of the store, SQL of the layout's columns.
+
+        Raises:
+            ValueError: a malformed line, named by file and line.
+        """
+        self.first_row = store.num_rows
+        selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
+        with self._rows() as rows:
+            store.add(f"SELECT {selected} FROM {rows}")  # noqa: S608
+        self._require_lines(store.num_rows - self.first_row)
+
+    def listed(self, store: EventStore) -> pa.Table:
+        """All lines of a file with one for each user or item, sorted by its id, the first column of the layout.
+
+        Raises:
+            ValueError: a malformed line, a file of more than 256 MiB, or an id that stands twice.
+
+        """
+        size, key = self.path.stat().st_size, self._layout.columns[0].name
+        if size > _MOST_IN_MEMORY:
+            raise ValueError(
+                f"{self.where} has {size:,} bytes; it is held in memory, and may have {_MOST_IN_MEMORY:,}: give the "
+                "archive as published"
+            )
+        with self._rows() as rows:
+            table = store.query(f"FROM {rows}")
+        self._require_lines(table.num_rows)
+        ids = table[key].to_numpy()
+        order = np.argsort(ids, kind="stable")
+        again = order[1:][ids[order[1:]] == ids[order[:-1]]]
+        if len(again):
+            row = int(again.min())
+            raise ValueError(
+                f"{self.line_of(row)} has {key} {ids[row]} again; every {key} has one line: remove the line"
+            )
+        return table.take(pa.array(order)).combine_chunks()
+
+    def line_of(self, row: int) -> str:
+        """The line of a row, for errors; empty lines are no rows."""
+        with self.path.open("rb") as file:
+            lines = (number for number, line in enumerate(file, 1) if line.strip())
+            return f"{self.where} line {next(itertools.islice(lines, row + self._layout.has_header, None))}"
+
+    @contextlib.contextmanager
+    def _rows(self) -> Iterator[str]:
+        """SQL of the file's rows; errors of what is done with them name the line."""
+        layout = self._layout
+        options = {
+            "columns": "{" + ", ".join(f"'c{place}': 'VARCHAR'" for place in range(len(self._names))) + "}",
+            "delim": sql_text(layout.separator),
+            "header": layout.has_header,
+            "quote": sql_text('"' if layout.has_header else ""),
+            "escape": sql_text('"' if layout.has_header else ""),
+            "encoding": sql_text(layout.encoding),
+            "max_line_size": _LONGEST_LINE,
+            "auto_detect": False,
+        }
+        stated = ", ".join(f"{key} = {value}" for key, value in options.items())
+        texts = [f"coalesce(c{self._names.index(column.name)}, '')" for column in layout.columns]
+        values = ", ".join(f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts))
+        with self.path.open("rb") as file:
+            has_nul = any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b""))
+        try:
+            if has_nul:  # DuckDB passes over them; a broken download may end with many
+                raise duckdb.InvalidInputException("it has NUL bytes")
+            yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
+        except duckdb.Error as error:
+            raise self._first_wrong() or ValueError(
+                f"{self.where} cannot be read ({str(error).splitlines()[0]}); it is to be {layout.title}: download the "
+                "archive again"
+            ) from error
+
+    def _require_lines(self, num_rows: int) -> None:
+        """Raise ValueError for a file without rows, unless it may be one."""
+        if num_rows == 0 and not self._layout.may_be_empty:
+            found = "has no line below its header" if self._layout.has_header else "is empty"
+            raise ValueError(f"{self.where} {found}; it is to be {self._layout.title}: download the archive again")
+
+    def _header(self) -> list[str]:
+        with self.path.open("rb") as file:
+            line = file.readline(_LONGEST_LINE + 1)
+        self._require_short(line, 1)
+        try:
+            header = self._layout.split(line.removeprefix(codecs.BOM_UTF8))
+        except csv.Error as error:
+            raise ValueError(
+                f"{self.where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by "
+                "line feeds: download the archive again"
+            ) from error
+        missing = [column.name for column in self._layout.columns if header.count(column.name) != 1]
+        if missing:
+            raise ValueError(
+                f"{self.where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; "
+                f"it is to be {self._layout.title}: give the archive as published"
+            )
+        return header
+
+    def _first_wrong(self) -> ValueError | None:
+        """The error of the first line that does not fit, if there is one."""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+                self._require_short(line, number)
+                rule = None
+                if line.strip() and (number > 1 or not self._layout.has_header):
+                    rule = self._broken_rule(line)
+                if rule is not None:
+                    return ValueError(f"{self.where} line {number} {rule}: {_REMEDY}")
+        return None
+
+    def _broken_rule(self, line: bytes) -> str | None:
+        """What is wrong with a line; None where nothing is."""
+        layout, num_fields = self._layout, len(self._names)
+        try:
+            fields = layout.split(line)
+        except csv.Error:
+            fields = []
+        values = dict(zip(self._names, fields))
+        wrong = [each for each in layout.columns if len(fields) == num_fields and not each.fits(values[each.name])]
+        if len(fields) == num_fields and not wrong:
+            return None
+        text = _shortened(line.decode(layout.encoding, errors="replace").rstrip("\r\n"))
+        if not layout.has_header:
+            return f"is {text}; a line is {layout.title}"
+        if not wrong:
+            return f"is {text}, {len(fields)} fields; the header has {num_fields}"
+        return f"has {wrong[0].name} {_shortened(values[wrong[0].name])}; {wrong[0].name} is {wrong[0].rule}"
+
+    def _require_short(self, line: bytes, number: int) -> None:
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(
+                f"{self.where} line {number} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may "
+                f"have: {_REMEDY}"
+            )
 
 
 @dataclass(frozen=True)
@@ -27,14 +238,14 @@ class PublicDataset:
     layout: TextLayout  # of these
     event: Mapping[str, str]  # by column of the store, SQL of the layout's columns
     action_vocabulary_size: int  # actions lie in `[0, action_vocabulary_size)`
-    # Files with a line for each "user" or each "item". The columns of users behind the id are contextual features.
-    # Without a file, there are those of the events.
-    listings: Mapping[str, Listing] = field(default_factory=dict)
+    # Files with a line for each "user" or each "item", by the id, which is the first column of their layout. The other
+    # columns of users are contextual features. Without a file, there are those of the events.
+    listings: Mapping[str, tuple[str, TextLayout]] = field(default_factory=dict)
     check: Callable[[RawFiles], None] = lambda files: None  # raises ValueError for the files of another data set
 
     def preprocess(self, source: str | Path, output: str | Path, **options: Any) -> Path:
-        """Write the columnar files; arguments and errors as those of `Preprocessor`."""
-        return Preprocessor(self.schema.dataset_name, self._read)(source, output, **options)
+        """Write the columnar files; arguments and errors as those of `writer.preprocess`."""
+        return preprocess(self.schema.dataset_name, self._read, source, output, **options)
 
     def describe(
         self, store: EventStore, listed: Mapping[str, pa.Table], *, generated: bool, sha256: str = ""
@@ -65,14 +276,36 @@ class PublicDataset:
         )
 
     def _read(self, source: Path, store: EventStore) -> SequenceSource:
-        names = (*self.event_files, *(listing.file for listing in self.listings.values()))
+        names = (*self.event_files, *(name for name, _ in self.listings.values()))
         files = open_raw_files(self.raw, names, source, store.folder, show_progress=store.show_progress)
         self.check(files)
-        tables = RawTables(files, store)
-        listed = {part: tables.listed(listing) for part, listing in self.listings.items()}
-        tables.add_events(self.event_files, self.layout, self.event)
-        for part, listing in self.listings.items():
-            tables.require_listed(part, listing, listed[part].column(0))
+        listed = {part: TextFile(files, *listing).listed(store) for part, listing in self.listings.items()}
+        events = [TextFile(files, name, self.layout) for name in self.event_files]
+        for file in events:
+            file.add_to(store, self.event)
+        for part, (name, _) in self.listings.items():
+            _require_listed(store, part, listed[part], name, events)
         if not store.num_rows:
             raise ValueError(f"{files.source} has no interactions in {', '.join(self.event_files)}: download it again")
         return self.describe(store, listed, generated=files.is_generated, sha256=files.sha256)
+
+
+def _require_listed(store: EventStore, part: str, listed: pa.Table, name: str, events: Sequence[TextFile]) -> None:
+    """Raise ValueError for the first event whose user, or item, a file of this name does not list."""
+    found = store.query(
+        f"SELECT rowid AS number, {part} AS value FROM events ANTI JOIN known ON {part} = known.value "  # noqa: S608
+        "ORDER BY rowid LIMIT 1",
+        known=pa.table({"value": listed.column(0)}),
+    )
+    if found.num_rows:
+        row = found["number"][0].as_py()
+        file = next(file for file in reversed(events) if file.first_row <= row)
+        raise ValueError(
+            f"{file.line_of(row - file.first_row)} has {listed.column_names[0]} {found['value'][0]}, which {name} does "
+            "not list; both files come from one archive: download it again"
+        )
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text from an archive, quoted."""
+    return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"

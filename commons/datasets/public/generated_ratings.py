@@ -27,8 +27,7 @@ from tqdm import tqdm
 from commons.available_memory import require_memory
 from commons.datasets.public.movielens import ML_1M
 from commons.datasets.sequences.event_store import EventStore
-from commons.datasets.sequences.preprocessing import Preprocessor
-from commons.datasets.sequences.writer import SequenceSource
+from commons.datasets.sequences.writer import SequenceSource, preprocess
 
 NUM_USERS = 6_040
 _MIN_LENGTH, _MAX_LENGTH, _MEAN_LENGTH = 20, 2_314, 1_000_209 / 6_040
@@ -92,7 +91,7 @@ def generate_ratings(
 ) -> Path:
     """Write generated ratings as the preprocessor of MovieLens-1M writes the published ones; returns the folder.
 
-    Arguments and errors as those of `Preprocessor` and `Ratings.draw`; `seed` is of the ratings and of the split, and
+    Arguments and errors as those of `preprocess` and `Ratings.draw`; `seed` is of the ratings and of the split, and
     the same one gives the same files.
     """
     drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
@@ -103,8 +102,10 @@ def generate_ratings(
         movies = pa.table({"movie_id": pa.array(drawn.movies.all_ids, pa.int32())})  # ascending
         return ML_1M.describe(store, {"user": drawn.users.table, "item": movies}, generated=True)
 
-    preprocess = Preprocessor(ML_1M.schema.dataset_name, read)
-    return preprocess(os.devnull, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress)
+    name = ML_1M.schema.dataset_name
+    return preprocess(
+        name, read, os.devnull, output, test_fraction=test_fraction, seed=seed, show_progress=show_progress
+    )
 
 
 @dataclass(frozen=True)

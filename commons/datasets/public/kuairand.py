@@ -15,9 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from commons.datasets.public.dataset import PublicDataset
+from commons.datasets.public.dataset import ID, Column, PublicDataset, TextLayout
 from commons.datasets.public.raw_files import RawKind
-from commons.datasets.public.raw_tables import ID, Column, Listing, TextLayout
 from commons.datasets.sequences.file import SequenceSchema
 
 FEEDBACK_WEIGHTS = {
@@ -73,7 +72,7 @@ def _version(title: str, log_parts: int = 1) -> PublicDataset:
         layout=_LOG,
         event=_EVENT,
         action_vocabulary_size=2 * max(FEEDBACK_WEIGHTS.values()),
-        listings={"user": Listing(f"user_features_{suffix}.csv", _USERS)},
+        listings={"user": (f"user_features_{suffix}.csv", _USERS)},
     )
 
 

@@ -12,9 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from commons.datasets.public.dataset import PublicDataset
+from commons.datasets.public.dataset import ID, Column, PublicDataset, TextLayout
 from commons.datasets.public.raw_files import RawFiles, RawKind
-from commons.datasets.public.raw_tables import ID, Column, Listing, TextLayout
 from commons.datasets.sequences.file import SequenceSchema
 
 DATASET_NAME = "ml-1m"
@@ -95,7 +94,7 @@ ML_1M = PublicDataset(
     event={column.name: column.name for column in _RATINGS.columns},
     # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
     action_vocabulary_size=6,
-    listings={"user": Listing("users.dat", _USERS), "item": Listing("movies.dat", _MOVIES)},
+    listings={"user": ("users.dat", _USERS), "item": ("movies.dat", _MOVIES)},
 )
 ML_20M = PublicDataset(
     schema=SCHEMA_20M,
@@ -104,7 +103,7 @@ ML_20M = PublicDataset(
     layout=_RATINGS_CSV,
     event={"user": "userId", "item": "movieId", "action": "(2 * rating)::SMALLINT", "time": "timestamp"},
     action_vocabulary_size=11,
-    listings={"item": Listing("movies.csv", _MOVIES_CSV)},  # titles have commas and quotes, but no line breaks
+    listings={"item": ("movies.csv", _MOVIES_CSV)},  # titles have commas and quotes, but no line breaks
     check=_require_20m,
 )
 preprocess_movielens, preprocess_movielens_20m = ML_1M.preprocess, ML_20M.preprocess

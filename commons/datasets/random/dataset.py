@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ class RandomBatches(Dataset[_Batch_co]):
     Batch i of a rank depends on `seed`, `rank`, `world_size` and i alone, so workers may draw batches in any order.
 
     Args:
-        batch_size: rows of a batch.
+        draw: makes a batch; called with `actual_batch_size`, None for all rows, `device` and `generator`.
         num_batches: batches of this rank.
         last_batch_size: rows of the last batch that are no padding; all if not given.
         seed: of the whole data set; the same on every rank.
@@ -39,8 +39,8 @@ class RandomBatches(Dataset[_Batch_co]):
 
     def __init__(
         self,
+        draw: Callable[..., _Batch_co],
         *,
-        batch_size: int,
         num_batches: int,
         last_batch_size: int | None = None,
         seed: int = 0,
@@ -49,12 +49,8 @@ class RandomBatches(Dataset[_Batch_co]):
     ) -> None:
         as_count(num_batches, "num_batches", 0)
         check_rank(rank, world_size)
-        self._batch_size, self._num_batches, self._last_batch_size = batch_size, num_batches, last_batch_size
+        self._make, self._num_batches, self._last_batch_size = draw, num_batches, last_batch_size
         self._seed, self._rank, self._world_size = seed, rank, world_size
-
-    @abstractmethod
-    def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> _Batch_co:
-        """A batch of so many real rows; None for all."""
 
     def __len__(self) -> int:
         return self._num_batches
@@ -80,7 +76,7 @@ class RandomBatches(Dataset[_Batch_co]):
         entropy = [self._seed, index * self._world_size + self._rank]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
         num_real = self._last_batch_size if index == self._num_batches - 1 else None
-        return self._make(num_real, torch.Generator().manual_seed(seed))
+        return self._make(actual_batch_size=num_real, device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 class RandomHSTUDataset(RandomBatches[HSTUBatch]):
@@ -101,51 +97,25 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         action_feature_name: str | None = None,
         *,
         batch_size: int,
-        num_batches: int,
         max_num_candidates: int = 0,
         num_tasks: int | None = None,
         timestamps: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, num_batches=num_batches, **options)
-        self.feature_configs = list(feature_configs)
-        self.item_feature_name = item_feature_name
+        names = (item_feature_name, contextual_feature_names, action_feature_name)
+        draw = partial(HSTUBatch.random, batch_size, feature_configs, *names, max_num_candidates, num_tasks)
+        super().__init__(partial(draw, timestamps=timestamps), **options)
+        self.item_feature_name, self.contextual_feature_names = item_feature_name, list(contextual_feature_names)
         self.num_tasks = num_tasks
-        self.contextual_feature_names = list(contextual_feature_names)
-        self.action_feature_name = action_feature_name
-        self._max_num_candidates = max_num_candidates
-        self._timestamps = timestamps
-
-    def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> HSTUBatch:
-        return HSTUBatch.random(
-            self._batch_size,
-            self.feature_configs,
-            self.item_feature_name,
-            self.contextual_feature_names,
-            self.action_feature_name,
-            self._max_num_candidates,
-            self.num_tasks,
-            actual_batch_size,
-            device="cpu",
-            generator=generator,
-            timestamps=self._timestamps,
-        )
-
-    @property
-    def vocabulary_sizes(self) -> dict[str, int]:
-        """Number of ids of each feature."""
-        return {
-            name: num_ids
-            for config in self.feature_configs
-            for name, num_ids in zip(config.feature_names, config.max_item_ids)
-        }
-
-    @property
-    def max_sequence_length(self) -> int:
-        """The most tokens of a row: contextual features, items and, interleaved, their actions."""
-        longest = {name: config.max_sequence_length for config in self.feature_configs for name in config.feature_names}
-        items = longest[self.item_feature_name] * (1 if self.action_feature_name is None else 2)
-        return items + sum(longest[name] for name in self.contextual_feature_names)
+        # Number of ids of each feature.
+        self.vocabulary_sizes: dict[str, int] = {}
+        longest: dict[str, int] = {}
+        for config in feature_configs:
+            self.vocabulary_sizes |= dict(zip(config.feature_names, config.max_item_ids))
+            longest |= dict.fromkeys(config.feature_names, config.max_sequence_length)
+        # The most tokens of a row: contextual features, items and, interleaved, their actions.
+        items = longest[item_feature_name] * (1 if action_feature_name is None else 2)
+        self.max_sequence_length = items + sum(longest[name] for name in contextual_feature_names)
 
 
 def user_like_dataset(
@@ -155,15 +125,13 @@ def user_like_dataset(
     num_tasks: int | None = 1,
     num_batches: int = 100,
     length_distribution: LengthDistribution | None = None,
-    batch_size: int,
-    timestamps: bool = False,
     **options: Any,
 ) -> RandomHSTUDataset:
     """Random batches that resemble a public data set: two contextual features, items and actions.
 
     Lengths are those of `LengthDistribution()` if not given: lognormal with a mean of a quarter of the longest and a
     standard deviation as large, so that few long histories carry much of the work, as in real data. `options` are
-    those of `RandomBatches`.
+    those of `RandomHSTUDataset`.
 
     Raises:
         ValueError: lengths beyond `max_history_seqlen + max_num_candidates`; and as `RandomHSTUDataset`.
@@ -179,10 +147,8 @@ def user_like_dataset(
         "item_id",
         ["user_id", "age"],
         "action",
-        batch_size=batch_size,
         num_batches=num_batches,
         max_num_candidates=max_num_candidates,
         num_tasks=num_tasks,
-        timestamps=timestamps,
         **options,
     )

@@ -119,6 +119,13 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         self.num_tasks = num_tasks if schema.tasks else 0
         self.timestamps = timestamps
         self._batch_size = batch_size
+        # The most tokens, or values, that a row can have of each feature; times are no tokens.
+        longest = max_history_seqlen + max_num_candidates
+        listed = [name for name in (schema.item_feature_name, schema.action_feature_name) if name is not None]
+        tokens = {**dict.fromkeys(schema.contextual_feature_names, 1), **dict.fromkeys(listed, longest)}
+        self.feature_to_max_seqlen = {**tokens, TIMESTAMP: longest} if timestamps else tokens
+        # The most tokens of a row: contextual features, items and, interleaved, their actions if there are any.
+        self.max_sequence_length = sum(tokens.values())
         if timestamps and schema.timestamps_per_second is None:
             raise ValueError(
                 f"timestamps are asked for, which {schema.dataset_name!r} was made without: name columns.time and "
@@ -133,6 +140,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
                 f"split {split!r} of {self._file.path} has no users; a data set has at least one: preprocess the data "
                 "with another test fraction or seed"
             )
+        # Number of ids of each feature of the batches that has ids.
+        self.vocabulary_sizes = {name: self.metadata.vocabulary_sizes[name] for name in tokens}
         for name, ids in self.vocabulary_sizes.items():
             size = (table_sizes or {}).get(name)
             if size is not None and ids > size:
@@ -154,29 +163,6 @@ class SequenceDataset(UserDataset[HSTUBatch]):
     def __len__(self) -> int:
         """Users of the split."""
         return len(self._rows)
-
-    @property
-    def vocabulary_sizes(self) -> dict[str, int]:
-        """Number of ids of each feature of the batches that has ids."""
-        return {name: self.metadata.vocabulary_sizes[name] for name in self._token_lengths}
-
-    @property
-    def feature_to_max_seqlen(self) -> dict[str, int]:
-        """The most values a row can have of each feature."""
-        tokens = self._token_lengths
-        return {**tokens, TIMESTAMP: tokens[self.schema.item_feature_name]} if self.timestamps else tokens
-
-    @property
-    def _token_lengths(self) -> dict[str, int]:
-        """The most tokens a row can have of each feature that is made of tokens."""
-        longest = self.max_history_seqlen + self.max_num_candidates
-        listed = [name for name in (self.schema.item_feature_name, self.schema.action_feature_name) if name is not None]
-        return {**dict.fromkeys(self.schema.contextual_feature_names, 1), **dict.fromkeys(listed, longest)}
-
-    @property
-    def max_sequence_length(self) -> int:
-        """The most tokens of a row: contextual features, items and, interleaved, their actions if there are any."""
-        return sum(self._token_lengths.values())
 
     def _item_counts(self) -> np.ndarray:
         return self._file.list_lengths(self.schema.item_feature_name, self._rows)
@@ -226,7 +212,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         return HSTUBatch(
             features=features,
             batch_size=batch_size,
-            feature_to_max_seqlen=self.feature_to_max_seqlen,
+            feature_to_max_seqlen=dict(self.feature_to_max_seqlen),
             contextual_feature_names=list(schema.contextual_feature_names),
             labels=labels,
             actual_batch_size=num_rows,

@@ -4,7 +4,7 @@
     <folder>/ml-1m.parquet/_vocabularies/zip.parquet the raw value of each id of a feature
     <folder>/ml-1m.parquet/train-00000.parquet       users of one split
 
-Preprocessors write them (see sequence_writer), SequenceDataset reads them; `pyarrow.parquet.read_table` reads the whole
+Preprocessors write them (see writer), SequenceDataset reads them; `pyarrow.parquet.read_table` reads the whole
 folder. What a model has to know beforehand is in the manifest, so that opening a data set opens no shard.
 """
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import dacite
-import numpy as np
 
 FORMAT_VERSION = 2
 # Readers of a folder of parquet files pass over names that begin with an underscore.
@@ -94,14 +93,3 @@ def _require_consistent(metadata: SequenceFileMetadata) -> None:
     rows = {"shards": sum(row_groups), "splits": sum(metadata.splits.values()), "num_users": metadata.num_users}
     if len(set(rows.values())) > 1:
         raise ValueError(f"rows differ: {', '.join(f'{name} {number}' for name, number in rows.items())}")
-
-
-def histogram_of(lengths: np.ndarray) -> np.ndarray:
-    """Counts by the number of binary digits of the length: int64 `(33,)`."""
-    return np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=33)
-
-
-def histogram_keys(counts: np.ndarray) -> dict[str, int]:
-    """Counts of `histogram_of` by the smallest length that they count, up to the longest."""
-    last = int(np.flatnonzero(counts)[-1]) if counts.any() else 0
-    return {str(0 if digits == 0 else 2 ** (digits - 1)): int(counts[digits]) for digits in range(last + 1)}

@@ -28,8 +28,7 @@ from commons.datasets.sequences.event_columns import ACTIONS, Action, EventColum
 from commons.datasets.sequences.event_store import EventStore, plain_array, sql_name, sql_text
 from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.metadata import SequenceFileMetadata
-from commons.datasets.sequences.preprocessing import Preprocessor
-from commons.datasets.sequences.writer import SequenceSource
+from commons.datasets.sequences.writer import SequenceSource, preprocess
 
 DATASET_NAME = "parquet"
 # Files that DuckDB reads by their names, as tables.
@@ -43,7 +42,7 @@ _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" 
 
 
 def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | Path, **options: Any) -> Path:
-    """Write the columnar files of an own data set; further arguments and errors as those of `Preprocessor`.
+    """Write the columnar files of an own data set; further arguments and errors as those of `preprocess`.
 
     Args:
         columns: which column plays which part.
@@ -62,7 +61,7 @@ def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | 
         raise ValueError(
             f"output {output} lies within source {source}, all of which is read: give an output outside of it"
         )
-    return Preprocessor(DATASET_NAME, partial(_read, columns))(source, output, **options)
+    return preprocess(DATASET_NAME, partial(_read, columns), source, output, **options)
 
 
 def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_second: int | None) -> SequenceSchema:

@@ -1,14 +1,18 @@
-"""From events in a store to the columnar files of a data set.
+"""What every preprocessor does: read the raw files into an event store, then write the columnar files of a data set.
 
-    EventStore, sorted by user and time ─► split ─► shards, row groups ─► manifest
+    source ─► EventStore (DuckDB, beside the output), sorted by user and time ─► split ─► shards, row groups ─► manifest
 
-Ids are the ranks of the raw values among the sorted ones. Memory holds what is known of the users, and a row group.
+Ids are the ranks of the raw values among the sorted ones. Memory holds what is known of the users, and a row group. The
+store takes about 10 to 20 bytes per event on the disk of the output until the end, sorting as much again, and files
+unpacked from an archive their own size.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +31,9 @@ from commons.datasets.sequences.metadata import (
     VOCABULARIES,
     SequenceFileMetadata,
     Shard,
-    histogram_keys,
-    histogram_of,
 )
 from commons.splitmix import as_fraction, splitmix64
+from commons.whole_folder import whole_folder
 
 SPLITS = ("train", "test")
 # Of a row group, which is decoded as a whole when one of its rows is read.
@@ -40,6 +43,7 @@ _INTERACTIONS_PER_SHARD, _MOST_SHARDS = 4_000_000, 128
 _GOLDEN = np.uint32(0x9E3779B9)  # 2^32 ÷ golden ratio: Knuth's multiplicative hash
 _EVENT_SCHEMA = pa.schema([("item", pa.int32()), ("action", pa.int16()), ("time", pa.int64())])
 _V1_KEY = b"evenrank"
+_SCRATCH = "_scratch"
 
 
 @dataclass(frozen=True)
@@ -63,34 +67,57 @@ class SequenceSource:
         return self.vocabularies[name] if name in self.vocabularies else pc.unique(self.context[name]).sort()
 
 
-def write_sequences(
-    folder: Path,
-    source: SequenceSource,
-    store: EventStore,
+def preprocess(
+    dataset_name: str,
+    read: Callable[[Path, EventStore], SequenceSource],
+    source: str | Path,
+    output: str | Path,
     *,
-    test_fraction: float,
-    seed: int,
-) -> None:
-    """Write the shards, the vocabularies and the manifest of a data set into an empty folder.
+    test_fraction: float = 0.1,
+    seed: int = 0,
+    show_progress: bool = False,
+) -> Path:
+    """Write the columnar files of a data set; they appear when they are complete.
 
-    Every user and item of an event in the store is among those of `source`; options as those of `Preprocessor`.
+    A user belongs to the test split if a hash of `seed` and the raw user id lies below `test_fraction`, whatever other
+    users there are. Events of the same time keep the order of the files.
+
+    Args:
+        dataset_name: of the data set.
+        read: from the source and an empty store to all that is known of the data set, whose events are then in the
+            store. Raises FileNotFoundError for a source that is not there, ValueError for one that is damaged or
+            foreign, or has a malformed line.
+        source: the archive as published, or its unpacked folder; own files.
+        output: folder for `<name>.parquet`, made if missing.
+        test_fraction: expected part of the users in the test split, in `[0, 1]`.
+        seed: of the split.
+        show_progress: show progress bars on stderr, if that is a terminal.
+
+    Returns:
+        The folder of the data set.
+
+    Raises:
+        FileNotFoundError: nothing at `source`.
+        FileExistsError: something in the data set's place that no preprocessor wrote, or the source itself.
+        BlockingIOError: another process is preprocessing to the same place.
+        OSError: no right to write, or no room.
+        ValueError: as `read` does, a fraction outside `[0, 1]` or a negative seed.
+
     """
-    lengths = store.lengths(source.users)
-    split = (split_hash(split_keys(source.users), seed) < test_fraction).astype(np.int8)  # a place in SPLITS
-    ids = np.arange(len(lengths), dtype=np.int32)
-    part = _shards_of(ids, int(lengths.sum()))
-    order = np.lexsort((ids, part, split))
-    places = np.empty_like(ids)
-    places[order] = ids
-    writer = _Writer(folder, source, lengths)
-    with progress_bar("write", int(lengths.sum()), "row", show=store.show_progress) as progress:
-        events = _Events(store.histories(source.users, places, source.items))
-        # Users who are written together: of one split and one part of it.
-        for users in np.split(order, np.flatnonzero(np.diff(split[order]) | np.diff(part[order])) + 1):
-            if len(users):
-                writer.write_shard(SPLITS[split[users[0]]], part[users[0]], users, events)
-                progress.update(int(lengths[users].sum()))
-    writer.finish({"test_fraction": test_fraction, "seed": seed, **source.options}, int(split.sum()))
+    target = Path(output) / f"{dataset_name}.parquet"
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
+        raise FileExistsError(
+            f"source is {source}, which lies in {target}; that folder is replaced by the data set: give another output"
+        )
+    if not 0 <= test_fraction <= 1:
+        raise ValueError(f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
+    with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
+        with EventStore(folder / _SCRATCH, show_progress=show_progress) as store:
+            _Writer(folder, read(Path(source), store), store).write(test_fraction, seed)
+        shutil.rmtree(folder / _SCRATCH)
+    return target
 
 
 def split_keys(values: pa.Array) -> np.ndarray:
@@ -142,10 +169,11 @@ class _Events:
 
 
 class _Writer:
-    """Shards of a data set, users in the order of the events."""
+    """Writes into an empty folder; every user and item of an event in the store is among those of the source."""
 
-    def __init__(self, folder: Path, source: SequenceSource, lengths: np.ndarray) -> None:
-        self._folder, self._source, self._lengths = folder, source, lengths
+    def __init__(self, folder: Path, source: SequenceSource, store: EventStore) -> None:
+        self._folder, self._source, self._store = folder, source, store
+        self._lengths = store.lengths(source.users)
         self._shards: list[Shard] = []
         schema = source.schema
         self._action_column = str(schema.action_feature_name)
@@ -156,14 +184,32 @@ class _Writer:
             self._action_column: ("action", action_type),
             TIMESTAMP: ("time", pa.int64()),
         }
-        self._plain = {schema.user_feature_name: pa.array(np.arange(len(lengths), dtype=np.int32))}
+        self._plain = {schema.user_feature_name: pa.array(np.arange(len(self._lengths), dtype=np.int32))}
         for name, values in source.context.items():
             self._plain[name] = pc.index_in(values, value_set=source.vocabulary(name)).cast(pa.int32())
         fields = [(name, pa.int32()) for name in self._plain]
         fields += [(name, pa.list_(pa.field("element", kind))) for name, (_, kind) in self._lists.items()]
         self._schema = pa.schema([*fields, ("split", pa.string())])
 
-    def write_shard(self, split: str, part: int, users: np.ndarray, events: _Events) -> None:
+    def write(self, test_fraction: float, seed: int) -> None:
+        """Write shard after shard, users in the order of the events, and then vocabularies and manifest."""
+        users, lengths = self._source.users, self._lengths
+        split = (split_hash(split_keys(users), seed) < test_fraction).astype(np.int8)  # a place in SPLITS
+        ids = np.arange(len(lengths), dtype=np.int32)
+        part = _shards_of(ids, int(lengths.sum()))
+        order = np.lexsort((ids, part, split))
+        places = np.empty_like(ids)
+        places[order] = ids
+        with progress_bar("write", int(lengths.sum()), "row", show=self._store.show_progress) as progress:
+            events = _Events(self._store.histories(users, places, self._source.items))
+            # Users who are written together: of one split and one part of it.
+            for own in np.split(order, np.flatnonzero(np.diff(split[order]) | np.diff(part[order])) + 1):
+                if len(own):
+                    self._write_shard(SPLITS[split[own[0]]], part[own[0]], own, events)
+                    progress.update(int(lengths[own].sum()))
+        self.finish({"test_fraction": test_fraction, "seed": seed, **self._source.options}, int(split.sum()))
+
+    def _write_shard(self, split: str, part: int, users: np.ndarray, events: _Events) -> None:
         file, lengths = f"{split}-{part:05d}.parquet", self._lengths[users]
         groups = _row_groups(lengths)
         with pq.ParquetWriter(
@@ -207,11 +253,17 @@ class _Writer:
             splits={"train": len(lengths) - num_test, "test": num_test},
             vocabulary_sizes={**sizes, self._action_column: source.action_vocabulary_size},
             columns={entry.name: str(entry.type) for entry in self._schema},
-            length_histogram=histogram_keys(histogram_of(lengths)),
+            length_histogram=_length_histogram(lengths),
             source_sha256=source.sha256,
             shards=self._shards,
             options=options,
         ).save(self._folder)
+
+
+def _length_histogram(lengths: np.ndarray) -> dict[str, int]:
+    """Rows by the number of binary digits of their length: the smallest such length is the key."""
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=1)
+    return {str(1 << digits >> 1): int(count) for digits, count in enumerate(counts)}
 
 
 def _row_groups(lengths: np.ndarray) -> list[int]:

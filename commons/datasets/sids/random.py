@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,6 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
     Args:
         sid_map: the items, equally likely.
         batch_size: rows of a batch.
-        num_batches: batches of this rank.
         max_history_length: the most items of a history.
         max_candidate_length: the candidates of a row. None: all of a row's items are candidates, and histories empty.
         history_dist: distribution of the items per history, or of the candidates where all items are candidates; that
@@ -72,43 +72,31 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
         sid_map: SIDMap,
         *,
         batch_size: int,
-        num_batches: int,
         max_history_length: int,
         max_candidate_length: int | None = 1,
         history_dist: RandomDistribution | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, num_batches=num_batches, **options)
         most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
         if min(max_history_length, most_candidates) < 1:
             raise ValueError(
                 f"max_history_length is {max_history_length}, max_candidate_length is {max_candidate_length}; both "
                 "count items, at least one: raise them"
             )
-        self.sid_map = sid_map
-        self.max_history_length = 0 if max_candidate_length is None else max_history_length
-        self.max_candidate_length = most_candidates
-        self.max_items = self.max_history_length + most_candidates  # the most items of a row, candidates among them
-        self._sids = torch.from_numpy(sid_map.codes)
         drawn = history_dist or LengthDistribution().within(max_history_length)
-        fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
-        self._distributions: dict[str, Any] = (
-            {"candidate_dist": drawn}
-            if max_candidate_length is None
-            else {"history_dist": drawn, "candidate_dist": fixed}
-        )
-
-    def _make(self, actual_batch_size: int | None, generator: torch.Generator) -> GPTSIDBatch:
-        return GPTSIDBatch.random(
-            self._batch_size,
-            self.sid_map.codebook_sizes,
-            self.max_history_length,
-            self.max_candidate_length,
+        distributions = {"candidate_dist": drawn}
+        if max_candidate_length is not None:
+            fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
+            distributions = {"history_dist": drawn, "candidate_dist": fixed}
+        max_history_length = 0 if max_candidate_length is None else max_history_length
+        self.max_items = max_history_length + most_candidates  # the most items of a row, candidates among them
+        draw = partial(
+            GPTSIDBatch.random,
+            batch_size,
+            sid_map.codebook_sizes,
+            max_history_length,
+            most_candidates,
             HISTORY,
             CANDIDATE,
-            actual_batch_size,
-            **self._distributions,
-            sids=self._sids,
-            device="cpu",
-            generator=generator,
         )
+        super().__init__(partial(draw, sids=torch.from_numpy(sid_map.codes), **distributions), **options)

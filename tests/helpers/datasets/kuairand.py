@@ -47,10 +47,10 @@ def files_of(version=PURE, **changes: str | None) -> dict[str, str]:
     random_log = f"log_random_4_22_to_5_08_{version.raw.title.removeprefix('KuaiRand-').lower()}.csv"
     contents = {
         **logs,
-        version.listings["user"].file: USERS,
+        version.listings["user"][0]: USERS,
         random_log: LOG_HEADER + "8,1,20220501,1,1651338000000" + ",0" * 14 + "\n",
     }
-    named = {"early": version.event_files[0], "late": version.event_files[-1], "users": version.listings["user"].file}
+    named = {"early": version.event_files[0], "late": version.event_files[-1], "users": version.listings["user"][0]}
     contents.update({named[key]: text for key, text in changes.items()})
     return {name: text for name, text in contents.items() if text is not None}
 

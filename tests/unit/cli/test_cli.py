@@ -1,14 +1,17 @@
-"""The `evenrank` command: results on stdout, mistakes in one line on stderr with exit status 2."""
+"""The `evenrank` command: results on stdout, mistakes in one line on stderr with exit status 2, and its completion."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,8 @@ from commons.datasets.sequences.file import SequenceFile
 from commons.version import __version__
 from tests.helpers.datasets.movielens import RATINGS, write_zip
 from tests.helpers.jobs.run_logs import lines_of, make_steps, write_run, write_unlooked
+
+COMMANDS = {"calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"}
 
 
 def test_preprocess(tmp_path, capsys):
@@ -46,12 +51,12 @@ def test_help_lists_the_commands(monkeypatch, capsys):
     monkeypatch.setattr("importlib.import_module", None)  # the list needs none of their libraries
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"):
+    for command in COMMANDS:
         assert f"• {command} " in printed
     assert "For example" not in printed  # one sentence each
 
 
-@pytest.mark.parametrize("command", ["calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_fits_a_terminal(monkeypatch, capsys, command):
     """Descriptions are wrapped between words, examples have a line each."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -258,3 +263,63 @@ def test_what_is_printed_is_as_wide_as_columns_says(two_runs, monkeypatch, capsy
     text = " ".join(capsys.readouterr().out.split())
     if arguments[0] == "simulate" and columns == 64 and "--lengths" in arguments:
         assert "Lines are too short for kB, plan ms" in " ".join(" ".join(lines).split()) and "too short" not in text
+
+
+# What bash does for Tab, with the words of its arguments; a line for each completion.
+PRESS_TAB = """
+source completion.bash
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+function=$(complete -p evenrank | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+$function evenrank "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory):
+    """A folder with the completion for bash."""
+    folder = tmp_path_factory.mktemp("completion")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["--tyro-print-completion", "bash"]) == 0
+    (folder / "completion.bash").write_text(printed.getvalue(), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ([""], COMMANDS | {"-h", "--help"}),
+        (["simulate", "--len"], {"--lengths"}),
+        (["simulate", "--task", ""], {"hstu", "transformer", "tokens"}),
+        (["calibrate", "--mod"], {"--model"}),  # its description has two lines
+        (["doctor", "--"], {"--help"}),
+    ],
+)
+def test_bash(completion, words, completions):
+    python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "--norc", "-c", PRESS_TAB, "bash", "evenrank", *words],
+        cwd=completion,
+        env={**os.environ, "PATH": python},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = set(done.stdout.split("\n")) - {""}
+    assert (done.returncode, done.stderr) == (0, "")
+    assert completions <= found if words == [""] else completions == found
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells(capsys, shell):
+    assert main(["--tyro-print-completion", shell]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS) and "\x1b" not in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
+def test_a_shell_without_completion(capsys, arguments):
+    assert main(["--tyro-print-completion", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert "it names a shell, bash, zsh, fish: give one" in printed.err and printed.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`evenrank simulate` and `evenrank calibrate` on a model of the user's own, in the working directory."""
+"""`evenrank simulate` and `evenrank calibrate` on a config of HSTU, and on a model of the user's own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import user_like_dataset
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model import measurement
+from commons.perf_model.calibration import load_calibration
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.user_package import import_user_module
 from tests.helpers.datasets.movielens import write_zip
@@ -85,12 +86,30 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def config(tmp_path):
+    """The config of an HSTU run."""
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(candidates=3))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def clock(monkeypatch):
-    """Steps take what a function of rows, tokens and pairs says."""
+    """Steps are run, but take what a function of rows, tokens and pairs says."""
     cost = {"ms": lambda rows, tokens, pairs: 1 + rows + 0.01 * tokens + 1e-4 * pairs}
-    monkeypatch.setattr(
-        measurement, "time_step", lambda target, batch: cost["ms"](*measurement.batch_size_of(target, batch))
-    )
+
+    def time_step(target, batch):
+        target.train_step(batch)
+        return cost["ms"](*measurement.batch_size_of(target, batch))
+
+    monkeypatch.setattr(measurement, "time_step", time_step)
     return cost
 
 
@@ -184,6 +203,52 @@ def test_calibrate_ends_with_a_verdict(mine, capsys, clock):
         r"Not surely better than operations alone: .* --num-mixes (\d+) would tell \((\d+) more\)", printed
     )
     assert asked and int(asked[1]) == 40 + int(asked[2])
+
+
+def test_calibrate_then_simulate(tmp_path, capsys, config, clock):
+    output, figure = tmp_path / "out" / "c.toml", tmp_path / "out" / "gain.png"
+    argv = ["calibrate", "--config", config, "--output", str(output), "--num-mixes", "24", "--repeats", "1"]
+    assert main(argv) == 0, capsys.readouterr().err
+    calibration = load_calibration(output)
+    assert calibration.model["hidden_size"] == 32 and calibration.device.threads == 1
+    assert calibration.quality.num_measurements == 24
+    assert calibration.coefficients == pytest.approx((1.0, 1.0, 0.01, 1e-4))
+    assert "held-out error" in capsys.readouterr().out
+    argv = ["simulate", "--config", config, "--ranks", "2", "4", "--steps", "3"]
+    assert main([*argv, "--shuffler.calibration", str(output), "--figure", str(figure)]) == 0
+    assert "ms" in capsys.readouterr().out and figure.stat().st_size > 5000
+    assert main(argv) == 0
+    assert "speed-up" in capsys.readouterr().out
+
+
+NO_GPU = [] if torch.cuda.is_available() else [("calibrate", ["--device", "cuda"], "no GPU that torch can use")]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("calibrate", ["--output", "c.json"], "let it end in .toml"),
+        ("calibrate", ["--model", "no_such_package"], "there is no module no_such_package.recipe"),
+        ("calibrate", ["--model", "commons"], "there is no module commons.recipe"),
+        ("calibrate", ["--config", "none.toml"], "none.toml does not exist"),
+        ("calibrate", ["--num-mixes", "3"], "there are 3 measurements"),
+        ("calibrate", ["--repeats", "0"], "repeats is 0"),
+        ("calibrate", ["--threads", "0"], "threads is 0"),
+        ("calibrate", ["--seed", "-1"], "seed is -1"),
+        ("calibrate", ["--model", "../x"], "it names an importable package"),
+        ("calibrate", ["--model", ""], "it names an importable package"),
+        ("calibrate", ["--output", "/dev/null/c.toml"], "/dev/null"),
+        ("simulate", ["--shuffler.calibration", "none.toml"], "none.toml does not exist"),
+        ("simulate", ["--shuffler.min-gain", "3"], "min_gain is 3"),
+        ("simulate", ["--shuffler.mode", "observe"], "shuffler.mode is 'observe'"),
+        *NO_GPU,
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, config, command, flags, message):
+    needed = {"calibrate": ["--output", str(tmp_path / "c.toml")], "simulate": ["--ranks", "2", "--steps", "1"]}
+    assert main([command, "--config", config, *needed[command], *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_simulate_and_calibrate_know_the_model_by_the_data_set(tmp_path, monkeypatch):

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from commons.cli.answer import Answer, AnswerTable, Section
 from commons.cli.main import main
-from commons.cli.page import write_page
-from commons.cli.pictures import COLORS, THEMES, Picture, svg_of
+from commons.cli.pictures import COLORS, THEMES, Picture, svg_of, write_page
 from commons.cli.simulate.pictures import band_edges
 from tests.helpers.documents.pages import read_page
 from tests.helpers.jobs.training_configs import CONFIG

@@ -88,7 +88,7 @@ class _Zeros(io.RawIOBase):
     ("name", "members"),
     [
         ("ml-1m", {"ml-1m/ratings.dat": 1, "ml-1m/users.dat": USERS, "ml-1m/movies.dat": MOVIES}),
-        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.listings['user'].file}": 1}),
+        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.listings['user'][0]}": 1}),
     ],
 )
 @pytest.mark.parametrize("write", [write_zip, write_tar])
