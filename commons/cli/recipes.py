@@ -16,12 +16,9 @@ from commons.user_package import import_user_module
 def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTarget:
     """The recipe of a model package, from its module `recipe`, in one process.
 
-    Args:
-        model: package, installed or in the working directory, such as "hstu"; its module `recipe` names its Recipe
-            RECIPE, whose `load(config, device)` is called. None: the package of ours that trains on the config's data
-            set.
-        config: the training config; `hstu/configs/random.toml` is found in the installed package too.
-        device: where to run.
+    The module names its Recipe, RECIPE, whose `load(config, device)` is called. The package is installed or in the
+    working directory; without one it is that of ours which trains on the config's data set. A config such as
+    `hstu/configs/random.toml` is found in the installed package too.
 
     Raises:
         FileNotFoundError: no config.

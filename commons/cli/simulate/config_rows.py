@@ -19,14 +19,7 @@ from commons.perf_model.gain import LoadedRows, StepCost
 def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions, num_batches: int) -> Source:
     """The rows of the first batches of a training run, dealt to ranks as its loaders deal them; fewer where data end.
 
-    Args:
-        config: as for `load_recipe`.
-        model: as for `load_recipe`.
-        shuffler: how batches are balanced.
-        num_batches: batches of a rank to read.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_recipe`; a calibration that is not found, or does not fit.
+    Arguments and errors as those of `load_recipe`, and errors of the shuffler's calibration.
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
     target = load_recipe(model, config, torch.device("cpu"))

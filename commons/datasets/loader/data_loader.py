@@ -1,6 +1,6 @@
 """Data sets by name, and the one function that makes a loader for any of them.
 
-To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: a branch in `_make_dataset`.
+To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: a branch in `get_data_loader`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commons.checks import as_count
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.random.dataset import RandomBatches, RandomHSTUDataset, user_like_dataset
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
-from commons.datasets.samplers.epoch import BatchOrderSampler, EpochSampler, ShardedBatchSampler, check_rank
+from commons.datasets.samplers.epoch import BatchOrderSampler, EpochSampler, ShardedBatchSampler
 from commons.datasets.sequences.dataset import SequenceDataset
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.metadata import MANIFEST
 from commons.datasets.sequences.own_parquet import DATASET_NAME as OWN_DATASET
 from commons.datasets.sequences.own_parquet import columns_of, schema_of
-from commons.datasets.sequences.writer import SPLITS
 from commons.datasets.sids.dataset import SIDDataset
 from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN, Histories, ParquetHistories, PreprocessedHistories
 from commons.datasets.sids.map import SIDMap
@@ -33,17 +31,6 @@ BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDatas
 # histories, and preprocessed data sets.
 HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
 SID_DATASETS = ("sid-random", "sid", *(f"sid-{name}" for name in PUBLIC_DATASETS))
-
-
-def _make_dataset(
-    name: str, split: str, path: str | Path | None, stream: dict[str, Any], **options: Any
-) -> BatchDataset:
-    """The data set of a name; `stream` is what random data are drawn with, options are those of `get_data_loader`."""
-    if name == "random":
-        return user_like_dataset(**stream, **options)
-    if name in SID_DATASETS:
-        return _make_sids(name, split, path, stream, **options)
-    return _make_sequences(name, split, path, **options)
 
 
 def _make_sequences(
@@ -90,8 +77,8 @@ def _make_sids(
     *,
     batch_size: int,
     max_history_seqlen: int,
-    max_num_candidates: int,
-    num_tasks: int,
+    max_num_candidates: int = 0,
+    num_tasks: int = 1,
     sid_map: SIDMap | None = None,
     history_column: str = DEFAULT_HISTORY_COLUMN,
     num_batches: int = 100,
@@ -134,10 +121,7 @@ def get_data_loader(
     split: str = "train",
     *,
     batch_size: int,
-    max_history_seqlen: int,
     dataset_path: str | Path | None = None,
-    max_num_candidates: int = 0,
-    num_tasks: int = 1,
     rank: int = 0,
     world_size: int = 1,
     shuffle: bool = False,
@@ -147,36 +131,22 @@ def get_data_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> ResumableLoader:
-    """A loader of one rank's batches.
+    """A loader of one rank's batches; what it is given has been checked by DatasetArgs and TrainerArgs.
+
+    `split` is "train" or "test", `batch_size` rows per rank, of which the last batch may be padded. `rank` is that
+    among the `world_size` ranks that share the data; they have the same seed. Other arguments are those of DatasetArgs,
+    or of the data set: `num_batches` and `length_distribution` of random data, `contextual_feature_names` and
+    `table_sizes` of public data, `columns` of own parquet files, `timestamps` of all three, `sid_map` of semantic IDs.
 
     `loader.dataset` tells vocabulary sizes and the longest sequence. Iterating again draws the next epoch;
     `loader.sampler.set_epoch(epoch)` chooses one, `loader.sampler.start_at(row)` a place in it. `loader.state_dict()`
     is the place behind the last batch that was given, however many worker processes have read ahead. Ranks may have
     different numbers of batches.
 
-    Args:
-        dataset_name: one of `list_datasets()`.
-        split: "train" or "test".
-        batch_size: rows per batch and rank; an incomplete last batch is padded.
-        max_history_seqlen: the most items of a history.
-        dataset_path: the file of the data set, or its folder; not needed for random data.
-        max_num_candidates: the most candidates per row.
-        num_tasks: labels per candidate, or per item without candidates.
-        rank: this rank among those that share the data.
-        world_size: number of these ranks.
-        shuffle: a new order in every epoch.
-        drop_last: leave out an incomplete last batch.
-        seed: of the order and of random data; the same on every rank.
-        num_workers: processes that assemble batches; 0 for none.
-        pin_memory: put batches in pinned host memory.
-        options: further arguments of the data set, such as `num_batches` and `length_distribution` of random
-            data, `contextual_feature_names` and `table_sizes` of public data, `columns` of own parquet files,
-            `timestamps` of all three, or the `sid_map` of semantic IDs.
-
     Raises:
         KeyError: an unknown data set.
         FileNotFoundError: no file at `dataset_path`.
-        ValueError: an argument out of range, or a damaged or foreign file.
+        ValueError: an argument that does not fit the data set, or a damaged or foreign file.
 
     >>> loader = get_data_loader("random", batch_size=4, max_history_seqlen=20, num_batches=3)
     >>> [batch.actual_batch_size for batch in loader]
@@ -187,37 +157,21 @@ def get_data_loader(
         raise KeyError(
             f"dataset_name is {dataset_name!r}; known data sets are {', '.join(list_datasets())}: choose one of them"
         )
-    if dataset_name in RANDOM_DATASETS and split not in SPLITS:
-        raise ValueError(f"split is {split!r}, random data have {', '.join(SPLITS)}: choose one of them")
-    as_count(batch_size, "batch_size", 1)
-    as_count(max_history_seqlen, "max_history_seqlen", 1)
-    as_count(max_num_candidates, "max_num_candidates", 0)
-    as_count(seed, "seed", 0)
-    as_count(num_workers, "num_workers", 0)
-    check_rank(rank, world_size)
-    dataset = _make_dataset(
-        dataset_name,
-        split,
-        dataset_path,
-        # Another stream for each split and rank.
-        {"seed": seed * 2 + (split != "train"), "rank": rank, "world_size": world_size},
-        batch_size=batch_size,
-        max_history_seqlen=max_history_seqlen,
-        max_num_candidates=max_num_candidates,
-        num_tasks=num_tasks,
-        **options,
-    )
-    sampler: EpochSampler[Any]
-    if isinstance(dataset, RandomBatches):  # drawn full, for every rank its own
-        sampler = BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, shuffle=shuffle, seed=seed)
+    # Another stream of random data for each split and rank.
+    stream: dict[str, Any] = {"seed": seed * 2 + (split != "train"), "rank": rank, "world_size": world_size}
+    options |= {"batch_size": batch_size}
+    dataset: BatchDataset
+    if dataset_name == "random":
+        dataset = user_like_dataset(**stream, **options)
+    elif dataset_name in SID_DATASETS:
+        dataset = _make_sids(dataset_name, split, dataset_path, stream, **options)
     else:
-        sampler = ShardedBatchSampler(
-            len(dataset),
-            batch_size,
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        dataset = _make_sequences(dataset_name, split, dataset_path, **options)
+    sampler: EpochSampler[Any]
+    order: dict[str, Any] = {"shuffle": shuffle, "seed": seed}
+    if isinstance(dataset, RandomBatches):  # drawn full, for every rank its own
+        sampler = BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, **order)
+    else:
+        order |= {"rank": rank, "world_size": world_size, "drop_last": drop_last}
+        sampler = ShardedBatchSampler(len(dataset), batch_size, **order)
     return ResumableLoader(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)

@@ -23,17 +23,10 @@ _WITH_A_BATCH = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin me
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Batches in the order of a sampler, assembled by worker processes or by none.
+    """Batches, which are the items of a data set, in the order of a sampler; each iteration draws its next epoch.
 
-    Args:
-        dataset: its items are batches.
-        sampler: what to ask the data set for; it draws the next epoch in every iteration.
-        num_workers: processes that assemble batches; they stay from epoch to epoch. 0 for none.
-        pin_memory: put batches in pinned host memory.
-
-    Raises:
-        ValueError: a sampler that was made for other rows than those of the data set.
-
+    Worker processes, if there are any, stay from epoch to epoch. ValueError for a sampler that was made for other rows
+    than those of the data set.
     """
 
     sampler: EpochSampler[Any]
@@ -81,23 +74,22 @@ class ResumableLoader(DataLoader[Any]):
 
         ValueError for a state of no loader, or of one of other data, another batch size or another rank.
         """
-        if set(state_dict) - {"steps"} != {"epoch", "row", "sampler"}:
+        if set(state_dict) != {"epoch", "row", "steps", "sampler"}:
             raise ValueError(
-                f"the loader's state has {list(state_dict)}; it has epoch, row and sampler: give what state_dict() "
-                "returned"
+                f"the loader's state has {list(state_dict)}; it has epoch, row, steps and sampler: give what "
+                "state_dict() returned"
             )
         for name, value in self.sampler.identity().items():
             saved = state_dict["sampler"].get(name)
-            within_window = state_dict.get("steps", 0) > 0
             # Another version of the planner reads other rows in the rest of a window, and the same in whole ones.
-            if saved != value and (name != "plans" or within_window):
+            if saved != value and (name != "plans" or state_dict["steps"] > 0):
                 raise ValueError(
                     f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
                     "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
                 )
         self._given = None
         self.sampler.set_epoch(state_dict["epoch"])
-        self.sampler.start_at(state_dict["row"], state_dict.get("steps", 0))  # earlier versions knew no windows
+        self.sampler.start_at(state_dict["row"], state_dict["steps"])
 
 
 @dataclass(frozen=True)

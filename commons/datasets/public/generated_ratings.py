@@ -63,17 +63,8 @@ class Ratings:
 
     @classmethod
     def draw(cls, num_users: int = NUM_USERS, *, seed: int = 0, show_progress: bool = False) -> Ratings:
-        """Draw ratings; the same seed gives the same ones.
-
-        Raises:
-            ValueError: `num_users` below 1 or more than there is memory for, or a negative seed.
-
-        """
-        if num_users < 1:
-            raise ValueError(f"num_users is {num_users}; data have at least one user: give 1 or more")
+        """Draw ratings; the same seed gives the same ones. ValueError for more users than there is memory for."""
         require_memory(num_users * _BYTES_PER_USER, f"num_users is {num_users:,}", "give fewer")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
         rng = np.random.default_rng(seed)
         genres = _unit(_normal(rng, NUM_GENRES, _LATENT_SIZE))  # one vector each
         movies = _draw_movies(genres, rng)

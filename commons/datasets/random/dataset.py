@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from commons.checks import as_count
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import LengthDistribution
-from commons.datasets.samplers.epoch import check_rank
 
 _Batch_co = TypeVar("_Batch_co", covariant=True)
 
@@ -32,9 +30,6 @@ class RandomBatches(Dataset[_Batch_co]):
         rank: this rank.
         world_size: number of ranks.
 
-    Raises:
-        ValueError: a negative `num_batches`, `rank` outside `[0, world_size)`.
-
     """
 
     def __init__(
@@ -47,8 +42,6 @@ class RandomBatches(Dataset[_Batch_co]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        as_count(num_batches, "num_batches", 0)
-        check_rank(rank, world_size)
         self._make, self._num_batches, self._last_batch_size = draw, num_batches, last_batch_size
         self._seed, self._rank, self._world_size = seed, rank, world_size
 

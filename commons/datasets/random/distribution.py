@@ -191,12 +191,7 @@ def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:
 def random_times(lengths: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Seconds since 1970, rising within a row: gaps of a second to a month, those of every order equally likely.
 
-    Args:
-        lengths: int64 `(num_rows,)`, items per row.
-        generator: source of randomness on the device of `lengths`; torch's global one if not given.
-
-    Returns:
-        int64 `(sum(lengths),)`, row after row.
+    Int64 `(sum(lengths),)`, row after row, for int64 `(num_rows,)` items per row on the device of the generator.
 
     >>> times = random_times(torch.tensor([2, 0, 1]), torch.Generator().manual_seed(0))
     >>> times.shape, bool(times[1] > times[0])

@@ -167,7 +167,7 @@ class BalancedBatchSampler(PlannedSampler):
 
     def _plan_windows(self, epoch: int, row: int) -> Iterator[PlannedStep]:
         order = self.order(len(self._workloads), epoch)
-        row = self._enough_rows_from(row, self.first_rows(order))
+        row = self.first_row(row, self.first_rows(order))
         total = self._num_steps(row)
         for number in range(-(-total // self._window)):
             begin, end = self._window_begin(row, number), self._window_begin(row, number + 1)

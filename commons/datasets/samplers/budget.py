@@ -186,7 +186,7 @@ class BudgetBatchSampler(PlannedSampler):
                 end = min(end, int(np.searchsorted(sums, most, side="right")) - 1)
             return self._deal_longest(costs[:, begin:end])
 
-        begin = int(np.searchsorted(first, self._enough_rows_from(start.row, first)))
+        begin = int(np.searchsorted(first, self.first_row(start.row, first)))
         ends = np.append(first, len(order))
         while len(first) - begin >= self._num_ranks:
             ranks = self._leave_enough(deal, begin, len(first))

@@ -18,12 +18,6 @@ from torch.utils.data import Sampler
 T = TypeVar("T")
 
 
-def check_rank(rank: int, world_size: int, name: str = "world_size") -> None:
-    """Raise ValueError unless `0 <= rank < world_size`, which the caller calls `name`."""
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}, {name} is {world_size}; ranks are counted from 0: give 0 <= rank < {name}")
-
-
 def require_not_dealt_again(sampler: object, rank: int | None, num_ranks: int, remedy: str) -> None:
     """Raise ValueError where a library is about to deal one rank's batches to the ranks once more.
 
@@ -152,12 +146,7 @@ class EpochSampler(Sampler[T]):
 class BatchOrderSampler(EpochSampler[int]):
     """Indices of a data set whose items are ready batches, each rank's own.
 
-    Args:
-        num_batches: batches of each rank.
-        rows_per_step: rows of one batch of every rank together, by which `start_at` counts.
-        shuffle: a new order in every epoch.
-        seed: of the order.
-
+    `rows_per_step` are those of one batch of every rank together, by which `start_at` counts.
     """
 
     IDENTITY = ("num_batches", "rows_per_step", "shuffle", "seed")
@@ -192,17 +181,7 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
     The epoch's order of all rows, the same on every rank, is dealt out one row per rank in turn: ranks differ by at
     most one row, and no row is repeated or left out. A rank may thus have one batch more than another, or none.
 
-    Args:
-        num_rows: rows of the whole data set.
-        batch_size: rows per batch; the last batch may have fewer.
-        rank: this rank.
-        world_size: number of ranks.
-        shuffle: a new order in every epoch.
-        seed: of the order; the same on every rank.
-        drop_last: leave out an incomplete last batch.
-
-    Raises:
-        ValueError: `batch_size` below 1, or `rank` outside `[0, world_size)`.
+    `num_rows` are those of the whole data set; an incomplete last batch is left out with `drop_last`.
 
     >>> [list(ShardedBatchSampler(5, 2, rank=rank, world_size=2)) for rank in range(2)]
     [[[0, 2], [4]], [[1, 3]]]
@@ -223,14 +202,8 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         super().__init__(shuffle=shuffle, seed=seed)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; a batch has at least one row: give 1 or more")
-        check_rank(rank, world_size)
-        self._num_rows = num_rows
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._drop_last = drop_last
+        self._num_rows, self._batch_size, self._drop_last = num_rows, batch_size, drop_last
+        self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:
         num_own_rows = len(range(self._rank, self._num_rows, self._world_size))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commons.checks import as_count
-from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place, check_rank, require_not_dealt_again
+from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place, require_not_dealt_again
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.arguments import refuse_above_cap
 from commons.perf_model.partitioner.core import SOURCES
@@ -61,8 +61,11 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._workloads = as_int64_workloads(workloads)
         self._num_ranks = as_count(num_ranks, "num_ranks", 1)
         self._rank = None if rank is None else as_count(rank, "rank", 0)
-        if self._rank is not None:
-            check_rank(self._rank, self._num_ranks, "num_ranks")
+        if self._rank is not None and self._rank >= self._num_ranks:
+            raise ValueError(
+                f"rank is {self._rank}, num_ranks is {self._num_ranks}; ranks are counted from 0: give 0 <= rank < "
+                "num_ranks"
+            )
         self._own_ranks = range(self._num_ranks) if self._rank is None else range(self._rank, self._rank + 1)
         given_tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
@@ -134,8 +137,8 @@ class PlannedSampler(EpochSampler[list[int]]):
         groups = self._groups[order]
         return np.flatnonzero(np.concatenate([np.ones(len(groups[:1]), bool), groups[1:] != groups[:-1]]))
 
-    def _enough_rows_from(self, row: int, first_rows: np.ndarray) -> int:
-        """Where the steps from a row on begin: there, or earlier where fewer groups than ranks are left."""
+    def first_row(self, row: int, first_rows: np.ndarray) -> int:
+        """Where the steps from a row on begin; earlier, with a warning, where fewer groups than ranks are left."""
         left = len(first_rows) - int(np.searchsorted(first_rows, row))
         if self._drop_last or not 0 < left < self._num_ranks:
             return row

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import as_count
 from commons.datasets.hstu_batch import HSTUBatch, outline_kjt, padded_kjt
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.metadata import TIMESTAMP
@@ -75,7 +74,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
     Args:
         path: the folder `<name>.parquet`, or the folder that holds it.
         schema: of the data set.
-        split: users to read, such as "train" or "test".
+        split: "train" or "test".
         batch_size: rows of every batch; batches of fewer rows are padded.
         max_history_seqlen: the most items of the history; older ones are cut off.
         max_num_candidates: the most candidates. A user of n items has at most n − 1, so that a history remains.
@@ -87,8 +86,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
 
     Raises:
         FileNotFoundError: no data set at `path`.
-        ValueError: files that are damaged or of another data set, an unknown or empty split, a number out of range, or
-            a vocabulary larger than its table.
+        ValueError: files that are damaged or of another data set, an empty split, too many tasks, or a vocabulary
+            larger than its table.
 
     """
 
@@ -105,10 +104,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         table_sizes: Mapping[str, int] | None = None,
         timestamps: bool = False,
     ) -> None:
-        as_count(batch_size, "batch_size", 1)
-        as_count(max_history_seqlen, "max_history_seqlen", 1)
-        as_count(max_num_candidates, "max_num_candidates", 0)
-        if schema.tasks and not 1 <= num_tasks <= len(schema.tasks):
+        if schema.tasks and num_tasks > len(schema.tasks):
             raise ValueError(
                 f"num_tasks is {num_tasks}, {schema.dataset_name!r} has labels for {len(schema.tasks)} tasks: give a "
                 f"number between 1 and {len(schema.tasks)}"

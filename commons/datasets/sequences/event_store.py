@@ -120,14 +120,8 @@ class EventStore:
     def histories(self, users: pa.Array, places: np.ndarray, items: pa.Array) -> Iterator[pa.RecordBatch]:
         """All events, sorted by the place of their user, then time, then the order in which they were added.
 
-        Args:
-            users: all of them.
-            places: int32 `(num_users,)`, each once.
-            items: all of them, sorted: the id of an item is its rank.
-
-        Yields:
-            Batches of item (int32 ids), action (int16) and time (int64).
-
+        `users` are all of them and `places` theirs, int32 `(num_users,)`, each once; `items` are all of them, sorted:
+        the id of an item is its rank. The batches have item (int32 ids), action (int16) and time (int64).
         """
         tables = {
             "users": pa.table({"user": users, "place": places}),

@@ -1,7 +1,7 @@
 """The columnar files of a data set: one row per user, parquet shards read by row groups as rows are asked for.
 
     <folder>/ml-1m.parquet/_manifest.json            counts, columns, splits, shards (see SequenceFileMetadata)
-    <folder>/ml-1m.parquet/_vocabularies/zip.parquet the raw value of each id of a feature
+    <folder>/ml-1m.parquet/_vocabularies/zip.parquet the raw value of each id of a feature, column `value`
     <folder>/ml-1m.parquet/train-00000.parquet       users of one split
 
 Preprocessors write them (see writer), SequenceDataset reads them; `pyarrow.parquet.read_table` reads the whole
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from commons.datasets.sequences.metadata import MANIFEST, VOCABULARIES, SequenceFileMetadata, load_metadata
+from commons.datasets.sequences.metadata import MANIFEST, SequenceFileMetadata, load_metadata
 
 __all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
 
@@ -44,11 +44,8 @@ class SequenceSchema:
 class SequenceFile:
     """Rows of a data set, read lazily: opening reads the manifest, asking for rows reads their row groups.
 
-    Args:
-        path: the folder `<dataset_name>.parquet`, or the folder that holds it.
-        dataset_name: the data set that is expected.
-        columns: the columns that will be asked for; no other is read.
-        max_cached_bytes: decoded row groups kept in memory, the last used ones; each process has its own.
+    `path` is the folder `<dataset_name>.parquet`, or the folder that holds it. No other `columns` are read. The row
+    groups used last stay decoded, up to `max_cached_bytes` in each process.
 
     Raises:
         FileNotFoundError: no such data set.
@@ -60,8 +57,12 @@ class SequenceFile:
         self, path: str | Path, dataset_name: str, columns: Sequence[str], *, max_cached_bytes: int = 256 << 20
     ) -> None:
         path = Path(path)
-        self.path = path if path.is_file() or (path / MANIFEST).is_file() else path / f"{dataset_name}.parquet"
-        self._require_folder(dataset_name)
+        self.path = path if (path / MANIFEST).is_file() else path / f"{dataset_name}.parquet"
+        if not (self.path / MANIFEST).is_file():
+            raise FileNotFoundError(
+                f"{self.path} does not exist or has no {MANIFEST}; data are preprocessed once: run `evenrank "
+                f"preprocess {dataset_name} --source … --output …` and give its output as dataset_path"
+            )
         self._columns = list(columns)
         self._max_cached_bytes = max_cached_bytes
         self.metadata = load_metadata(self.path, dataset_name)
@@ -80,30 +81,6 @@ class SequenceFile:
         self._open: dict[int, pq.ParquetFile] = {}
         self._cache: OrderedDict[int, _RowGroup] = OrderedDict()
         self._cached_bytes = 0
-
-    def _require_folder(self, dataset_name: str) -> None:
-        if self.path.is_file():
-            raise ValueError(
-                f"{self.path} is a file; a data set is a folder of shards, and single files of earlier versions are "
-                f"not read any more: run `evenrank preprocess {dataset_name} --source … --output …` again"
-            )
-        if not (self.path / MANIFEST).is_file():
-            raise FileNotFoundError(
-                f"{self.path} does not exist or has no {MANIFEST}; data are preprocessed once: run `evenrank "
-                f"preprocess {dataset_name} --source … --output …` and give its output as dataset_path"
-            )
-
-    def vocabulary(self, feature_name: str) -> pa.Array:
-        """The raw value of each id of a categorical feature."""
-        path = self.path / VOCABULARIES / f"{feature_name}.parquet"
-        if not path.is_file():
-            raise KeyError(f"{self.path} has no vocabulary of {feature_name!r}; its ids are the raw values themselves")
-        return pq.read_table(path)["value"].combine_chunks()
-
-    def vocabularies(self) -> dict[str, list[Any]]:
-        """For each categorical feature, the raw value of each id."""
-        names = sorted(path.stem for path in (self.path / VOCABULARIES).glob("*.parquet"))
-        return {name: self.vocabulary(name).to_pylist() for name in names}
 
     def split_rows(self, split: str) -> range:
         """Rows of one split; raises ValueError for one that the data do not have."""

@@ -122,13 +122,7 @@ def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSou
 
 
 class EventFiles:
-    """Parquet files, a file or a folder of them, whose columns have been checked.
-
-    Raises:
-        FileNotFoundError: nothing at `source`, or no file in it.
-        ValueError: no parquet file, a column that is missing, of another type, or a list where it may not be one.
-
-    """
+    """Parquet files, a file or a folder of them, whose columns have been checked; errors as `preprocess_parquet`."""
 
     def __init__(self, source: Path, columns: EventColumns) -> None:
         self.source = source
@@ -162,11 +156,7 @@ class EventFiles:
         """Add all events in the order of the files' names.
 
         The events of a row with lists are rows of their own; a row with empty lists is one whose item and time are
-        null.
-
-        Raises:
-            ValueError: a damaged file, a null, or a value that is none of its column.
-
+        null. ValueError for a damaged file, a null, or a value that is none of its column.
         """
         paths = ", ".join(sql_text(glob.escape(str(path))) for path in self._paths)
         # The shorter ones of lists that differ end with nulls.

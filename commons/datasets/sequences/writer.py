@@ -42,7 +42,6 @@ _INTERACTIONS_PER_GROUP, _MOST_USERS_PER_GROUP = 65_536, 4_096
 _INTERACTIONS_PER_SHARD, _MOST_SHARDS = 4_000_000, 128
 _GOLDEN = np.uint32(0x9E3779B9)  # 2^32 ÷ golden ratio: Knuth's multiplicative hash
 _EVENT_SCHEMA = pa.schema([("item", pa.int32()), ("action", pa.int16()), ("time", pa.int64())])
-_V1_KEY = b"evenrank"
 _SCRATCH = "_scratch"
 
 
@@ -113,7 +112,8 @@ def preprocess(
         raise ValueError(f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1")
     if seed < 0:
         raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
-    with whole_folder(target, may_replace=is_preprocessed, what="preprocessed data set") as folder:
+    is_ours: Callable[[Path], bool] = lambda path: (path / MANIFEST).is_file()  # noqa: E731
+    with whole_folder(target, may_replace=is_ours, what="preprocessed data set") as folder:
         with EventStore(folder / _SCRATCH, show_progress=show_progress) as store:
             _Writer(folder, read(Path(source), store), store).write(test_fraction, seed)
         shutil.rmtree(folder / _SCRATCH)
@@ -131,16 +131,6 @@ def split_keys(values: pa.Array) -> np.ndarray:
 def split_hash(keys: np.ndarray, seed: int) -> np.ndarray:
     """A float64 in [0, 1) per user: the number at the user's key in the stream of `seed`."""
     return as_fraction(splitmix64(keys.astype(np.uint64) + np.random.SeedSequence(seed).generate_state(1, np.uint64)))
-
-
-def is_preprocessed(path: Path) -> bool:
-    """Whether a path is what a preprocessor wrote, in this or an earlier version."""
-    if path.is_dir():
-        return (path / MANIFEST).is_file()
-    try:
-        return _V1_KEY in (pq.read_metadata(path).metadata or {})
-    except (pa.ArrowException, OSError):
-        return False
 
 
 def _shards_of(ids: np.ndarray, num_events: int) -> np.ndarray:

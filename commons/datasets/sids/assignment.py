@@ -65,8 +65,7 @@ def assign_sids(
         The map; its options say how it was made, and how many items had to change a code.
 
     Raises:
-        ValueError: a number out of range, fewer than two items, codebooks with too few SIDs for the items, or a
-            history with an item that is not among `item_ids`.
+        ValueError: a number out of range, fewer than two items, or codebooks with too few SIDs for the items.
 
     """
     _check(item_ids, codebook_sizes, vector_size, window, seed)
@@ -94,18 +93,12 @@ def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int)
     """How often two items stand at most `window` places apart in a history.
 
     `item_ids` are int64 `(num_items,)`, ascending; the result is float64 `(num_items, num_items)`, symmetric, by
-    position there. ValueError for an item that is not among them.
+    position there.
     """
     num_items = len(item_ids)
     total = scipy.sparse.csr_array((num_items, num_items), dtype=np.float64)
     for users, lengths, items in history_chunks(histories):
-        position = np.searchsorted(item_ids, items).clip(max=num_items - 1)
-        unknown = np.flatnonzero(item_ids[position] != items)
-        if unknown.size:
-            raise ValueError(
-                f"{unknown.size} items in {histories.source} are not among item_ids, the first one is "
-                f"{items[unknown[0]]}: list all items"
-            )
+        position = np.searchsorted(item_ids, items)
         owner = np.repeat(users, lengths)
         for distance in range(1, min(window, int(lengths.max(initial=1)) - 1) + 1):
             together = np.flatnonzero(owner[distance:] == owner[:-distance])

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import as_count
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
 from commons.datasets.hstu_batch import outline_kjt, padded_kjt
 from commons.datasets.sequences.dataset import UserDataset, are_last
@@ -38,8 +37,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
             `max_history_length` of them, and histories are empty.
 
     Raises:
-        ValueError: a number out of range, no users, or items without a SID, reported with their number and the first
-            users that have one.
+        ValueError: no users, or items without a SID, reported with their number and the first users that have one.
 
     """
 
@@ -53,9 +51,6 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         max_candidate_length: int | None = 1,
     ) -> None:
         most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
-        as_count(batch_size, "batch_size", 1)
-        as_count(max_history_length, "max_history_length", 1)
-        as_count(most_candidates, "max_candidate_length", 1)
         if not len(histories):
             raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
         self.sid_map = sid_map

@@ -74,22 +74,15 @@ class PreprocessedHistories:
 
 
 class ParquetHistories:
-    """Histories of a parquet file of the user's own, held in memory.
-
-    Args:
-        path: the file.
-        column: its list column of item ids, oldest first.
-        split: "train" or "test".
+    """Histories of a parquet file of the user's own, held in memory; a column has lists of item ids, oldest first.
 
     Raises:
         FileNotFoundError: no file.
-        ValueError: no parquet file, no such column, another type, nulls, or an unknown split.
+        ValueError: no parquet file, no such column, another type, nulls, or unknown splits in it.
 
     """
 
     def __init__(self, path: str | Path, column: str, split: str) -> None:
-        if split not in _SPLITS:
-            raise ValueError(f"split is {split!r}; histories have {' and '.join(map(repr, _SPLITS))}: choose one")
         self.source = f"split {split!r} of {path}"
         table = _read(Path(path), column)
         items = table[column].combine_chunks()

@@ -49,17 +49,9 @@ def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0)
 class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
     """Random batches whose rows all have `max_candidate_length` candidates.
 
-    Args:
-        sid_map: the items, equally likely.
-        batch_size: rows of a batch.
-        max_history_length: the most items of a history.
-        max_candidate_length: the candidates of a row. None: all of a row's items are candidates, and histories empty.
-        history_dist: distribution of the items per history, or of the candidates where all items are candidates; that
-            of `LengthDistribution()` if not given.
-        options: further ones of `RandomBatches`.
-
-    Raises:
-        ValueError: a length below 1; and as `RandomBatches`.
+    Items are equally likely. Without `max_candidate_length` all of a row's items are candidates, and histories empty;
+    then `history_dist`, that of `LengthDistribution()` if not given, is that of the candidates. `options` are those of
+    `RandomBatches`.
 
     >>> dataset = RandomSIDDataset(random_sid_map(9, [3, 3]), batch_size=4, num_batches=2, max_history_length=5)
     >>> [batch.batch_size for batch in dataset]
@@ -78,11 +70,6 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
         **options: Any,
     ) -> None:
         most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
-        if min(max_history_length, most_candidates) < 1:
-            raise ValueError(
-                f"max_history_length is {max_history_length}, max_candidate_length is {max_candidate_length}; both "
-                "count items, at least one: raise them"
-            )
         drawn = history_dist or LengthDistribution().within(max_history_length)
         distributions = {"candidate_dist": drawn}
         if max_candidate_length is not None:

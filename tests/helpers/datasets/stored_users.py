@@ -8,11 +8,18 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sequences.metadata import VOCABULARIES
+
+
+def vocabularies_of(path: Path, name: str) -> dict[str, list[Any]]:
+    """By feature with ids, the raw value of each."""
+    files = (SequenceFile(path, name, []).path / VOCABULARIES).glob("*.parquet")
+    return {file.stem: pq.read_table(file)["value"].to_pylist() for file in files}
 
 
 def users_of(path: Path, name: str, user: str = "user_id") -> dict[Any, dict[str, Any]]:
     """Rows of a data set by raw user id: the other columns, ids as the raw values that they stand for."""
-    vocabularies = SequenceFile(path, name, []).vocabularies()
+    vocabularies = vocabularies_of(path, name)
     users = {}
     for row in pq.read_table(path).to_pylist():
         for column, raw in vocabularies.items():

@@ -69,14 +69,6 @@ def test_a_resumed_loader_gives_exactly_the_rest(folder, order, workers, stop):
     assert first
 
 
-def test_a_state_of_a_version_without_windows(folder):
-    state = make(folder, "window").state_dict()
-    assert state.pop("steps") == 0
-    loader = make(folder, "window")
-    loader.load_state_dict(state | {"row": 18})
-    assert loader.sampler.start == Place(18)
-
-
 class DamagedRows(torch.utils.data.Dataset):
     """Batches of row numbers; those of some rows cannot be read."""
 
@@ -135,7 +127,7 @@ def test_a_state_of_another_loader(folder):
         with pytest.raises(ValueError, match=message):
             make(folder, **arguments).load_state_dict(state)
     for other_state in ({}, {"epoch": 0}, {"epoch": 0, "row": 3}, {"num_workers": 0, "iterator": {}}):
-        with pytest.raises(ValueError, match="it has epoch, row and sampler"):
+        with pytest.raises(ValueError, match="it has epoch, row, steps and sampler"):
             make(folder).load_state_dict(other_state)
 
 

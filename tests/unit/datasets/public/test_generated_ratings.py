@@ -15,7 +15,7 @@ from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate
 from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
 from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.sequences.file import SequenceFile
-from tests.helpers.datasets.stored_users import users_of
+from tests.helpers.datasets.stored_users import users_of, vocabularies_of
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ class _Histories:
         path = preprocess_movielens(archive_path, folder, test_fraction=0.3)
         table = pq.read_table(path)
         movies = columns_of(archive_path, "movies", "movie", "title", "genres")
-        assert list(map(int, movies["movie"])) == SequenceFile(path, "ml-1m", []).vocabularies()["movie_id"]
+        assert list(map(int, movies["movie"])) == vocabularies_of(path, "ml-1m")["movie_id"]
         genres = [names.split("|") for names in movies["genres"]]
         names = sorted({name for own in genres for name in own})
         indicator = np.array([[name in own for name in names] for own in genres], dtype=np.float64)

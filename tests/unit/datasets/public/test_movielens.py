@@ -108,18 +108,10 @@ class TestPreprocess:
         assert test_users(test_fraction=0) == set()
         assert test_users(test_fraction=1) == set(users)
 
-    def test_a_file_of_an_earlier_version_is_replaced_and_one_of_others_is_not(self, tmp_path):
-        source, target = write_zip(tmp_path / "a.zip"), tmp_path / "data" / "ml-1m.parquet"
-        target.parent.mkdir()
-        table = pa.table({"movie_id": [[1]]})
-        pq.write_table(table, target)
+    def test_a_file_of_others_is_not_replaced(self, tmp_path):
+        pq.write_table(pa.table({"movie_id": [[1]]}), tmp_path / "ml-1m.parquet")
         with pytest.raises(FileExistsError, match="no preprocessed data set"):
-            preprocess_movielens(source, target.parent)
-        pq.write_table(table.replace_schema_metadata({"evenrank": "{}"}), target)
-        with pytest.raises(ValueError, match="single files of earlier versions .* run `evenrank preprocess ml-1m"):
-            SequenceFile(target, DATASET_NAME, [])
-        preprocess_movielens(source, target.parent)
-        assert SequenceFile(target, DATASET_NAME, []).metadata.num_users == 3
+            preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path)
 
     @pytest.mark.parametrize("arguments", [{"test_fraction": 1.5}, {"test_fraction": float("nan")}, {"seed": -1}])
     def test_bad_arguments(self, tmp_path, arguments):

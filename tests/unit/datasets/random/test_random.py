@@ -179,8 +179,3 @@ class TestRandomDataset:
         dataset, longer = _dataset(num_batches=2), _dataset(num_batches=7)
         streamed = [_contents(batch) for batch in itertools.islice(dataset.stream(), 7)]
         assert streamed == [_contents(batch) for batch in longer] and len(set(streamed)) == 7
-
-    @pytest.mark.parametrize("arguments", [{"num_batches": -1}, {"rank": 2, "world_size": 2}, {"rank": -1}])
-    def test_bad_arguments(self, arguments):
-        with pytest.raises(ValueError):
-            _dataset(**arguments)

@@ -26,7 +26,7 @@ from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
 from tests.helpers.datasets.own_events import COLUMNS, EVENTS, write
-from tests.helpers.datasets.stored_users import users_of
+from tests.helpers.datasets.stored_users import users_of, vocabularies_of
 
 
 def rows_of(path):
@@ -178,7 +178,7 @@ class TestPreprocess:
             source = write(tmp_path / "a.parquet", table)
             path = preprocess_parquet(EventColumns("uid", "iid", "ts"), source, tmp_path / "o", test_fraction=0.5)
             file = SequenceFile(path, "parquet", ["uid"])
-            raw = file.vocabulary("uid").to_pylist()
+            raw = vocabularies_of(path, "parquet")["uid"]
             return {raw[user] for user in file.select(np.array(file.split_rows(split))).values("uid")}
 
         for uids in (list(range(200)), [f"user {number}" for number in range(200)]):
@@ -309,9 +309,3 @@ class TestConfig:
             ValueError, match="columns are given and dataset_name is 'ml-1m'; they say what the parquet"
         ):
             load_config_file(TrainConfig, tmp_path / "a.toml")
-
-
-def test_ids_that_are_the_raw_values_have_no_vocabulary(tmp_path):
-    path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "data")
-    with pytest.raises(KeyError, match="no vocabulary of 'actions'; its ids are the raw values themselves"):
-        SequenceFile(path, "parquet", []).vocabulary("actions")

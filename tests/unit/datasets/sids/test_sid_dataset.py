@@ -80,11 +80,6 @@ class TestMistakes:
         assert "5 items in a list have no SID" in str(caught.value)
         assert "item 4 of user 1, item 6 of user 1, item 8 of user 3; the map has 7 items" in str(caught.value)
 
-    @pytest.mark.parametrize("name", ["batch_size", "max_history_length", "max_candidate_length"])
-    def test_numbers_below_one(self, name):
-        with pytest.raises(ValueError, match=f"{name} is 0"):
-            SIDDataset(Users([[2]]), SID_MAP, **{"batch_size": 2, "max_history_length": 2, name: 0})
-
     def test_rows(self):
         dataset = SIDDataset(Users([[2]] * 5), SID_MAP, batch_size=2, max_history_length=2)
         assert dataset[[0, 1, 2]].batch_size == dataset[[0, 1, 2]].actual_batch_size == 3
@@ -135,8 +130,6 @@ class TestParquetHistories:
         (tmp_path / "h.parquet").write_text("hello")
         with pytest.raises(ValueError, match="no parquet file"):
             ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
-        with pytest.raises(ValueError, match="split is 'dev'"):
-            ParquetHistories(tmp_path / "h.parquet", "item_id", "dev")
 
 
 class TestLoaders:
@@ -185,8 +178,6 @@ class TestLoaders:
             self.loader("sid", sid_map=SID_MAP)
         with pytest.raises(ValueError, match="num_tasks is 2"):
             self.loader("sid-random", sid_map=SID_MAP, num_tasks=2)
-        with pytest.raises(ValueError, match="num_batches is -1"):
-            self.loader("sid-random", sid_map=SID_MAP, num_batches=-1)
 
 
 @given(users=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=9), items=st.integers(1, 20))
