@@ -88,6 +88,11 @@ def print_error(message: str) -> None:
     sys.stderr.write(f"evenrank: {one_line(message)}\n")
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of what an error says, or its type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def one_line(text: str) -> str:
     """Text, perhaps in a box, as one line; what a rule separates in the box, a semicolon separates in the line.
 

@@ -34,14 +34,10 @@ def require_output(
     may_replace: Callable[[Path], bool] = lambda path: True,
     what: str = "file",
 ) -> None:
-    """Raise unless a command can write its output, and overwrites nothing else by it.
+    """Raise unless a command can write the output that an option names, and overwrites nothing else by it.
 
-    Args:
-        output: the file that the command will write.
-        option: what names it on the command line.
-        inputs: what the command reads, by what names it on the command line; missing files and None are left out.
-        may_replace: whether a file at `output` is of the kind that the command writes; an empty one always is.
-        what: that kind, for errors.
+    The inputs are what it reads, by what names it on the command line. `may_replace` says whether a file is of the kind
+    that the command writes, and `what` that kind is.
 
     Raises:
         ValueError: `output` is one of the inputs, also by a link.
@@ -75,12 +71,7 @@ class AnswerOutputs:
     """Print JSON instead of a table."""
 
     def require(self, inputs: Mapping[str, Path | None]) -> None:
-        """Raise unless the page and the pictures, where they have a path, can be written.
-
-        Raises:
-            ValueError: a file type of neither a page nor a picture, or one of the inputs, as for `require_output`.
-            OSError: one cannot be written.
-        """
+        """Raise ValueError for a file that is neither a page nor a picture; and as `require_output`."""
         if self.html is not None and self.html.suffix not in _PAGES:
             raise ValueError(f"html is {str(self.html)!r}; a page is an .html file: give it that ending")
         if self.figure is not None and self.figure.suffix not in _PICTURES:

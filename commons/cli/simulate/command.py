@@ -84,12 +84,7 @@ class LengthOptions(RowCost, LengthReading):
         return super().tokens(lengths if self.max_length is None else np.minimum(lengths, self.max_length))
 
     def read(self, source: str) -> Source:
-        """The rows of a file or a distribution.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: an option out of its range, or lengths that are none.
-        """
+        """The rows of a file or a distribution; ValueError for an option out of its range, and as `find`."""
         self.check()
         return self.deal(self.find(source))
 

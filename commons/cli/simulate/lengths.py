@@ -22,6 +22,7 @@ import pyarrow as pa
 import torch
 
 from commons.datasets.random.distribution import RandomDistribution
+from commons.datasets.sequences.event_store import sql_name
 
 # Rows that are drawn to describe lengths without an end.
 _SOME_ROWS = 200_000
@@ -167,10 +168,10 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
             "alone by numpy.save if they are lengths"
         )
     if len(rows.columns) == 1 and path.suffix in (".csv", ".jsonl"):  # an empty line is no row
-        rows = rows.filter(f"{_quoted(names[0])} IS NOT NULL")
+        rows = rows.filter(f"{sql_name(names[0])} IS NOT NULL")
     # By way of text, because DuckDB takes a truth value for a number; trimmed, or its csv reader would cast, and raise.
     numbers = [
-        f"len({_quoted(name)})" if name in lists else f"try_cast(trim({_quoted(name)}::VARCHAR) AS DOUBLE)"
+        f"len({sql_name(name)})" if name in lists else f"try_cast(trim({sql_name(name)}::VARCHAR) AS DOUBLE)"
         for name in names
     ]
     found = _fetch(path, rows.project(", ".join(f'{number} AS "{at}"' for at, number in enumerate(numbers))))
@@ -186,7 +187,7 @@ def _count_events(path: Path, column: str) -> np.ndarray:
             f"{what} holds lists, which have lengths already; users are integers or text: evenrank counts them by "
             f"--column {shlex.quote(column)}"
         )
-    users = rows.project(f"nullif({_quoted(column)}::VARCHAR, '') AS user, row_number() OVER () AS row")
+    users = rows.project(f"nullif({sql_name(column)}::VARCHAR, '') AS user, row_number() OVER () AS row")
     counted = users.aggregate("user IS NULL AS unknown, count(*) AS events, min(row) AS first", "user")
     found = _fetch(path, counted.order("first"))
     if found["unknown"].any():
@@ -281,10 +282,6 @@ def _is_list(rows: duckdb.DuckDBPyRelation, name: str) -> bool:
     return str(rows.types[rows.columns.index(name)]).endswith("]")
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
 def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndarray) -> np.ndarray:
     """A column as int64; ValueError for anything but integers of at least 0, with the first row that has it."""
     numbers = np.ma.filled(values.astype(np.float64), np.nan)
@@ -292,7 +289,7 @@ def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndar
     if wrong.any():
         row = int(wrong.argmax())
         of_files = ", filename, file_row_number + 1" if path.is_dir() else ""
-        value, *place = rows.project(_quoted(name) + of_files).limit(1, offset=row).fetchall()[0]
+        value, *place = rows.project(sql_name(name) + of_files).limit(1, offset=row).fetchall()[0]
         path, number = place or (path, row + 1)
         shown = "no value" if value is None else repr(value)[:42]
         raise ValueError(

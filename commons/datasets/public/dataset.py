@@ -21,6 +21,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from commons.console import reason_of
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
 from commons.datasets.sequences.event_store import EventStore, sql_text
 from commons.datasets.sequences.file import SequenceSchema
@@ -161,7 +162,7 @@ class TextFile:
             yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
         except duckdb.Error as error:
             raise self._first_wrong() or ValueError(
-                f"{self.where} cannot be read ({str(error).splitlines()[0]}); it is to be {layout.title}: download the "
+                f"{self.where} cannot be read ({reason_of(error)}); it is to be {layout.title}: download the "
                 "archive again"
             ) from error
 
@@ -250,14 +251,7 @@ class PublicDataset:
     def describe(
         self, store: EventStore, listed: Mapping[str, pa.Table], *, generated: bool, sha256: str = ""
     ) -> SequenceSource:
-        """What is known of the data set, whose events are in the store.
-
-        Args:
-            store: the events.
-            listed: the contents of the listings, sorted by id, the first column.
-            generated: whether the files say that they were generated.
-            sha256: of the archive.
-        """
+        """What is known of the data set, whose events are in the store, and whose listings are sorted by id."""
         users = listed.get("user")
         ids = {
             part: listed[part].column(0).combine_chunks() if part in listed else store.values(part)

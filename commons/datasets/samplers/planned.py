@@ -93,15 +93,12 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._kept: dict[tuple[int, Place], Iterator[tuple[list[np.ndarray], int]]] = {}
 
     def _require_rows_below_cap(self, tokens: np.ndarray | None) -> None:
-        if self._padded and self._groups is not None:
-            raise ValueError(
-                "groups are given, padded is True; padded batches are made of rows of like cost, which tears groups "
-                "apart: leave out one of them"
-            )
-        if self._padded and self._speeds is not None:
-            raise ValueError(
-                "speeds are given, padded is True; padded batches are made equally costly: leave out one of them"
-            )
+        for name, given, why in (
+            ("groups", self._groups, "made of rows of like cost, which tears groups apart"),
+            ("speeds", self._speeds, "made equally costly"),
+        ):
+            if self._padded and given is not None:
+                raise ValueError(f"{name} are given, padded is True; padded batches are {why}: leave out one of them")
         if self._max_tokens is None:
             return
         if self._padded:

@@ -69,8 +69,6 @@ class UserDataset(Dataset[_Batch_co]):
 class SequenceDataset(UserDataset[HSTUBatch]):
     """Users of one split; `dataset[rows]` is the batch of these rows.
 
-    Meant for `DataLoader(dataset, batch_size=None, sampler=ShardedBatchSampler(len(dataset), ...))`.
-
     Args:
         path: the folder `<name>.parquet`, or the folder that holds it.
         schema: of the data set.

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from commons.console import reason_of
 from commons.datasets.sequences.metadata import MANIFEST, SequenceFileMetadata, load_metadata
 
 __all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
@@ -133,8 +134,9 @@ class SequenceFile:
                 self._open[shard] = pq.ParquetFile(self.path / file, memory_map=True, page_checksum_verification=True)
             table = self._open[shard].read_row_group(index, columns=columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            first_line = str(error).splitlines()[0]
-            raise ValueError(f"{self.path / file} is damaged ({first_line}); preprocess the data again") from error
+            raise ValueError(
+                f"{self.path / file} is damaged ({reason_of(error)}); preprocess the data again"
+            ) from error
         if table.num_rows != expected:
             raise ValueError(
                 f"{self.path / file} has {table.num_rows} rows in row group {index}, {MANIFEST} says {expected}; both "

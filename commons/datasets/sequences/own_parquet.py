@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from commons.console import reason_of
 from commons.datasets.sequences.event_columns import ACTIONS, Action, EventColumns
 from commons.datasets.sequences.event_store import EventStore, plain_array, sql_name, sql_text
 from commons.datasets.sequences.file import SequenceSchema
@@ -42,13 +43,7 @@ _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" 
 
 
 def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | Path, **options: Any) -> Path:
-    """Write the columnar files of an own data set; further arguments and errors as those of `preprocess`.
-
-    Args:
-        columns: which column plays which part.
-        source: a parquet file, or a folder of them, however deep.
-        output: folder for `parquet.parquet`, made if missing.
-        options: `test_fraction`, `seed` and `show_progress`.
+    """Write the columnar files of a parquet file, or a folder of them, however deep, as `preprocess` does.
 
     Raises:
         ValueError: no parquet file, a column that is missing or of another type, a null among users, items, times or
@@ -172,10 +167,10 @@ class EventFiles:
         try:
             store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
         except duckdb.Error as error:
-            _, is_ours, message = _one_line(error).partition("Error: column ")
+            _, is_ours, message = reason_of(error).partition("Error: column ")
             if is_ours:
                 raise ValueError(f"column {message}") from None
-            raise ValueError(f"{self.source} is damaged ({_one_line(error)}): write it again") from error
+            raise ValueError(f"{self.source} is damaged ({reason_of(error)}): write it again") from error
 
     def _select(self) -> str:
         """SQL of the columns of the store, which raises DuckDB's error for a wrong value."""
@@ -345,15 +340,9 @@ def _schema_of(path: Path) -> pa.Schema:
                 f"{path} is no parquet file; DuckDB, which is installed, makes one of it: python -c "
                 f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
             ) from error
-        raise ValueError(f"{path} is no parquet file, or damaged ({_one_line(error)}): write it again") from error
-    decoded = [
-        (
-            field.name,
-            getattr(field.type, "value_type", field.type) if pa.types.is_dictionary(field.type) else field.type,
-        )
-        for field in schema
-    ]
-    return pa.schema(decoded)
+        raise ValueError(f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again") from error
+    kinds = (kind.value_type if pa.types.is_dictionary(kind) else kind for kind in schema.types)
+    return pa.schema(list(zip(schema.names, kinds)))
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -376,7 +365,3 @@ def _family(kind: pa.DataType) -> str:
         "timestamp": pa.types.is_timestamp(kind),
     }
     return next((name for name, holds in families.items() if holds), str(kind))
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

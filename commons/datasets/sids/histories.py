@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from commons.console import reason_of
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 
 DEFAULT_HISTORY_COLUMN = "item_id"
@@ -118,8 +119,7 @@ def _read(path: Path, column: str) -> pa.Table:
         wanted = [name for name in (column, SPLIT_COLUMN) if name in names]
         table = pq.read_table(path, columns=wanted, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"{path} is no parquet file, or damaged ({first_line}): write it again") from None
+        raise ValueError(f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again") from None
     if column not in names:
         raise ValueError(f"{path} has columns {names}, but no {column!r}: name the column of item-id histories")
     kind = table.schema.field(column).type

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from commons.console import reason_of
 from commons.whole_folder import whole_file
 
 _METADATA_KEY = b"evenrank.sids"
@@ -75,11 +76,7 @@ class SIDMap:
 
     @classmethod
     def load(cls, path: str | Path, codebook_sizes: Sequence[int]) -> SIDMap:
-        """Read a map.
-
-        Args:
-            path: a .parquet or .npy file.
-            codebook_sizes: codes of each hierarchy.
+        """Read a map from a .parquet or .npy file.
 
         Raises:
             FileNotFoundError: no file.
@@ -165,7 +162,7 @@ def _read_npy(path: Path) -> _Content:
     try:
         codes = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, MemoryError, *_OF_A_HEADER) as error:
-        raise ValueError(f"the file is no array of numbers ({_one_line(error)}): save the codes again") from None
+        raise ValueError(f"the file is no array of numbers ({reason_of(error)}): save the codes again") from None
     if not isinstance(codes, np.ndarray) or codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
         found = f"{codes.dtype} {codes.shape}" if isinstance(codes, np.ndarray) else type(codes).__name__
         raise ValueError(f"the file holds {found}; codes are integers (num_items, num_hierarchies): save them so")
@@ -176,7 +173,7 @@ def _read_parquet(path: Path) -> _Content:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"the file is no parquet file, or damaged ({_one_line(error)}): make it again") from None
+        raise ValueError(f"the file is no parquet file, or damaged ({reason_of(error)}): make it again") from None
     if not {"item_id", "sid"} <= set(table.column_names):
         raise ValueError(f"the columns are {table.column_names}; a map has item_id and sid: rename them")
     item_ids, sids = table["item_id"].combine_chunks(), table["sid"].combine_chunks()
@@ -224,7 +221,3 @@ def is_sid_map(path: Path) -> bool:
 
 def _first(values: Iterable[Any]) -> str:
     return ", ".join(map(str, itertools.islice(values, _SHOWN)))
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

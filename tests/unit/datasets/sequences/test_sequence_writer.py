@@ -1,4 +1,4 @@
-"""Data sets that are whole or not there; histories, whatever the order of the events; row groups."""
+"""Data sets that are whole or not there, and the same whatever the machine; what is said of its disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.raw_data.movielens import generate_movielens_20m
 from commons.datasets.public.movielens import preprocess_movielens_20m
@@ -25,7 +23,6 @@ from commons.datasets.sequences import event_store
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sequences.own_parquet import preprocess_parquet
-from commons.datasets.sequences.writer import _row_groups
 
 _STOPS_BEFORE_THE_MANIFEST = """
 import sys, time
@@ -126,14 +123,3 @@ def test_errors_of_the_disk_and_of_files_are_told_apart(tmp_path):
         with pytest.raises(OSError, match=re.escape(os.strerror(errno.ENOSPC))) as caught:
             store._run(mock.Mock(side_effect=duckdb.IOException(f"write: {os.strerror(errno.ENOSPC)}")))
     assert caught.value.errno == errno.ENOSPC
-
-
-@given(lengths=st.lists(st.integers(0, 200_000), max_size=50))
-def test_row_groups_hold_all_rows_and_few_interactions(lengths):
-    groups = _row_groups(np.array(lengths, dtype=np.int64))
-    assert sum(groups) == len(lengths)
-    start = 0
-    for rows in groups:
-        assert rows > 0
-        assert rows == 1 or sum(lengths[start : start + rows]) <= 65_536
-        start += rows

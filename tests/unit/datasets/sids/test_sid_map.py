@@ -22,14 +22,6 @@ def test_a_map_is_sorted_by_item():
     assert (sid_map.num_items, sid_map.num_hierarchies) == (4, 2)
 
 
-@given(known=st.sets(st.integers(0, 40), min_size=1), asked=st.lists(st.integers(-5, 50)))
-def test_rows_of_items(known, asked):
-    items = sorted(known)
-    codes = np.stack([np.arange(len(items)), np.zeros(len(items), np.int64)], axis=1)
-    rows = SIDMap(np.array(items), codes, (len(items), 1)).rows_of(np.array(asked, dtype=np.int64))
-    assert rows.tolist() == [items.index(item) if item in known else -1 for item in asked]
-
-
 class TestFiles:
     def test_parquet_of_our_own_keeps_sizes_and_options(self, tmp_path):
         SIDMap(np.arange(4) * 3, CODES, (3, 2), {"seed": 5}).save(tmp_path / "sids.parquet")
