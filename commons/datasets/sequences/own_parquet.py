@@ -144,8 +144,8 @@ class EventFiles:
             self._require_same(path)
         # Of the values, or of the entries of lists.
         self._kinds = {name: kind.value_type if _is_list(kind) else kind for name, kind in self._types.items()}
-        self.timestamps_per_second = self._unit_of_times()  # what a second counts in the times of the store
-        self._selected = self._select()
+        self.timestamps_per_second, time = self._time()
+        self._selected = self._select(time)
 
     def add_to(self, store: EventStore) -> None:
         """Add all events in the order of the files' names.
@@ -172,7 +172,7 @@ class EventFiles:
                 raise ValueError(f"column {message}") from None
             raise ValueError(f"{self.source} is damaged ({reason_of(error)}): write it again") from error
 
-    def _select(self) -> str:
+    def _select(self, time: str) -> str:
         """SQL of the columns of the store, which raises DuckDB's error for a wrong value."""
         columns = self._columns
         plain = {"user": columns.user, "item": columns.item, **{key: name for name, key in self.context.items()}}
@@ -181,7 +181,7 @@ class EventFiles:
             f"CASE WHEN {self._done_by(action)} THEN {1 << bit} ELSE 0 END" for bit, action in enumerate(self._actions)
         ]
         values["action"] = f"({' + '.join(bits) or '0'})::SMALLINT"
-        values["time"] = f"TRY_CAST({self._time()} AS BIGINT)"
+        values["time"] = f"TRY_CAST({time} AS BIGINT)"
         return ", ".join(f"{value} AS {key}" for key, value in values.items())
 
     def _plain(self, name: str) -> str:
@@ -201,23 +201,34 @@ class EventFiles:
             return value
         return _without_nulls(name, value, "false" if name == self._columns.user else _IS_EMPTY)
 
-    def _time(self) -> str:
-        name, unit = self._columns.time, self.timestamps_per_second
-        if name is None or unit is None:
-            return f"CASE WHEN NOT {_IS_EMPTY} THEN 0 END"
-        value, kind, stated = sql_name(name), self._kinds[name], self._columns.time_unit
+    def _time(self) -> tuple[int | None, str]:
+        """What a second counts in the times of the store, None without times, and SQL of these."""
+        name = self._columns.time
+        if name is None:
+            return None, f"CASE WHEN NOT {_IS_EMPTY} THEN 0 END"
+        value, kind, stated = sql_name(name), self._kinds[name], _PER_SECOND[self._columns.time_unit]
+        if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+            unit = _PER_SECOND[kind.unit] if pa.types.is_timestamp(kind) else 1
+            return unit, _without_nulls(name, _EPOCH[unit].format(value))
         if not _is_number(kind):
-            return _without_nulls(name, _EPOCH[unit].format(value))
-        scaled = f"floor({value} * {unit // _PER_SECOND[stated]})" if pa.types.is_floating(kind) else value
-        found, most = f"' has the time ' || {value}", _YEAR_3000 * _PER_SECOND[stated]
+            raise ValueError(
+                f"{self._where(name)} is of type {kind}; times are timestamps, dates or numbers since 1970: convert it"
+            )
+        unit, scaled, late = stated, value, f"{value} > {_YEAR_3000 * stated}"
+        if pa.types.is_floating(kind):
+            # Fractions of a second are kept, others have none that matter.
+            unit = max(stated, 1_000)
+            scaled = f"floor({value} * {unit // stated})"
+            # DuckDB believes a file's statistics, which leave NaN out: isnan() would be false.
+            late += f" OR {value} - {value} <> 0"
+        found = f"' has the time ' || {value}"
         rule = (
-            f"it is no number or lies beyond the year 3000 in {stated!r}: set columns.time_unit to 'ms', 'us' or 'ns', "
-            "or correct the times"
+            f"it is no number or lies beyond the year 3000 in {self._columns.time_unit!r}: set columns.time_unit to "
+            "'ms', 'us' or 'ns', or correct the times"
         )
-        scaled = _checked(name, scaled, f"{value} < -{most}", found, "it is long before 1970: correct it")
-        # DuckDB believes a file's statistics, which leave NaN out: isnan() would be false.
-        late = f"{value} > {most}" + (f" OR {value} - {value} <> 0" if pa.types.is_floating(kind) else "")
-        return _without_nulls(name, _checked(name, scaled, late, found, rule))
+        early = f"{value} < -{_YEAR_3000 * stated}"
+        scaled = _checked(name, scaled, early, found, "it is long before 1970: correct it")
+        return unit, _without_nulls(name, _checked(name, scaled, late, found, rule))
 
     def _done_by(self, action: Action) -> str:
         """SQL that is true where an action was done; a condition does not hold for a null, nor for NaN."""
@@ -245,24 +256,6 @@ class EventFiles:
             other = str(action.value)
         no_nan = f" AND {value} - {value} = 0" if pa.types.is_floating(kind) and action.operator != "!=" else ""
         return f"coalesce({value} {action.operator} {other}{no_nan}, false)"
-
-    def _unit_of_times(self) -> int | None:
-        if self._columns.time is None:
-            return None
-        kind, stated = self._kinds[self._columns.time], _PER_SECOND[self._columns.time_unit]
-        if pa.types.is_timestamp(kind):
-            return _PER_SECOND[kind.unit]
-        if pa.types.is_date(kind):
-            return 1
-        if pa.types.is_integer(kind):
-            return stated
-        if pa.types.is_floating(kind):
-            # Fractions of a second are kept, others have none that matter.
-            return max(stated, 1_000)
-        raise ValueError(
-            f"{self._where(self._columns.time)} is of type {kind}; times are timestamps, dates or numbers since 1970: "
-            "convert it"
-        )
 
     def _where(self, name: str) -> str:
         return f"column {name!r} of {self.source}"
