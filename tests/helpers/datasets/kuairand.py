@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import tarfile
 from pathlib import Path
 
 from commons.datasets.public.kuairand import USER_FEATURES, VERSIONS
+from tests.helpers.datasets import archives
 
 LOG_HEADER = (
     "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
@@ -56,9 +56,4 @@ def files_of(version=PURE, **changes: str | None) -> dict[str, str]:
 
 
 def write_tar(path: Path, contents: dict[str, str], folder="KuaiRand-Pure/data/") -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in {"load_data.py": "", **contents}.items():
-            info = tarfile.TarInfo(folder + name)
-            info.size = len(text.encode())
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return path
+    return archives.write_tar(path, {folder + name: text for name, text in {"load_data.py": "", **contents}.items()})

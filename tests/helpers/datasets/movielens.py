@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
+
+from tests.helpers.datasets import archives
 
 # User 7 rates twice in second 100: the order of the file counts. User 9 has no ratings, user 3 one.
 RATINGS = "7::50::5::200\n3::9::1::5\n7::9::4::100\n7::1193::2::100\n7::50::3::99\n"
@@ -14,11 +15,9 @@ MOVIES = "1193::One Flew: Over (1975)::Drama\n9::Misérables, Les (1995)::Drama|
 def write_zip(
     path: Path, *, ratings=RATINGS, users=USERS, movies=MOVIES, readme="SUMMARY\n", folder="ml-1m/", newline="\n"
 ) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in (("ratings", ratings), ("users", users), ("movies", movies)):
-            archive.writestr(f"{folder}{name}.dat", text.replace("\n", newline).encode("latin-1"))
-        archive.writestr(f"{folder}README", readme)
-    return path
+    texts = {"ratings": ratings, "users": users, "movies": movies}
+    files = {f"{folder}{name}.dat": text.replace("\n", newline).encode("latin-1") for name, text in texts.items()}
+    return archives.write_zip(path, {**files, f"{folder}README": readme})
 
 
 HEADER_20M = "userId,movieId,rating,timestamp\n"
@@ -31,9 +30,6 @@ MOVIES_20M = (
 def write_zip_20m(
     path: Path, *, ratings=RATINGS_20M, movies=MOVIES_20M, readme="Summary (ml-20m)", folder="ml-20m/"
 ) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in (("ratings.csv", ratings), ("movies.csv", movies), ("README.txt", readme)):
-            archive.writestr(folder + name, text)
-        for name in ("links.csv", "tags.csv", "genome-scores.csv", "genome-tags.csv"):
-            archive.writestr(folder + name, "a,b\n")
-    return path
+    others = dict.fromkeys(("links.csv", "tags.csv", "genome-scores.csv", "genome-tags.csv"), "a,b\n")
+    files = {"ratings.csv": ratings, "movies.csv": movies, "README.txt": readme, **others}
+    return archives.write_zip(path, {folder + name: text for name, text in files.items()})

@@ -17,11 +17,12 @@ from commons.datasets.public import raw_files
 from commons.datasets.public.kuairand import VERSIONS
 from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.public.registry import PUBLIC_DATASETS
+from tests.helpers.datasets.archives import write_tar, write_zip
 from tests.helpers.datasets.movielens import MOVIES, MOVIES_20M, RATINGS, RATINGS_20M, USERS
 
 PURE = VERSIONS["kuairand-pure"]
 LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.event_files]
-BOMB = 192 << 20
+BOMB = bytes(192 << 20)
 # Peak of the process's own memory in MiB, reset before each; what getrusage says includes the parent of an exec.
 PREPROCESS = """
 import contextlib, io, json, sys
@@ -46,55 +47,19 @@ print(json.dumps([
 """
 
 
-def write_zip(path, members, method=zipfile.ZIP_DEFLATED):
-    """A zip file of members: contents, or the number of bytes of one line."""
-    with zipfile.ZipFile(path, "w", method, compresslevel=1) as archive:
-        for name, content in members.items():
-            with archive.open(name, "w", force_zip64=True) as member:
-                write_content(member, content)
-    return path
-
-
-def write_content(member, content):
-    if isinstance(content, str):
-        member.write(content.encode("latin-1"))
-        return
-    zeros = bytes(1 << 20)
-    for _ in range(content >> 20):
-        member.write(zeros)
-
-
-def write_tar(path, members):
-    with gzip.open(path, "wb", compresslevel=1) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = content if isinstance(content, int) else len(content)
-            source = _Zeros(content) if isinstance(content, int) else io.BytesIO(content.encode())
-            archive.addfile(info, source)
-    return path
-
-
-class _Zeros(io.RawIOBase):
-    def __init__(self, size):
-        self._left = size
-
-    def read(self, size=-1):
-        size = min(size, self._left)
-        self._left -= size
-        return bytes(size)
-
-
 @pytest.mark.parametrize(
     ("name", "members"),
     [
-        ("ml-1m", {"ml-1m/ratings.dat": 1, "ml-1m/users.dat": USERS, "ml-1m/movies.dat": MOVIES}),
-        ("kuairand-pure", {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.listings['user'][0]}": 1}),
+        ("ml-1m", {"ml-1m/ratings.dat": bytes(8 << 20), "ml-1m/users.dat": USERS, "ml-1m/movies.dat": MOVIES}),
+        (
+            "kuairand-pure",
+            {LOGS[0]: "a", LOGS[1]: "a", f"KuaiRand-Pure/data/{PURE.listings['user'][0]}": bytes(8 << 20)},
+        ),
     ],
 )
 @pytest.mark.parametrize("write", [write_zip, write_tar])
 def test_a_bomb(tmp_path, monkeypatch, name, members, write):
     monkeypatch.setattr(raw_files, "_ALWAYS_ALLOWED", 1 << 20)
-    members = {member: 8 << 20 if content == 1 else content for member, content in members.items()}
     source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
     with pytest.raises(ValueError, match=r"a\.[a-z.]* has [\d,]+ bytes and expands to [\d,]+ or more;") as caught:
         PUBLIC_DATASETS[name].preprocess(source, tmp_path / "output")
