@@ -75,15 +75,7 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
         if max_candidate_length is not None:
             fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
             distributions = {"history_dist": drawn, "candidate_dist": fixed}
-        max_history_length = 0 if max_candidate_length is None else max_history_length
-        self.max_items = max_history_length + most_candidates  # the most items of a row, candidates among them
-        draw = partial(
-            GPTSIDBatch.random,
-            batch_size,
-            sid_map.codebook_sizes,
-            max_history_length,
-            most_candidates,
-            HISTORY,
-            CANDIDATE,
-        )
+        longest = (0 if max_candidate_length is None else max_history_length, most_candidates)
+        self.max_items = sum(longest)  # the most items of a row, candidates among them
+        draw = partial(GPTSIDBatch.random, batch_size, sid_map.codebook_sizes, *longest, HISTORY, CANDIDATE)
         super().__init__(partial(draw, sids=torch.from_numpy(sid_map.codes), **distributions), **options)
