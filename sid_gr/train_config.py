@@ -10,8 +10,7 @@ import tyro
 from commons.checks import require_at_least
 from commons.datasets.random.distribution import RANDOM_DATASETS
 from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN
-from commons.datasets.sids.map import SIDMap
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import SIDMap, random_sid_map
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import require_shuffler, same_fields
 from commons.trainer.optimize.optimizers import OptimizerArgs

@@ -21,8 +21,7 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.report import Page, one_rank
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
-from commons.datasets.sids.map import SIDMap
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import SIDMap, random_sid_map
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
 

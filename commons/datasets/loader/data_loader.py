@@ -12,7 +12,7 @@ from typing import Any
 
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.registry import PUBLIC_DATASETS
-from commons.datasets.random.dataset import RandomBatches, RandomHSTUDataset, user_like_dataset
+from commons.datasets.random.dataset import RandomBatches, RandomHSTUDataset, RandomSIDDataset, user_like_dataset
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
 from commons.datasets.samplers.epoch import BatchOrderSampler, EpochSampler, ShardedBatchSampler
 from commons.datasets.sequences.dataset import SequenceDataset
@@ -24,7 +24,6 @@ from commons.datasets.sequences.own_parquet import columns_of, schema_of
 from commons.datasets.sids.dataset import SIDDataset
 from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN, Histories, ParquetHistories, PreprocessedHistories
 from commons.datasets.sids.map import SIDMap
-from commons.datasets.sids.random import RandomSIDDataset
 
 BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDataset
 # By the kind of their batches: HSTUBatch and GPTSIDBatch; of the latter random items, any parquet file of item-id

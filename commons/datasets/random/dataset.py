@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
-from commons.datasets.random.distribution import LengthDistribution
+from commons.datasets.random.distribution import LengthDistribution, RandomDistribution
+from commons.datasets.sids.dataset import CANDIDATE, HISTORY
+from commons.datasets.sids.map import SIDMap
 
 _Batch_co = TypeVar("_Batch_co", covariant=True)
 
@@ -145,3 +148,39 @@ def user_like_dataset(
         num_tasks=num_tasks,
         **options,
     )
+
+
+class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
+    """Random batches whose rows all have `max_candidate_length` candidates.
+
+    Items are equally likely. Without `max_candidate_length` all of a row's items are candidates, and histories empty;
+    then `history_dist`, that of `LengthDistribution()` if not given, is that of the candidates. `options` are those of
+    `RandomBatches`.
+
+    >>> sid_map = SIDMap(np.arange(2), np.array([[0, 1], [1, 0]]), (2, 2))
+    >>> dataset = RandomSIDDataset(sid_map, batch_size=4, num_batches=2, max_history_length=5)
+    >>> [batch.batch_size for batch in dataset]
+    [4, 4]
+
+    """
+
+    def __init__(
+        self,
+        sid_map: SIDMap,
+        *,
+        batch_size: int,
+        max_history_length: int,
+        max_candidate_length: int | None = 1,
+        history_dist: RandomDistribution | None = None,
+        **options: Any,
+    ) -> None:
+        most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
+        drawn = history_dist or LengthDistribution().within(max_history_length)
+        distributions = {"candidate_dist": drawn}
+        if max_candidate_length is not None:
+            fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
+            distributions = {"history_dist": drawn, "candidate_dist": fixed}
+        longest = (0 if max_candidate_length is None else max_history_length, most_candidates)
+        self.max_items = sum(longest)  # the most items of a row, candidates among them
+        draw = partial(GPTSIDBatch.random, batch_size, sid_map.codebook_sizes, *longest, HISTORY, CANDIDATE)
+        super().__init__(partial(draw, sids=torch.from_numpy(sid_map.codes), **distributions), **options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,6 +151,35 @@ class SIDMap:
                 "cannot be told from the other: make the map with `evenrank make-sids`, or tell them apart by a "
                 "further code"
             )
+
+
+def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0) -> SIDMap:
+    """Items 0 … num_items − 1 with SIDs drawn without repetition.
+
+    Raises:
+        ValueError: more items than there are SIDs.
+
+    >>> random_sid_map(4, [2, 2]).num_items
+    4
+
+    """
+    capacity = math.prod(codebook_sizes)
+    if not 1 <= num_items <= capacity:
+        raise ValueError(
+            f"num_items is {num_items}, codebooks of {list(codebook_sizes)} codes make {capacity} SIDs; items have "
+            "different SIDs: lower num_items or enlarge the codebooks"
+        )
+    rng = np.random.default_rng(seed)
+    if 2 * num_items > capacity:
+        chosen = rng.permutation(capacity)[:num_items]
+        codes = np.stack(np.unravel_index(chosen, tuple(codebook_sizes)), axis=1)
+    else:
+        codes = np.empty((0, len(codebook_sizes)), np.int64)
+        while len(codes) < num_items:
+            drawn = rng.integers(0, codebook_sizes, (2 * num_items, len(codebook_sizes)))
+            codes = np.unique(np.concatenate([codes, drawn]), axis=0)
+        codes = rng.permutation(codes)[:num_items]
+    return SIDMap(np.arange(num_items), codes, tuple(codebook_sizes), {"random": True, "seed": seed})
 
 
 # What a file holds: item ids, codes, the sizes of the codebooks (None where it does not say) and options.

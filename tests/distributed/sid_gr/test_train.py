@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import random_sid_map
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.reading import read_runs
 from commons.trainer import DatasetArgs, TrainerArgs

@@ -13,8 +13,9 @@ from torch.nn import functional
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution, codebook_offsets
+from commons.datasets.random.dataset import RandomSIDDataset
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
-from commons.datasets.sids.random import RandomSIDDataset, random_sid_map
+from commons.datasets.sids.map import random_sid_map
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import TrainPipelineFactory

@@ -15,7 +15,7 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import RandomHSTUDataset, user_like_dataset
 from commons.datasets.random.distribution import LengthDistribution, RandomDistribution
 from commons.datasets.sids.dataset import HISTORY
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import random_sid_map
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -10,7 +10,7 @@ import torch
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.sequences import dataset as sequence_dataset
 from commons.datasets.sequences import file as sequence_file
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import random_sid_map
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.sequence_batch.schema import BatchSchema
 from hstu.batch_shuffler import HSTUBalancedBatchShuffler

@@ -19,8 +19,7 @@ from commons.datasets.public.movielens import SCHEMA, preprocess_movielens
 from commons.datasets.sids import histories as sid_histories
 from commons.datasets.sids.dataset import SIDDataset
 from commons.datasets.sids.histories import ParquetHistories, PreprocessedHistories
-from commons.datasets.sids.map import SIDMap
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import SIDMap, random_sid_map
 from tests.helpers.datasets.sid_users import Users
 
 SIZES = (4, 3, 5)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.datasets.sids.map import SIDMap
-from commons.datasets.sids.random import random_sid_map
+from commons.datasets.sids.map import SIDMap, random_sid_map
 
 CODES = np.array([[0, 1], [2, 0], [1, 1], [0, 0]])
 
