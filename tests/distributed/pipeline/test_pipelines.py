@@ -25,13 +25,16 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
 from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines.shuffled_pipelines import (
+    EVALUATIONS,
     PIPELINES,
     SIZES,
     CubicShuffler,
     before_a_commit,
+    evaluate,
     expected_ids,
     largest_difference,
     make_shuffler,
+    require_pipeline,
     steps_of,
     train,
 )
@@ -175,6 +178,18 @@ def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline):
     trained, evaluated = [i for i in seen if i < 2_000_000], [i for i in seen if i >= 2_000_000]
     assert sorted(trained) == expected_ids([7] * ranks.world_size, ranks.world_size)
     assert evaluated and on[0][1]
+
+
+@pytest.mark.parametrize("pipeline", before_a_commit(["eval", "eval fused, lookups ahead"], EVALUATIONS))
+def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipeline):
+    require_pipeline(*EVALUATIONS[pipeline])
+    counts = [5, 3, 0, 7][: ranks.world_size]
+    on, off = (ranks.run(evaluate, counts, kind, 2, pipeline) for kind in ("balance", "identity"))
+    expected = sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
+    for results in (on, off):
+        assert sorted(i for seen, _, _ in results for step in seen for i in step) == expected
+    assert sum(error for _, error, _ in on) == pytest.approx(sum(error for _, error, _ in off), rel=1e-5)
+    assert on[0][2] == sorted(on[0][2]) and len(on[0][2]) == 2 * max(counts)
 
 
 def test_what_cannot_be_hooked_is_refused():
