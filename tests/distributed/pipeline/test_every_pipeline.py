@@ -1,4 +1,4 @@
-"""Every pipeline class of the installed TorchRec is balanced or refused, and so are users' subclasses of them."""
+"""Every pipeline class of the installed TorchRec is balanced or refused, and so is what else users may pass."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 
-from commons.pipeline import balanced
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.pipeline import TrainPipelineFactory, balanced
 from commons.pipeline.balanced import HOOKS, REFUSED
-from tests.helpers.pipelines.pipeline_classes import (
-    torchrec_pipelines,
-)
+from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
 INSTALLED = torchrec_pipelines()
 
@@ -34,16 +35,6 @@ def unlisted(classes: dict[str, type]) -> str | None:
 def test_every_class_of_this_torchrec_is_balanced_or_refused():
     assert (problem := unlisted(INSTALLED)) is None, problem
     assert len(INSTALLED) > 15 and not HOOKS.keys() & REFUSED.keys()
-
-
-def test_a_balanced_class_is_not_balanced_again():
-    once = balanced(TrainPipelineBase)
-    assert balanced(once) is once
-
-    class Mine(once):
-        pass
-
-    assert balanced(Mine) is Mine
 
 
 def test_a_class_that_a_new_torchrec_brings_is_told_and_refused():
@@ -69,3 +60,55 @@ def test_the_page_lists_every_class():
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| (balanced|refused)", page, re.MULTILINE))
     assert rows == dict.fromkeys(HOOKS, "balanced") | dict.fromkeys(REFUSED, "refused")
+
+
+MODEL = torch.nn.Linear(1, 1)
+ARGUMENTS = {
+    "model": MODEL,
+    "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1),
+    "device": torch.device("cpu"),
+    "batch_shuffler": IdentityBalancedBatchShuffler(),
+}
+
+
+def test_what_cannot_be_hooked_is_refused():
+    with pytest.raises(TypeError, match="dict has no known place for the shuffle.*TrainPipelineSparseDist"):
+        balanced(dict)
+    with pytest.raises(TypeError, match=r"is an object of TrainPipelineBase; .*: write balanced\(TrainPipelineBase\)"):
+        balanced(TrainPipelineBase(torch.nn.Linear(1, 1), None, torch.device("cpu")))
+
+    mine = type("Mine", (TrainPipelineSparseDist,), {})
+    once = balanced(mine)
+    assert issubclass(once, mine) and balanced(mine) is once and balanced(once) is once
+    assert balanced(heir := type("Heir", (once,), {})) is heir
+    with pytest.raises(ValueError, match="execute_all_batches is False"):
+        once(**ARGUMENTS, execute_all_batches=False)
+    with pytest.raises(TypeError, match="batch_shuffler is a str"):
+        once(**ARGUMENTS | {"batch_shuffler": "hstu"})
+    with pytest.raises(TypeError, match="batch_shuffler is the class CubicShuffler; it must be an object"):
+        once(**ARGUMENTS | {"batch_shuffler": CubicShuffler})
+
+
+def test_pipelines_by_name():
+    assert isinstance(TrainPipelineFactory.create("none", **ARGUMENTS), TrainPipelineBase)
+    assert isinstance(TrainPipelineFactory.create("native", **ARGUMENTS), TrainPipelineSparseDist)
+    with pytest.raises(
+        ValueError,
+        match="'nativ' is not registered; valid names are 'fused', 'native', 'none', 'pre",
+    ):
+        TrainPipelineFactory.create("nativ", **ARGUMENTS)
+    with pytest.raises(ValueError, match="already registered"):
+        TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
+
+
+def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
+    """As with a TorchRec that lacks what a hook needs."""
+    monkeypatch.delattr(TrainPipelineBase, "_copy_batch_to_gpu")
+    balanced.cache_clear()
+    refusal = (
+        r"^TrainPipelineBase of TorchRec 1\.\S+ has no _copy_batch_to_gpu, where the shuffle is hooked in; TorchRec "
+    )
+    with pytest.raises(TypeError, match=refusal + r"1\.6 to 1\.8 have it: install one of them$"):
+        balanced(TrainPipelineBase)
+    assert TrainPipelineFactory.list_available() == ["fused", "native", "none", "prefetch", "semi_sync"]
+    assert issubclass(balanced(TrainPipelineSparseDist), TrainPipelineSparseDist)
