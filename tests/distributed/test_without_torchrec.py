@@ -6,13 +6,12 @@ The ranks of `tests/helpers/ranks/rank_pool.py` have imported TorchRec, so this 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import sys
 from importlib.abc import MetaPathFinder
 
 import pytest
 
-from tests.helpers.jobs.programs import ROOT, run_program
+from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
 
 BLOCKED = ("torchrec", "fbgemm_gpu", "megatron")
 
@@ -25,9 +24,9 @@ class _Blocked(MetaPathFinder):
 
 
 @pytest.mark.slow
-def test_dispatch_micro_batches_and_planner_work_without_torchrec(tmp_path):
-    shown = run_program(sys.executable, __file__, tmp_path / "store", env={"PYTHONPATH": str(ROOT)})
-    assert (shown.returncode, shown.stdout) == (0, "[0, 0]\n"), shown.stderr
+def test_dispatch_micro_batches_and_planner_work_without_torchrec():
+    done = run_program(*TWO_RANKS, __file__, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
 
 
 def _rows(first, count):
@@ -95,32 +94,10 @@ def _one_rank(rank):
         _ = evenrank.balanced
 
 
-def _serve(rank, store):
+if __name__ == "__main__":
+    sys.meta_path.insert(0, _Blocked())
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    _one_rank(rank)
+    dist.init_process_group("gloo")
+    _one_rank(dist.get_rank())
     dist.destroy_process_group()
-
-
-def _main(store):
-    sys.meta_path.insert(0, _Blocked())
-    import torch
-
-    import commons.dispatch
-    import commons.micro_batching  # noqa: F401  once for both ranks
-
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_serve, args=(rank, store), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    codes = [rank.exitcode for rank in ranks]
-    print(codes)
-    sys.exit(codes != [0, 0])
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -18,7 +17,6 @@ import evenrank
 from tests.helpers.documents.documented import PAGES, ROOT
 
 DOCS = ROOT / "docs"
-SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PATHS = sorted({page.relative_to(ROOT).as_posix() for pattern in PAGES for page in ROOT.glob(pattern)})
 MOST_LINES_OF_README = 120
 
@@ -67,23 +65,6 @@ def test_a_list_begins_behind_an_empty_line_or_a_heading(path):
             assert not before or before.startswith("#"), f"{path}:{token.map[0] + 1}"
 
 
-def test_every_page_is_in_the_navigation_of_the_site_once():
-    def pages_in(entry: object) -> Iterator[str]:
-        if isinstance(entry, str):
-            yield entry
-        for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
-            yield from pages_in(part)
-
-    listed = list(pages_in(SITE["nav"]))
-    assert len(set(listed)) == len(listed)
-    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    assert sorted(pages - set(listed)) == []
-    # The others are made from what lies elsewhere, README among them.
-    elsewhere = {"index.md": "README.md", "LICENSE.md": "LICENSE", "benchmarks/results/index.md": "benchmarks/results"}
-    for page in set(listed) - pages:
-        assert (ROOT / elsewhere.get(page, page)).exists(), page
-
-
 def test_every_public_name_has_its_place_in_the_api():
     shown = [
         name
@@ -128,29 +109,6 @@ def page_of_site(path):
 
     config = MkDocsConfig()
     return Page(None, File(path, str(DOCS), str(ROOT / "site"), use_directory_urls=False), config), config
-
-
-@pytest.mark.parametrize(
-    ("page", "link", "led"),
-    [
-        ("index.md", "docs/launch.md#restart", "launch.md#restart"),
-        ("index.md", "docs/report.png", "report.png"),
-        ("launch.md", "../README.md#install", "index.md#install"),
-        ("launch.md", "../examples/ray_train.py", "examples/ray_train.py.md"),
-        ("measured.md", "../benchmarks/results", "benchmarks/results/index.md"),
-        ("benchmarks/results/scale.md", "../../docs/scale.md", "../../scale.md"),
-        ("api/shuffler.md", "../options.md", "../options.md"),
-        ("launch.md", "no-such-page.md", "no-such-page.md"),
-        ("launch.md", "https://example.org/docs/launch.md", "https://example.org/docs/launch.md"),
-    ],
-)
-def test_links_are_led_to_where_the_site_has_them(hook, page, link, led):
-    from mkdocs.structure.files import Files
-
-    page, config = page_of_site(page)
-    code = f"`[code]({link})`\n\n```text\n[block]({link})\n```\n"
-    text = hook.on_page_markdown(f"See [it]({link}), {code}", page, config, Files([]))
-    assert text == f"See [it]({led}), {code}"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from commons.dispatch import redistribute, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.ranks.faults import error_of
 
 WIDTH = 3
 # By rank; the first has most of the work, another one no row.
@@ -151,16 +150,6 @@ def test_results_of_micro_batches_take_their_gradients_along(ranks):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-10, atol=1e-12)
 
 
-def _one_rank_without_gradients():
-    moved = redistribute_balanced({"x": torch.ones(4)}, [1, 2, 3, 4])
-    moved.send_home(torch.ones(4, requires_grad=dist.get_rank() == 0))
-
-
-def _jagged():
-    values = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, requires_grad=True)
-    redistribute_balanced({"x": values, "y": torch.ones(2)}, [1, 2])
-
-
 def _the_last_of_many():
     batch = {f"x{number:02}": torch.ones(4) for number in range(70)}
     x = batch["x69"].requires_grad_()
@@ -171,15 +160,3 @@ def _the_last_of_many():
 
 def test_any_of_many_fields_may_require_gradients(two_ranks):
     assert two_ranks.run(_the_last_of_many) == [True, True]
-
-
-@pytest.mark.parametrize(
-    "mistake, said",
-    [
-        (_one_rank_without_gradients, "gradients"),
-        (_jagged, "field 'x' requires grad and is jagged; gradients follow rows of dense tensors: pass detach()"),
-    ],
-)
-def test_a_mistake_is_raised_on_every_rank(two_ranks, mistake, said):
-    answers = two_ranks.run(error_of, mistake)
-    assert len(set(answers)) == 1 and said in answers[0] and answers[0].startswith("ValueError"), answers

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from commons.dispatch import Trim, redistribute_balanced
 from commons.sequence_batch.rows import Rows, select_rows
-from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, length_of, padded_batch
 
 
 def move_and_send_home(kind, ids_per_rank, none_for_none, options):
@@ -53,7 +52,7 @@ def test_every_kind_of_batch(rank_pools, world_size, several):
         samples = [sample for part in per_rank for sample in part]
         origins = [rank for rank, part in enumerate(per_rank) for _ in part]
         rows = [indices for indices, *_ in results]
-        assert sorted(row for each in rows for row in each) == list(range(len(samples)))
+        assert sorted(row for each in rows for row in each) == list(range(len(samples))) and all(rows)
         assert all(home == [origins[row] for row in each] for each, (_, home, *_) in zip(rows, results))
         if options.get("equal_size", True):
             assert max(map(len, rows)) - min(map(len, rows)) <= 1
@@ -156,67 +155,3 @@ def move_rollouts(left, none_for_none):
 @pytest.mark.parametrize("none_for_none", [False, True])
 def test_rollouts_of_different_widths(ranks, left, none_for_none):
     assert ranks.run(move_rollouts, left, none_for_none)[0] > 0
-
-
-# What a rank passes otherwise than it should, and the error of all ranks.
-MISTAKES = {
-    "nothing": (
-        lambda rank: {"batch": None, "workloads": None},
-        "ValueError: the batch has 0 rows that are no padding; at least one is needed",
-    ),
-    "one row": (
-        lambda rank: {"batch": {"a": dense([1])}, "workloads": [1]} if rank else {"batch": None, "workloads": None},
-        "ValueError: the number of rows is 1, that of parts (chunks or ranks) is 2; every part needs one: use",
-    ),
-    "other dtypes": (
-        lambda rank: {"batch": {"a": dense([1, 2, 3]).int(), "meta": "same"}} if rank else {},
-        "ValueError: the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; rows",
-    ),
-    "other metadata": (
-        lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
-        "ValueError: the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
-    ),
-    "workloads missing": (
-        lambda rank: {"workloads": None} if rank else {},
-        "ValueError: rank 1: workloads is None, the batch has 3 rows; one per row is needed",
-    ),
-    "workloads without a batch": (
-        lambda rank: {"batch": None} if rank else {},
-        "ValueError: rank 1: batch is None and there are 3 workloads",
-    ),
-    "options": (
-        lambda rank: {"equal_size": rank == 0},
-        "ValueError: equal_size is True on rank 0 and False on rank 1 in redistribute_balanced",
-    ),
-    "groups on one rank": (
-        lambda rank: {"groups": [1, 2, 3]} if rank else {},
-        "ValueError: the batches of ranks 0 and 1 differ: 'groups': absent and given; rows can be mixed",
-    ),
-    "slack": (lambda rank: {"slack": -1}, "ValueError: rank 0: slack is -1; it must be at least 0 and at most 1"),
-    "two sides": (
-        lambda rank: {"batch": {"mask": torch.ones(3, 4)}, "trim": Trim("mask", side="both")},
-        "ValueError: rank 0: sequences of 'mask' are padded on both sides; rows of different",
-    ),
-}
-
-
-def mistaken_call(what):
-    arguments = {"batch": {"a": dense([1, 2, 3]), "meta": "same"}, "workloads": [1, 2, 30]}
-    return error_of(redistribute_balanced, **arguments | MISTAKES[what][0](dist.get_rank()))
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_raised_on_every_rank(two_ranks, what):
-    errors = two_ranks.run(mistaken_call, what, timeout=30)
-    assert all(error.startswith(MISTAKES[what][1]) for error in errors), errors
-    assert two_ranks.run(stay, timeout=30)
-
-
-def results_that_do_not_fit():
-    moved = redistribute_balanced(dense([1, 2, 3]), [1, 2, 30 * (1 + dist.get_rank())])
-    moved.send_home(dense([1] * len(moved.indices))[dist.get_rank() :])
-
-
-def test_results_with_other_rows(two_ranks):
-    for error in two_ranks.run(error_of, results_that_do_not_fit):
-        assert error.startswith("ValueError: rank 1: results of the batch have 2 rows, the batch has 3")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -155,58 +153,6 @@ def test_a_rank_receives_its_share_and_no_more(ranks):
         assert share < received < 1.05 * share
 
 
-BATCH = {"batch": {"a": dense([1, 2, 3, 4])}, "workloads": [1, 2, 3, 4]}
-NOTHING = {"batch": None, "workloads": None}
-# What a rank passes otherwise than it should, and the error of all ranks.
-MISTAKES = {
-    "empty batch": (
-        lambda rank: NOTHING if rank else {"batch": {"a": dense([])[:0]}, "workloads": []},
-        "ValueError: rank 0: the batch has 0 rows that are no padding; at least one is needed",
-    ),
-    "no data": (
-        lambda rank: NOTHING,
-        "ValueError: rank 0: this rank is the source and passes no batch and no workloads; the source",
-    ),
-    "data elsewhere": (
-        lambda rank: BATCH,
-        "ValueError: rank 1: this rank passes batch and workloads, the source is rank 0; the",
-    ),
-    "another src": (
-        lambda rank: {"src": rank},
-        "ValueError: src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same",
-    ),
-    "another option": (
-        lambda rank: {"pad": rank == 0},
-        "ValueError: pad is True on rank 0 and False on rank 1 in scatter_balanced",
-    ),
-    "another trim": (lambda rank: {"trim": Trim("ab"[rank])}, "ValueError: trim is [\"Trim(mask='a', lengths=None"),
-    "src outside": (lambda rank: {"src": 9}, "ValueError: rank 0: src is 9, the group has 2 ranks; "),
-    "no such field": (
-        lambda rank: {"trim": Trim("mask")},
-        "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a'",
-    ),
-    "numpy option": (
-        lambda rank: {"equal_size": np.bool_(True)},
-        "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON",
-    ),
-}
-
-
-def mistaken_call(what):
-    rank = dist.get_rank()
-    arguments = (NOTHING if rank else BATCH) | MISTAKES[what][0](rank)
-    return error_of(scatter_balanced, arguments.pop("batch"), arguments.pop("workloads"), **arguments)
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_raised_on_every_rank(two_ranks, what):
-    errors = two_ranks.run(mistaken_call, what, timeout=30)
-    assert all(error.startswith(MISTAKES[what][1]) for error in errors), errors
-    assert not any("\n" in error for error in errors)
-    # Nothing is left behind: the next call works.
-    assert two_ranks.run(received_bytes, 4, 2, timeout=30)
-
-
 def scatter_without_rank_1():
     received_bytes(4, 2)  # makes the groups
     error = ""
@@ -222,33 +168,6 @@ def test_a_rank_that_does_not_take_part_is_named():
         message, _ = pool.run(scatter_without_rank_1)
     assert message.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")
     assert "all ranks make the same calls" in message and "Shuffler" not in message
-
-
-def results_that_do_not_fit(what):
-    rank = dist.get_rank()
-    share = scatter_balanced(dense([1, 2, 3, 4]) if rank == 0 else None, [1, 2, 3, 4] if rank == 0 else None)
-    results = torch.zeros(2, 1 + rank if what == "width" else 1)
-    if what == "rows" and rank == 1:
-        results = results[:1]
-    if what == "to_all":
-        return share.gather_back(results, to_all=rank == 0)
-    return share.gather_back(results)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("rows", "rank 1: results of the share have 1 rows, the share has 2; there is a row per row"),
-        (
-            "width",
-            r"rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 \[1\] and tensor",
-        ),
-        ("to_all", "to_all is True on rank 0 and False on rank 1 in gather_back"),
-    ],
-)
-def test_results_that_do_not_fit(two_ranks, what, message):
-    for error in two_ranks.run(error_of, results_that_do_not_fit, what):
-        assert error.startswith("ValueError: ") and re.search(message, error)
 
 
 def scatter_in_steps(pad):
@@ -273,21 +192,6 @@ def scatter_in_steps(pad):
 @pytest.mark.parametrize("pad", [False, True])
 def test_more_of_the_same_rows(ranks, pad):
     assert sum(ranks.run(scatter_in_steps, pad)) == 11
-
-
-def scatter_wrong_rows(rows, everywhere):
-    is_source = dist.get_rank() == 0
-    share = scatter_balanced(dense([1, 2, 3]) if is_source else None, [1, 2, 3] if is_source else None)
-    share.scatter_more(torch.zeros(rows) if is_source or everywhere else None)
-
-
-def test_more_of_other_rows(two_ranks):
-    for rows, everywhere, message in [
-        (4, False, "rank 0: the batch has 4 rows, 3 were dealt; more of the same rows has a row for each"),
-        (3, True, "rank 1: this rank passes batch, the source is rank 0"),
-    ]:
-        for error in two_ranks.run(error_of, scatter_wrong_rows, rows, everywhere):
-            assert error.startswith(f"ValueError: {message}")
 
 
 def test_without_ranks():

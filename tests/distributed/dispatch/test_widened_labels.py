@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch.nn.functional import cross_entropy
 
 from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, count_loss_tokens, pack_micro_batches
-from tests.helpers.ranks.faults import error_of
 
 # The second rank has one long row, and so no padding; the third one has no rows.
 LENGTHS = [[5, 9, 2, 7], [12], [], [3, 3, 4]]
@@ -92,29 +89,3 @@ def same_loss(call, left):
 def test_the_loss_is_that_of_the_plain_rows(ranks, call, left):
     for reached, expected in ranks.run(same_loss, call, left):
         assert reached == pytest.approx(expected, rel=1e-12, abs=0)
-
-
-def dealt_out(change):
-    rank = dist.get_rank()
-    batch = padded_texts([5, 2], False, rank)
-    if change == "another value":
-        batch["labels"][1, 2:] = -100 if rank else 0
-    else:
-        batch = padded_texts([5 + 4 * rank] * (3 - 2 * rank), False, rank)
-    redistribute_balanced(batch, [1] * len(batch["labels"]), trim=Trim("attention_mask"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("another value", "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and 1; "),
-        (
-            "no padding",
-            "no row has padding in 'advantages', 'input_ids', 'labels', and rows 5 to 9 wide need it; .* "
-            "fill={'advantages': 0, 'input_ids': 0, 'labels': -100} for example",
-        ),
-    ],
-)
-def test_padding_that_nobody_knows_is_refused_on_every_rank(two_ranks, change, message):
-    for error in two_ranks.run(error_of, dealt_out, change):
-        assert re.match(f"ValueError: .*{message}", error)

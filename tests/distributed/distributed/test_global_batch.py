@@ -207,24 +207,6 @@ def test_steps_of_a_window_know_their_own(ranks, window):
         assert sum(known is not None for known, _ in said) >= 5
 
 
-# ------------------------------------------------------------------------------------------------ the loss
-
-
-@pytest.mark.parametrize(
-    ("count", "message"),
-    [
-        (True, "global_count is of type bool; it must be a number of loss terms"),
-        ("3", "global_count is of type str"),
-        (torch.tensor(3, device="meta"), "global_count is a tensor on meta; it must be a number of the host"),
-    ],
-)
-def test_a_known_count_is_a_number_of_the_host(count, message):
-    with pytest.raises(TypeError, match=message):
-        global_mean_loss(torch.tensor(3.0), 2, global_count=count)
-    with pytest.raises(ValueError, match=r"global_count has shape \(1,\)"):
-        global_mean_loss(torch.tensor(3.0), 2, global_count=torch.ones(1))
-
-
 # ------------------------------------------------------------------------------------------------ models
 
 

@@ -6,8 +6,9 @@ In every pipeline that traces: tests/distributed/pipeline/test_torchrec_batch.py
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from commons.distributed import global_mean_loss, mean_over_ranks
+from tests.helpers.ranks.faults import error_of
 
 # How the count of all ranks may be stated where it is known.
 KNOWN = {"known": int, "known to numpy": np.int64}
@@ -111,57 +113,74 @@ def test_half_precision_sums_are_scaled_in_float32(two_ranks, dtype):
     assert global_mean_loss(torch.tensor(3.0, dtype=torch.float64), 2).dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    "count",
-    [True, np.True_, np.array(True), torch.tensor(False), "3", None, 1j, np.complex64(1), torch.tensor(1j), [3]],
-)
-def test_what_is_no_number_is_no_count(count):
-    with pytest.raises(TypeError, match="must be a number of loss terms"):
-        global_mean_loss(torch.tensor(3.0), count)
+ONE = torch.tensor(1.0)
+NO_NUMBERS = [True, np.True_, np.array(True), "3", None, 1j, np.complex64(1), *map(torch.tensor, (False, 1j)), [3]]
+NEGATIVE = [-1, float("nan"), float("inf"), torch.tensor(-2.0), np.float32(-0.5)]
 
 
-@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-2.0), np.float32(-0.5)])
-def test_a_count_is_finite_and_not_negative(count):
-    with pytest.raises(ValueError, match=r"local_count is \S+; it must be finite and at least 0: count the loss terms"):
-        global_mean_loss(torch.tensor(3.0), count)
-    with pytest.raises(ValueError, match=r"global_count is \S+; it must be finite and at least 0"):
-        global_mean_loss(torch.tensor(3.0), 1, global_count=count)
+def of_sum(local_sum):
+    return global_mean_loss(local_sum, 1)
 
 
-# What one rank alone may get wrong, with what all ranks raise.
-MISTAKES = {
-    "no sum": (lambda: global_mean_loss(torch.ones(2), 1), ValueError, "local_sum has shape (2,)"),
-    "no tensor": (lambda: global_mean_loss(0.0, 0), TypeError, "local_sum is a float"),
-    "no number": (lambda: global_mean_loss(torch.tensor(1.0), "x"), TypeError, "local_count is of type str"),
-    "no count": (lambda: global_mean_loss(torch.tensor(1.0), None), TypeError, "local_count is of type NoneType"),
-    "negative": (lambda: global_mean_loss(torch.tensor(1.0), -1), ValueError, "local_count is -1.0"),
-    "not finite": (lambda: global_mean_loss(torch.tensor(1.0), float("nan")), ValueError, "local_count is nan"),
-    "no mean": (lambda: mean_over_ranks(torch.ones(3)), ValueError, "value has shape (3,)"),
-    "no value": (lambda: mean_over_ranks(None), TypeError, "value is of type NoneType"),
-}
+def of_count(count):
+    return global_mean_loss(ONE, count)
+
+
+def of_value(value):
+    return mean_over_ranks(value)
+
+
+def of_known(count):
+    return global_mean_loss(ONE, 2, global_count=count)
+
+
+# What one rank alone may get wrong, and what all ranks raise.
+MISTAKES = [
+    (of_sum, ValueError, r"local_sum has shape \(2,\) .* sum the loss terms", [torch.ones(2)]),
+    (of_sum, TypeError, "local_sum is a float", [0.0]),
+    (of_count, ValueError, r"local_count has shape \(2,\)", [torch.ones(2)]),
+    (of_count, TypeError, r"local_count is of type \w+; it must be a number of loss terms", NO_NUMBERS),
+    (of_count, ValueError, r"local_count is \S+; it must be finite and at least 0: count the loss terms", NEGATIVE),
+    (of_value, ValueError, r"value has shape \(2,\); it must be a scalar: take its mean or sum", [torch.ones(2)]),
+    (of_value, TypeError, r"value is of type \w+; it must be a number for each rank: pass float", NO_NUMBERS),
+]
+# What a rank finds by itself.
+OF_KNOWN_COUNTS = [
+    (of_known, ValueError, r"global_count is \S+; it must be finite and at least 0", NEGATIVE[:3]),
+    (of_known, ValueError, r"global_count has shape \(1,\)", [torch.ones(1)]),
+    (of_known, TypeError, r"global_count is of type (bool|str); it must be a number of loss terms", [True, "3"]),
+    (of_known, TypeError, "global_count is a tensor on meta; it must be a number of the host", [ONE.to("meta")]),
+    (lambda group: global_mean_loss(ONE, 2, group), TypeError, r"pg_group is a \w+; it must be a pro", ["dp", 3, [0]]),
+]
+
+
+def test_mistakes_are_told_in_a_traced_model_too():
+    for table, is_traced in ((MISTAKES, True), (OF_KNOWN_COUNTS, False)):
+        for function, error, said, values in table:
+            calls = [function, fx.symbolic_trace(function)] if is_traced else [function]
+            for value, call in itertools.product(values, calls):
+                with pytest.raises(error, match=f"^{said}"):
+                    call(value)
 
 
 def _one_is_wrong(wrong: set[int]) -> list[tuple[str, str]]:
     """Type and text of what each mistake of some ranks raises here; the calls after it work."""
     raised = []
-    for name, (mistake, _, _) in MISTAKES.items():
-        right = mean_over_ranks if "mean" in name or "value" in name else partial(global_mean_loss, torch.tensor(1.0))
-        try:
-            mistake() if dist.get_rank() in wrong else right(1)
-            raised.append(("nothing", ""))
-        except Exception as error:
-            raised.append((type(error).__name__, str(error)))
-        assert global_mean_loss(torch.tensor(1.0), 1).item() == 1
+    for function, _, _, values in MISTAKES:
+        for value in values:
+            raised.append(error_of(function, value if dist.get_rank() in wrong else ONE))
+            assert global_mean_loss(ONE, 1).item() == 1
     return raised
 
 
 def test_a_mistake_of_one_rank_is_raised_on_all(ranks):
     last = ranks.world_size - 1
-    for wrong, named in (({last}, f"rank {last}: "), (set(range(last + 1)), "rank 0: ")):
+    expected = [f"{error.__name__}: rank \\d: {said}" for _, error, said, values in MISTAKES for _ in values]
+    for wrong, named in (({last}, last), (set(range(last + 1)), 0)):
         results = ranks.run(_one_is_wrong, wrong)
         assert all(result == results[0] for result in results)
-        for (kind, text), (_, error, beginning) in zip(results[0], MISTAKES.values(), strict=True):
-            assert kind == error.__name__ and text.startswith(named + beginning) and "\n" not in text
+        for text, pattern in zip(results[0], expected, strict=True):
+            assert re.match(pattern, text) and f": rank {named}: " in text and "\n" not in text, text
 
 
 def _not_a_number() -> tuple[bool, float]:
@@ -173,25 +192,14 @@ def test_a_loss_that_is_not_a_number_is_a_mean_too(ranks):
     assert ranks.run(_not_a_number) == [(True, 2.0)] * ranks.world_size
 
 
-def test_a_group_must_be_one():
-    for group in ("dp", 3, [0, 1]):
-        with pytest.raises(TypeError, match=r"pg_group is a \w+; it must be a process group"):
-            global_mean_loss(torch.tensor(3.0), 2, group)
-
-
 # ------------------------------------------------------------------------------------------------ the mean, for a log
-
-
-class _LogsItsMean(torch.nn.Module):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return mean_over_ranks(value)
 
 
 def _means(numbers: list[float]) -> list[float]:
     group = dist.new_group([0, 1])  # all ranks make it, some are no members
     mine = numbers[dist.get_rank()]
     means = [mean_over_ranks(written) for written in (mine, torch.tensor(mine), np.float64(mine), torch.tensor(mine))]
-    traced = torch.fx.symbolic_trace(_LogsItsMean())(torch.tensor(mine))
+    traced = fx.symbolic_trace(of_value)(torch.tensor(mine))
     if dist.get_rank() < 2:
         means.append(mean_over_ranks(mine, group) * 2 / dist.get_world_size())
     return [float(mean) for mean in (*means, traced)]
@@ -201,14 +209,6 @@ def test_means_of_any_numbers_and_of_a_group(ranks):
     numbers = [1.0, 0.0, 0.0, 0.0]
     for means in ranks.run(_means, numbers[: ranks.world_size]):
         assert means == [1 / ranks.world_size] * len(means)
-
-
-def test_what_has_no_mean_is_refused():
-    with pytest.raises(ValueError, match=r"value has shape \(2,\); it must be a scalar: take its mean or sum"):
-        mean_over_ranks(torch.ones(2))
-    for value in (True, torch.tensor(1j), "3"):
-        with pytest.raises(TypeError, match=r"value is of type \w+; it must be a number for each rank: pass float"):
-            mean_over_ranks(value)
 
 
 # --------------------------------------------------------------------------------------------------------------- traced
@@ -230,7 +230,7 @@ def _graph():
     rank = dist.get_rank()
     losses = []
     for group in (None, groups[rank]):
-        graph = copy.deepcopy(torch.fx.symbolic_trace(Reduction(group)))
+        graph = copy.deepcopy(fx.symbolic_trace(Reduction(group)))
         loss = graph(torch.tensor([1.0, 2.0 + rank]), torch.tensor(2 + rank))
         loss.backward()
         losses.append((loss.item(), graph.weight.grad.item()))
@@ -253,18 +253,3 @@ def _compiled():
 
 def test_torch_compile_finds_no_break_in_the_loss(two_ranks):
     assert two_ranks.run(_compiled) == [pytest.approx((2 * 6 / 5, 2 * 3 / 5)), pytest.approx((2 * 8 / 5, 2 * 4 / 5))]
-
-
-def test_mistakes_are_told_when_a_traced_model_runs():
-    class Unsummed(nn.Module):
-        def forward(self, terms, count):
-            return global_mean_loss(terms, count)
-
-    graph = torch.fx.symbolic_trace(Unsummed())
-    assert graph(torch.tensor(3.0), 2).item() == 1.5
-    with pytest.raises(ValueError, match=r"local_sum has shape \(2,\) .* sum the loss terms"):
-        graph(torch.ones(2), 2)
-    with pytest.raises(ValueError, match=r"local_count has shape \(2,\)"):
-        graph(torch.tensor(3.0), torch.ones(2))
-    with pytest.raises(TypeError, match="local_count is of type bool"):
-        graph(torch.tensor(3.0), torch.tensor(True))

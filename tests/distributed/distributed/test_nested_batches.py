@@ -89,25 +89,6 @@ def test_every_row_arrives_whole_by_both_transports(ranks, rows, shuffler):
     assert by_transport[0] == by_transport[1]
 
 
-def _without_data(rows):
-    shares, stamps = [], []
-    with closing(ClicksShuffler()) as shuffler:
-        for step in range(2):
-            batch = None if dist.get_rank() == 1 else own_batch(step, rows=rows)
-            handle = shuffler.start_shuffle(batch)
-            result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
-            shares.append(([] if batch is None else rows_as_values(batch), rows_as_values(result)))
-            stamps.append(result.data_timestamp)
-    return [row for before, _ in shares for row in before], [row for _, after in shares for row in after], stamps
-
-
-@pytest.mark.parametrize("rows", [None, 8])
-def test_a_rank_without_data_gets_rows_of_the_others(ranks, rows):
-    before, after, stamps = zip(*ranks.run(_without_data, rows))
-    assert same_rows(before, after) and before[1] == [] and after[1] != []
-    assert stamps[1] == [0.0, 0.0]  # the first rank's first
-
-
 def _trained(rows, steps):
     torch.manual_seed(0)
     model = EasyRecModel()

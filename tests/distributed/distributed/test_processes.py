@@ -136,9 +136,9 @@ def _shuffled(shuffler):
 
 
 def _shuffles(stores):
-    """The ranks change places in every new world."""
+    """The ranks change places in every new world; by every call too."""
     kept, closed = CubicShuffler(), CubicShuffler()
-    answers = [(dist.get_rank(), _shuffled(kept), _shuffled(closed))]
+    answers = [(dist.get_rank(), _shuffled(kept), _shuffled(closed), rows_by_every_call())]
     closed.close()
     collected = CubicShuffler()
     collected.shuffle(my_rows())
@@ -146,7 +146,7 @@ def _shuffles(stores):
     for store in stores:
         _begin_again(store, ranks_change_places=True)
         fresh = CubicShuffler()
-        answers.append((dist.get_rank(), _shuffled(kept), _shuffled(fresh)))
+        answers.append((dist.get_rank(), _shuffled(kept), _shuffled(fresh), rows_by_every_call()))
         fresh.close()
     kept.close()
     return answers
@@ -155,27 +155,13 @@ def _shuffles(stores):
 @pytest.mark.slow
 def test_shufflers_old_and_new_work_in_every_world(own_ranks, tmp_path):
     per_process = own_ranks.run(_shuffles, [str(tmp_path / f"store{n}") for n in range(3)])
-    expected = {rank: shuffled for rank, shuffled, _ in (answers[0] for answers in per_process)}
-    assert any(moved for _, _, moved in expected[0])
+    expected = {rank: (shuffled, rows) for rank, shuffled, _, rows in (answers[0] for answers in per_process)}
+    assert any(moved for _, _, moved in expected[0][0])
     for process, answers in enumerate(per_process):
         assert len(answers) == 4
-        for number, (rank, *both) in enumerate(answers):
+        for number, (rank, old, new, rows) in enumerate(answers):
             assert rank == (process + number) % 2
-            assert both == [expected[rank]] * 2
-
-
-def _uses_again(stores):
-    answers = [rows_by_every_call()]
-    for store in stores:
-        _begin_again(store)
-        answers.append(rows_by_every_call())
-    return answers
-
-
-@pytest.mark.slow
-def test_shufflers_windows_and_dispatch_work_again(own_ranks, tmp_path):
-    for answers in own_ranks.run(_uses_again, [str(tmp_path / f"store{n}") for n in range(2)]):
-        assert answers[1] == answers[0] and answers[2] == answers[0]
+            assert (old, rows) == (new, rows) == expected[rank]
 
 
 def _traced_loss_again(store):

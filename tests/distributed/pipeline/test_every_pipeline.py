@@ -1,46 +1,21 @@
-"""Every pipeline class of the installed TorchRec is balanced or refused, and so are users' subclasses of them."""
+"""Every pipeline class of the installed TorchRec is balanced or refused, and so is what else users may pass."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 
-from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.pipeline import TrainPipelineFactory, balanced
 from commons.pipeline.balanced import HOOKS, REFUSED
-from tests.helpers.models.torchrec_model import build_sharded, head_of, rank_batches, weights_of
-from tests.helpers.pipelines.pipeline_classes import (
-    BALANCED_SUBCLASSES,
-    REFUSED_SUBCLASSES,
-    OneAhead,
-    OwnBaseCopy,
-    OwnCopy,
-    OwnSchedule,
-    torchrec_pipelines,
-)
-from tests.helpers.pipelines.shuffled_pipelines import (
-    EVALUATIONS,
-    CubicShuffler,
-    before_a_commit,
-    evaluate,
-    expected_ids,
-    largest_difference,
-    require_pipeline,
-    steps_of,
-)
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
-CPU = torch.device("cpu")
-STEPS = 6
 INSTALLED = torchrec_pipelines()
 
 
@@ -60,16 +35,6 @@ def unlisted(classes: dict[str, type]) -> str | None:
 def test_every_class_of_this_torchrec_is_balanced_or_refused():
     assert (problem := unlisted(INSTALLED)) is None, problem
     assert len(INSTALLED) > 15 and not HOOKS.keys() & REFUSED.keys()
-
-
-def test_a_balanced_class_is_not_balanced_again():
-    once = balanced(TrainPipelineBase)
-    assert balanced(once) is once
-
-    class Mine(once):
-        pass
-
-    assert balanced(Mine) is Mine
 
 
 def test_a_class_that_a_new_torchrec_brings_is_told_and_refused():
@@ -97,78 +62,53 @@ def test_the_page_lists_every_class():
     assert rows == dict.fromkeys(HOOKS, "balanced") | dict.fromkeys(REFUSED, "refused")
 
 
-def _subclass(pipeline_class: type, kind: str) -> tuple[dict[str, torch.Tensor], list[list[int]], int, float]:
-    model, optimizer = build_sharded()
-    before = weights_of(model)
-    shuffler = CubicShuffler(ShufflerOptions(mode=kind, timeout=60.0))
-    trainer = balanced(pipeline_class)(model, optimizer, CPU, batch_shuffler=shuffler)
-    source = rank_batches(dist.get_rank(), STEPS, [6])
-    moved = sum(bool(trainer.last_stats and trainer.last_stats.moved) for _ in steps_of(trainer, source))
-    shuffler.close()
-    after = weights_of(model)
-    return after, head_of(model).seen, moved, min(float((after[each] - before[each]).abs().max()) for each in after)
+MODEL = torch.nn.Linear(1, 1)
+ARGUMENTS = {
+    "model": MODEL,
+    "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1),
+    "device": torch.device("cpu"),
+    "batch_shuffler": IdentityBalancedBatchShuffler(),
+}
 
 
-@pytest.mark.parametrize(
-    "pipeline_class",
-    before_a_commit([OwnCopy, OneAhead, OwnSchedule, OwnBaseCopy], BALANCED_SUBCLASSES),
-    ids=lambda each: each.__name__,
-)
-def test_a_subclass_that_copies_by_itself_is_balanced(two_ranks, pipeline_class):
-    on, off = (two_ranks.run(_subclass, pipeline_class, kind) for kind in ("balance", "off"))
-    assert largest_difference(on[0][0], off[0][0]) < 1e-5
-    assert sorted(i for _, seen, *_ in on for step in seen for i in step) == expected_ids_of_full_batches()
-    assert [seen for _, seen, *_ in on] != [seen for _, seen, *_ in off]
-    assert on[0][2] >= STEPS - 2 and on[0][3] > 1e-3
+def test_what_cannot_be_hooked_is_refused():
+    with pytest.raises(TypeError, match="dict has no known place for the shuffle.*TrainPipelineSparseDist"):
+        balanced(dict)
+    with pytest.raises(TypeError, match=r"is an object of TrainPipelineBase; .*: write balanced\(TrainPipelineBase\)"):
+        balanced(TrainPipelineBase(torch.nn.Linear(1, 1), None, torch.device("cpu")))
+
+    mine = type("Mine", (TrainPipelineSparseDist,), {})
+    once = balanced(mine)
+    assert issubclass(once, mine) and balanced(mine) is once and balanced(once) is once
+    assert balanced(heir := type("Heir", (once,), {})) is heir
+    with pytest.raises(ValueError, match="execute_all_batches is False"):
+        once(**ARGUMENTS, execute_all_batches=False)
+    with pytest.raises(TypeError, match="batch_shuffler is a str"):
+        once(**ARGUMENTS | {"batch_shuffler": "hstu"})
+    with pytest.raises(TypeError, match="batch_shuffler is the class CubicShuffler; it must be an object"):
+        once(**ARGUMENTS | {"batch_shuffler": CubicShuffler})
 
 
-def expected_ids_of_full_batches() -> list[int]:
-    """Ids of the rows of two ranks."""
-    batches = [batch for rank in range(2) for batch in rank_batches(rank, STEPS, [6])]
-    return sorted(int(i) for batch in batches for i in batch.sample_id)
+def test_pipelines_by_name():
+    assert isinstance(TrainPipelineFactory.create("none", **ARGUMENTS), TrainPipelineBase)
+    assert isinstance(TrainPipelineFactory.create("native", **ARGUMENTS), TrainPipelineSparseDist)
+    with pytest.raises(
+        ValueError,
+        match="'nativ' is not registered; valid names are 'fused', 'native', 'none', 'pre",
+    ):
+        TrainPipelineFactory.create("nativ", **ARGUMENTS)
+    with pytest.raises(ValueError, match="already registered"):
+        TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
 
 
-def _refused_subclass(pipeline_class: type) -> str:
-    return raised_by(lambda: _subclass(pipeline_class, "balance"))
-
-
-@pytest.mark.parametrize("pipeline_class", list(REFUSED_SUBCLASSES), ids=lambda each: each.__name__)
-def test_a_subclass_that_loses_a_batch_or_the_shuffle_is_told_so(two_ranks, pipeline_class):
-    for message in two_ranks.run(_refused_subclass, pipeline_class):
-        assert REFUSED_SUBCLASSES[pipeline_class] in message
-
-
-def _accumulated(balance: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """Of an odd number of steps, the last of which the loop states."""
-    model, optimizer = build_sharded()
-    shuffler, stock = CubicShuffler(), TrainPipelineSparseDist
-    arguments = model, optimizer, CPU
-    pipeline: Any = balanced(stock)(*arguments, batch_shuffler=shuffler) if balance else stock(*arguments)
-    wrapped = GradientAccumulationWrapper(pipeline, optimizer, model, GradientAccumulationConfig(num_steps=2))
-    source = rank_batches(dist.get_rank(), STEPS - 1, [6])
-    moved = 0
-    with contextlib.suppress(StopIteration):
-        for step in range(STEPS):
-            wrapped.progress(source, is_last_batch=step == STEPS - 2)
-            moved += balance and bool(wrapped.last_stats.moved)
-    shuffler.close()
-    return weights_of(model), moved
-
-
-def test_gradients_accumulate_around_a_balanced_pipeline(two_ranks):
-    on, off = (two_ranks.run(_accumulated, balance) for balance in (True, False))
-    assert on[0][1] >= STEPS - 3
-    assert largest_difference(on[0][0], off[0][0]) < 1e-5
-    assert largest_difference(on[0][0], on[1][0]) < 1e-6
-
-
-@pytest.mark.parametrize("pipeline", before_a_commit(["eval", "eval fused, lookups ahead"], EVALUATIONS))
-def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipeline):
-    require_pipeline(*EVALUATIONS[pipeline])
-    counts = [5, 3, 0, 7][: ranks.world_size]
-    on, off = (ranks.run(evaluate, counts, kind, 2, pipeline) for kind in ("balance", "identity"))
-    expected = sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
-    for results in (on, off):
-        assert sorted(i for seen, _, _ in results for step in seen for i in step) == expected
-    assert sum(error for _, error, _ in on) == pytest.approx(sum(error for _, error, _ in off), rel=1e-5)
-    assert on[0][2] == sorted(on[0][2]) and len(on[0][2]) == 2 * max(counts)
+def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
+    """As with a TorchRec that lacks what a hook needs."""
+    monkeypatch.delattr(TrainPipelineBase, "_copy_batch_to_gpu")
+    balanced.cache_clear()
+    refusal = (
+        r"^TrainPipelineBase of TorchRec 1\.\S+ has no _copy_batch_to_gpu, where the shuffle is hooked in; TorchRec "
+    )
+    with pytest.raises(TypeError, match=refusal + r"1\.6 to 1\.8 have it: install one of them$"):
+        balanced(TrainPipelineBase)
+    assert TrainPipelineFactory.list_available() == ["fused", "native", "none", "prefetch", "semi_sync"]
+    assert issubclass(balanced(TrainPipelineSparseDist), TrainPipelineSparseDist)

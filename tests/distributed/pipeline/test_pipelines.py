@@ -19,19 +19,22 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, hooks, shuffle_stage
+from commons.pipeline import balanced, balanced_iter, hooks, shuffle_stage
 from commons.pipeline.look_ahead import LookAhead
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
 from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines.shuffled_pipelines import (
+    EVALUATIONS,
     PIPELINES,
     SIZES,
     CubicShuffler,
     before_a_commit,
+    evaluate,
     expected_ids,
     largest_difference,
     make_shuffler,
+    require_pipeline,
     steps_of,
     train,
 )
@@ -177,58 +180,16 @@ def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline):
     assert evaluated and on[0][1]
 
 
-def test_what_cannot_be_hooked_is_refused():
-    with pytest.raises(TypeError, match="dict has no known place for the shuffle.*TrainPipelineSparseDist"):
-        balanced(dict)
-    with pytest.raises(TypeError, match=r"is an object of TrainPipelineBase; .*: write balanced\(TrainPipelineBase\)"):
-        balanced(TrainPipelineBase(torch.nn.Linear(1, 1), None, torch.device("cpu")))
-
-    class Mine(TrainPipelineSparseDist):
-        pass
-
-    assert issubclass(balanced(Mine), Mine)
-    assert balanced(Mine) is balanced(Mine)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    arguments = (model, optimizer, torch.device("cpu"))
-    with pytest.raises(ValueError, match="execute_all_batches is False"):
-        balanced(Mine)(*arguments, batch_shuffler=IdentityBalancedBatchShuffler(), execute_all_batches=False)
-    with pytest.raises(TypeError, match="batch_shuffler is a str"):
-        balanced(Mine)(*arguments, batch_shuffler="hstu")
-    with pytest.raises(TypeError, match="batch_shuffler is the class CubicShuffler; it must be an object"):
-        balanced(Mine)(*arguments, batch_shuffler=CubicShuffler)
-
-
-def test_pipelines_by_name():
-    model = torch.nn.Linear(1, 1)
-    arguments = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "device": torch.device("cpu"),
-        "batch_shuffler": IdentityBalancedBatchShuffler(),
-    }
-    assert isinstance(TrainPipelineFactory.create("none", **arguments), TrainPipelineBase)
-    assert isinstance(TrainPipelineFactory.create("native", **arguments), TrainPipelineSparseDist)
-    with pytest.raises(
-        ValueError,
-        match="'nativ' is not registered; valid names are 'fused', 'native', 'none', 'pre",
-    ):
-        TrainPipelineFactory.create("nativ", **arguments)
-    with pytest.raises(ValueError, match="already registered"):
-        TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
-
-
-def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
-    """As with a TorchRec that lacks what a hook needs."""
-    monkeypatch.delattr(TrainPipelineBase, "_copy_batch_to_gpu")
-    balanced.cache_clear()
-    refusal = (
-        r"^TrainPipelineBase of TorchRec 1\.\S+ has no _copy_batch_to_gpu, where the shuffle is hooked in; TorchRec "
-    )
-    with pytest.raises(TypeError, match=refusal + r"1\.6 to 1\.8 have it: install one of them$"):
-        balanced(TrainPipelineBase)
-    assert TrainPipelineFactory.list_available() == ["fused", "native", "none", "prefetch", "semi_sync"]
-    assert issubclass(balanced(TrainPipelineSparseDist), TrainPipelineSparseDist)
+@pytest.mark.parametrize("pipeline", before_a_commit(["eval", "eval fused, lookups ahead"], EVALUATIONS))
+def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipeline):
+    require_pipeline(*EVALUATIONS[pipeline])
+    counts = [5, 3, 0, 7][: ranks.world_size]
+    on, off = (ranks.run(evaluate, counts, kind, 2, pipeline) for kind in ("balance", "identity"))
+    expected = sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
+    for results in (on, off):
+        assert sorted(i for seen, _, _ in results for step in seen for i in step) == expected
+    assert sum(error for _, error, _ in on) == pytest.approx(sum(error for _, error, _ in off), rel=1e-5)
+    assert on[0][2] == sorted(on[0][2]) and len(on[0][2]) == 2 * max(counts)
 
 
 # ------------------------------------------------------------------------------------------------ iterators left early

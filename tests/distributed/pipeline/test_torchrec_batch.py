@@ -17,7 +17,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import examples.torchrec_dlrm as example
 from commons.distributed import global_mean_loss
@@ -26,7 +25,6 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.helpers.models.torchrec_model import weights_of
 from tests.helpers.pipelines.cpu_pipelines import CpuSemiSync
 from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, lacking, steps_of
 
@@ -74,8 +72,7 @@ class Traced(example.DLRMTrain):
 
 
 def _train(pipeline_class: Any, options: Any, top: Any, shuffler: TokensBalancedBatchShuffler | None) -> Any:
-    """Whether the model was traced, the mean loss of every step over the ranks, the weights before and after, and the
-    worst imbalance that was trained."""
+    """Whether the model was traced, the mean loss of every step over the ranks, and the worst imbalance trained."""
     # SGD, not the example's Adagrad, whose first step would make as much of a gradient of rounding errors as of any. An
     # item is in few of the rows and gets little of the mean's gradient.
     apply_optimizer_in_backward(torch.optim.SGD, top.model.embeddings.parameters(), {"lr": 2000.0})
@@ -87,7 +84,6 @@ def _train(pipeline_class: Any, options: Any, top: Any, shuffler: TokensBalanced
         if shuffler is None
         else balanced(pipeline_class)(*arguments, batch_shuffler=shuffler, **options)
     )
-    before = weights_of(model)
     batches = (HostBatch(**vars(batch)) for batch in itertools.islice(example.draw_batches(dist.get_rank()), STEPS))
     losses, imbalance = [], 0.0
     for loss in steps_of(pipeline, batches):
@@ -96,54 +92,31 @@ def _train(pipeline_class: Any, options: Any, top: Any, shuffler: TokensBalanced
         losses.append(loss.item() / dist.get_world_size())
         if shuffler is not None:
             imbalance = max(imbalance, pipeline.last_stats.imbalance_after)
-    return getattr(top, "traced", False), losses, before, weights_of(model), imbalance
+    return getattr(top, "traced", False), losses, imbalance
 
 
 def _train_all() -> Any:
-    """Losses of TorchRec's own pipeline, and of each that traces, balanced, whose counts are stated in turn: whether it
-    was traced, its losses, the worst imbalance, and the largest difference of a table's or layer's change."""
+    """Losses of TorchRec's own pipeline, and what comes of each that traces, balanced, with counts stated in turn."""
     torch.manual_seed(0)
-    top = example.DLRMTrain(example.DLRM(CPU))
-    _, stock_losses, before, stock, _ = _train(TrainPipelineSparseDist, {}, top, None)
-    changes = {name: (stock[name] - start).abs().max() for name, start in before.items()}
+    _, stock_losses, _ = _train(TrainPipelineSparseDist, {}, example.DLRMTrain(example.DLRM(CPU)), None)
     ways = itertools.cycle([("rows", None), ("tensor", dist.new_group()), ("number", None), ("known", None)])
     results = {}
     for name, (pipeline_class, options) in TRACING.items():
         if lacking(pipeline_class, options) is None:  # else of an old TorchRec
             torch.manual_seed(0)
             with contextlib.closing(TokensBalancedBatchShuffler()) as shuffler:
-                top = Traced(*next(ways))
-                traced, losses, _, weights, imbalance = _train(pipeline_class, options, top, shuffler)
-            worst = max(float((weights[each] - stock[each]).abs().max() / change) for each, change in changes.items())
-            results[name] = traced, losses, imbalance, worst
-    assert min(changes.values()) > 0
+                results[name] = _train(pipeline_class, options, Traced(*next(ways)), shuffler)
     return stock_losses, results
 
 
 def test_the_example_trains_the_same_in_every_pipeline_that_traces_it(two_ranks):
+    """A loss is that of the weights that the steps before have made."""
     for stock_losses, results in two_ranks.run(_train_all):
-        assert len(stock_losses) == STEPS and len(results) >= 4
-        for pipeline, (traced, losses, imbalance, worst) in results.items():
+        assert len(stock_losses) == STEPS and len(results) >= 4 and stock_losses[-1] < 0.9 * stock_losses[0]
+        for pipeline, (traced, losses, imbalance) in results.items():
             assert traced and losses[-1] < losses[0] and 0 < imbalance <= 0.02, pipeline
             if pipeline != "semi-sync":  # which trains on embeddings that are a step old
                 torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=1e-6)
-                assert worst <= 1e-3, pipeline
-
-
-def _rows_of_a_gated_batch() -> int:
-    rows = 4 * (dist.get_rank() == 0)
-    features = KeyedJaggedTensor(
-        ["history"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.long), stride=rows
-    )
-    batch = Batch(torch.zeros(rows, 2), features, torch.zeros(rows, dtype=torch.int32))
-    shuffler = TokensBalancedBatchShuffler(options=ShufflerOptions(min_gain=1.0))
-    received = shuffler.shuffle(batch)
-    shuffler.close()
-    return len(received.labels)
-
-
-def test_a_rank_without_rows_gets_some_whatever_the_gate_says(two_ranks):
-    assert two_ranks.run(_rows_of_a_gated_batch) == [2, 2]
 
 
 @dataclasses.dataclass

@@ -1,23 +1,30 @@
 """Every pipeline, balanced, with the trainer's optimizer, changes weights as the stock one with a plain optimizer.
 
-The stock classes run, on pretended streams where they ask for some. SemiSync trains on embeddings of one batch before.
+The stock classes run, on pretended streams where they ask for some, users' subclasses of them, and models in torch's
+own wrappers. SemiSync trains on embeddings of one batch before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchrec.distributed.memory_stashing import MemoryStashingManager
+from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
 from torchrec.distributed.train_pipeline.train_pipelines import (
     TorchCompileConfig,
     TrainPipelinePT2,
     TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
     TrainPipelineSparseDistCompAutograd,
 )
 
@@ -32,8 +39,16 @@ from tests.helpers.cuda.pretended_streams import (
     replaced,
     with_streams,
 )
-from tests.helpers.models.torchrec_model import build_plain, build_sharded, head_of, rank_batches, weights_of
-from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
+from tests.helpers.models.torchrec_model import (
+    LEARNING_RATE,
+    PlainModel,
+    build_plain,
+    build_sharded,
+    head_of,
+    rank_batches,
+    weights_of,
+)
+from tests.helpers.pipelines.pipeline_classes import BALANCED_SUBCLASSES, REFUSED_SUBCLASSES, torchrec_pipelines
 from tests.helpers.pipelines.shuffled_pipelines import (
     STOCK,
     STOCK_EVALUATIONS,
@@ -45,6 +60,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     steps_of,
 )
 from tests.helpers.pipelines.trainer_loops import Parts, StatedHead
+from tests.helpers.ranks.faults import raised_by
 from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -54,6 +70,10 @@ PIPELINES: Pipelines = STOCK | STOCK_WITH_STREAMS
 PIPELINES["semi-sync, gradients of the batch before"] = (
     TrainPipelineSemiSync,
     {"start_batch": 2, "stash_gradients": True},
+)
+# As users write them; the last lose a batch or the shuffle.
+SUBCLASSES, REFUSED = (
+    {each.__name__: (each, {}) for each in some} for some in (BALANCED_SUBCLASSES, REFUSED_SUBCLASSES)
 )
 # Those that the trainer makes by a name of its own.
 OF_TRAINER = {"none": "base", "native": "sparse", "prefetch": "prefetch", "fused": "fused", "semi_sync": "semi-sync"}
@@ -79,7 +99,7 @@ def batches() -> Any:
 
 def _stock(name: str, build: Callable[[], tuple[Any, Any]] = build_sharded) -> dict[str, torch.Tensor]:
     """Weights that the stock pipeline trains, each rank on its own batches."""
-    pipeline_class, options = PIPELINES[name]
+    pipeline_class, options = (PIPELINES | SUBCLASSES)[name]
     with pretended_streams():
         model, optimizer = make_model(build)
         pipeline = with_streams(pipeline_class(model, optimizer, CPU, **options))
@@ -117,6 +137,14 @@ def _balanced(
     return before, weights_of(model)
 
 
+def compare_with_stock(
+    ranks: RankPool, name: str, most: float = 1e-5, build: Callable[[], tuple[Any, Any]] = build_sharded
+) -> None:
+    before, after = ranks.run(_balanced, name, PIPELINES | SUBCLASSES, build)[0]
+    assert all(float((after[each] - before[each]).abs().max()) > 1e-3 for each in after)
+    assert largest_difference(after, ranks.run(_stock, name, build)[0]) < most
+
+
 # The first of each class.
 FIRST = list({each: name for name, (each, _) in reversed(PIPELINES.items())}.values())
 
@@ -124,9 +152,61 @@ FIRST = list({each: name for name, (each, _) in reversed(PIPELINES.items())}.val
 @pytest.mark.parametrize("name", before_a_commit(FIRST, PIPELINES))
 def test_weights_change_as_those_of_the_stock_pipeline(two_ranks, name):
     require_pipeline(*PIPELINES[name])
-    before, after = two_ranks.run(_balanced, name)[0]
-    assert all(float((after[each] - before[each]).abs().max()) > 1e-3 for each in after)
-    assert largest_difference(after, two_ranks.run(_stock, name)[0]) < 1e-5
+    compare_with_stock(two_ranks, name)
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_a_subclass_that_copies_by_itself_is_balanced(two_ranks, name):
+    compare_with_stock(two_ranks, name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_subclass_that_loses_a_batch_or_the_shuffle_is_told_so(two_ranks, name):
+    for message in two_ranks.run(_refusal, name):
+        assert REFUSED_SUBCLASSES[REFUSED[name][0]] in message
+
+
+def _refusal(name: str) -> str:
+    return raised_by(lambda: _balanced(name, REFUSED))
+
+
+def _wrapped(wrapper: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = PlainModel()
+    if wrapper == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model.head.linear)
+        fully_shard(model)
+    return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
+def test_models_in_torch_s_own_wrappers_train_the_same(two_ranks, wrapper):
+    compare_with_stock(two_ranks, "base", 1e-10, functools.partial(_wrapped, wrapper))
+
+
+def _accumulated(balance: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Of an odd number of steps, the last of which the loop states."""
+    model, optimizer = make_model()
+    shuffler, stock = CubicShuffler(), TrainPipelineSparseDist
+    arguments = model, optimizer, CPU
+    pipeline: Any = balanced(stock)(*arguments, batch_shuffler=shuffler) if balance else stock(*arguments)
+    wrapped = GradientAccumulationWrapper(pipeline, optimizer, model, GradientAccumulationConfig(num_steps=2))
+    source, moved = batches(), 0
+    with contextlib.suppress(StopIteration):
+        for step in range(STEPS + 1):
+            wrapped.progress(source, is_last_batch=step == STEPS - 1)
+            moved += balance and bool(wrapped.last_stats.moved)
+    shuffler.close()
+    return weights_of(model), moved
+
+
+def test_gradients_accumulate_around_a_balanced_pipeline(two_ranks):
+    on, off = (two_ranks.run(_accumulated, balance) for balance in (True, False))
+    assert on[0][1] >= STEPS - 2
+    assert largest_difference(on[0][0], off[0][0]) < 1e-5
+    assert largest_difference(on[0][0], on[1][0]) < 1e-6
 
 
 def _compiled(name: str, build: Callable[[], tuple[Any, Any]]) -> dict[str, torch.Tensor]:
@@ -147,7 +227,7 @@ def test_compiled_pipelines_train_the_same(two_ranks, name):
 
 
 def test_every_balanced_class_is_compared():
-    """Those that evaluate: tests/distributed/pipeline/test_every_pipeline.py."""
+    """Those that evaluate: tests/distributed/pipeline/test_pipelines.py."""
     compared = PIPELINES | COMPILED | STOCK_EVALUATIONS
     assert HOOKS.keys() & torchrec_pipelines().keys() == {each.__name__ for each, _ in compared.values()}
 

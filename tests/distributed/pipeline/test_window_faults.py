@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -39,40 +37,6 @@ def _late_on_rank_1(batches):
         elif index == 4:
             limit_waits(0.5 if dist.get_world_size() == 2 else 2.0)
         yield batch
-
-
-def _other_batch(number):
-    """One batch of rank 1 has another dtype; what is said, and how many rows are trained after all."""
-
-    def source():
-        for index, batch in enumerate(own_batches(8)):
-            other = dist.get_rank() == 1 and index == number
-            yield dataclasses.replace(batch, target=batch.target.double()) if other else batch
-
-    errors, rows = [], 0
-    with contextlib.closing(CubicShuffler()) as shuffler:
-        windowed = windowed_iter(source(), shuffler, 3)
-        while True:
-            try:
-                rows += next(windowed).actual_batch_size
-            except StopIteration:
-                return errors, rows
-            except ValueError as error:
-                errors.append(str(error))
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (4, "rank 1: this batch differs from the first: field 'target'"),
-        (0, "the batches of ranks 0 and 1 differ: field 'target'"),
-    ],
-)
-def test_a_batch_unlike_the_first_is_refused_on_every_rank(ranks, number, said):
-    """Of first batches nobody knows which is right: all ranks leave theirs out."""
-    answers = ranks.run(_other_batch, number)
-    assert all(said in text for (text,), _ in answers)
-    assert sum(rows for _, rows in answers) == (ranks.world_size * 8 - (1 if number else ranks.world_size)) * 6
 
 
 def _fails_on_rank_1(batches):

@@ -17,14 +17,13 @@ from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons import available_memory
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, windowed_iter, windows
+from commons.pipeline import windowed_iter, windows
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, steps_of
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import raised_by
 
 
@@ -147,39 +146,6 @@ def test_observing_says_what_a_window_gives(ranks):
 # ------------------------------------------------------------------------------------------------ training
 
 
-def _train(pipeline, window, counts, kind):
-    """Train with windows in front of a stock pipeline, or of one that only agrees on the end of the data."""
-    build = "build_plain" if pipeline.startswith("base") else "build_sharded"
-    model, optimizer = getattr(models, build)()
-    model.train()
-    pipeline_class, options = PIPELINES[pipeline]
-    ids = []
-
-    def noted(batches):
-        for batch in batches:
-            ids.append(batch.sample_id[: batch.actual_batch_size].tolist())
-            yield batch
-
-    with closing(CubicShuffler()) as shuffler, closing(IdentityBalancedBatchShuffler()) as identity:
-        windowed = windowed_iter(
-            models.rank_batches(dist.get_rank(), counts[dist.get_rank()], [6, 3, 0, 5]), shuffler, window
-        )
-        if kind == "balanced":
-            pipeline_class, options = balanced(pipeline_class), options | {"batch_shuffler": identity}
-        trainer = pipeline_class(model, optimizer, torch.device("cpu"), **options)
-        for _ in steps_of(trainer, noted(windowed)):
-            windowed.take_stats()
-    return ids, models.head_of(model).seen, models.weights_of(model)
-
-
-@pytest.mark.parametrize("pipeline", ["base", "sparse", "prefetch", "semi-sync, before it starts"])
-@pytest.mark.parametrize("kind", ["stock", "balanced"])
-def test_pipelines_of_every_schedule_train_windows(two_ranks, pipeline, kind):
-    counts = [9, 5]
-    for ids, seen, _ in two_ranks.run(_train, pipeline, 4, counts, kind):
-        assert seen == ids and len(ids) == 9
-
-
 # ------------------------------------------------------------------------------------------------ errors
 
 
@@ -232,7 +198,9 @@ def _fails_once(where, at):
                 raise OSError("the disk is gone")
             if not self.batches:
                 raise StopIteration
-            return self.batches.pop(0)
+            batch = self.batches.pop(0)
+            other = failing and where == "dtype" and self.read == at + 1
+            return dataclasses.replace(batch, target=batch.target.double()) if other else batch
 
     class Shuffler(CubicShuffler):
         def get_workloads(self, batch):
@@ -263,6 +231,9 @@ def _fails_once(where, at):
         ("loader", 4, "RuntimeError", "rank 1: OSError: the disk is gone"),
         ("workloads", 5, "RuntimeError", "rank 1: ArithmeticError: no cost"),
         ("negative", 0, "ValueError", "rank 1: workloads[0] is -"),
+        ("dtype", 4, "ValueError", "rank 1: this batch differs from the first: field 'target'"),
+        # Of first batches nobody knows which is right: all ranks leave theirs out.
+        ("dtype", 0, "SchemasDifferError", "the batches of ranks 0 and 1 differ: field 'target'"),
     ],
 )
 def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, at, kind, text):
@@ -271,7 +242,8 @@ def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, w
         ((position, raised, said),) = errors
         assert (position, raised) == (at // 3 * 3, kind) and text in said
     trained = sorted(row for ids, _ in answers for batch in ids for row in batch)
-    lost = [] if where == "loader" else range(1 + 100_000 + 100 * at, 5 + 100_000 + 100 * at)
+    faulty = [] if where == "loader" else range(ranks.world_size) if (where, at) == ("dtype", 0) else [1]
+    lost = [row for rank in faulty for row in range(1 + 100_000 * rank + 100 * at, 5 + 100_000 * rank + 100 * at)]
     everything = [
         int(row)
         for rank in range(ranks.world_size)
@@ -295,7 +267,7 @@ def _refused(window, kind=None):
     cost = mock.patch.object(CubicShuffler, "get_workloads", lambda *_: torch.ones(2, dtype=torch.int64))
     memory = mock.patch.object(available_memory, "available_memory", lambda: 1000 if kind == "memory" else None)
     with closing(CubicShuffler()) as shuffler, memory, cost if kind == "torchrec" else contextlib.nullcontext():
-        return raised_by(lambda: next(windowed_iter(iter([batch]), shuffler, own)))
+        return raised_by(lambda: next(windowed_iter([batch] if kind == "list" else iter([batch]), shuffler, own)))
 
 
 @pytest.mark.parametrize(
@@ -308,6 +280,7 @@ def _refused(window, kind=None):
         (1000, "memory", "window is 1000; that takes about"),
         (4, "torchrec", "ValueError: window is 4, and torchrec.datasets.utils.Batch cannot state padding"),
         (4, "device", "ValueError: rank 0: the batch of a window is on meta"),
+        (2, "list", "give iter() of it (and on rank 1"),
     ],
 )
 def test_bad_windows_are_refused_on_every_rank(two_ranks, window, kind, text):
@@ -320,35 +293,13 @@ def test_what_is_no_shuffler_is_refused():
         windowed_iter(iter([]), "hstu", 4)
 
 
-def _given_a_list():
-    shuffler = CubicShuffler()
-    with (
-        closing(shuffler),
-        pytest.raises(TypeError, match=r"iterator is a list; .* give iter\(\) of it \(and on rank 1"),
-    ):
-        next(windowed_iter(list(models.rank_batches(dist.get_rank(), 2, [4])), shuffler, 2))
-
-
-def test_what_is_no_iterator_is_refused_on_every_rank(two_ranks):
-    two_ranks.run(_given_a_list)
-
-
-def test_stats_are_taken_once_per_batch():
-    shuffler = CubicShuffler()
-    windowed = windowed_iter(models.rank_batches(0, 3, [4]), shuffler, 2)
-    assert len(list(windowed)) == 3
-    assert [windowed.take_stats().window for _ in range(3)] == [2, 2, 1]
-    with pytest.raises(ValueError, match="no batch is without its stats taken"):
-        windowed.take_stats()
-    shuffler.close()
-
-
-def test_stats_that_nobody_takes_do_not_pile_up(monkeypatch):
+def test_stats_are_taken_once_per_batch_and_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(windows, "_MOST_WAITING", 4)
     with closing(CubicShuffler()) as shuffler:
-        windowed = windowed_iter(models.rank_batches(0, 40, [4]), shuffler, 2)
-        assert len(list(windowed)) == 40
-        assert [windowed.take_stats().step for _ in range(6)] == list(range(34, 40))
+        windowed = windowed_iter(models.rank_batches(0, 39, [4]), shuffler, 2)
+        assert len(list(windowed)) == 39
+        stats = [windowed.take_stats() for _ in range(5)]
+        assert [(each.step, each.window) for each in stats] == [(34, 2), (35, 2), (36, 2), (37, 2), (38, 1)]
         with pytest.raises(ValueError, match="no batch is without its stats taken"):
             windowed.take_stats()
 

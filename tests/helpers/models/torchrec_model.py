@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -217,5 +218,6 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
                 whole[rows : rows + shard.tensor.shape[0], columns : columns + shard.tensor.shape[1]] = shard.tensor
             dist.all_reduce(whole)
             value = whole
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         result[name] = value.detach().cpu().clone()
     return result

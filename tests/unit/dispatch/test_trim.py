@@ -1,6 +1,10 @@
-"""Padded sequences: only columns that are padding in every row are cut, and results come back as wide as they were."""
+"""Padded sequences: only padding of every row is cut, results come back as wide as they were, and rows of different
+widths are filled with the padding that they have.
+"""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
@@ -8,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch.nn.functional import cross_entropy
 
-from commons.dispatch import Trim, trim_batch
-from commons.dispatch.trim import Window, untrim
+from commons.dispatch import Trim, redistribute_balanced, scatter_balanced, trim_batch
+from commons.dispatch.trim import find_windows, untrim
 from commons.dispatch.widen import Padding, join_trimmed, padding_of
 from commons.sequence_batch.rows import Rows
+from tests.helpers.batches.any_batches import concat_rows
 
 lengths = st.lists(st.integers(0, 6), max_size=5)
 
@@ -40,28 +46,6 @@ def test_only_padding_is_cut(lengths, spare, side):
     for name in ("mask", "ids"):
         assert torch.equal(untrim(result[name], window), batch[name])
     assert batch["ids"].shape[1] == window.width == 8 + spare
-
-
-@given(st.lists(lengths, min_size=1, max_size=4), st.sampled_from(["left", "right"]))
-def test_batches_of_different_widths_are_lined_up(parts, side):
-    batches = [padded(part, 6 + index, side) for index, part in enumerate(parts)]
-    trim = Trim("mask", fields=["ids", ("three",)], side=side, fill={"ids": -7})
-    trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
-    found = [padding_of(Rows.of(batch), [trim], windows) for batch, windows in zip(batches, cut)]
-    padding = Padding([20], {"'three'": 0} | Padding.of(dict(enumerate(found))).values)
-    joined, (window,) = join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], padding)
-    width = max(batch["ids"].shape[1] for batch in trimmed)
-    columns = (20 - width, 20) if side == "left" else (0, width)
-    assert window == Window("mask", *columns, 20, (("mask",), ("ids",), ("three",)))
-    ends = np.cumsum([len(part) for part in parts])
-    for before, start, end in zip(trimmed, [0, *ends], ends):
-        after = {name: value[start:end] for name, value in joined.batch.items()}
-        missing = width - before["ids"].shape[1]
-        kept = slice(missing, width) if side == "left" else slice(0, width - missing)
-        assert after["ids"].shape[1] == after["mask"].shape[1] == after["three"].shape[1] == width
-        assert torch.equal(after["ids"][:, kept], before["ids"])
-        assert int((after["ids"] == -7).sum()) == missing * len(after["ids"])
-        assert int(after["mask"].sum()) == int(before["mask"].sum())
 
 
 def test_several_kinds_of_sequences_in_a_tensordict():
@@ -129,3 +113,102 @@ def test_results_of_another_width():
         untrim({"score": torch.zeros(2)}, window)
     with pytest.raises(TypeError, match="trim holds a str; it is a Trim or a list of them"):
         trim_batch(padded([2], 4, "right"), ["mask"])
+
+
+NAN, DAY = float("nan"), np.datetime64("2026-01-01")
+
+
+def texts(lengths, width, side, tokens=7):
+    """Ids of 0 to 6 and their labels; the first token of a row is a prompt."""
+    columns = torch.arange(width)
+    counts = torch.tensor(lengths).unsqueeze(1)
+    place = columns - (width - counts) if side == "left" else columns.expand(len(lengths), width)
+    mask = (place >= 0) & (place < counts)
+    ids = (place * 3 + counts) % tokens
+    return {
+        "mask": mask,
+        "ids": torch.where(mask, ids, 0),
+        "labels": torch.where(mask & (place > 0), ids, -100),
+    }
+
+
+def loss(batch):
+    logits = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[batch["ids"]]
+    labels = batch["labels"]
+    kept = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return float(kept), int((labels != -100).sum())
+
+
+def joined(batches, trim):
+    """What a rank makes of its own rows and those of others."""
+    found = {}
+    trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
+    for rank, batch in enumerate(batches):
+        rows = Rows.of(batch)
+        found[rank] = padding_of(rows, [trim], find_windows(rows, [trim]))
+    padding = Padding.of(found)
+    assert padding.widths == [max(batch["ids"].shape[1] for batch in batches)]
+    return join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], padding)[0].batch
+
+
+def sequences(fill, values, dtype=None):
+    """Two rows of a field, one of them padded; and one of a rank where no row is."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    kind = np.array if dtype is None or isinstance(dtype, (str, type)) else torch.tensor
+    padded = kind([[*values], [values[0], fill, fill]], dtype=dtype)
+    full = kind([[*values, values[0]]], dtype=dtype)
+    return [{"mask": mask, "ids": padded}, {"mask": torch.ones(1, 4, dtype=torch.int64), "ids": full}]
+
+
+@pytest.mark.parametrize(
+    ("fill", "values", "dtype"),
+    [
+        (-1.5, [1.0, 2.0, 3.0], torch.bfloat16),
+        (NAN, [1.0, 2.0, 3.0], torch.float32),
+        (-0.0, [1.0, 2.0, 0.0], torch.float64),
+        (1 + 2j, [1j, 2, 3], torch.complex64),
+        (True, [False, False, True], torch.bool),
+        (9, [1, 2, 3], torch.uint16),
+        (2**63, [1, 2, 3], torch.uint64),
+        ("<pad>", ["a", "bc", "def"], "U9"),
+        (None, ["a", {"b": 1}, 3], object),
+        (DAY, [DAY + 1, DAY + 2, DAY + 3], "M8[D]"),
+        (np.datetime64("NaT"), [DAY + 1, DAY + 2, DAY + 3], "M8[D]"),
+    ],
+    ids=repr,
+)
+def test_padding_of_any_kind(fill, values, dtype):
+    batch = joined(sequences(fill, values, dtype), Trim("mask"))
+    ids = batch["ids"].tolist()
+    expected = sequences(fill, values, dtype)[0]["ids"][1, 1:2].tolist() * 3
+    assert repr(ids[1]).replace("-0.0", "0.0") == repr([ids[0][0], *expected]).replace("-0.0", "0.0")
+    assert repr(ids[0][3]) == repr(expected[0]).replace("-0.0", "0.0") and ids[2][:3] == ids[0][:3]
+    assert batch["mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+
+
+def test_a_hole_in_the_mask_is_no_padding():
+    mask = torch.tensor([[1, 0, 1, 0]])
+    batches = [{"mask": mask, "ids": torch.tensor([[5, 6, 7, 9]])}, {"mask": mask[:, :1], "ids": torch.tensor([[8]])}]
+    assert joined(batches, Trim("mask"))["ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+
+
+def test_stated_padding_needs_no_look():
+    full = [texts([3], 3, "right"), texts([5], 5, "right")]
+    with pytest.raises(ValueError, match="no row has padding in 'ids', 'labels', and rows 3 to 5 wide need it"):
+        joined(full, Trim("mask"))
+    batch = joined(full, Trim("mask", fill={"labels": -100, ("ids",): 6}))
+    assert loss(batch)[1] == sum(loss(each)[1] for each in full) and batch["ids"][0].tolist()[3:] == [6, 6]
+    same = [texts([3], 3, "right"), texts([3, 3], 3, "right")]
+    assert loss(joined(same, Trim("mask"))) == loss(concat_rows(same))
+
+
+def test_values_that_differ_beyond_the_tokens():
+    batch = texts([3, 1], 3, "right") | {"positions": torch.arange(3).expand(2, 3)}
+    message = "'positions' is 1 and 2 beyond the tokens of its rows on rank 0; rows become as wide as others with one"
+    with pytest.raises(ValueError, match=message + ".*state it in Trim, fill={'positions': 0} for example"):
+        redistribute_balanced(batch, [1, 1], trim=Trim("mask"))
+    moved = redistribute_balanced(batch, [1, 1], trim=Trim("mask", fill={"positions": 0}))
+    assert torch.equal(moved.batch["labels"], batch["labels"])
+    assert torch.equal(scatter_balanced(batch, [1, 1], trim=Trim("mask")).batch["labels"], batch["labels"])
+    with pytest.raises(KeyError, match=re.escape("fill names 'label', the trim by 'mask' cuts 'mask', 'ids', 'labe")):
+        trim_batch(batch, Trim("mask", fill={"label": -100}))

@@ -1,4 +1,7 @@
-"""The exchange without a process group: the collectives are replaced by slicing, everything else is the real code."""
+"""The exchange without a process group: what the host knows of the rows to come, and what is sent.
+
+That rows arrive whole: tests/distributed/distributed/test_shuffler.py.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.host_copies import host_copy
 from commons.sequence_batch.open_batch import row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
-from tests.helpers.batches.easyrec import easyrec_batch
-from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
+from tests.helpers.batches.any_batches import concat_rows
+from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch
 from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
 KEYS = ("user", "item", "action")
@@ -50,25 +53,10 @@ def exchanges_for(plan, batches, all_gather=False):
     ]
 
 
-def run_on_all_ranks(batches, destination, all_gather, host_values=None):
-    """Pack on every rank, hand each one what it would have received, unpack."""
-    plan = plan_for(batches, destination, host_values)
-    exchanges = exchanges_for(plan, batches, all_gather)
-    packed = [exchange.pack([batch]) for exchange, batch in zip(exchanges, batches)]
-    results = []
-    for rank, (exchange, batch) in enumerate(zip(exchanges, batches)):
-        buffer, _, indices = packed[rank]
-        received = exchange.received(buffer)
-        if exchange.block_words:
-            blocks = received.view(len(batches), exchange.block_words)
-            for source, (_, sent, _) in enumerate(packed):
-                blocks[source, : len(sent)] = sent
-        else:
-            parts = [torch.split(sent, exchanges[k].input_splits)[rank] for k, (_, sent, _) in enumerate(packed)]
-            received.copy_(torch.cat(parts))
-            assert [len(part) for part in parts] == exchange.output_splits
-        results.append(exchange.unpack(batch, buffer, indices))
-    return plan, results
+def rows_of_ranks(batches, destination):
+    """Rows in order as every rank is to have them."""
+    everything = concat_rows([batch.index_select(range(row_counts(batch)[1])) for batch in batches])
+    return [everything.index_select(np.flatnonzero(np.array(destination, int) == rank)) for rank in range(len(batches))]
 
 
 @st.composite
@@ -99,42 +87,6 @@ def cases(draw):
     return batches, destination
 
 
-@pytest.mark.parametrize("all_gather", [False, True])
-@given(case=cases())
-def test_every_row_arrives_whole_and_in_order(all_gather, case):
-    batches, destination = case
-    everything = [row for batch in batches for row in rows_as_values(batch)]
-    plan, results = run_on_all_ranks(batches, destination, all_gather)
-    for rank, result in enumerate(results):
-        expected = [everything[row] for row in np.flatnonzero(np.array(destination, dtype=int) == rank)]
-        assert rows_as_values(result) == expected
-        assert result.batch_size == max(1, batches[rank].batch_size, plan.result_real_rows[rank])
-        assert result.actual_batch_size == len(expected)
-        # padding is empty and zero
-        assert not result.image[len(expected) :].any() and not result.sample_id[len(expected) :].any()
-        per_key = result.features.lengths().view(3, -1).sum(1).tolist()
-        assert result.features._length_per_key is None or result.features.length_per_key() == per_key
-
-
-@given(
-    rows=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=3),
-    all_gather=st.booleans(),
-    data=st.data(),
-)
-def test_rows_of_nested_batches_arrive_whole(rows, all_gather, data):
-    padded = [len(ids) + data.draw(st.integers(0, 2)) for ids in rows]
-    batches = [easyrec_batch(ids, count, backwards=count % 2 == 1) for ids, count in zip(rows, padded)]
-    everything = [row for batch in batches for row in rows_as_values(batch)]
-    ranks = st.integers(0, len(batches) - 1)
-    destination = data.draw(st.lists(ranks, min_size=len(everything), max_size=len(everything)))
-    _, results = run_on_all_ranks(batches, destination, all_gather)
-    for rank, (ids, result) in enumerate(zip(rows, results)):
-        arrived = [row for row, place in zip(everything, destination) if place == rank]
-        assert rows_as_values(result) == arrived and result.actual_batch_size == len(arrived)
-        assert len(rows_as_values(result, padding=True)) == max(padded[rank], len(arrived))
-        assert not result.dense_features["user"].values()[len(arrived) :].any() and len(ids) <= padded[rank]
-
-
 def unpacked_on_meta(exchange, batch):
     """The result on a device without values."""
     buffer, _, indices = exchange.pack([batch])
@@ -145,40 +97,28 @@ def unpacked_on_meta(exchange, batch):
 def test_the_host_knows_the_rows_of_a_result_on_a_device(case):
     """Unpacked on "meta", which holds no values that could be read back."""
     batches, destination = case
-    plan, results = run_on_all_ranks(batches, destination, False)
-    for exchange, batch, result in zip(exchanges_for(plan, batches), batches, results):
+    exchanges = exchanges_for(plan_for(batches, destination), batches)
+    for exchange, batch, rows in zip(exchanges, batches, rows_of_ranks(batches, destination)):
         on_device = unpacked_on_meta(exchange, batch)
         assert on_device.features.lengths().device.type == "meta"
-        for key, mine, true in zip(result.features.keys(), *(b.host_lengths(*KEYS) for b in (on_device, result))):
-            assert mine.tolist() == true.tolist(), key
+        assert on_device.batch_size == max(1, batch.batch_size, rows.batch_size)
+        padding = [0] * (on_device.batch_size - rows.batch_size)
+        for key, mine, true in zip(KEYS, *(each.host_lengths(*KEYS) for each in (on_device, rows))):
+            assert mine.tolist() == true.tolist() + padding, key
         for name in ("tiny", "labels"):
-            known = host_copy(getattr(on_device, name).lengths())
-            assert known.tolist() == getattr(result, name).lengths().tolist()
+            known, true = (each.lengths() for each in (getattr(on_device, name), getattr(rows, name)))
+            known = host_copy(known).view(-1, on_device.batch_size)
+            assert known.tolist() == [each + padding for each in true.view(len(known), -1).tolist()]
 
 
 def test_the_host_knows_candidates_that_have_moved():
     batches = [random_hstu_batch(4, max_num_candidates=3, actual_batch_size=3, seed=seed) for seed in range(2)]
     counts = np.concatenate([batch.num_candidates[:3].numpy() for batch in batches])
     plan = plan_for(batches, [1, 0, 0, 1, 0, 1], counts[:, None])
-    _, results = run_on_all_ranks(batches, [1, 0, 0, 1, 0, 1], False, counts[:, None])
-    for exchange, batch, result in zip(exchanges_for(plan, batches), batches, results):
+    for exchange, batch, rows in zip(exchanges_for(plan, batches), batches, ([1, 2, 4], [0, 3, 5])):
         on_device = unpacked_on_meta(exchange, batch)
-        assert on_device.host_values("num_candidates").tolist() == result.num_candidates.tolist()
+        assert on_device.host_values("num_candidates").tolist() == [*counts[rows], 0]
         assert on_device.num_candidates.dtype == torch.int64
-
-
-def test_results_own_their_storage():
-    batches = [random_batch(1, 3), random_batch(2, 3, first_id=3)]
-    _, results = run_on_all_ranks(batches, [1, 0, 1, 0, 1, 0], False)
-    tensors = []
-    for _, value in row_fields(results[0]):
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        else:
-            tensors += [value.values(), value.lengths()] + (
-                [value.weights()] if value.weights_or_none() is not None else []
-            )
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
 def test_nothing_is_sent_when_nobody_moves():

@@ -136,16 +136,6 @@ class Group:
         return found[0]
 
 
-def test_a_slow_rank_gets_less_by_the_numbers_that_all_ranks_have():
-    group = Group(4)
-    assert group.run(1)["speeds"] == (1024,) * 4
-    found = group.run(100, slow=2)
-    assert found["speeds"] == (1024, 1024, 683, 1024)  # 1024 ÷ 1.5, since these times have no fixed part
-    assert [each.to_plan_with.tolist() for each in group.ranks] == [list(found["speeds"])] * 4
-    assert found["speed_saving"] == pytest.approx(1 - 1 / (1.5 * np.mean([1, 1, 1 / 1.5, 1])), abs=2e-3)
-    assert group.run(150)["speeds"] == (1024,) * 4 and group.ranks[0].to_plan_with is None
-
-
 def test_observed_speeds_are_found_and_plan_nothing():
     group = Group(2, "observe")
     found = group.run(100, slow=1, factor=1.25)

@@ -42,6 +42,9 @@ from tests.helpers.batches.random_batches import random_batch, rows_as_values
         ({"timeout": 0}, "timeout is 0"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"max_tokens_per_rank": 1.5}, "max_tokens_per_rank is 1.5"),
+        ({"speeds": "fast"}, "speeds is 'fast'; it must be one of 'equal', 'observe', 'measured': choose one"),
+        ({"speeds": None}, "speeds is None; it must be one of 'equal', 'observe', 'measured': choose one"),
+        ({"speeds": "measured", "partitioner": "snake"}, "partitioner is 'snake', which makes equal loads"),
     ],
 )
 def test_options_are_validated_when_made(changes, message):

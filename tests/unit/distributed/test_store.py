@@ -118,17 +118,6 @@ def test_asking_often_leaves_the_server_well(host):
         pool.shutdown()
 
 
-def test_a_host_that_has_ended_is_noticed(host):
-    process, port = host
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    store_module._require_listening(store)
-    process.kill()
-    process.join()
-    for _ in range(2):
-        with pytest.raises(ConnectionError):
-            store_module._require_listening(store)
-
-
 def test_a_host_at_the_address_of_one_that_has_ended_is_asked():
     """As where a program destroys its process groups and makes them anew at the same port."""
     line, port = store_module._Line(), 0

@@ -86,11 +86,3 @@ def test_the_documented_table_is_what_torch_counts():
     shown = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", section, re.MULTILINE))
     for name, (before, after) in measured(STEPS).items():
         assert shown[name] == f"{before / 1e6:,.0f} | {after / 1e6:,.0f} | {before / after:.2f}×"
-
-
-def test_a_packed_model_computes_what_the_stats_say():
-    found = measured(2)
-    assert found["packs its rows"] == pytest.approx(found["the stats say"])
-    pads, grouped = found["pads to its longest row"], found["in 4 groups of like length"]
-    assert pads[0] / pads[1] < 1.1 < 1.3 < found["the stats say"][0] / found["the stats say"][1]
-    assert grouped[1] < pads[1] / 2 and found[SAMPLER][1] < pads[1] / 3

@@ -1,7 +1,4 @@
-"""Workloads: the formulas against a count over the mask and against torch's counter, dtypes, and what is refused.
-
-References compute exactly what the mask keeps, so that what torch counts is exact.
-"""
+"""Workloads: against a count over the mask and the products of a model's matrices, dtypes, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from commons.perf_model.attention_pairs import attention_pairs
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, training_flops
@@ -70,23 +66,6 @@ def test_a_window_makes_rows_cost_less_and_no_window_is_the_default():
             HSTUAttentionTask(64, 4, 16, max_attn_len=wrong)
 
 
-def test_the_contract_s_formulas():
-    h, heads, d, layers, length, targets = 48, 3, 20, 5, 100, 12
-    p = heads * d
-    pairs = (length - targets) * (length - targets + 1) // 2 + targets * (length - targets) + targets * (4 + 1) // 2
-    task = HSTUAttentionTask(h, heads, d, layers, target_group_size=4)
-    assert task.get_workloads(length, targets) == layers * (2 * length * h * 4 * p + 4 * p * pairs + 2 * length * p * h)
-    full = HSTUAttentionTask(h, heads, d, layers, causal=False)
-    assert full.get_workloads(length) == layers * (10 * length * h * p + 4 * p * length**2)
-    for gated, factor in ((False, 4), (True, 6)):
-        task = SelfAttentionTask(h, 6, d, layers, ffn_hidden_size=96, num_query_groups=2, gated_ffn=gated)
-        p = 6 * d
-        layer = 2 * length * h * (6 + 4) * d + 4 * p * length * (length + 1) // 2 + 2 * length * p * h
-        assert task.get_workloads(length) == layers * (layer + factor * length * h * 96)
-    default = SelfAttentionTask(h, heads, d)
-    assert default.get_workloads(7) == SelfAttentionTask(h, heads, d, ffn_hidden_size=4 * h).get_workloads(7)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_any_integer_dtype_gives_the_same_int64(dtype):
     lengths = (
@@ -123,78 +102,12 @@ def test_lengths_that_are_wrong_are_refused():
     assert task.get_workloads([]).tolist() == []
 
 
-def attend(q, k, v, masks, activation):
-    """Attention of one row, one query at a time over its own keys; q `(heads, length, dim)`."""
-    out = []
-    for query, keys in enumerate(masks):
-        scores = activation(torch.bmm(q[:, query : query + 1], k[:, keys].transpose(1, 2)))
-        out.append(torch.bmm(scores, v[:, keys]))
-    return torch.cat(out, dim=1)
+def operations(products):
+    """Multiplications and additions of products of matrices `(m, k)` and `(k, n)`."""
+    return sum(2 * m * k * n for m, k, n in products)
 
 
-def heads_first(x, heads, dim):
-    return x.view(-1, heads, dim).transpose(0, 1)
-
-
-def hstu_layers(lengths, masks, h, heads, d, value_dim, layers, concat):
-    """Layers of generative-recommenders' shapes: values of another width than queries, [u, x, y] projected back."""
-    widths = [heads * each for each in (value_dim, value_dim, d, d)]
-    x = torch.randn(sum(lengths), h, requires_grad=True)
-    for _ in range(layers):
-        first = torch.randn(h, sum(widths), requires_grad=True)
-        last = torch.randn(heads * value_dim * (3 if concat else 1), h, requires_grad=True)
-        rows = []
-        for part, mask in zip(torch.mm(x, first).split(lengths), masks):
-            u, v, q, k = part.split(widths, dim=1)
-            q, k, v = (heads_first(each, heads, dim) for each, dim in ((q, d), (k, d), (v, value_dim)))
-            attended = attend(q, k, v, mask, torch.nn.functional.silu).transpose(0, 1).reshape(-1, heads * value_dim)
-            rows.append(torch.cat([u, attended, u * attended], dim=1) if concat else u * attended)
-        x = torch.mm(torch.cat(rows), last)
-    return x
-
-
-def transformer_layers(lengths, masks, h, heads, d, layers, ffn, options):
-    groups, gated, vocab = options.get("num_query_groups", heads), options.get("gated_ffn"), options.get("vocab_size")
-    experts, active = options.get("num_experts", 1), options.get("num_active_experts", 1)
-    p, kv = heads * d, groups * d
-    x = torch.randn(sum(lengths), h, requires_grad=True)
-
-    def weight(*shape):
-        return torch.randn(*shape, requires_grad=True)
-
-    for _ in range(layers):
-        qkv, out = weight(h, p + 2 * kv), weight(p, h)
-        rows = []
-        for part, mask in zip(torch.mm(x, qkv).split(lengths), masks):
-            q, k, v = part.split([p, kv, kv], dim=1)
-            q, k, v = heads_first(q, heads, d), heads_first(k, groups, d), heads_first(v, groups, d)
-            k, v = (each.repeat_interleave(heads // groups, dim=0) for each in (k, v))
-            rows.append(attend(q, k, v, mask, lambda s: s.softmax(-1)).transpose(0, 1).reshape(-1, p))
-        x = torch.mm(torch.cat(rows), out)
-        blocks = []
-        for _ in range(active):  # every token passes `active` blocks
-            up = torch.mm(x, weight(h, ffn))
-            if gated:
-                up = up * torch.mm(x, weight(h, ffn))
-            blocks.append(torch.mm(up, weight(ffn, h)))
-        if experts > 1:
-            blocks.append(torch.mm(x, weight(h, experts)).sum(dim=1, keepdim=True))
-        x = sum(blocks)
-    return x if vocab is None else torch.mm(x, weight(h, vocab))
-
-
-def count(function, *args):
-    """Operations of the forward pass, and of forward and backward together."""
-    with FlopCounterMode(display=False) as forward:
-        out = function(*args)
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
-    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("heads", "d", "value_dim", "concat"), [(3, 5, 5, False), (3, 5, 7, True), (1, 16, 4, False), (4, 4, 12, True)]
-)
+@pytest.mark.parametrize(("d", "value_dim", "concat"), [(5, 5, False), (5, 7, True), (16, 4, False), (4, 12, True)])
 @pytest.mark.parametrize(
     ("causal", "group", "targets", "contextual"),
     [
@@ -204,36 +117,42 @@ def count(function, *args):
         (False, 1, [0, 2, 5, 0], [0, 0, 0, 0]),
     ],
 )
-def test_hstu_operations_are_those_that_are_counted(causal, group, targets, contextual, heads, d, value_dim, concat):
-    h, layers, lengths = 12, 2, [4, 9, 6, 1]  # heads · d is not the hidden size
-    masks = [
-        [kept_keys(query, length, count, causal, group, context=context) for query in range(length)]
-        for length, count, context in zip(lengths, targets, contextual)
-    ]
+def test_hstu_operations_are_those_of_its_products(causal, group, targets, contextual, d, value_dim, concat):
+    """Of generative-recommenders' layers: values of another width than queries, [u, x, y] projected back."""
+    h, heads, layers, expected = 12, 3, 2, []  # heads · d is not the hidden size
+    rows = [4, 9, 6, 1], targets, contextual
+    for length, count, context in zip(*rows):
+        pairs = pairs_by_mask(length, count, causal, group, 10**9, context)
+        products = [(length, h, 2 * heads * (d + value_dim)), (pairs, heads * d, 1), (pairs, heads * value_dim, 1)]
+        products.append((length, heads * value_dim * (3 if concat else 1), h))
+        expected.append(layers * operations(products))
     options = {"causal": causal, "target_group_size": group, "value_dim": value_dim, "concat_ux": concat}
-    workload = int(HSTUAttentionTask(h, heads, d, layers, **options).get_workloads(lengths, targets, contextual).sum())
-    forward, both = count(hstu_layers, lengths, masks, h, heads, d, value_dim, layers, concat)
-    assert workload == forward and training_flops(workload) == both
+    assert HSTUAttentionTask(h, heads, d, layers, **options).get_workloads(*rows).tolist() == expected
+    assert training_flops(expected[0]) == 3 * expected[0]
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"num_query_groups": 2, "gated_ffn": True, "vocab_size": 11},
+        {"num_query_groups": 2, "gated_ffn": True, "vocab_size": 11, "ffn_hidden_size": 18},
         {"num_query_groups": 1, "gated_ffn": True, "num_experts": 5, "num_active_experts": 2},
         {"num_experts": 3, "num_active_experts": 3, "vocab_size": 7},
     ],
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_transformer_operations_are_those_that_are_counted(options, causal):
-    h, heads, d, layers, ffn = 12, 4, 5, 2, 18
-    lengths = [1, 8, 5]
-    masks = [[kept_keys(query, length, 0, causal, 1) for query in range(length)] for length in lengths]
-    task = SelfAttentionTask(h, heads, d, layers, ffn_hidden_size=ffn, causal=causal, **options)
-    forward, both = count(transformer_layers, lengths, masks, h, heads, d, layers, ffn, options)
-    workload = int(task.get_workloads(lengths).sum())
-    assert workload == forward and training_flops(workload) == both
+def test_transformer_operations_are_those_of_its_products(options, causal):
+    h, heads, d, layers, expected = 12, 4, 5, 2, []
+    groups, ffn = options.get("num_query_groups", heads), options.get("ffn_hidden_size", 4 * h)
+    for length in (1, 8, 5):
+        pairs = pairs_by_mask(length, 0, causal, 1)
+        products = [(length, h, (heads + 2 * groups) * d), (pairs, heads * d, 1), (pairs, heads * d, 1)]
+        products.append((length, heads * d, h))
+        products += [(length, h, ffn)] * (3 if options.get("gated_ffn") else 2) * options.get("num_active_experts", 1)
+        products += [(length, h, options["num_experts"])] if "num_experts" in options else []
+        expected.append(layers * operations(products) + operations([(length, h, options.get("vocab_size", 0))]))
+    task = SelfAttentionTask(h, heads, d, layers, causal=causal, **options)
+    assert task.get_workloads([1, 8, 5]).tolist() == expected
 
 
 def test_a_value_dim_that_is_that_of_the_queries_is_none():

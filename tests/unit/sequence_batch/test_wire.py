@@ -1,9 +1,12 @@
-"""A batch as bytes and back: the same batch, in storage of its own, without pickle."""
+"""A batch as bytes and back: the same batch, in storage of its own, without pickle; or an error that names the field.
+
+Also on its way from a worker of a loader.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,19 +14,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
-from tests.helpers.batches.any_batches import KINDS, as_values, dense, nested
+from tests.helpers.batches.any_batches import KINDS, as_values, concat_rows, count_rows, dense, nested, there_and_back
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
-
-
-def there_and_back(*batches, extra=None):
-    buffer = MessageBuffer(0, on_accelerator=False)
-    buffer.append(encode(*batches, extra=extra))
-    return decode(buffer.bytes)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -31,19 +32,21 @@ def there_and_back(*batches, extra=None):
 @given(ids=st.lists(st.integers(0, 30), max_size=6))
 def test_a_batch_arrives_as_it_was(kind, ids):
     batch = KINDS[kind](ids)
-    (result,), extra = there_and_back(batch, extra={"a": (1, None)})
+    buffer = MessageBuffer(0, on_accelerator=False)
+    buffer.append(encode(batch, extra={"a": (1, None)}))
+    (result,), extra = decode(buffer.bytes)
     assert type(result) is type(batch) and as_values(result) == as_values(batch) and extra == {"a": (1, None)}
 
 
 @pytest.mark.parametrize("dtype", [*JAGGED_DTYPES, torch.complex64, torch.float8_e4m3fn])
 def test_every_dtype(dtype):
     tensor = torch.tensor([[0, 1], [1, 0], [1, 1]]).to(dtype)
-    (result,), _ = there_and_back({"x": tensor, "y": tensor[:0], "z": tensor.t()[:, 1:].t()})
+    result = there_and_back({"x": tensor, "y": tensor[:0], "z": tensor.t()[:, 1:].t()})
     assert result["x"].dtype == dtype and torch.equal(result["x"].to(torch.complex64), tensor.to(torch.complex64))
     assert result["y"].shape == (0, 2) and torch.equal(result["z"].to(torch.complex64), tensor[1:].to(torch.complex64))
     if dtype in JAGGED_DTYPES:
         batch = random_batch(3, 5, 4, values_dtype=dtype)
-        (again,), _ = there_and_back(batch)
+        again = there_and_back(batch)
         assert rows_as_values(again, padding=True) == rows_as_values(batch, padding=True)
 
 
@@ -56,7 +59,7 @@ def test_arrays_and_views():
         "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
         "expanded": torch.ones(1, 3).expand(2, 3),
     }
-    (result,), _ = there_and_back(batch)
+    result = there_and_back(batch)
     for name in ("time", "bytes", "swapped", "strided"):
         assert result[name].dtype == batch[name].dtype and result[name].tobytes() == batch[name].tobytes()
     assert torch.equal(result["conjugated"], batch["conjugated"]) and torch.equal(result["expanded"], torch.ones(2, 3))
@@ -116,7 +119,7 @@ def test_what_cannot_be_sent():
     ]:
         with pytest.raises(TypeError, match=message):
             encode(batch)
-    assert type(there_and_back(OrderedDict(x=dense([1])))[0][0]) is OrderedDict
+    assert type(there_and_back(OrderedDict(x=dense([1])))) is OrderedDict
 
 
 def test_a_registered_class_is_found_wherever_it_was_made():
@@ -125,5 +128,139 @@ def test_a_registered_class_is_found_wherever_it_was_made():
     class Registered:
         x: torch.Tensor
 
-    (result,), _ = there_and_back(Registered(dense([1, 2])))
+    result = there_and_back(Registered(dense([1, 2])))
     assert type(result) is Registered and torch.equal(result.x, dense([1, 2]))
+
+
+MASKED = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0], fill_value=1e20)
+
+
+class Celsius(torch.Tensor):
+    """A tensor whose type says what its values are."""
+
+
+class Made(Dataset):
+    """Batches that are made in the worker, by number."""
+
+    def __init__(self, makers):
+        self._makers = makers
+
+    def __getitem__(self, index):
+        return self._makers[index]()
+
+    def __len__(self):
+        return len(self._makers)
+
+
+def loaded(num_workers, *makers):
+    return list(ResumableLoader(Made(makers), BatchOrderSampler(len(makers)), num_workers=num_workers))
+
+
+@pytest.mark.parametrize("function", [count_rows, encode])
+def test_masked_arrays_are_refused(function):
+    for held, kind in ((MASKED, "MaskedArray"), (np.zeros((3, 2)).view(np.matrix), "matrix")):
+        with pytest.raises(TypeError, match=rf"field 'deep\.price' is a {kind}; rows are taken from plain arrays, .*"):
+            function({"deep": {"price": held}})
+    parts = {"price": np.ma.getdata(MASKED), "known": ~np.ma.getmaskarray(MASKED)}
+    assert count_rows(parts) == 3
+
+
+def test_memory_mapped_arrays_are_taken(tmp_path):
+    mapped = np.memmap(tmp_path / "rows.bin", dtype=np.int32, mode="w+", shape=(3, 2))
+    mapped[:] = np.arange(6).reshape(3, 2)
+    assert concat_rows([{"x": mapped}, {"x": mapped}])["x"].sum() == 30
+    assert there_and_back({"x": mapped})["x"].tolist() == mapped.tolist()
+
+
+def make_masked():
+    return {"price": np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0], fill_value=1e20)}
+
+
+def make_leaf():
+    return defaultdict(list, a=torch.ones(2, requires_grad=True))
+
+
+def make_celsius():
+    return {"heat": torch.ones(2).as_subclass(Celsius)}
+
+
+def test_a_worker_gives_what_the_main_process_would():
+    makers = (make_masked, make_leaf, make_celsius)
+    for alone, (masked, leaf, heat) in ((0, loaded(0, *makers)), (1, loaded(1, *makers))):
+        assert masked["price"].mask.tolist() == [False, True, False] and masked["price"].sum() == 4, alone
+        assert leaf["a"].requires_grad and leaf.default_factory is list, alone
+        assert type(heat["heat"]) is Celsius, alone
+
+
+def make_computed():
+    return {"score": torch.ones(2, requires_grad=True) * 2}
+
+
+def make_nameless():
+    return defaultdict(lambda: 1, a=torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_computed, "'score' requires gradients, which end where a tensor leaves its process: pass detach"),
+        (make_nameless, "'the batch itself' is a defaultdict whose factory is <function make_nameless"),
+    ],
+)
+def test_what_no_worker_could_send_is_an_error_and_no_hang(make, message):
+    with pytest.raises(TypeError, match=message):
+        loaded(1, make)
+
+
+class WithState(UserDict):
+    def __init__(self, data=None):
+        super().__init__(data)
+        self.encodings = None
+
+
+class WithArguments(dict):
+    def __init__(self, name):
+        self.name = name
+
+
+def with_attribute(mapping, name, value):
+    setattr(mapping, name, value)
+    return mapping
+
+
+def given(mapping):
+    mapping["a"] = torch.ones(2)
+    return mapping
+
+
+def test_mappings_that_arrive_as_they_were():
+    for factory in (None, list, int, dict):
+        result = there_and_back(defaultdict(factory, a=torch.ones(2), b=(1,)))
+        assert result.default_factory is factory and result["b"] == (1,) and result["a"].tolist() == [1, 1]
+    for batch in (given(WithState()), given(OrderedDict()), given(Counter()), given(UserDict())):
+        result = there_and_back(batch)
+        assert type(result) is type(batch) and result["a"].tolist() == [1, 1]
+    assert there_and_back(given(WithState())).encodings is None
+
+
+class Columns(list):
+    """A list that can have attributes."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": with_attribute(given(WithState()), "encodings", ["e"])}, "'x' is a WithState with the attribute 'enc"),
+        ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra' beside"),
+        ({"x": with_attribute(Columns([torch.ones(2)]), "names", ["a"])}, "'x' is a Columns with the attribute 'na"),
+        ({"x": given(WithArguments("n"))}, "'x' is a WithArguments, which cannot be made without arguments"),
+        ({"x": given(defaultdict(Counter))}, "'x' is a defaultdict whose factory is .*Counter.*; those that can be"),
+        ({"x": torch.ones(2, requires_grad=True)}, "'x' requires gradients"),
+        ({"x": torch.nn.Parameter(torch.ones(2))}, "'x' is a Parameter; it would arrive as a plain tensor: pass one"),
+        ({"x": torch.ones(2).as_subclass(Celsius)}, "'x' is a Celsius; it would arrive as a plain tensor: pass one"),
+        ({"x": JaggedTensor(torch.ones(2, requires_grad=True), lengths=torch.ones(2).long())}, "'x' requires grad"),
+    ],
+)  # fmt: skip
+def test_what_would_arrive_as_something_else_is_refused(batch, message):
+    with pytest.raises(TypeError, match=message):
+        encode(batch)

@@ -24,26 +24,6 @@ def is_sorted(rows) -> bool:
 
 
 @given(sid_sets())
-def test_next_nodes_lead_to_the_valid_sids_and_to_no_others(given_sids):
-    sizes, codes = given_sids
-    trie = SIDTrie(np.array(codes), sizes)
-    found = {(): torch.tensor([0])}
-    for depth, size in enumerate(sizes):
-        following = {}
-        for prefix, node in found.items():
-            (table,) = trie.next_nodes(depth, node)
-            assert table.shape == (size,)
-            following |= {(*prefix, code): table[code : code + 1] for code in range(size) if table[code] >= 0}
-        found = following
-        assert len(found) == trie.num_nodes[depth + 1]
-        # Nodes are numbered in the order of what leads to them.
-        assert [int(node) for _, node in sorted(found.items())] == list(range(len(found)))
-    assert set(found) == set(codes)
-    assert [tuple(sid) for sid in trie.sids.tolist()] == sorted(set(codes))
-    assert trie.num_sids == len(set(codes))
-
-
-@given(sid_sets())
 def test_lookup(given_sids):
     sizes, codes = given_sids
     trie = SIDTrie(np.array(codes), sizes)

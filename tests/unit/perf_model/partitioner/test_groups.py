@@ -51,8 +51,14 @@ def test_a_plan_of_groups_is_that_of_the_merged_rows(rows, ranks, method, data):
     workloads, tokens, groups = rows
     home = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(groups), max_size=len(groups))))
     with_home = data.draw(st.booleans())
-    options = {"method": method, "equal_size": False, "slack": 0.01}
     sums, token_sums, of_row = merged(groups, workloads, tokens)
+    cap = int(token_sums.max() + token_sums.sum() // ranks) + 1  # that LPT keeps
+    options = {
+        "method": method,
+        "equal_size": False,
+        "slack": 0.01,
+        "max_tokens": data.draw(st.sampled_from([None, cap])),
+    }
     where = {"home": home, "tokens": tokens} if with_home else {"tokens": tokens}
     plan = partition(workloads, ranks, groups=groups, **options, **where)
     at_home = {"home": home_of_groups(home, tokens, of_row)} if with_home else {}
@@ -94,16 +100,6 @@ def test_groups_of_one_size_give_equal_counts(rows, ranks):
     counts = np.bincount(plan.assignment, minlength=ranks)
     size = int((groups == groups[0]).sum())
     assert counts.max() - counts.min() in (0, size)
-
-
-@given(rows=grouped_rows(), ranks=st.integers(1, 4))
-def test_a_cap_counts_whole_groups(rows, ranks):
-    workloads, tokens, groups = rows
-    token_sums, of_row = merged(groups, tokens)
-    cap = int(token_sums.max() + token_sums.sum() // ranks) + 1  # that LPT keeps
-    plan = partition(workloads, ranks, tokens=tokens, max_tokens=cap, groups=groups, equal_size=False)
-    assert np.bincount(plan.assignment, tokens, minlength=ranks).max() <= cap
-    assert all(len(set(plan.assignment[of_row == group].tolist())) == 1 for group in range(len(token_sums)))
 
 
 def gathered(workloads, tokens, groups, place, ranks, steps):

@@ -1,17 +1,14 @@
-"""What every plan keeps, whatever the input: each sample once, counts, caps, bounds, and the same plan everywhere."""
+"""Plans: every index once, bounds by counting, ties, caps, and what is accepted. What all plans keep: test_grid.py."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.perf_model.partitioner import Partition, karmarkar_karp, lower_bound, partition
-
-METHODS = ["karmarkar_karp", "lpt", "refined", "snake"]
+from commons.perf_model.partitioner import as_int64_workloads, karmarkar_karp, lower_bound, partition
 
 # Few distinct values, so that ties are common; or anything up to sums near 2^62.
 workload_lists = st.one_of(
@@ -23,35 +20,6 @@ workload_lists = st.one_of(
 part_counts = st.integers(1, 12)
 
 
-def loads_of(workloads: list[int], assignment: np.ndarray, k: int) -> list[int]:
-    loads = [0] * k
-    for workload, part in zip(workloads, assignment.tolist(), strict=True):
-        loads[part] += workload
-    return loads
-
-
-def check(plan: Partition, workloads: list[int], k: int) -> None:
-    assert plan.assignment.dtype == np.int64 and plan.assignment.shape == (len(workloads),)
-    assert plan.loads.dtype == np.int64
-    assert plan.loads.tolist() == loads_of(workloads, plan.assignment, k)
-    assert max(plan.loads) >= plan.lower_bound
-    assert plan.optimality_gap >= 0 and plan.imbalance >= 0
-
-
-def largest_count_difference(assignment: np.ndarray, k: int) -> int:
-    counts = np.bincount(assignment, minlength=k)
-    return int(counts.max() - counts.min())
-
-
-@given(workload_lists, part_counts, st.sampled_from(METHODS), st.booleans())
-def test_every_method_keeps_loads_counts_and_bound(workloads, k, method, equal_size):
-    plan = partition(workloads, k, method=method, equal_size=equal_size)
-    check(plan, workloads, k)
-    assert plan.lower_bound == lower_bound(workloads, k, equal_size)
-    if equal_size or method == "snake":
-        assert largest_count_difference(plan.assignment, k) <= 1
-
-
 @given(workload_lists, part_counts, st.booleans())
 def test_karmarkar_karp_holds_every_index_once(workloads, k, equal_size):
     groups = karmarkar_karp(workloads, k, equal_size)
@@ -59,39 +27,6 @@ def test_karmarkar_karp_holds_every_index_once(workloads, k, equal_size):
     assert sorted(index for group in groups for index in group) == list(range(len(workloads)))
     if equal_size:
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
-
-
-@given(workload_lists, part_counts, st.booleans())
-def test_refined_is_never_above_its_starts(workloads, k, equal_size):
-    refined = partition(workloads, k, equal_size=equal_size)
-    for method in ("karmarkar_karp", "lpt"):
-        assert refined.loads.max() <= partition(workloads, k, method=method, equal_size=equal_size).loads.max()
-
-
-def optimum(workloads: list[int], k: int, equal_size: bool) -> int:
-    """Smallest largest load over all assignments, by trying them all."""
-    n = len(workloads)
-    best = sum(workloads)
-    for assignment in product(range(k), repeat=n):
-        counts = [assignment.count(part) for part in range(k)]
-        if not equal_size or max(counts) - min(counts) <= 1:
-            best = min(best, max(loads_of(workloads, np.array(assignment), k)))
-    return best
-
-
-@given(
-    st.one_of(
-        st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=10), st.just(2)),
-        st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.just(3)),
-    ),
-    st.booleans(),
-)
-def test_bound_and_plan_enclose_the_optimum(case, equal_size):
-    workloads, k = case
-    plan = partition(workloads, k, equal_size=equal_size)
-    best = optimum(workloads, k, equal_size)
-    assert plan.lower_bound <= best <= plan.loads.max()
-    assert plan.loads.max() <= best * (1 + plan.optimality_gap) * (1 + 1e-12)
 
 
 def test_counting_bound_sees_what_the_mean_does_not():
@@ -134,3 +69,134 @@ def test_rows_are_sorted_by_weight_and_then_by_index(rows, largest, zeros):
     dealt = np.empty(rows, np.int64)
     dealt[np.lexsort((np.arange(rows), -workloads))] = np.where(places < 7, places, 13 - places)
     assert partition(workloads, 7, method="snake").assignment.tolist() == dealt.tolist()
+
+
+def test_best_effort_exceeds_the_cap_by_the_token_balanced_plan_at_most():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(5, 1, 128).astype(np.int64)
+    cap = int(lengths.sum()) // 8 - 50
+    plan = partition(lengths**2, 8, tokens=lengths, max_tokens=cap, best_effort=True)
+    by_tokens = partition(lengths, 8)
+    assert np.bincount(plan.assignment, weights=lengths).max() <= by_tokens.loads.max()
+
+
+def test_a_sample_above_the_cap_is_named_or_let_through():
+    arguments = {"tokens": [3, 99, 3, 3], "max_tokens": 50}
+    with pytest.raises(ValueError, match="sample 1 alone has 99 tokens, max_tokens is 50"):
+        partition([1, 1, 1, 1], 2, **arguments)
+    plan = partition([1, 1, 1, 1], 2, best_effort=True, **arguments)
+    assert np.bincount(plan.assignment, arguments["tokens"]).max() == 102
+
+
+def test_a_cap_that_only_the_way_back_home_keeps_is_no_error():
+    values = [3, 5, 11, 13, 15, 17]  # without a home, swaps get to 33 tokens
+    plan = partition(values, 2, equal_size=False, tokens=values, max_tokens=32, home=[0, 0, 0, 0, 0, 1])
+    assert plan.loads.tolist() == [32, 32]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3, 1, 2],
+        (3, 1, 2),
+        range(3, 0, -1),
+        [3.0, 1.0, 2.0],
+        np.array([3, 1, 2], np.int32),
+        np.array([3, 1, 2], np.uint8),
+        np.array([3, 1, 2], np.uint64),
+        np.array([3.0, 1.0, 2.0], np.float16),
+        np.array([9, 3, 9, 1, 9, 2])[1::2],
+        torch.tensor([3, 1, 2]),
+        torch.tensor([3, 1, 2], dtype=torch.int32),
+        torch.tensor([3, 1, 2], dtype=torch.uint8),
+        torch.tensor([3.0, 1.0, 2.0], dtype=torch.bfloat16),
+        torch.tensor([3.0, 1.0, 2.0], requires_grad=True),
+    ],
+    ids=lambda values: f"{type(values).__name__}-{getattr(values, 'dtype', '')}",
+)
+def test_lists_arrays_and_tensors_of_integers_become_int64(values):
+    array = as_int64_workloads(values)
+    assert array.dtype == np.int64 and array.flags.c_contiguous
+    assert array.tolist() == list(values) or array.tolist() == [3, 1, 2]
+    assert partition(values, 2).loads.max() == 3
+
+
+def test_an_int64_array_is_not_copied():
+    array = np.arange(5)
+    assert np.shares_memory(as_int64_workloads(array), array)
+
+
+def test_values_up_to_the_limit_are_exact():
+    assert partition([2**61, 2**61 - 1], 1).loads.tolist() == [2**62 - 1]
+    home = partition([2**61, 2**61 - 1], 2, home=[0, 0], slack=1.0)  # a load of twice as much would do
+    assert sorted(home.loads.tolist()) == [2**61 - 1, 2**61]
+    assert partition([2**53 + 1, 2**53 + 3], 2).loads.max() == 2**53 + 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2, -3], r"workloads\[2\] is -3; values must be non-negative integers"),
+        (np.array([1, -1], np.int8), r"workloads\[1\] is -1; values must be non-negative"),
+        ([1.0, float("nan")], r"workloads\[1\] is nan; values must be non-negative integers"),
+        ([float("inf"), 1.0], r"workloads\[0\] is inf; values must be non-negative integers"),
+        ([1.0, 2.5], r"workloads\[1\] is 2.5; values must be non-negative integers"),
+        (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
+        ([1, 2**63], r"workloads\[1\] is 9.223372036854776e\+18; values must be at most 9223372036854775807"),
+        ([1, 2**70], r"workloads\[1\] is 1180591620717411303424; values must be at most"),
+        ([1.0, 1e300], r"workloads\[1\] is 1e\+300; values must be at most"),
+        ([2**61, 2**61], r"the sum of workloads is 4611686018427387904; it must be below 2\^62, .*: scale"),
+        (np.full(5, 2**62), r"the sum of workloads is 23058430092136939520; it must be below"),
+        ([[1, 2], [3, 4]], r"workloads has shape \(2, 2\); one value per row is needed: flatten"),
+        (7, r"workloads has shape \(\); one value per row"),
+        ([[1, 2], [3]], r"workloads is no one-dimensional list of integers"),
+        (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
+        ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
+        (torch.empty(3, device="meta"), r"workloads is on meta; the planner works on the CPU: pass workloads.cpu\(\)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "function", [lambda w: partition(w, 2), lambda w: karmarkar_karp(w, 2, True), lambda w: lower_bound(w, 2)]
+)
+def test_bad_workloads(function, values, message):
+    with pytest.raises(ValueError, match=message) as error:
+        function(values)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"k_partitions": 0}, "k_partitions is 0; it must be an integer of at least 1"),
+        ({"k_partitions": -2}, "k_partitions is -2; it must be an integer of at least 1"),
+        ({"k_partitions": 2.5}, "k_partitions is 2.5; it must be an integer"),
+        ({"method": "greedy"}, "method is 'greedy'; it must be one of karmarkar_karp, lpt, refined, snake"),
+        ({"tokens": [1, 2]}, "tokens has 2 entries, there are 3 rows; one per row is needed"),
+        ({"tokens": [1, 2, -1]}, r"tokens\[2\] is -1"),
+        ({"tokens": [1, 2, 3], "max_tokens": 0}, "max_tokens is 0; it must be an integer of at least 1"),
+        ({"max_tokens": 5}, "max_tokens is 5, tokens is None; a cap needs the tokens of each row"),
+        ({"tokens": [1, 2, 9], "max_tokens": 5}, "sample 2 alone has 9 tokens, max_tokens is 5"),
+        ({"tokens": [6, 6, 6], "max_tokens": 10}, "the best plan found holds 12 tokens in one partition, 2 more"),
+        ({"home": [0, 1]}, "home has 2 entries, there are 3 rows"),
+        ({"home": [0, 1, 2]}, r"home\[2\] is 2; a home is a partition in \[0, 2\)"),
+        ({"home": [0, -1, 1]}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
+        ({"home": np.array([0, -1, 1], np.int32)}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0; it must be an integer of at least 1"),
+        ({"slack": -0.1}, "slack is -0.1; it must be at least 0 and at most 1"),
+        ({"slack": float("nan")}, "slack is nan; it must be at least 0 and at most 1"),
+        ({"slack": 1.01}, "slack is 1.01; it must be at least 0 and at most 1"),
+        ({"slack": "much"}, "slack is 'much'; it must be a number"),
+    ],
+)
+def test_bad_arguments(keywords, message):
+    arguments = {"workloads": [3, 2, 1], "k_partitions": 2, **keywords}
+    with pytest.raises(ValueError, match=message) as error:
+        partition(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_are_checked_without_rows_too():
+    with pytest.raises(ValueError, match="method is 'greedy'"):
+        partition([], 2, method="greedy")
+    with pytest.raises(ValueError, match="home has 1 entries, there are 0 rows"):
+        partition([], 2, home=[0])

@@ -1,0 +1,300 @@
+"""What some ranks pass or call wrongly is raised on all of them, by every call that deals out rows; the next one works.
+
+Mistakes of `SingleRankLoader`: test_loader.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
+from commons.micro_batching import MicroBatchSpec, pack_micro_batches
+from tests.helpers.batches.any_batches import dense
+from tests.helpers.ranks.faults import error_of
+
+ONE_TO_THREE = {"batch": {"a": dense([1, 2, 3]), "meta": "same"}, "workloads": [1, 2, 30]}
+NOTHING = {"batch": None, "workloads": None}
+
+
+def scatter(**changes):
+    """Of rank 0."""
+    rows = {"batch": {"a": dense([1, 2, 3, 4])}, "workloads": [1, 2, 3, 4]}
+    arguments = (NOTHING if dist.get_rank() else rows) | changes
+    return scatter_balanced(arguments.pop("batch"), arguments.pop("workloads"), **arguments)
+
+
+def redistribute(**changes):
+    return redistribute_balanced(**ONE_TO_THREE | changes)
+
+
+def pack(lengths=([1, 2, 3], [10, 9]), spec=MicroBatchSpec(), batch=torch.arange, **options):  # noqa: B008
+    """Several micro-batches of each rank's own rows."""
+    own = lengths[dist.get_rank()]
+    return pack_micro_batches(None if own is None else {"id": batch(len(own))}, spec, own, **options)
+
+
+def pack_jointly(**changes):
+    return pack(**{"joint": True} | changes)
+
+
+def budget(number, **options):
+    return {"spec": MicroBatchSpec(max_tokens_per_mb=number, **options)}
+
+
+def gather_back(rows=2, width=1, **options):
+    return scatter().gather_back(torch.zeros(rows, width), **options)
+
+
+def scatter_more(rows, everywhere):
+    return scatter().scatter_more(torch.zeros(rows) if everywhere or dist.get_rank() == 0 else None)
+
+
+def send_home(left_out=0, requires_grad=False):
+    moved = redistribute()
+    return moved.send_home(torch.ones(len(moved.indices) - left_out, requires_grad=requires_grad))
+
+
+def send_micro_batches_home(left_out):
+    micro_batches = pack_jointly(spec=MicroBatchSpec(n_mbs=2))
+    return micro_batches.send_home([each["id"] for each in micro_batches][left_out:])
+
+
+def texts(lengths, label):
+    """Padded to the longest, where labels have a value of the caller's."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    batch = {"mask": mask, "ids": mask.long() * 3, "labels": torch.where(mask, 5, label)}
+    return {"batch": batch, "workloads": lengths, "trim": Trim("mask")}
+
+
+def jagged_with_gradients(rank):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, requires_grad=True)
+
+
+MICRO = MicroBatchSpec(packing_algorithm="kk")
+# By call what a rank passes to it otherwise than it should, and the error of all ranks, which is a ValueError mostly.
+MISTAKES = {
+    scatter: [
+        (
+            lambda rank: {} if rank else {"batch": {"a": dense([])[:0]}, "workloads": []},
+            "rank 0: the batch has 0 rows that are no padding; at least one is needed",
+        ),
+        (lambda rank: NOTHING, "rank 0: this rank is the source and passes no batch and no workloads"),
+        (lambda rank: ONE_TO_THREE, "rank 1: this rank passes batch and workloads, the source is rank"),
+        (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same"),
+        (lambda rank: {"pad": rank == 0}, "pad is True on rank 0 and False on rank 1 in scatter_bal"),
+        (lambda rank: {"trim": Trim("ab"[rank])}, "trim is [\"Trim(mask='a', lengths=None"),
+        (lambda rank: {"src": 9}, "rank 0: src is 9, the group has 2 ranks; "),
+        (
+            lambda rank: {"trim": Trim("mask")},
+            "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a'",
+        ),
+        (
+            lambda rank: {"equal_size": np.bool_(True)},
+            "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON",
+        ),
+    ],
+    gather_back: [
+        (
+            lambda rank: {"rows": 2 - rank},
+            "rank 1: results of the share have 1 rows, the share has 2; there is a row per row",
+        ),
+        (
+            lambda rank: {"width": 1 + rank},
+            "rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 [1] and tensor",
+        ),
+        (lambda rank: {"to_all": rank == 0}, "to_all is True on rank 0 and False on rank 1 in gather_back"),
+    ],
+    scatter_more: [
+        (
+            lambda rank: {"rows": 5, "everywhere": False},
+            "rank 0: the batch has 5 rows, 4 were dealt; more of the same rows has a row for each",
+        ),
+        (lambda rank: {"rows": 4, "everywhere": True}, "rank 1: this rank passes batch, the source is rank 0"),
+    ],
+    redistribute: [
+        (lambda rank: NOTHING, "the batch has 0 rows that are no padding; at least one is needed"),
+        (
+            lambda rank: {"batch": {"a": dense([1])}, "workloads": [1]} if rank else NOTHING,
+            "the number of rows is 1, that of parts (chunks or ranks) is 2; every part needs one: use",
+        ),
+        (
+            lambda rank: {"batch": {"a": dense([1, 2, 3]).int(), "meta": "same"}} if rank else {},
+            "the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; rows",
+        ),
+        (
+            lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
+            "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
+        ),
+        (
+            lambda rank: {"workloads": None} if rank else {},
+            "rank 1: workloads is None, the batch has 3 rows; one per row is needed",
+        ),
+        (lambda rank: {"batch": None} if rank else {}, "rank 1: batch is None and there are 3 workloads"),
+        (
+            lambda rank: {"equal_size": rank == 0},
+            "equal_size is True on rank 0 and False on rank 1 in redistribute_balanced",
+        ),
+        (
+            lambda rank: {"groups": [1, 2, 3]} if rank else {},
+            "the batches of ranks 0 and 1 differ: 'groups': absent and given; rows can be mixed",
+        ),
+        (
+            lambda rank: {"groups": [1, 1, 1]},
+            "the number of groups is 1, that of parts (chunks or ranks) is 2; every part needs one",
+        ),
+        (lambda rank: {"groups": [rank, 2 + rank, 2 + rank]}, "equal_size is True; "),
+        (lambda rank: {"slack": -1}, "rank 0: slack is -1; it must be at least 0 and at most 1"),
+        (
+            lambda rank: {"batch": {"mask": torch.ones(3, 4)}, "trim": Trim("mask", side="both")},
+            "rank 0: sequences of 'mask' are padded on both sides; rows of different",
+        ),
+        (
+            lambda rank: texts([5, 2], -100 * rank),
+            "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and 1; ",
+        ),
+        (
+            lambda rank: texts([5 + 4 * rank] * (3 - 2 * rank), -100),
+            "no row has padding in 'ids', 'labels', and rows 5 to 9 wide need it; ",
+        ),
+        (
+            lambda rank: {"batch": {"x": jagged_with_gradients(rank), "y": torch.ones(2)}, "workloads": [1, 2]},
+            "rank 0: field 'x' requires grad and is jagged; gradients follow rows of dense tensors: pass",
+        ),
+    ],
+    send_home: [
+        (lambda rank: {"left_out": rank}, "rank 1: results of the batch have "),
+        (lambda rank: {"requires_grad": rank == 0}, "gradients"),
+    ],
+    pack_jointly: [
+        (lambda rank: {"joint": rank == 1}, "joint is False on rank 0 and True on rank 1 in pack_micro_batches"),
+        (lambda rank: {"joint": "yes"}, "joint is 'yes'; it is True or False: choose one"),
+        (lambda rank: {"joint": False, "trim": Trim("mask")}, "trim is given and joint is False"),
+        (lambda rank: {"trim": Trim("mask")} if rank else {}, "trim is 'None' on rank 0 and \"Trim(mask='mask'"),
+        (lambda rank: budget(20 + rank), "max_tokens_per_mb is 20 on rank 0 and 21 on rank 1"),
+        (lambda rank: budget(8), "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
+        (lambda rank: {} if rank else {"groups": [1, 1, 2]}, "ranks 0 and 1 differ: 'groups': given and absent; rows"),
+        (
+            lambda rank: {"spec": MicroBatchSpec(granularity=2), "lengths": [[1, 2], [10, 9]], "groups": [1, 2]},
+            "groups are given and granularity is 2; both say which rows stay together: leave granularity at 1",
+        ),
+        (
+            lambda rank: budget(11) | {"groups": [6, 7] if rank else [5, 6, 7]},
+            "rows 1 and 3 have 12 tokens together, rows 2 and 4 have 12 tokens together, max_tokens_per_mb is 11",
+        ),
+        (lambda rank: {"lengths": [None, None]}, "no rank has a row"),
+        (
+            lambda rank: {"lengths": [[1], None]} | ({"workloads": [3]} if rank else {}),
+            "batch is None and there are 1 workloads",
+        ),
+        (
+            lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
+            "the batches of ranks 0 and 1 differ: 'workloads': given and absent; rows",
+        ),
+        (lambda rank: {} if rank else {"workloads": [1, 2, 3]}, "workloads are given and packing_algorithm is 'ffd'"),
+        (
+            lambda rank: {"batch": lambda rows: torch.arange(rows, dtype=torch.int32)} if rank else {},
+            "ranks 0 and 1 differ: field 'id': tensor int64 [] and tensor int32 []",
+        ),
+    ],
+    send_micro_batches_home: [
+        (
+            lambda rank: {"left_out": rank},
+            "rank 1: there are 1 results for 2 micro-batches; each has one: pass them in order",
+        ),
+    ],
+    pack: [
+        (
+            lambda rank: budget(31) | {"lengths": [[1, 2, 3], [3, 40, 2]]},
+            "rank 1: row 1 has 40 tokens, max_tokens_per_mb is 31",
+        ),
+        (lambda rank: {"lengths": [[1, 2, 3], [1.5, 2]]}, "rank 1: lengths[0] is 1.5"),
+        (lambda rank: budget(31, n_mbs=1 + rank), "n_mbs is 1 on rank 0 and 2 on rank 1 in pack_micro_batches;"),
+        # The difference is told rather than what follows from it: here n_mbs above the rows of its rank.
+        (lambda rank: budget(31, n_mbs=1 + 98 * rank), "all ranks pass the same"),
+        (
+            lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
+            "workloads given is True on rank 0 and False on rank 1",
+        ),
+        (lambda rank: {"spec": None} if rank else {}, "spec is 'MicroBatchSpec' on rank 0 and 'NoneType' on rank 1"),
+    ],
+}
+
+
+def _every_mistake():
+    found = []
+    for call, mistakes in MISTAKES.items():
+        for change, _ in mistakes:
+            found.append(error_of(call, **change(dist.get_rank())))
+            for right in (scatter, redistribute, pack_jointly):
+                right()
+    return found
+
+
+def test_a_mistake_is_raised_on_every_rank(two_ranks):
+    expected = [said for mistakes in MISTAKES.values() for _, said in mistakes]
+    for found in two_ranks.run(_every_mistake, timeout=120):
+        for error, said in zip(found, expected, strict=True):
+            assert error.startswith(said if "Error: " in said else "ValueError: "), (error, said)
+            assert said in error and "\n" not in error, (error, said)
+
+
+CALLS = [
+    "redistribute_balanced",
+    "pack_micro_batches",
+    "pack_micro_batches, joint",
+    "scatter_balanced",
+    "SingleRankLoader",
+    "send_home",
+    "gather_back",
+    "scatter_more",
+]
+# A call of one name with another option is told as the option.
+PAIRS = [pair for pair in itertools.combinations(CALLS, 2) if len({name.split(",")[0] for name in pair}) == 2]
+
+
+def make_call(name, moved, share):
+    batch = {"x": torch.arange(4)}
+    if name == "redistribute_balanced":
+        redistribute_balanced(batch, [1, 2, 3, 4])
+    elif name.startswith("pack_micro_batches"):
+        pack_micro_batches(batch, MicroBatchSpec(n_mbs=2), [1, 2, 3, 4], joint=name.endswith("joint"))
+    elif name == "scatter_balanced":
+        of_source = dist.get_rank() == 0
+        scatter_balanced(batch if of_source else None, [1] * 4 if of_source else None)
+    elif name == "SingleRankLoader":
+        SingleRankLoader([batch]).close()
+    elif name == "send_home":
+        moved.send_home(moved.batch)
+    elif name == "gather_back":
+        share.gather_back(share.batch)
+    else:
+        share.scatter_more(batch if dist.get_rank() == 0 else None)
+
+
+def call_differently(pairs):
+    """What every pair ends in; the calls after it are made together and go well."""
+    rank, errors = dist.get_rank(), []
+    for first, second in pairs:
+        batch = {"x": torch.arange(4) + rank}
+        moved = redistribute_balanced(batch, [1 + 20 * rank] * 4)
+        share = scatter_balanced(*((batch, [1] * 4) if rank == 0 else (None, None)))
+        try:
+            make_call(second if rank == 1 else first, moved, share)
+        except ValueError as error:
+            errors.append(str(error))
+        assert torch.equal(moved.send_home(moved.batch)["x"], batch["x"])
+    return errors
+
+
+def test_every_pair_of_calls(ranks):
+    others = "rank 0 calls" if ranks.world_size == 2 else "ranks 0, 2, 3 call"
+    expected = [
+        f"{others} {first.split(',')[0]} and rank 1 calls {second.split(',')[0]}; all ranks make the same calls in "
+        "the same order: correct the program"
+        for first, second in PAIRS
+    ]
+    assert ranks.run(call_differently, PAIRS, timeout=120) == [expected] * ranks.world_size
