@@ -196,8 +196,11 @@ def _count_events(path: Path, column: str) -> np.ndarray:
     return found["events"].astype(np.int64)
 
 
-def _open(path: Path) -> tuple[duckdb.DuckDBPyRelation, bool]:
-    """The rows of a file, or of a folder of parquet files as data sets are written; and whether columns have names."""
+def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRelation, bool]:
+    """The rows of a file, or of a folder of parquet files as data sets are written; and whether columns have names.
+
+    With places, rows of parquet files have two columns more: `filename`, and `file_row_number`, counted from 0.
+    """
     database, files = duckdb.connect(config={"autoinstall_known_extensions": False}), [str(path)]
     if path.is_dir():  # without what begins with a dot or an underscore, such as vocabularies beside
         found = [(file, file.relative_to(path).parts) for file in sorted(path.rglob("*.parquet")) if file.is_file()]
@@ -210,7 +213,7 @@ def _open(path: Path) -> tuple[duckdb.DuckDBPyRelation, bool]:
         raise ValueError(f"{path} is none of {', '.join(_TYPES)} and no folder of parquet files: {remedy}")
     with _readable(path):
         if kind == ".parquet":
-            return database.read_parquet(files), True
+            return database.read_parquet(files, filename=with_places, file_row_number=with_places), True
         if kind == ".npy":
             return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)})), False
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -288,7 +291,9 @@ def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndar
     wrong = ~((numbers >= 0) & (np.trunc(numbers) == numbers) & (numbers <= _MOST))
     if wrong.any():
         row = int(wrong.argmax())
-        of_files = ", filename, file_row_number + 1" if path.is_dir() else ""
+        of_files = ""
+        if path.is_dir():
+            (rows, _), of_files = _open(path, with_places=True), ", filename, file_row_number + 1"
         value, *place = rows.project(sql_name(name) + of_files).limit(1, offset=row).fetchall()[0]
         path, number = place or (path, row + 1)
         shown = "no value" if value is None else repr(value)[:42]
