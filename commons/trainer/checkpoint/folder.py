@@ -60,13 +60,13 @@ def make_empty(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def digests_of(folder: Path, names: Iterable[str], *, rank: int, ranks: int) -> dict[str, str]:
-    """Digests (BLAKE2b, hexadecimal) by name of the files that are a rank's to read; about a second per GB.
+def digests_of(folder: Path, names: Iterable[str] | None = None, *, rank: int, ranks: int) -> dict[str, str]:
+    """Digests (BLAKE2b, hexadecimal) by name of the files, all or `names`, that are a rank's to read; a second per GB.
 
     Every file has one rank that reads it: the one that wrote it where there are as many ranks, and some rank elsewhere.
     """
     digests = {}
-    for name in names:
+    for name in [file.name for file in folder.iterdir()] if names is None else names:
         written_by = re.match(r"__(\d+)_", name)  # torch's name of a rank's file
         if (int(written_by[1]) if written_by else 0) % ranks == rank:
             digest, block = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(_BLOCK_BYTES))
@@ -77,17 +77,14 @@ def digests_of(folder: Path, names: Iterable[str], *, rank: int, ranks: int) -> 
     return digests
 
 
-def complete_checkpoint(
-    unfinished: Path, final: Path, state: Mapping[str, Any], keep: int, digests: Mapping[str, str]
-) -> None:
+def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
     """Write the state file, give the folder its name, remove what is too old.
 
     Args:
         unfinished: has all other files.
         final: its name from now on.
-        state: JSON-ready, besides version and sizes of files.
+        state: JSON-ready, besides version and sizes of files; with the digest of every file by name, "digests".
         keep: checkpoints to keep, this one included; those of later steps do not count.
-        digests: of every file, by name.
 
     Raises:
         OSError: a file is missing or cannot be written.
@@ -100,7 +97,7 @@ def complete_checkpoint(
             f"{missing[0]} (and {len(missing) - 1} more) is not on rank 0's disk; all ranks write into one folder, on "
             "a disk that they share"
         )
-    content = {"version": FORMAT_VERSION, **state, "files": sizes, "digests": dict(digests)}
+    content = {"version": FORMAT_VERSION, **state, "files": sizes}
     content = json.loads(json.dumps(content))  # as it will be read: tuples become lists, keys strings
     content["digest"] = _digest_of_state(content)
     with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:

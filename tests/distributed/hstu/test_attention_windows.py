@@ -65,7 +65,7 @@ def dimensions():
     flags = [*TINY, "--model.max-attn-len", "5", "--trainer.enable-balanced-shuffler"]
     recipe = HSTURecipe(load_config(TrainConfig, flags), torch.device("cpu"))
     with contextlib.closing(recipe.build_shuffler(balances=True)) as shuffler:
-        return shuffler.task == recipe.task, shuffler.task.max_attn_len, recipe.objective.config.hstu.max_attn_len
+        return shuffler.task == recipe.task, shuffler.task.max_attn_len, recipe.model_config.hstu.max_attn_len
 
 
 def test_model_and_shuffler_have_the_window_of_the_config(two_ranks):

@@ -15,8 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, layer
-from hstu.objectives import OBJECTIVES
-from hstu.recipe import require_device, weights_of
+from hstu.recipe import HSTURecipe, require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.models.hstu_models import (
     CONFIG,
@@ -206,7 +205,7 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
     tables = {"movie_id": 9, "rating": 6, "age": 7, "zip": 8}
     names = {"item_feature_name": "movie_id", "contextual_feature_names": ("age", "zip")}
     data = SimpleNamespace(vocabulary_sizes=tables, max_sequence_length=30, **names)
-    made = OBJECTIVES["retrieval"](config.model, config.dataset, data).config
+    made = HSTURecipe(config, torch.device("cpu")).config_on(data)
     assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
     assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)

@@ -27,8 +27,8 @@ def save(folder, step, keep=9):
     unfinished = unfinished_path(final)
     make_empty(unfinished)
     dcp.save({"x": torch.arange(step)}, checkpoint_id=unfinished, no_dist=True)
-    digests = digests_of(unfinished, (file.name for file in unfinished.iterdir()), rank=0, ranks=1)
-    complete_checkpoint(unfinished, final, {"progress": {"step": step}}, keep, digests)
+    digests = digests_of(unfinished, rank=0, ranks=1)
+    complete_checkpoint(unfinished, final, {"progress": {"step": step}, "digests": digests}, keep)
     return final
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     dcp.save({"x": torch.arange(3)}, checkpoint_id=unfinished_path(final), no_dist=True)
     next(unfinished_path(final).glob("*.distcp")).unlink()
     with pytest.raises(OSError, match=r"__0_0\.distcp .* is not on rank 0's disk; all ranks write into one folder"):
-        complete_checkpoint(unfinished_path(final), final, {}, 3, {})
+        complete_checkpoint(unfinished_path(final), final, {}, 3)
     assert steps(tmp_path) == []
 
 
