@@ -28,9 +28,9 @@ from commons.trainer.recipe import Recipe
 from hstu.batch_shuffler import workload_lengths
 from hstu.metrics import RankingMetrics, count_items
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
-from hstu.model.config import COMPUTE_DTYPES
+from hstu.model.config import COMPUTE_DTYPES, RetrievalOptions
 from hstu.model.layer import HSTUEncoder
-from hstu.model.triton_launch import resolve_backend
+from hstu.model.triton_launch import uses_triton
 from hstu.negatives import NegativeSampling, sample_negatives, with_negatives
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import Sharding, build_distributed_model
@@ -47,7 +47,7 @@ class HSTURecipe(Recipe):
     config: TrainConfig
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        super().__init__(replace(config, model=config.model.on(device)), device)
+        super().__init__(config, device)
         self.compute_dtype = COMPUTE_DTYPES[config.model.compute_dtype]
         if config.model.compute_dtype == "fp16":
             self.loss_scaler = torch.amp.GradScaler(device.type)
@@ -112,7 +112,7 @@ class HSTURecipe(Recipe):
             "embedding_dims": model.table_widths(names.item_feature_name, names.contextual_feature_names),
         }
         if self.config.task == "retrieval":
-            own = same_fields(RetrievalConfig, model)
+            own = same_fields(RetrievalOptions, model)
             return RetrievalConfig(item_feature_name=names.item_feature_name, **own, **shared)
         if data.num_tasks == 0:
             raise ValueError(
@@ -260,7 +260,7 @@ def require_device(model: ModelArgs, device: torch.device) -> None:
     """Raise ValueError where the model needs something that this device does not have."""
     if model.compile is True and device.type != "cuda":
         raise ValueError(f"compile is True and the device is {device.type!r}; it is made for CUDA: unset it")
-    resolve_backend(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
+    uses_triton(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
 
 
 def weights_of(config: RankingConfig | RetrievalConfig) -> dict[str, Any]:

@@ -175,7 +175,8 @@ class RetrievalMetrics:
         if self._rows is None:
             table = self._table()
             if isinstance(table, ShardedTensor):
-                self._rows = [_rows_of_shard(shard, table.size(1)) for shard in table.local_shards()]
+                shards = table.local_shards()
+                self._rows = [TableRows(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
             else:  # whole on every rank: each scores a part
                 rank, world_size = 0, 1
                 if self._group is not None:
@@ -219,13 +220,3 @@ def _gain(metric: TopKMetric, ranks: torch.Tensor) -> torch.Tensor:
     if metric.kind == "NDCG":
         gains = 1 / (1 + ranks.double()).log2()
     return gains * (ranks <= metric.top_k)
-
-
-def _rows_of_shard(shard: Any, width: int) -> TableRows:
-    first, first_column = shard.metadata.shard_offsets
-    if first_column or shard.tensor.shape[1] != width:
-        raise ValueError(
-            f"a shard of the items' table has {shard.tensor.shape[1]} of {width} columns; items are scored by whole "
-            "rows: shard the table 'table_wise' or 'row_wise'"
-        )
-    return TableRows(first, shard.tensor.detach())

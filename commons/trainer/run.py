@@ -146,11 +146,8 @@ def _goes_on(folder: Path, args: TrainerArgs) -> bool:
 
 def _remove_run(folder: Path) -> None:
     """Remove what a run writes, and nothing else."""
-    scalars = folder / TENSORBOARD_FOLDER
     patterns = [LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"]
-    # What a link leads to is not the run's alone.
-    patterns.append(scalars.name if scalars.is_symlink() else f"{scalars.name}/events.out.tfevents.*")
-    for pattern in patterns:
+    for pattern in (*patterns, f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"):
         for path in folder.glob(pattern):
             path.unlink()
 

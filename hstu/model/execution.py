@@ -19,7 +19,7 @@ from commons.trainer.ranks.collectives import gather_texts
 from hstu.model.config import COMPUTE_DTYPES, HSTUConfig
 from hstu.model.triton_agreement import disagreement, error_in_words, slowness
 from hstu.model.triton_blocks import Blocks
-from hstu.model.triton_launch import LayerKind, choose_blocks, resolve_backend, use_blocks, why_not
+from hstu.model.triton_launch import LayerKind, choose_blocks, use_blocks, uses_triton, why_not
 from hstu.model.triton_plan import compiled_group_size, launched_window
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _warn_once(message: str) -> None:
 def _chooses_triton(config: HSTUConfig, dtype: torch.dtype, ranks: _Ranks, *, pretended: bool) -> bool:
     backend, kind = config.execution.kernel_backend, _kind_of(config, dtype)
     if backend == "pytorch" or ranks.device.type != "cuda" or pretended:
-        return resolve_backend(backend, ranks.device, dtype, kind.head_dim) == "triton"
+        return uses_triton(backend, ranks.device, dtype, kind.head_dim)
     reason = ranks.first_problem(_triton_problem(ranks, kind, compares=backend == "auto"))
     if reason is not None and backend == "triton":
         raise ValueError(f"kernel_backend is 'triton' and {reason}; choose 'pytorch'")
@@ -161,8 +161,9 @@ def _measure(device: torch.device, kind: LayerKind, compares: bool) -> dict[str,
 
 
 def _chooses_compile(config: HSTUConfig, ranks: _Ranks, *, pretended: bool) -> bool:
-    if not config.execution.compile or pretended:
-        return config.execution.compile
+    compiles = ranks.device.type == "cuda" if config.execution.compile is None else config.execution.compile
+    if not compiles or pretended:
+        return compiles
     reason = ranks.first_problem(compile_problem(ranks.device))
     if reason is not None:
         ranks.warn(

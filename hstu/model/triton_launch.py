@@ -13,7 +13,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,29 +78,16 @@ class Inputs(NamedTuple):
     origin: int  # the column of distance 0 in `position`
 
 
-def resolve_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> Literal["pytorch", "triton"]:
-    """Who computes the attention on this device: "triton" or "pytorch".
-
-    Args:
-        backend: what is asked for; "auto" takes Triton wherever it can compute such layers.
-        device: where the layers are.
-        dtype: of queries.
-        head_dim: width of a head.
+def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether Triton computes the attention of such layers on this device: with "auto" wherever it can.
 
     Raises:
-        ValueError: Triton is asked for and cannot compute them; the reason and the remedy are named.
-
+        ValueError: `backend` is "triton" and it cannot compute them; the reason and the remedy are named.
     """
-    if backend == "pytorch":
-        return "pytorch"
-    reason = why_not(device, dtype, head_dim)
-    if reason is None:
-        return "triton"
-    if backend == "auto":
-        return "pytorch"
-    raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
+    reason = None if backend == "pytorch" else why_not(device, dtype, head_dim)
+    if reason is not None and backend == "triton":
+        raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
+    return backend != "pytorch" and reason is None
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, layer
+from hstu.model.execution import choose_execution
 from hstu.recipe import HSTURecipe, require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.models.hstu_models import (
@@ -137,9 +138,9 @@ def test_execution_settings_are_checked(change, message):
     [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True)],
 )
 def test_on_cuda_the_layers_are_compiled_unless_told_otherwise(asked, device, compiles):
-    args = ModelArgs(compile=asked).on(torch.device(device))
-    assert args.hstu_config(9).execution.compile is compiles
-    require_device(ModelArgs(compile=asked, kernel_backend="pytorch"), torch.device(device))
+    args = ModelArgs(compile=asked, kernel_backend="pytorch")
+    assert choose_execution(args.hstu_config(9), torch.device(device)).compiles is compiles
+    require_device(args, torch.device(device))
 
 
 # ------------------------------------------------------------------------------------------------------------ times
