@@ -25,7 +25,6 @@ from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
-from hstu.batch_shuffler import workload_lengths
 from hstu.metrics import RankingMetrics, count_items
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
 from hstu.model.config import COMPUTE_DTYPES, RetrievalOptions
@@ -60,8 +59,9 @@ class HSTURecipe(Recipe):
     def row_tokens(self, batch: HSTUBatch) -> RowTokens:
         """Tokens of every real row and, among them, candidates and what sees all of the history."""
         rows = real_rows(batch)
-        seqlen, targets, contextual = workload_lengths(batch, contextual_mask=self.config.model.contextual_mask)
-        return RowTokens(seqlen[:rows], targets[:rows], None if contextual is None else contextual[:rows])
+        seqlen, targets = batch.sequence_lengths()
+        contextual = batch.contextual_lengths()[:rows] if self.config.model.contextual_mask else None
+        return RowTokens(seqlen[:rows], targets[:rows], contextual)
 
     def num_tokens(self, batch: HSTUBatch) -> int:
         """Tokens that the model computes; what comes with a row besides them does not count."""
@@ -106,7 +106,7 @@ class HSTURecipe(Recipe):
             ValueError: the data do not fit the model.
         """
         model, names = self.config.model, _feature_names(data)
-        shared = {
+        shared: dict[str, Any] = {
             "hstu": model.hstu_config(data.max_sequence_length),
             "embedding_tables": tables or data.vocabulary_sizes,
             "embedding_dims": model.table_widths(names.item_feature_name, names.contextual_feature_names),

@@ -71,7 +71,6 @@ class RetrievalMetrics:
         temperature: by which cosines are divided in the loss.
         popularity: numbers `(num_items,)`; with them every metric is also computed for scores that are these numbers.
         device: of this rank.
-        pg_group: ranks whose users are judged together, and that hold the table; the shuffler's default if not given.
 
     Raises:
         ValueError: an unknown metric, one that looks at more items than there are, or no such table.
@@ -86,13 +85,12 @@ class RetrievalMetrics:
         temperature: float,
         popularity: torch.Tensor | None = None,
         device: torch.device | None = None,
-        pg_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._item_feature_name = item_feature_name
         self._temperature = temperature
         self._device = device or torch.device("cpu")
-        self._group = resolve_process_group(pg_group)
+        self._group = resolve_process_group()
         self._num_items = int(self._table().shape[0])
         self._metrics = {name: parse_metric(name, self._num_items) for name in names}
         self._rank_by_popularity = None if popularity is None else ranks_by(popularity).to(self._device)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from commons.console import make_console
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.epochs import Epochs
@@ -83,10 +82,7 @@ class TrainingLoop:
         if self._checkpoints.saves:
             for loader in (self._data.loader, eval_loader):
                 keep_workers(loader)
-        peak_flops = (
-            peak_flops_of(device, recipe.compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
-        )
-        self._meter = StepMeter(device, recipe.num_tokens, recipe.flops, peak_flops)
+        self._meter = StepMeter(recipe)
         self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
         self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)
         self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=args.optimization.accumulation_steps)

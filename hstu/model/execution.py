@@ -46,7 +46,6 @@ def choose_execution(
     config: HSTUConfig,
     device: torch.device,
     dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
     *,
     alone: bool = False,
 ) -> Execution:
@@ -58,7 +57,6 @@ def choose_execution(
         config: of the layers, the same on all ranks.
         device: of this rank.
         dtype: of queries; default that of `compute_dtype`.
-        group: the ranks; default all.
         alone: choose for this process, without the other ranks.
 
     Raises:
@@ -68,7 +66,7 @@ def choose_execution(
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype or COMPUTE_DTYPES[config.execution.compute_dtype]
-    ranks = _Ranks(device, group, alone=alone or not dist.is_initialized())
+    ranks = _Ranks(device, alone=alone or not dist.is_initialized())
     pretended = device.type == "cuda" and not torch.cuda.is_available()  # no kernel is given its tensors
     chosen = Execution(
         _chooses_triton(config, dtype, ranks, pretended=pretended), _chooses_compile(config, ranks, pretended=pretended)
@@ -82,14 +80,14 @@ def choose_execution(
 class _Ranks:
     """The ranks that choose together, seen from one of them."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, *, alone: bool) -> None:
-        self.device, self._group, self._alone = device, group, alone
-        self.number = 0 if alone else dist.get_rank(group)
+    def __init__(self, device: torch.device, *, alone: bool) -> None:
+        self.device, self._alone = device, alone
+        self.number = 0 if alone else dist.get_rank()
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, as JSON holds it."""
         text = json.dumps(value)
-        return [json.loads(each) for each in ([text] if self._alone else gather_texts(text, self.device, self._group))]
+        return [json.loads(each) for each in ([text] if self._alone else gather_texts(text, self.device))]
 
     def first_problem(self, problem: str | None) -> str | None:
         """Where what does not work; None if all is well on all ranks."""

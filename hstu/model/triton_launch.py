@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
+_REPEATS = 5  # launches that are timed together
 # From here on blocks come by tensor descriptors, and memory adds blocks up.
 _TMA_CAPABILITY = (9, 0)
 
@@ -316,16 +317,16 @@ def _seconds(run: Callable[[], object]) -> float:
         return math.inf
 
 
-def seconds_of(run: Callable[[], object], repeats: int = 5) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
     """Time that something takes on the current CUDA device, once it has run and so is compiled."""
     run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
+    return begin.elapsed_time(end) / 1e3 / _REPEATS
 
 
 def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:

@@ -45,19 +45,13 @@ def _failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissi
 
 
 def all_reduce(
-    tensor: torch.Tensor,
-    what: str,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    step: int | None = None,
+    tensor: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> None:
-    """Reduce a tensor over the ranks in place, on all of them together.
+    """Sum a tensor over the ranks in place, on all of them together.
 
     Args:
         tensor: on the host, which waits for the result, or on a device, whose stream does.
         what: names the collective in messages.
-        op: how.
         group: the ranks; default all.
         step: of the run, in messages, where it belongs to one.
 
@@ -69,7 +63,7 @@ def all_reduce(
         _BY_GROUP[group] = _TrainerCollectives(group)
     named, on_host = _BY_GROUP[group], tensor.device.type == "cpu"
     with named.collective(step, what):
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=on_host)
+        work = dist.all_reduce(tensor, group=group, async_op=on_host)
     if on_host:
         named.wait(work, step, what)
 

@@ -211,7 +211,7 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
     assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)
     assert made.hstu.max_attn_len == config.model.cost_dimensions["max_attn_len"] == 7
-    assert made.hstu.execution == ExecutionConfig(compute_dtype="bf16", activation_checkpointing=True)
+    assert made.hstu.execution == ExecutionConfig("bf16", activation_checkpointing=True, compile=None)
     options = {"is_causal", "contextual_mask", "target_group_size", "position_bias", "position_buckets"}
     assert options < {field.name for field in dataclasses.fields(ModelArgs)}
 
