@@ -7,7 +7,6 @@ tries the kernels and torch.compile, and what works on all of them is used.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import platform
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commons.trainer.ranks.collectives import gather_texts
+from commons.trainer.ranks.collectives import gather_values
 from hstu.model.config import COMPUTE_DTYPES, HSTUConfig
 from hstu.model.triton_agreement import disagreement, error_in_words, slowness
 from hstu.model.triton_blocks import Blocks
@@ -86,8 +85,7 @@ class _Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, as JSON holds it."""
-        text = json.dumps(value)
-        return [json.loads(each) for each in ([text] if self._alone else gather_texts(text, self.device))]
+        return [value] if self._alone else gather_values(value, self.device)
 
     def first_problem(self, problem: str | None) -> str | None:
         """Where what does not work; None if all is well on all ranks."""

@@ -38,7 +38,7 @@ from commons.trainer.checkpoint.folder import (
 from commons.trainer.checkpoint.random_state import set_random_state
 from commons.trainer.checkpoint.state import first_not_finite, load_state, read_entries, state_to_save, write_state
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.ranks.collectives import first_text, gather_texts, on_all_ranks, on_rank_0
+from commons.trainer.ranks.collectives import first_text, gather_values, on_all_ranks, on_rank_0
 from commons.trainer.recipe import Recipe
 
 __all__ = ["Checkpointer", "TrainProgress", "list_checkpoints"]
@@ -154,8 +154,8 @@ class Checkpointer:
             on_rank_0(lambda: make_empty(unfinished), device)
             on_all_ranks(lambda: write_state(unfinished, state), device)
             own = on_all_ranks(lambda: self._digests_of(unfinished), device)
-            of_ranks = [json.loads(text) for text in gather_texts(json.dumps(own), device)]
-            described = self._state_of(progress) | {"digests": functools.reduce(operator.or_, of_ranks)}
+            digests = functools.reduce(operator.or_, gather_values(own, device))
+            described = self._state_of(progress) | {"digests": digests}
             on_rank_0(lambda: complete_checkpoint(unfinished, final, described, self._args.ckpt_keep), device)
         except ValueError as problem:
             on_rank_0(lambda: discard(unfinished), device)

@@ -96,6 +96,11 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
     return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
 
 
+def gather_values(value: Any, device: torch.device) -> list[Any]:
+    """A value of every rank, as JSON holds it; called on all of them together."""
+    return [json.loads(text) for text in gather_texts(json.dumps(value), device)]
+
+
 def first_text(text: str, device: torch.device) -> tuple[int, str]:
     """The first rank whose text is not empty, and that text, -1 and "" if there is none; on all ranks together."""
     return next(((rank, each) for rank, each in enumerate(gather_texts(text, device)) if each), (-1, ""))
@@ -116,8 +121,7 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     """Do something on rank 0 alone, and give its result, as JSON holds it, on all ranks; errors as `on_all_ranks`."""
     result, error = attempt(work) if dist.get_rank() == 0 else (None, None)
-    answer = json.dumps([result, _problem_of(error)]) if dist.get_rank() == 0 else ""
-    result, problem = json.loads(gather_texts(answer, device)[0])
+    result, problem = gather_values([result, _problem_of(error)], device)[0]
     if problem:
         raise ValueError(problem)
     return result
