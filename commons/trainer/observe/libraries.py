@@ -88,8 +88,11 @@ def mlflow(args: TrainerArgs, first_step: int) -> Sink:
     return Sink(write, lambda: client.set_terminated(name))
 
 
-def opentelemetry_over_http(args: TrainerArgs, first_step: int) -> Sink:
-    """OTLP over HTTP, one export a record; the resource has `evenrank.run_dir`."""
+def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
+    """Gauges `evenrank.train.loss`, ... over OTLP/HTTP, one export a record; those of a rank have the attribute `rank`.
+
+    The resource has `evenrank.run_dir`.
+    """
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
@@ -109,21 +112,7 @@ def opentelemetry_over_http(args: TrainerArgs, first_step: int) -> Sink:
     resource = Resource.create({"service.name": options.service, "evenrank.run_dir": args.run_dir})
     # Exported with every record, not by the clock.
     reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
-    sink = opentelemetry(MeterProvider([reader], resource=resource, shutdown_on_exit=False))
-
-    def write(record: Mapping[str, Any]) -> None:
-        sink.write(record)
-        if exporter.has_failed:
-            raise ConnectionError("the export failed; see the exporter's messages in the log")
-
-    return Sink(write, sink.close)
-
-
-def opentelemetry(provider: Any) -> Sink:
-    """Gauges `evenrank.train.loss`, ...; those of a rank have the attribute `rank`.
-
-    `provider` is an `opentelemetry.sdk.metrics.MeterProvider` with its readers.
-    """
+    provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
     create = functools.cache(provider.get_meter("evenrank").create_gauge)
 
     def write(record: Mapping[str, Any]) -> None:
@@ -131,6 +120,8 @@ def opentelemetry(provider: Any) -> Sink:
             gauge = create(re.sub(r"[^\w.]", "_", f"evenrank.{figure.tag.replace('/', '.')}"))
             gauge.set(figure.value, {"rank": figure.rank} if figure.rank else None)
         provider.force_flush()
+        if exporter.has_failed:
+            raise ConnectionError("the export failed; see the exporter's messages in the log")
 
     return Sink(write, provider.shutdown)
 
@@ -163,7 +154,7 @@ OPENERS: dict[SinkName, Callable[[TrainerArgs, int], Sink]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
     "mlflow": mlflow,
-    "opentelemetry": opentelemetry_over_http,
+    "opentelemetry": opentelemetry,
     "prometheus": prometheus,
 }
 
