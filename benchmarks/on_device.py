@@ -60,7 +60,7 @@ def warm_up(device: torch.device) -> str:
     """Compile what the parts after this one use: kernels of three widths, and what torch.compile needs."""
     rows = []
     for head_dim in (16,) if device.type == "cpu" else (64, 128, 256):
-        config = ModelArgs(num_attention_heads=4, kv_channels=head_dim, compute_dtype="bf16").on(device)
+        config = ModelArgs(num_attention_heads=4, kv_channels=head_dim, compute_dtype="bf16")
         hstu = config.hstu_config(4096)
         started = time.monotonic()
         chosen = choose_execution(hstu, device)

@@ -81,17 +81,3 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         return self.cost.get_workloads(
             seqlen, num_targets, batch.contextual_lengths() if self.contextual_mask else None
         )
-
-
-def workload_lengths(
-    batch: HSTUBatch, *, action_interleaved: bool = True, contextual_mask: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Arguments of `AttentionTask.get_workloads`, on the batch's device; nothing is read back from it.
-
-    Returns:
-        int64 `(batch_size,)`: tokens that the model computes. int64 `(batch_size,)`: how many of them, at the end,
-        belong to candidates. int64 `(batch_size,)`: how many of them, at the front, see all but the candidates; None
-        without `contextual_mask`.
-    """
-    seqlen, num_targets = batch.sequence_lengths(action_interleaved)
-    return seqlen, num_targets, batch.contextual_lengths() if contextual_mask else None

@@ -34,7 +34,6 @@ class RankingMetrics:
         *,
         popularity: torch.Tensor | None = None,
         device: torch.device | None = None,
-        pg_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Make empty metrics.
 
@@ -43,9 +42,8 @@ class RankingMetrics:
             popularity: numbers `(num_items,)`; with them the AUC of each task is also computed for scores that are
                 these numbers, which a model has to beat.
             device: where predictions are kept and gathered; for NCCL the rank's own device. The CPU if not given.
-            pg_group: ranks whose predictions are judged together; the shuffler's default if not given.
         """
-        self._num_tasks, self._group = num_tasks, resolve_process_group(pg_group)
+        self._num_tasks = num_tasks
         self._popularity = None if popularity is None else popularity.to(device, torch.float64)
         self._device = device
         self.reset()
@@ -69,7 +67,7 @@ class RankingMetrics:
         none at all, have the same label, or a prediction is no number; the error also with a single prediction of a
         label.
         """
-        columns = gather_rows(torch.cat(self._predictions), self._group).unbind(dim=1)
+        columns = gather_rows(torch.cat(self._predictions)).unbind(dim=1)
         tasks = self._num_tasks
         found: dict[str, float] = {}
         for kind, judged in (("auc", columns[:tasks]), ("popularity_auc", columns[2 * tasks :] * tasks)):
@@ -116,13 +114,7 @@ def _variance(values: torch.Tensor) -> torch.Tensor:
     return ((values - values.mean()) ** 2).sum() / (len(values) - 1)
 
 
-def count_items(
-    batches: Iterable[HSTUBatch],
-    num_items: int,
-    *,
-    device: torch.device,
-    pg_group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+def count_items(batches: Iterable[HSTUBatch], num_items: int, *, device: torch.device) -> torch.Tensor:
     """Occurrences of every item in the histories of all ranks: a collective call.
 
     `batches` are this rank's, on the host, and read to the end; ids lie in `[0, num_items)`; ranks exchange tensors on
@@ -132,7 +124,7 @@ def count_items(
     for batch in batches:
         items = batch.features[batch.item_feature_name].values()
         counts += torch.bincount(items.long(), minlength=num_items)
-    group = resolve_process_group(pg_group)
+    group = resolve_process_group()
     if group is not None:
         shared = counts.to(device)
         dist.all_reduce(shared, group=group)

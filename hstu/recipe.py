@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,23 +15,23 @@ from torch.utils.data import DataLoader
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
 from commons.datasets.random.distribution import random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
+from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.checkpoint.random_state import kept_random_state
+from commons.trainer.config.load import same_fields
 from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
-from hstu.batch_shuffler import workload_lengths
-from hstu.metrics import count_items
-from hstu.model import RetrievalConfig
-from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
+from hstu.metrics import RankingMetrics, count_items
+from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
+from hstu.model.config import COMPUTE_DTYPES, RetrievalOptions
 from hstu.model.layer import HSTUEncoder
-from hstu.model.triton_launch import resolve_backend
-from hstu.negatives import NegativeSampling, with_negatives
-from hstu.objectives import OBJECTIVES, Objective, feature_names
+from hstu.model.triton_launch import uses_triton
+from hstu.negatives import NegativeSampling, sample_negatives, with_negatives
+from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import Sharding, build_distributed_model
 from hstu.train_config import ModelArgs, TrainConfig
 
@@ -46,10 +46,10 @@ class HSTURecipe(Recipe):
     config: TrainConfig
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        super().__init__(replace(config, model=config.model.on(device)), device)
+        super().__init__(config, device)
         self.compute_dtype = COMPUTE_DTYPES[config.model.compute_dtype]
         if config.model.compute_dtype == "fp16":
-            self.loss_scaler = LossScaler(device)
+            self.loss_scaler = torch.amp.GradScaler(device.type)
 
     @cached_property
     def task(self) -> HSTUAttentionTask:
@@ -59,8 +59,9 @@ class HSTURecipe(Recipe):
     def row_tokens(self, batch: HSTUBatch) -> RowTokens:
         """Tokens of every real row and, among them, candidates and what sees all of the history."""
         rows = real_rows(batch)
-        seqlen, targets, contextual = workload_lengths(batch, contextual_mask=self.config.model.contextual_mask)
-        return RowTokens(seqlen[:rows], targets[:rows], None if contextual is None else contextual[:rows])
+        seqlen, targets = batch.sequence_lengths()
+        contextual = batch.contextual_lengths()[:rows] if self.config.model.contextual_mask else None
+        return RowTokens(seqlen[:rows], targets[:rows], contextual)
 
     def num_tokens(self, batch: HSTUBatch) -> int:
         """Tokens that the model computes; what comes with a row besides them does not count."""
@@ -76,21 +77,57 @@ class HSTURecipe(Recipe):
         train, test = train_and_eval_loaders(
             self.config.dataset, self.config.trainer, self.device, **self.data_options()
         )
-        objective, seed = self._objective_on(train.dataset), self.config.trainer.seed
-        return objective.prepare(train, "train", seed), objective.prepare(test, "test", seed)
+        config, group = self.config_on(train.dataset), resolve_process_group()
+        if not (isinstance(config, RetrievalConfig) and config.negatives_feature_name):
+            return train, test
+        sample = partial(
+            sample_negatives,
+            feature_name=config.negatives_feature_name,
+            num_items=config.embedding_tables[config.item_feature_name],
+            seed=self.config.trainer.seed,
+            rank=dist.get_rank(group),
+            world_size=dist.get_world_size(group),
+        )
+        # In evaluation only the feature is there.
+        return sample(train, num_negatives=config.num_negatives), sample(test, num_negatives=0)
 
     @cached_property
-    def objective(self) -> Objective:
-        """What the model is trained to predict, on the data of this run."""
+    def model_config(self) -> RankingConfig | RetrievalConfig:
+        """The model's own config, for the data of this run."""
         data: Any = self.loaders[0].dataset
-        return self._objective_on(data.dataset if isinstance(data, NegativeSampling) else data)
+        return self.config_on(data.dataset if isinstance(data, NegativeSampling) else data)
+
+    def config_on(self, data: Any, tables: dict[str, int] | None = None) -> RankingConfig | RetrievalConfig:
+        """The model's own config for a data set, which knows vocabulary sizes, the longest sequence and feature names.
+
+        `tables` are rows by feature name, where they are others than the vocabulary sizes.
+
+        Raises:
+            ValueError: the data do not fit the model.
+        """
+        model, names = self.config.model, _feature_names(data)
+        shared: dict[str, Any] = {
+            "hstu": model.hstu_config(data.max_sequence_length),
+            "embedding_tables": tables or data.vocabulary_sizes,
+            "embedding_dims": model.table_widths(names.item_feature_name, names.contextual_feature_names),
+        }
+        if self.config.task == "retrieval":
+            own = same_fields(RetrievalOptions, model)
+            return RetrievalConfig(item_feature_name=names.item_feature_name, **own, **shared)
+        if data.num_tasks == 0:
+            raise ValueError(
+                "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns.actions, "
+                "or task to 'retrieval'"
+            )
+        num_tasks = self.config.dataset.num_tasks
+        return RankingConfig(prediction_head_arch=model.prediction_head_arch, num_tasks=num_tasks, **shared)
 
     def build_model(self) -> nn.Module:
         """The model on all ranks: tables sharded, everything else copied."""
-        config, optimizer = self.objective.config, self.config.optimizer
+        config, optimizer = self.model_config, self.config.optimizer
         # Every rank initialises its own shards of the tables and draws its own dropout; dense weights are rank 0's.
         seed_all(self.config.trainer.seed + dist.get_rank())
-        model = self.objective.make_model(embedding_device=torch.device("meta"))
+        model = _make_model(config, embedding_device=torch.device("meta"))
         sharding: dict[str, Sharding | None] = dict.fromkeys(config.embedding_tables, optimizer.sharding)
         sharding |= self.config.table_sharding
         if self.loss_scaler is not None:
@@ -110,21 +147,31 @@ class HSTURecipe(Recipe):
     def metrics(self, model: nn.Module) -> Metrics:
         """AUC per task, or HR@K and NDCG@K, and with `popularity_baseline` those of the items' popularity."""
         popularity = self._item_popularity() if self.config.popularity_baseline else None
-        return self.objective.metrics(model, self.config.trainer.eval_metrics, popularity, self.device)
+        config = self.model_config
+        if isinstance(config, RankingConfig):
+            return RankingMetrics(config.num_tasks, popularity=popularity, device=self.device)
+        return RetrievalMetrics(
+            model,
+            config.item_feature_name,
+            self.config.trainer.eval_metrics,
+            temperature=config.temperature,
+            popularity=popularity,
+            device=self.device,
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the shapes and the meaning of the weights."""
-        return {"task": self.config.task, "model": weights_of(self.objective.config), **super().fingerprint()}
+        return {"task": self.config.task, "model": weights_of(self.model_config), **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers. Times and negatives come with a row, but are no tokens of it."""
-        model, tokens = self.config.model, list(self.objective.config.embedding_tables)
+        model, tokens = self.config.model, list(self.model_config.embedding_tables)
         of_hstu = {"contextual_mask": model.contextual_mask, "token_feature_names": tokens}
         return {"hstu": asdict(self.task) | of_hstu, "tokens": {"feature_names": tokens}}
 
     def single_process_model(self) -> nn.Module:
         """See Recipe."""
-        model = self._measured_objective.make_model(plain_embeddings=True)
+        model = _make_model(self._measured_config, plain_embeddings=True)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 module.sparse = True  # the gradient of the rows looked up alone, as TorchRec's tables have it
@@ -132,7 +179,7 @@ class HSTURecipe(Recipe):
 
     def make_batch(self, lengths: Sequence[int]) -> HSTUBatch:
         """A random batch on the device; with candidates at their most, but at least one item before."""
-        example, ids = self._example, self._measured_objective.config.embedding_tables
+        example, ids = self._example, self._measured_config.embedding_tables
         items = torch.as_tensor(lengths, dtype=torch.int64)
         candidates = None
         if example.max_num_candidates:
@@ -171,17 +218,14 @@ class HSTURecipe(Recipe):
         Raises:
             ValueError: the data do not fit the model.
         """
-        _ = self._measured_objective
+        _ = self._measured_config
         return super().host_batches()
 
-    def _objective_on(self, data: Any, tables: dict[str, int] | None = None) -> Objective:
-        return OBJECTIVES[self.config.task](self.config.model, self.config.dataset, data, tables)
-
     @cached_property
-    def _measured_objective(self) -> Objective:
+    def _measured_config(self) -> RankingConfig | RetrievalConfig:
         data: Any = self.single_loader.dataset
         rows = {name: min(rows, _MOST_MEASURED_TABLE_ROWS) for name, rows in data.vocabulary_sizes.items()}
-        return self._objective_on(data, rows)
+        return self.config_on(data, rows)
 
     @cached_property
     def _example(self) -> HSTUBatch:
@@ -191,8 +235,8 @@ class HSTURecipe(Recipe):
         raise ValueError("the data set has no batch for training: check its path and split")
 
     def _add_negatives(self, batch: HSTUBatch) -> HSTUBatch:
-        config = self._measured_objective.config
-        if not isinstance(config, RetrievalConfig) or config.negatives_feature_name is None:
+        config = self._measured_config
+        if not (isinstance(config, RetrievalConfig) and config.negatives_feature_name):
             return batch
         shape = (batch.batch_size, config.num_negatives)
         drawn = torch.randint(config.embedding_tables[config.item_feature_name], shape)
@@ -205,8 +249,8 @@ class HSTURecipe(Recipe):
         dataset = replace(self.config.dataset, shuffle=False, drop_last=False)
         with kept_random_state():
             loader, _ = train_and_eval_loaders(dataset, trainer, self.device)
-            item_feature_name = feature_names(loader.dataset).item_feature_name
-            return count_items(loader, self.objective.config.embedding_tables[item_feature_name], device=self.device)
+            item_feature_name = _feature_names(loader.dataset).item_feature_name
+            return count_items(loader, self.model_config.embedding_tables[item_feature_name], device=self.device)
 
 
 RECIPE = HSTURecipe
@@ -216,11 +260,20 @@ def require_device(model: ModelArgs, device: torch.device) -> None:
     """Raise ValueError where the model needs something that this device does not have."""
     if model.compile is True and device.type != "cuda":
         raise ValueError(f"compile is True and the device is {device.type!r}; it is made for CUDA: unset it")
-    resolve_backend(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
+    uses_triton(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
 
 
-def weights_of(config: SequenceModelConfig) -> dict[str, Any]:
+def weights_of(config: RankingConfig | RetrievalConfig) -> dict[str, Any]:
     """What a checkpoint has to agree on with a model: all but how it is executed."""
     fields = asdict(config)
     del fields["hstu"]["execution"]
     return fields
+
+
+def _make_model(config: RankingConfig | RetrievalConfig, **options: Any) -> SequenceModel:
+    return (HSTURankingModel if isinstance(config, RankingConfig) else HSTURetrievalModel)(config, **options)
+
+
+def _feature_names(data: Any) -> Any:
+    """What knows a data set's `item_feature_name` and `contextual_feature_names`: its schema, or random data itself."""
+    return getattr(data, "schema", data)

@@ -71,7 +71,6 @@ class RetrievalMetrics:
         temperature: by which cosines are divided in the loss.
         popularity: numbers `(num_items,)`; with them every metric is also computed for scores that are these numbers.
         device: of this rank.
-        pg_group: ranks whose users are judged together, and that hold the table; the shuffler's default if not given.
 
     Raises:
         ValueError: an unknown metric, one that looks at more items than there are, or no such table.
@@ -86,13 +85,12 @@ class RetrievalMetrics:
         temperature: float,
         popularity: torch.Tensor | None = None,
         device: torch.device | None = None,
-        pg_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._item_feature_name = item_feature_name
         self._temperature = temperature
         self._device = device or torch.device("cpu")
-        self._group = resolve_process_group(pg_group)
+        self._group = resolve_process_group()
         self._num_items = int(self._table().shape[0])
         self._metrics = {name: parse_metric(name, self._num_items) for name in names}
         self._rank_by_popularity = None if popularity is None else ranks_by(popularity).to(self._device)
@@ -175,7 +173,8 @@ class RetrievalMetrics:
         if self._rows is None:
             table = self._table()
             if isinstance(table, ShardedTensor):
-                self._rows = [_rows_of_shard(shard, table.size(1)) for shard in table.local_shards()]
+                shards = table.local_shards()
+                self._rows = [TableRows(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
             else:  # whole on every rank: each scores a part
                 rank, world_size = 0, 1
                 if self._group is not None:
@@ -219,13 +218,3 @@ def _gain(metric: TopKMetric, ranks: torch.Tensor) -> torch.Tensor:
     if metric.kind == "NDCG":
         gains = 1 / (1 + ranks.double()).log2()
     return gains * (ranks <= metric.top_k)
-
-
-def _rows_of_shard(shard: Any, width: int) -> TableRows:
-    first, first_column = shard.metadata.shard_offsets
-    if first_column or shard.tensor.shape[1] != width:
-        raise ValueError(
-            f"a shard of the items' table has {shard.tensor.shape[1]} of {width} columns; items are scored by whole "
-            "rows: shard the table 'table_wise' or 'row_wise'"
-        )
-    return TableRows(first, shard.tensor.detach())

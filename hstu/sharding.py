@@ -25,7 +25,6 @@ def build_distributed_model(
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad",
     embedding_lr: float = 0.01,
     sharding: Mapping[str, Sharding | None] | Sharding | None = None,
-    process_group: dist.ProcessGroup | None = None,
     local_world_size: int | None = None,
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank; see `commons.trainer.sharding.shard_model`.
@@ -49,8 +48,8 @@ def build_distributed_model(
     if dist.is_initialized() and device.type == "cpu":
         kinds = sharding if isinstance(sharding, Mapping) else dict.fromkeys(model.config.embedding_tables, sharding)
         row_wise = [table for table, kind in kinds.items() if kind == "row_wise"]
-        require_rows_on_all_ranks(model.config, row_wise, dist.get_world_size(process_group))
-    choose_execution(model.config.hstu, device, group=process_group)
+        require_rows_on_all_ranks(model.config, row_wise, dist.get_world_size())
+    choose_execution(model.config.hstu, device)
     return shard_model(
         model,
         list(model.config.embedding_tables),
@@ -58,7 +57,6 @@ def build_distributed_model(
         embedding_optimizer=embedding_optimizer,
         embedding_lr=embedding_lr,
         sharding=sharding,
-        process_group=process_group,
         local_world_size=local_world_size,
     )
 

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml \\
         --trainer.enable-balanced-shuffler --trainer.train-batch-size 16
 
-Config ─► ranks ─► data ─► objective ─► model ─► optimizer ─► shuffler ─► loop.
+Config ─► ranks ─► data ─► model ─► optimizer ─► shuffler ─► loop.
 """
 
 from __future__ import annotations

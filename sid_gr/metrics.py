@@ -53,7 +53,6 @@ class GenerationMetrics:
         names: metrics to compute.
         beam_width: items that are generated.
         device: where sums are kept; for NCCL the rank's own device. The CPU if not given.
-        pg_group: ranks whose users are judged together; the shuffler's default if not given.
 
     Raises:
         ValueError: an unknown metric, or one that looks at more items than are generated.
@@ -65,12 +64,11 @@ class GenerationMetrics:
         beam_width: int,
         *,
         device: torch.device | None = None,
-        pg_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._names = list(names)
         self._metrics = [parse_metric(name, beam_width) for name in names]
         self._device = device
-        self._group = resolve_process_group(pg_group)
+        self._group = resolve_process_group()
         self.reset()
 
     def update(self, output: GenerationOutput) -> None:

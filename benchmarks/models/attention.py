@@ -39,7 +39,7 @@ from commons.perf_model.attention_pairs import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from hstu.model.triton_launch import resolve_backend
+from hstu.model.triton_launch import uses_triton
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model import SIDGRConfig, SIDGRModel
 from sid_gr.model.attention import CausalRows
@@ -241,7 +241,7 @@ def time_kernels(
     blocks = plan_attention(lengths, num_heads=HEADS, device=device)
     best = blocks_ms = timed(lambda: hstu_attention(q, k, v, bias, blocks, normalizer=float(longest)))
     by_triton: dict[str, Any] = {"Triton, ms": "–", "TFLOP/s": "–", "× floor": "–", "blocks ÷ Triton": "–"}
-    if resolve_backend("auto", device, dtype, head_dim) == "triton":
+    if uses_triton("auto", device, dtype, head_dim):
         plan, of_bias = plan_triton_attention(lengths, device=device), bias if has_bias else None
         best = timed(lambda: triton_attention(q, k, v, of_bias, plan, normalizer=float(longest)))
         flops = floor_ms * _FLOOR_FLOPS / best / 1e12

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from commons.dispatch.planning import as_int64_ids
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks
+from commons.micro_batching.fewest_groups import groups_of
 from commons.perf_model.partitioner import as_int64_workloads, partition
 
 
@@ -106,7 +107,7 @@ def rearrange_micro_batches(
     else:
         blocks = RowBlocks.of(spec, len(lengths))
         packing = BlockPacking.of(spec, blocks, lengths.numpy(), workloads.numpy())
-        groups = blocks.rows_of_each(packing.into(len(packing.fewest)))
+        groups = groups_of(packing.into(packing.num_fewest)[blocks.of_row])
     return [tensordict_utils.index_select_tensor_dict(batch, rows) for rows in groups], groups
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
-from commons.micro_batching.fewest_groups import PackingProblem, as_groups, fewest_groups
+from commons.micro_batching.fewest_groups import PackingProblem, fewest_groups, groups_of, in_order
 from commons.micro_batching.first_fit import l2_bound
 from commons.perf_model.partitioner.inputs import INT64_MAX, as_int64_workloads
 from commons.perf_model.partitioner.padded import padded_groups
@@ -144,8 +144,7 @@ def padded_allocate(
             f"cost is {workloads[shorter]} of {tokens[shorter]} tokens and {workloads[longer]} of {tokens[longer]}; a "
             "padded row costs as much as the longest: give a cost that does not fall with the length"
         )
-    groups = padded_groups(workloads, num_groups=num_groups, max_cost=max_cost)
-    return [np.flatnonzero(groups == group).tolist() for group in range(int(groups.max()) + 1)]
+    return groups_of(padded_groups(workloads, num_groups=num_groups, max_cost=max_cost))
 
 
 ALLOCATORS: dict[str, AllocateFn] = {"ffd": ffd_allocate, "kk": kk_allocate, "refined": refined_allocate}
@@ -180,7 +179,7 @@ def _allocate(
     parts = fewest_groups(problem, algorithm)
     if parts is None:
         raise _no_groups(problem)
-    return as_groups(array, order, parts)
+    return groups_of(in_order(parts[np.argsort(order)], array))
 
 
 def _require_rows(num_rows: int, min_groups: int, divisor: int) -> None:

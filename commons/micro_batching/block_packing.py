@@ -6,13 +6,14 @@ need different numbers can meet at the largest of them.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from commons.dispatch.planning import numbered
 from commons.micro_batching.allocation import get_allocate_fn
-from commons.micro_batching.fewest_groups import as_groups, group_of_each
+from commons.micro_batching.fewest_groups import group_of_each, in_order
 from commons.micro_batching.first_fit import split_heaviest
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
@@ -69,12 +70,6 @@ class RowBlocks:
         """From int64 `(rows,)` to int64 `(blocks,)`."""
         return sum_by_rank(self.of_row, values, len(self))
 
-    def rows_of_each(self, packed: list[list[int]]) -> list[list[int]]:
-        """The rows of each group of blocks, ascending; every block is in one."""
-        of_row = group_of_each(packed, len(self))[self.of_row]
-        ends = np.cumsum(np.bincount(of_row, minlength=len(packed)))[:-1]
-        return [rows.tolist() for rows in np.split(np.argsort(of_row, kind="stable"), ends)]
-
     def rows_of(self, block: int) -> list[int]:
         """The rows of a block, ascending."""
         return np.flatnonzero(self.of_row == block).tolist()
@@ -102,7 +97,7 @@ class BlockPacking:
     blocks: RowBlocks  # which rows stay together
     tokens: np.ndarray  # int64 `(blocks,)`, tokens of each block
     workloads: np.ndarray | None  # int64 `(blocks,)`, what each block costs; None where that is its tokens
-    fewest: list[list[int]]  # the blocks of each micro-batch
+    fewest: np.ndarray  # int64 `(blocks,)`, the micro-batch of each
 
     @classmethod
     def of(
@@ -121,33 +116,37 @@ class BlockPacking:
         costs = None if workloads is None else blocks.sums(workloads)
         return cls(spec, blocks, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
 
+    @property
+    def num_fewest(self) -> int:
+        """How many micro-batches that are."""
+        return int(self.fewest.max()) + 1
+
     def with_refined(self) -> BlockPacking:
         """The same blocks packed by "refined", which never takes more micro-batches."""
         spec = replace(self.spec, packing_algorithm="refined")
         return replace(self, spec=spec, fewest=_allocate(spec, self.tokens, spec.n_mbs))
 
-    def into(self, num_micro_batches: int) -> list[list[int]]:
-        """The blocks of each micro-batch in order; their number a multiple of the divisor, from that of `fewest` on."""
-        groups = self.fewest if len(self.fewest) == num_micro_batches else self._of_number(num_micro_batches)
+    def into(self, number: int) -> np.ndarray:
+        """int64 `(blocks,)`, the micro-batch of each of `number`, by the order of the spec.
+
+        The number is a multiple of the divisor, from that of `fewest` on.
+        """
+        parts = self.fewest if self.num_fewest == number else self._of_number(number)
         if self.workloads is not None:
-            groups = self._balance(self.workloads, groups)
-        return in_order(groups, self.tokens if self.workloads is None else self.workloads, self.spec.order)
+            parts = self._balance(self.workloads, parts, number)
+        return in_order_of(self.spec, parts, self.tokens if self.workloads is None else self.workloads)
 
-    def _of_number(self, num_micro_batches: int) -> list[list[int]]:
+    def _of_number(self, number: int) -> np.ndarray:
         """Groups by the algorithm; halves of the fewest where it finds nothing for this very number."""
-        try:
-            groups = _allocate(self.spec, self.tokens, num_micro_batches)
-        except ValueError:
-            groups = []
-        if len(groups) == num_micro_batches:
-            return groups
-        order = _descending(self.tokens)
-        parts = group_of_each(self.fewest, len(self.tokens))[order]
-        return as_groups(self.tokens, order, split_heaviest(self.tokens[order], parts, num_micro_batches))
+        with contextlib.suppress(ValueError):
+            parts = _allocate(self.spec, self.tokens, number)
+            if int(parts.max()) + 1 == number:
+                return parts
+        return split_heaviest(self.tokens, self.fewest, number)
 
-    def _balance(self, workloads: np.ndarray, groups: list[list[int]]) -> list[list[int]]:
-        """As many groups of even workloads, under the budget of tokens that `groups` keep."""
-        number, budget = len(groups), budget_of(self.spec, self.tokens)
+    def _balance(self, workloads: np.ndarray, parts: np.ndarray, number: int) -> np.ndarray:
+        """As many groups of even workloads, under the budget of tokens that `parts` keep."""
+        budget = budget_of(self.spec, self.tokens)
         plan = partition(
             workloads,
             number,
@@ -159,11 +158,9 @@ class BlockPacking:
         )
         counts = np.bincount(plan.assignment, minlength=number)
         if int(counts.min()) > 0 and int(sum_by_rank(plan.assignment, self.tokens, number).max()) <= budget:
-            return plan.groups()
+            return plan.assignment
         # The planner did not get under the budget. The packing is, and swaps balance it from there.
-        parts = refine(workloads, group_of_each(groups, len(workloads)), number, tokens=self.tokens, max_tokens=budget)
-        order = _descending(workloads)
-        return as_groups(workloads, order, parts[order])
+        return refine(workloads, parts, number, tokens=self.tokens, max_tokens=budget)
 
 
 def tokens_of(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, has_workloads: bool) -> np.ndarray:
@@ -187,22 +184,20 @@ def budget_of(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
     return spec.max_tokens_per_mb or max(1, int(tokens.sum()))
 
 
-def in_order(groups: list[list[int]], loads: np.ndarray, order: str) -> list[list[int]]:
-    """The groups by `MicroBatchSpec.order`, where index i weighs `loads[i]`."""
-    sums = [int(loads[group].sum()) for group in groups]
-    ranked = sorted(range(len(groups)), key=lambda each: (-sums[each], groups[each][0]))
-    if order == "light_ends":
-        ranked = [*ranked[::2][::-1], *ranked[1::2]]
-    return [groups[each] for each in ranked]
+def in_order_of(spec: MicroBatchSpec, parts: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """Micro-batches int64 `(blocks,)` numbered by `MicroBatchSpec.order`, where block i weighs `loads[i]`."""
+    ranked = in_order(parts, loads)
+    if spec.order == "heaviest_first":
+        return ranked
+    number = int(ranked.max()) + 1
+    light_ends = np.concatenate([np.arange(0, number, 2)[::-1], np.arange(1, number, 2)])
+    return np.argsort(light_ends)[ranked]
 
 
-def _descending(weights: np.ndarray) -> np.ndarray:
-    return np.argsort(-weights, kind="stable")
-
-
-def _allocate(spec: MicroBatchSpec, tokens: np.ndarray, min_groups: int) -> list[list[int]]:
+def _allocate(spec: MicroBatchSpec, tokens: np.ndarray, min_groups: int) -> np.ndarray:
     allocate = get_allocate_fn(spec.packing_algorithm)
-    return allocate(tokens, budget_of(spec, tokens), min_groups, spec.n_mbs_divisor)
+    groups = allocate(tokens, budget_of(spec, tokens), min_groups, spec.n_mbs_divisor)
+    return group_of_each(groups, len(tokens))
 
 
 def _require_blocks(spec: MicroBatchSpec, blocks: RowBlocks) -> None:

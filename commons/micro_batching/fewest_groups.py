@@ -71,18 +71,17 @@ def group_of_each(groups: list[list[int]], number: int) -> np.ndarray:
     return parts
 
 
-def as_groups(values: np.ndarray, order: np.ndarray, parts: np.ndarray) -> list[list[int]]:
-    """The indices of each group, ascending; groups heaviest first, of equal ones that with the first index.
+def groups_of(parts: np.ndarray) -> list[list[int]]:
+    """The inverse of `group_of_each`: the indices of each group, ascending."""
+    ends = np.cumsum(np.bincount(parts))[:-1]
+    return [indices.tolist() for indices in np.split(np.argsort(parts, kind="stable"), ends)]
 
-    `order` is the index of each row, `parts` its group.
-    """
-    by_index = np.empty_like(parts)
-    by_index[order] = parts
-    indices = np.argsort(by_index, kind="stable").tolist()
-    ends = np.cumsum(np.bincount(parts)).tolist()
-    groups = [indices[start:end] for start, end in zip([0, *ends[:-1]], ends)]
-    loads = sum_by_rank(by_index, values, len(groups)).tolist()
-    return [group for _, group in sorted(zip(loads, groups), key=lambda each: (-each[0], each[1][0]))]
+
+def in_order(parts: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """Groups numbered anew, the heaviest first, of equal ones that with the first index; index i weighs `loads[i]`."""
+    sums = sum_by_rank(parts, loads, int(parts.max()) + 1)
+    ranked = np.lexsort((np.unique(parts, return_index=True)[1], -sums))
+    return np.argsort(ranked)[parts]
 
 
 def _first_fit(problem: PackingProblem) -> np.ndarray | None:

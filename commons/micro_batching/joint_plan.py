@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of, in_order, tokens_of
+from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of, in_order_of, tokens_of
+from commons.micro_batching.fewest_groups import in_order
 from commons.micro_batching.first_fit import l2_bound
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
@@ -81,19 +82,17 @@ def plan_jointly(
         may_fail = bool(places) or own_packing is not None
         packing = _pack(spec, blocks, lengths, workloads, num_ranks, may_fail)
         numbers = [fewest] if places else []
-        numbers += [] if packing is None else [len(packing.fewest) // num_ranks]
+        numbers += [] if packing is None else [packing.num_fewest // num_ranks]
         numbers += [] if own_packing is None else [int(own_packing.max()) + 1]
         number = min(numbers)
         if number != fewest:
             places = cells.grid(number)[1]
-        if packing is not None and len(packing.fewest) == number * num_ranks:
+        if packing is not None and packing.num_fewest == number * num_ranks:
             places.append(cells.sorted_and_cut(packing.into(number * num_ranks)))
     if own_packing is not None and int(own_packing.max()) + 1 == number:
         places.insert(0, own_packing[blocks.first_rows] * num_ranks + cells.home)  # of equal ones the first is taken
     micro_batch, rank = np.divmod(cells.best(places, number), num_ranks)
-    packed = [np.flatnonzero(micro_batch == index).tolist() for index in range(number)]
-    for index, numbers in enumerate(in_order(packed, costs, spec.order)):
-        micro_batch[numbers] = index
+    micro_batch = in_order_of(spec, micro_batch, costs)
     loads = sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
     return JointPlan(rank[blocks.of_row], micro_batch[blocks.of_row], loads, blocks)
 
@@ -124,12 +123,9 @@ class _Cells:
     home: np.ndarray  # int64 `(blocks,)`, the rank that each block lies on
     num_ranks: int  # ranks
 
-    def sorted_and_cut(self, bins: list[list[int]]) -> np.ndarray:
+    def sorted_and_cut(self, bins: np.ndarray) -> np.ndarray:
         """Places of the blocks of bins, as many of like cost to a micro-batch as there are ranks."""
-        place = np.empty(len(self.tokens), np.int64)
-        for number, blocks in enumerate(in_order(bins, self.costs, "heaviest_first")):
-            place[blocks] = number
-        return self._near_home(place, len(bins) // self.num_ranks)
+        return self._near_home(in_order(bins, self.costs), (int(bins.max()) + 1) // self.num_ranks)
 
     def fewest(self) -> int:
         """Micro-batches of a rank: no plan has fewer."""

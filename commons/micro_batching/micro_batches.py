@@ -15,6 +15,7 @@ from commons.dispatch.home import restore
 from commons.dispatch.planning import as_int64_ids
 from commons.dispatch.redistribute import RedistributedRows
 from commons.micro_batching.block_packing import RowBlocks
+from commons.micro_batching.fewest_groups import groups_of
 from commons.micro_batching.metrics import packing_metrics
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.partitioner import as_int64_workloads
@@ -94,7 +95,7 @@ class MicroBatches(Sequence[B]):
         batch: B,
         spec: MicroBatchSpec,
         blocks: RowBlocks,
-        packed: list[list[int]],
+        parts: np.ndarray,
         columns: RowColumns,
         *,
         world_size: int,
@@ -105,11 +106,11 @@ class MicroBatches(Sequence[B]):
     ) -> MicroBatches[B]:
         """A batch whose rows are packed.
 
-        `packed` are the blocks of each micro-batch, ascending; `columns` the numbers of its rows; `all_loss_tokens` the
-        terms of the loss on all ranks; `costs_of_ranks` int64 `(ranks, micro-batches)`, where they are known.
+        `parts` int64 `(blocks,)` is the micro-batch of each block; `columns` the numbers of the rows; `all_loss_tokens`
+        the terms of the loss on all ranks; `costs_of_ranks` int64 `(ranks, micro-batches)`, where they are known.
         """
         lengths, workloads, loss_tokens = columns.lengths, columns.workloads, columns.loss_tokens
-        groups = blocks.rows_of_each(packed)
+        groups = groups_of(parts[blocks.of_row])
         num_tokens = [int(lengths[rows].sum()) for rows in groups]
         terms = [int(loss_tokens[rows].sum()) for rows in groups]
         capacity = spec.max_tokens_per_mb or max(1, *num_tokens)
@@ -122,7 +123,9 @@ class MicroBatches(Sequence[B]):
             loss_tokens=terms,
             loss_weights=[world_size * each / all_loss_tokens if all_loss_tokens else 0.0 for each in terms],
             loss_scale=world_size / all_loss_tokens if all_loss_tokens else 0.0,
-            metrics=packing_metrics(blocks.sums(lengths), packed, capacity, seconds, costs_of_ranks=costs_of_ranks),
+            metrics=packing_metrics(
+                blocks.sums(lengths), groups_of(parts), capacity, seconds, costs_of_ranks=costs_of_ranks
+            ),
             redistributed=redistributed,
         )
 

@@ -30,7 +30,6 @@ from commons.dispatch.trim import Trim, as_trims
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel, open_channel
 from commons.distributed.errors import attempt
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, tokens_of
-from commons.micro_batching.fewest_groups import group_of_each
 from commons.micro_batching.joint_plan import plan_jointly
 from commons.micro_batching.micro_batches import MicroBatches, RowColumns
 from commons.micro_batching.spec import MicroBatchSpec
@@ -172,12 +171,11 @@ def _pack_jointly(
         moved = carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
     here = moved.indices.numpy()
     blocks = plan.blocks.select(here)
-    micro_batch = plan.micro_batch[here][blocks.first_rows]
     return MicroBatches.of(
         moved.batch,
         spec,
         blocks,
-        [np.flatnonzero(micro_batch == index).tolist() for index in range(plan.costs.shape[1])],
+        plan.micro_batch[here][blocks.first_rows],
         columns.select(here),
         world_size=len(needs),
         all_loss_tokens=int(columns.loss_tokens.sum()),
@@ -245,16 +243,14 @@ class _Offer:
 
     def micro_batch_of_rows(self, number: int) -> np.ndarray | None:
         """int64 `(rows,)`: where each row is if this rank packs into so many micro-batches by itself."""
-        if self.packing is None:
-            return None
-        return group_of_each(self.packing.into(number), len(self.blocks))[self.blocks.of_row]
+        return None if self.packing is None else self.packing.into(number)[self.blocks.of_row]
 
     @property
     def needs(self) -> _Needs:
         return _Needs(
             rows=len(self.columns.lengths),
             blocks=len(self.blocks),
-            micro_batches=0 if self.packing is None else len(self.packing.fewest),
+            micro_batches=0 if self.packing is None else self.packing.num_fewest,
             loss_tokens=int(self.columns.loss_tokens.sum()),
         )
 

@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.perf_model.calibration import cpu_name
-from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline import balanced
 from commons.run_log.files import LOG_FILE, LOG_SCHEMA, SUMMARY_FILE, write_summary
 from commons.trainer.evaluation import Evaluation
@@ -59,8 +58,7 @@ class Side:
         open_run_folder(replace(recipe.config, trainer=args), recipe.device, logs_to_file=False)
         self._log = JsonLines(run_dir / LOG_FILE) if dist.get_rank() == 0 else None
         self._step = 0
-        peak_flops = peak_flops_of(recipe.device, recipe.compute_dtype)
-        self._meter = StepMeter(recipe.device, recipe.num_tokens, recipe.flops, peak_flops)
+        self._meter = StepMeter(recipe)
         train_loader, self._eval_loader = recipe.open_loaders()
         self._model = recipe.build_model()
         parts = self._model, recipe.build_optimizer(self._model), recipe.device

@@ -10,7 +10,6 @@ Both pipelines drive one model, so only one may have batches in flight: a segmen
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from commons.console import make_console
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
-from commons.perf_model.peak_rates import peak_flops_of
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.epochs import Epochs
@@ -31,7 +29,7 @@ from commons.trainer.observe.times import ForwardTimer
 from commons.trainer.observe.train_log import TrainLog, TrainSummary
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.optimize.updates import DeferredOptimizer, FiniteLossGuard, StepUpdate
-from commons.trainer.ranks.collectives import broadcast_text, missing_ranks_named
+from commons.trainer.ranks.collectives import missing_ranks_named, on_rank_0
 from commons.trainer.ranks.launch import describe_ranks
 from commons.trainer.ranks.stop import StopSignal, keep_workers
 from commons.trainer.recipe import Recipe
@@ -84,10 +82,7 @@ class TrainingLoop:
         if self._checkpoints.saves:
             for loader in (self._data.loader, eval_loader):
                 keep_workers(loader)
-        peak_flops = (
-            peak_flops_of(device, recipe.compute_dtype) if args.peak_tflops is None else args.peak_tflops * 1e12
-        )
-        self._meter = StepMeter(device, recipe.num_tokens, recipe.flops, peak_flops)
+        self._meter = StepMeter(recipe)
         self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
         self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)
         self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=args.optimization.accumulation_steps)
@@ -129,7 +124,7 @@ class TrainingLoop:
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
             self._log.say(line)
         # A run that was complete is not evaluated once more.
-        self._results = json.loads(broadcast_text(json.dumps(self._log.evaluated), self._device))
+        self._results = on_rank_0(lambda: self._log.evaluated, self._device)
         self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
         try:
@@ -158,7 +153,7 @@ class TrainingLoop:
         if not progress.window_steps:
             return Place(progress.rows_in_epoch), ""
         # Rank 0 decides for all, because it wrote the checkpoint.
-        if json.loads(broadcast_text(json.dumps(self._data.window_of()), self._device)) == progress.window_of:
+        if on_rank_0(self._data.window_of, self._device) == progress.window_of:
             return Place(progress.rows_in_epoch, progress.window_steps), ""
         self._progress = replace(progress, window_steps=0, window_rows=0)
         return Place(progress.rows_in_epoch), (
@@ -262,7 +257,7 @@ class TrainingLoop:
             self._report_forward_times()  # the meter has waited for the end of the last step
             if self._forward_timer.is_on and "loads_after" in details:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
-            scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.value()}
+            scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.get_scale()}
             details |= self._data.details()
             self._log.line({"step": self._step, **numbers, **scale}, details)
 

@@ -26,7 +26,6 @@ from commons.perf_model.task_estimator import AttentionTask, training_flops
 from commons.trainer.config.load import load_config_file
 from commons.trainer.data import single_process_loader, train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.optimizers import build_optimizer
 from commons.trainer.ranks.launch import seed_all
 
@@ -45,7 +44,7 @@ class Recipe(ABC):
     # `shuffler_type`, the name of a registered shuffler; and whatever else the model needs.
     config_class: ClassVar[type[Any]]
     compute_dtype: torch.dtype = torch.float32  # of the matrix products, for MFU
-    loss_scaler: LossScaler | None = None  # of a model that scales its loss
+    loss_scaler: torch.amp.GradScaler | None = None  # of a model that scales its loss
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.config = config

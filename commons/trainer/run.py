@@ -27,7 +27,7 @@ from commons.trainer.config.load import load_config, make_config
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe.sinks import require_sinks
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import limit_collectives, problem_on_any_rank
+from commons.trainer.ranks.collectives import limit_collectives, on_rank_0
 from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
@@ -102,8 +102,7 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
     """
     args = config.trainer
     require_sinks(args.sinks)
-    if problem := problem_on_any_rank(lambda: _make_room(args), device, on_rank_0=True):
-        raise ValueError(problem)
+    on_rank_0(lambda: _make_room(args), device)
     if logs_to_file:
         log_to_file(args.run_dir)
     if dist.get_rank() == 0:
@@ -147,11 +146,8 @@ def _goes_on(folder: Path, args: TrainerArgs) -> bool:
 
 def _remove_run(folder: Path) -> None:
     """Remove what a run writes, and nothing else."""
-    scalars = folder / TENSORBOARD_FOLDER
     patterns = [LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"]
-    # What a link leads to is not the run's alone.
-    patterns.append(scalars.name if scalars.is_symlink() else f"{scalars.name}/events.out.tfevents.*")
-    for pattern in patterns:
+    for pattern in (*patterns, f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"):
         for path in folder.glob(pattern):
             path.unlink()
 

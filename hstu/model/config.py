@@ -39,9 +39,9 @@ class ExecutionConfig:
     # Who computes the attention: "triton", kernels for CUDA, "pytorch", which is for all devices, or "auto": Triton
     # where the model is on CUDA and Triton can compute its layers, else PyTorch.
     kernel_backend: KernelBackend = "auto"
-    # Put what lies between the attentions under torch.compile, once for all layers and lengths. Made for CUDA; on a
-    # CPU it needs a C++ compiler and saves little.
-    compile: bool = False
+    # Put what lies between the attentions under torch.compile, once for all layers and lengths; None for doing so on
+    # CUDA, which it is made for. On a CPU it needs a C++ compiler and saves little.
+    compile: bool | None = False
 
     def __post_init__(self) -> None:
         _require_one_of("compute_dtype", self.compute_dtype, ComputeDtype)
@@ -49,8 +49,8 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True)
-class HSTUConfig:
-    """A stack of HSTU layers.
+class LayerOptions:
+    """What HSTU layers compute, whatever the data.
 
     Raises:
         ValueError: a number outside its range.
@@ -60,9 +60,6 @@ class HSTUConfig:
     num_layers: int  # layers
     num_attention_heads: int  # attention heads per layer
     kv_channels: int  # width of a head
-    # The most tokens a row may have: contextual ones, interleaved history and targets. It is also the constant N that
-    # attention is divided by, whatever the rows of a batch.
-    max_sequence_length: int
     # Probability with which an element of a layer's output is dropped in training. What is dropped is drawn on the
     # rank that has the row, so it changes when rows are balanced.
     dropout: float = 0.0
@@ -87,22 +84,11 @@ class HSTUConfig:
     # batch then has a feature of timestamps.
     time_bias: bool = False
     time_buckets: int = 64  # how many; with the default and seconds the last one begins after five years
-    timestamp_feature_name: str = "timestamp"  # key of the timestamps, one integer per item
-    # Added to the variance in layer norms. Attention is divided by a large N: keep it small.
-    layer_norm_eps: float = 1e-6
-    execution: ExecutionConfig = field(default_factory=ExecutionConfig)  # how the layers are computed
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "num_layers",
-            "num_attention_heads",
-            "kv_channels",
-            "max_sequence_length",
-            "target_group_size",
-            "time_buckets",
-        ):
+        for name in ("hidden_size", "num_layers", "num_attention_heads", "kv_channels", "target_group_size"):
             require_at_least(name, getattr(self, name), 1)
+        require_at_least("time_buckets", self.time_buckets, 1)
         if self.max_attn_len is not None:
             require_at_least("max_attn_len", self.max_attn_len, 1, optional=True)
         if not 0.0 <= self.dropout < 1.0:
@@ -113,6 +99,40 @@ class HSTUConfig:
                 f"position_buckets is {self.position_buckets!r}; distance 0 has a bucket of its own, so at least 2 are "
                 "needed: raise it"
             )
+
+    @property
+    def cost_dimensions(self) -> dict[str, Any]:
+        """What HSTUAttentionTask and the shuffler need to know of the layers."""
+        return {
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_attention_heads,
+            "head_dim": self.kv_channels,
+            "num_layers": self.num_layers,
+            "causal": self.is_causal,
+            "target_group_size": self.target_group_size,
+            "max_attn_len": self.max_attn_len,
+        }
+
+
+@dataclass(frozen=True)
+class HSTUConfig(LayerOptions):
+    """A stack of HSTU layers.
+
+    Raises:
+        ValueError: a number outside its range.
+    """
+
+    # The most tokens a row may have: contextual ones, interleaved history and targets. It is also the constant N that
+    # attention is divided by, whatever the rows of a batch.
+    max_sequence_length: int = field(kw_only=True)
+    timestamp_feature_name: str = "timestamp"  # key of the timestamps, one integer per item
+    # Added to the variance in layer norms. Attention is divided by a large N: keep it small.
+    layer_norm_eps: float = 1e-6
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)  # how the layers are computed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("max_sequence_length", self.max_sequence_length, 1)
         if not 0 < self.layer_norm_eps < math.inf:
             raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it keeps a division finite: make it positive")
 
@@ -178,33 +198,25 @@ class RankingConfig(SequenceModelConfig):
             )
 
 
-@dataclass(frozen=True)
-class RetrievalConfig(SequenceModelConfig):
-    """An HSTU retrieval model: embeddings, layers, and a query that is compared with the embeddings of items.
+@dataclass(frozen=True, kw_only=True)
+class RetrievalOptions:
+    """What a retrieval model is trained with.
 
     Raises:
-        ValueError: as SequenceModelConfig; also an item feature without a table, a number out of range, an unknown
-            pool, or attention that would show the model what it is to predict.
+        ValueError: a number out of range, or an unknown pool.
     """
 
-    item_feature_name: str  # the feature whose next value is predicted
     # Items that each true one is compared with in training. A positive number of them is drawn for every row,
     # uniformly from all items, and serves all predictions of the row. −1 takes all other predictions' true items,
     # with repetitions, so that frequent items are frequent negatives.
-    num_negatives: int = field(default=-1, kw_only=True)
-    temperature: float = field(default=0.05, kw_only=True)  # by which cosines are divided
+    num_negatives: int = -1
+    temperature: float = 0.05  # by which cosines are divided
     # Whose predictions those are with −1: those of this rank's batch, or of all ranks', gathered. With "rank" a row's
     # negatives are its neighbours' items, and so change when rows are balanced. With "global" they do not; scores
     # then grow with the square of the global batch.
-    in_batch_pool: InBatchPool = field(default="rank", kw_only=True)
+    in_batch_pool: InBatchPool = "rank"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.item_feature_name not in self.embedding_tables:
-            raise ValueError(
-                f"item_feature_name is {self.item_feature_name!r}, the tables are {list(self.embedding_tables)}; items "
-                "are found by their embeddings: correct the name or add the table"
-            )
         if self.num_negatives != -1 and (
             not isinstance(self.num_negatives, int) or isinstance(self.num_negatives, bool) or self.num_negatives < 1
         ):
@@ -215,6 +227,27 @@ class RetrievalConfig(SequenceModelConfig):
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
         _require_one_of("in_batch_pool", self.in_batch_pool, InBatchPool)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig(RetrievalOptions, SequenceModelConfig):
+    """An HSTU retrieval model: embeddings, layers, and a query that is compared with the embeddings of items.
+
+    Raises:
+        ValueError: as RetrievalOptions and SequenceModelConfig; also an item feature without a table, or attention that
+            would show the model what it is to predict.
+    """
+
+    item_feature_name: str  # the feature whose next value is predicted
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        SequenceModelConfig.__post_init__(self)
+        if self.item_feature_name not in self.embedding_tables:
+            raise ValueError(
+                f"item_feature_name is {self.item_feature_name!r}, the tables are {list(self.embedding_tables)}; items "
+                "are found by their embeddings: correct the name or add the table"
+            )
         if not self.hstu.is_causal:
             raise ValueError(
                 "is_causal is False; retrieval predicts the next item at every place of a history, where it must not "

@@ -7,7 +7,6 @@ tries the kernels and torch.compile, and what works on all of them is used.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import platform
 from typing import Any, NamedTuple
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commons.trainer.ranks.collectives import gather_texts
+from commons.trainer.ranks.collectives import gather_values
 from hstu.model.config import COMPUTE_DTYPES, HSTUConfig
 from hstu.model.triton_agreement import disagreement, error_in_words, slowness
 from hstu.model.triton_blocks import Blocks
-from hstu.model.triton_launch import LayerKind, choose_blocks, resolve_backend, use_blocks, why_not
+from hstu.model.triton_launch import LayerKind, choose_blocks, use_blocks, uses_triton, why_not
 from hstu.model.triton_plan import compiled_group_size, launched_window
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,6 @@ def choose_execution(
     config: HSTUConfig,
     device: torch.device,
     dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
     *,
     alone: bool = False,
 ) -> Execution:
@@ -58,7 +56,6 @@ def choose_execution(
         config: of the layers, the same on all ranks.
         device: of this rank.
         dtype: of queries; default that of `compute_dtype`.
-        group: the ranks; default all.
         alone: choose for this process, without the other ranks.
 
     Raises:
@@ -68,7 +65,7 @@ def choose_execution(
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype or COMPUTE_DTYPES[config.execution.compute_dtype]
-    ranks = _Ranks(device, group, alone=alone or not dist.is_initialized())
+    ranks = _Ranks(device, alone=alone or not dist.is_initialized())
     pretended = device.type == "cuda" and not torch.cuda.is_available()  # no kernel is given its tensors
     chosen = Execution(
         _chooses_triton(config, dtype, ranks, pretended=pretended), _chooses_compile(config, ranks, pretended=pretended)
@@ -82,14 +79,13 @@ def choose_execution(
 class _Ranks:
     """The ranks that choose together, seen from one of them."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, *, alone: bool) -> None:
-        self.device, self._group, self._alone = device, group, alone
-        self.number = 0 if alone else dist.get_rank(group)
+    def __init__(self, device: torch.device, *, alone: bool) -> None:
+        self.device, self._alone = device, alone
+        self.number = 0 if alone else dist.get_rank()
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, as JSON holds it."""
-        text = json.dumps(value)
-        return [json.loads(each) for each in ([text] if self._alone else gather_texts(text, self.device, self._group))]
+        return [value] if self._alone else gather_values(value, self.device)
 
     def first_problem(self, problem: str | None) -> str | None:
         """Where what does not work; None if all is well on all ranks."""
@@ -110,7 +106,7 @@ def _warn_once(message: str) -> None:
 def _chooses_triton(config: HSTUConfig, dtype: torch.dtype, ranks: _Ranks, *, pretended: bool) -> bool:
     backend, kind = config.execution.kernel_backend, _kind_of(config, dtype)
     if backend == "pytorch" or ranks.device.type != "cuda" or pretended:
-        return resolve_backend(backend, ranks.device, dtype, kind.head_dim) == "triton"
+        return uses_triton(backend, ranks.device, dtype, kind.head_dim)
     reason = ranks.first_problem(_triton_problem(ranks, kind, compares=backend == "auto"))
     if reason is not None and backend == "triton":
         raise ValueError(f"kernel_backend is 'triton' and {reason}; choose 'pytorch'")
@@ -161,8 +157,9 @@ def _measure(device: torch.device, kind: LayerKind, compares: bool) -> dict[str,
 
 
 def _chooses_compile(config: HSTUConfig, ranks: _Ranks, *, pretended: bool) -> bool:
-    if not config.execution.compile or pretended:
-        return config.execution.compile
+    compiles = ranks.device.type == "cuda" if config.execution.compile is None else config.execution.compile
+    if not compiles or pretended:
+        return compiles
     reason = ranks.first_problem(compile_problem(ranks.device))
     if reason is not None:
         ranks.warn(

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.trainer.optimize.loss_scaling import LossScaler, unscaled_gradients
+from commons.trainer.optimize.loss_scaling import unscaled_gradients
 from hstu.embedding import HSTUEmbedding
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
 from hstu.model.layer import HSTUEncoder
@@ -46,7 +46,7 @@ class SequenceTower(nn.Module):
         )
         self._tables = list(config.embedding_tables)
         self._pg_group = pg_group
-        self._loss_scaler: LossScaler | None = None
+        self._loss_scaler: torch.amp.GradScaler | None = None
         self._scaled_tables: frozenset[str] = frozenset()
 
     def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
@@ -79,7 +79,7 @@ class SequenceTower(nn.Module):
         )
         return EncodedSequence(hidden, sequence, items.values(), num_candidates, num_items)
 
-    def scale_loss(self, scaler: LossScaler, scaled_tables: Collection[str] = ()) -> None:
+    def scale_loss(self, scaler: torch.amp.GradScaler, scaled_tables: Collection[str] = ()) -> None:
         """Scale losses from now on; gradients of features that are not in `scaled_tables` come back unscaled."""
         self._loss_scaler, self._scaled_tables = scaler, frozenset(scaled_tables)
 
@@ -87,8 +87,9 @@ class SequenceTower(nn.Module):
         """The embeddings to go on with, and what the loss is to be multiplied by; None for nothing."""
         if self._loss_scaler is None:
             return embeddings, None
-        scale = self._loss_scaler.scale()
         found = {name: jagged for part in embeddings for name, jagged in part.items()}
+        device = next(iter(found.values())).values().device
+        scale = self._loss_scaler.scale(torch.ones((), device=device))  # nothing is read from the device
         names = [name for name in found if name not in self._scaled_tables]
         values = unscaled_gradients([found[name].values() for name in names], scale)
         for name, each in zip(names, values):
@@ -178,11 +179,11 @@ class SequenceModel(nn.Module):
         """By table, another feature that is looked up in it."""
         return {}
 
-    def scale_loss(self, scaler: LossScaler, data_parallel_tables: Collection[str] = ()) -> None:
+    def scale_loss(self, scaler: torch.amp.GradScaler, data_parallel_tables: Collection[str] = ()) -> None:
         """Return scaled losses from now on, as training in float16 needs them.
 
         Tables that train themselves in the backward pass get unscaled gradients. All other parameters, those of
-        `data_parallel_tables` too, get scaled ones, so their optimizer has to go through `scaler.step`.
+        `data_parallel_tables` too, get scaled ones, so `scaler` has to unscale their optimizer's and to step it.
         """
         tables = set(data_parallel_tables)
         second = {feature for table, feature in self._second_features.items() if table in tables}

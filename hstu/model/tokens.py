@@ -11,16 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-
-class Jagged(Protocol):
-    """What is needed of TorchRec's JaggedTensor."""
-
-    def values(self) -> torch.Tensor: ...  # noqa: D102
-    def lengths(self) -> torch.Tensor: ...  # noqa: D102
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,9 @@ class TokenSequence:
 
 
 def interleave_tokens(
-    contextual: Sequence[Jagged],
-    items: Jagged,
-    actions: Jagged | None = None,
+    contextual: Sequence[JaggedTensor],
+    items: JaggedTensor,
+    actions: JaggedTensor | None = None,
     num_candidates: torch.Tensor | None = None,
 ) -> TokenSequence:
     """Put the embeddings of a batch in the order in which the model reads them.

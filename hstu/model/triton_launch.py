@@ -13,7 +13,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
+_REPEATS = 5  # launches that are timed together
 # From here on blocks come by tensor descriptors, and memory adds blocks up.
 _TMA_CAPABILITY = (9, 0)
 
@@ -78,29 +79,16 @@ class Inputs(NamedTuple):
     origin: int  # the column of distance 0 in `position`
 
 
-def resolve_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> Literal["pytorch", "triton"]:
-    """Who computes the attention on this device: "triton" or "pytorch".
-
-    Args:
-        backend: what is asked for; "auto" takes Triton wherever it can compute such layers.
-        device: where the layers are.
-        dtype: of queries.
-        head_dim: width of a head.
+def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether Triton computes the attention of such layers on this device: with "auto" wherever it can.
 
     Raises:
-        ValueError: Triton is asked for and cannot compute them; the reason and the remedy are named.
-
+        ValueError: `backend` is "triton" and it cannot compute them; the reason and the remedy are named.
     """
-    if backend == "pytorch":
-        return "pytorch"
-    reason = why_not(device, dtype, head_dim)
-    if reason is None:
-        return "triton"
-    if backend == "auto":
-        return "pytorch"
-    raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
+    reason = None if backend == "pytorch" else why_not(device, dtype, head_dim)
+    if reason is not None and backend == "triton":
+        raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
+    return backend != "pytorch" and reason is None
 
 
 @functools.cache
@@ -329,16 +317,16 @@ def _seconds(run: Callable[[], object]) -> float:
         return math.inf
 
 
-def seconds_of(run: Callable[[], object], repeats: int = 5) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
     """Time that something takes on the current CUDA device, once it has run and so is compiled."""
     run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
+    return begin.elapsed_time(end) / 1e3 / _REPEATS
 
 
 def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:

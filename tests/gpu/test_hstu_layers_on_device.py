@@ -10,8 +10,9 @@ import torch
 from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
+from hstu.model.execution import choose_execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from hstu.model.triton_launch import resolve_backend
+from hstu.model.triton_launch import uses_triton
 from hstu.train_config import ModelArgs
 from tests.helpers.models.hstu_models import TABLES, random_batch
 from tests.helpers.models.torchrec_model import rank_device
@@ -76,7 +77,7 @@ def test_triton_attention_is_that_of_the_host(
     device, is_causal, group, with_context, max_attn_len, bias, head_dim, dtype
 ):
     where = rank_device(device)
-    if resolve_backend("auto", where, dtype, head_dim) != "triton":
+    if not uses_triton("auto", where, dtype, head_dim):
         pytest.skip(f"kernels of Triton cannot run on {where} or for {head_dim} channels of {dtype}")
     generator = torch.Generator().manual_seed(0)
     lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [90, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
@@ -112,9 +113,9 @@ def test_triton_attention_is_that_of_the_host(
 def test_a_model_is_that_of_the_host(device, task, compute_dtype, tolerance):
     """Compiled where that is the default; for batches of several lengths, no tokens among them."""
     where = rank_device(device)
-    args = ModelArgs(hidden_size=8, num_attention_heads=2, kv_channels=4, compute_dtype=compute_dtype).on(where)
-    assert args.compile is (device == "cuda")
+    args = ModelArgs(hidden_size=8, num_attention_heads=2, kv_channels=4, compute_dtype=compute_dtype)
     hstu = args.hstu_config(64)
+    assert choose_execution(hstu, where).compiles is (device == "cuda")
     torch.manual_seed(0)
     model = MODELS[task](CONFIGS[task](hstu), plain_embeddings=True)
     plain = dataclasses.replace(hstu, execution=ExecutionConfig())

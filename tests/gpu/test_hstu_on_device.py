@@ -7,11 +7,10 @@ import math
 from unittest import mock
 
 import pytest
+import torch
 
 from commons.trainer.config.load import load_config
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
-from hstu import recipe
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.models.torchrec_model import rank_device
@@ -27,7 +26,8 @@ RUN = [
 
 def run(device, run_dir, *flags, loss_scale=2.0**16):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
-    with mock.patch.object(recipe, "LossScaler", functools.partial(LossScaler, initial_scale=loss_scale)):
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=loss_scale)
+    with mock.patch.object(torch.amp, "GradScaler", scaler):
         return run_training(HSTURecipe(config, rank_device(device)))
 
 

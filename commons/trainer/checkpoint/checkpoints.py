@@ -6,9 +6,11 @@ torch.distributed.checkpoint uses pickle for its metadata: load only checkpoints
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from commons.trainer.checkpoint.folder import (
 from commons.trainer.checkpoint.random_state import set_random_state
 from commons.trainer.checkpoint.state import first_not_finite, load_state, read_entries, state_to_save, write_state
 from commons.trainer.config.args import TrainerArgs
-from commons.trainer.ranks.collectives import broadcast_text, first_text, gather_texts, problem_on_any_rank
+from commons.trainer.ranks.collectives import first_text, gather_values, on_all_ranks, on_rank_0
 from commons.trainer.recipe import Recipe
 
 __all__ = ["Checkpointer", "TrainProgress", "list_checkpoints"]
@@ -110,7 +112,7 @@ class Checkpointer:
             else:
                 progress, said = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
         if self.saves:
-            self._on_rank_0(lambda: claim(self.folder, progress.step, self._damaged))
+            on_rank_0(lambda: claim(self.folder, progress.step, self._damaged), self._device)
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
         return progress, said
@@ -146,23 +148,17 @@ class Checkpointer:
                 f"{name} of rank {rank} is not finite after step {progress.step}; no checkpoint is made of that, those "
                 "before stay: go on from one of them with a lower learning rate or max_grad_norm"
             )
-        final = checkpoint_path(self.folder, progress.step)
+        final, device = checkpoint_path(self.folder, progress.step), self._device
         unfinished = unfinished_path(final)
         try:
-            self._on_rank_0(lambda: make_empty(unfinished))
-            self._on_all_ranks(lambda: write_state(unfinished, state))
-            own: dict[str, str] = {}
-            self._on_all_ranks(
-                lambda: own.update(self._digests_of(unfinished, (file.name for file in unfinished.iterdir())))
-            )
-            digests: dict[str, str] = {}
-            for of_rank in gather_texts(json.dumps(own), self._device):
-                digests |= json.loads(of_rank)
-            self._on_rank_0(
-                lambda: complete_checkpoint(unfinished, final, self._state_of(progress), self._args.ckpt_keep, digests)
-            )
+            on_rank_0(lambda: make_empty(unfinished), device)
+            on_all_ranks(lambda: write_state(unfinished, state), device)
+            own = on_all_ranks(lambda: self._digests_of(unfinished), device)
+            digests = functools.reduce(operator.or_, gather_values(own, device))
+            described = self._state_of(progress) | {"digests": digests}
+            on_rank_0(lambda: complete_checkpoint(unfinished, final, described, self._args.ckpt_keep), device)
         except ValueError as problem:
-            self._on_rank_0(lambda: discard(unfinished))
+            on_rank_0(lambda: discard(unfinished), device)
             if dist.get_rank() == 0:
                 logger.warning(
                     "no checkpoint of step %d: %s; those before stay, and the run goes on: make room in %s",
@@ -180,10 +176,8 @@ class Checkpointer:
         a warning. None for a folder that may be empty and is.
         """
         while True:
-            found: dict[str, Any] = {}
-            self._on_rank_0(lambda: found.update(self._choose(path, may_be_empty)))  # noqa: B023  called here alone
-            found = json.loads(broadcast_text(json.dumps(found), self._device))
-            if not found:
+            found = on_rank_0(lambda: self._choose(path, may_be_empty), self._device)
+            if found is None:
                 return None
             chosen, state = Path(found["path"]), found["state"]
             try:
@@ -203,23 +197,20 @@ class Checkpointer:
 
     def _load_from(self, path: Path, digests: Mapping[str, str]) -> None:
         """Load a checkpoint; ValueError on all ranks if that cannot be done."""
-        saved: dict[str, Any] = {}
-        random: dict[str, torch.Tensor] = {}
 
-        def read() -> None:
+        def read() -> dict[str, Any]:
             for name, digest in self._digests_of(path, digests).items():
                 if digest != digests[name]:
                     raise ValueError(f"{path} is damaged ({name} is not as it was written): load another checkpoint")
-            saved.update(read_entries(path))
+            return read_entries(path)
 
-        self._on_all_ranks(read)
-        self._on_all_ranks(lambda: random.update(load_state(path, saved, self._model, self._optimizer)))
-        set_random_state(random)
+        saved = on_all_ranks(read, self._device)
+        set_random_state(on_all_ranks(lambda: load_state(path, saved, self._model, self._optimizer), self._device))
 
-    def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any]:
-        """The checkpoint to load and what its state file says; nothing where there may be none and is none."""
+    def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any] | None:
+        """The checkpoint to load and what its state file says; None where there may be none and is none."""
         if may_be_empty and not (path.is_file() or holds_checkpoint(path)):
-            return {}
+            return None
         chosen = path if (path / STATE_FILE).is_file() else latest_whole(path, self._damaged)
         state = read_state(chosen)
         differences = list(_differences(state["fingerprint"], self._fingerprint))
@@ -258,16 +249,8 @@ class Checkpointer:
         }
 
     @staticmethod
-    def _digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    def _digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
         return digests_of(folder, names, rank=dist.get_rank(), ranks=dist.get_world_size())
-
-    def _on_rank_0(self, work: Callable[[], object]) -> None:
-        self._on_all_ranks(work, on_rank_0=True)
-
-    def _on_all_ranks(self, work: Callable[[], object], *, on_rank_0: bool = False) -> None:
-        """Do something on every rank, or on rank 0 alone; ValueError on all ranks if it fails on any."""
-        if problem := problem_on_any_rank(work, self._device, on_rank_0=on_rank_0):
-            raise ValueError(problem)
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Any:

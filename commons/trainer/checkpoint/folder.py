@@ -4,7 +4,7 @@
     <folder>/step_00000200.tmp  one that is being written, or was when the run was ended
 
 A checkpoint is written aside and renamed when every file of it is on disk, so that a folder without `.tmp` is whole.
-state.json knows the size and the digest of every file, and its own digest: what the disk has changed since is noticed.
+state.json knows the digest of every file: what the disk has changed since is noticed.
 """
 
 from __future__ import annotations
@@ -53,20 +53,18 @@ def unfinished_path(final: Path) -> Path:
 
 
 def make_empty(path: Path) -> None:
-    """Make a folder, without what is left of one of that name; FileExistsError for a symbolic link, not followed."""
-    if path.is_symlink():
-        raise FileExistsError(f"{path} is a symbolic link; a checkpoint is written there, and links are not followed")
+    """Make a folder, without what is left of one of that name."""
     discard(path)
     path.mkdir(parents=True)
 
 
-def digests_of(folder: Path, names: Iterable[str], *, rank: int, ranks: int) -> dict[str, str]:
-    """Digests (BLAKE2b, hexadecimal) by name of the files that are a rank's to read; about a second per GB.
+def digests_of(folder: Path, names: Iterable[str] | None = None, *, rank: int, ranks: int) -> dict[str, str]:
+    """Digests (BLAKE2b, hexadecimal) by name of the files, all or `names`, that are a rank's to read; a second per GB.
 
     Every file has one rank that reads it: the one that wrote it where there are as many ranks, and some rank elsewhere.
     """
     digests = {}
-    for name in names:
+    for name in [file.name for file in folder.iterdir()] if names is None else names:
         written_by = re.match(r"__(\d+)_", name)  # torch's name of a rank's file
         if (int(written_by[1]) if written_by else 0) % ranks == rank:
             digest, block = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(_BLOCK_BYTES))
@@ -77,34 +75,28 @@ def digests_of(folder: Path, names: Iterable[str], *, rank: int, ranks: int) -> 
     return digests
 
 
-def complete_checkpoint(
-    unfinished: Path, final: Path, state: Mapping[str, Any], keep: int, digests: Mapping[str, str]
-) -> None:
+def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
     """Write the state file, give the folder its name, remove what is too old.
 
     Args:
         unfinished: has all other files.
         final: its name from now on.
-        state: JSON-ready, besides version and sizes of files.
+        state: JSON-ready, but for the version; with the digest of every file by name, "digests".
         keep: checkpoints to keep, this one included; those of later steps do not count.
-        digests: of every file, by name.
 
     Raises:
         OSError: a file is missing or cannot be written.
     """
-    sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
+    found = {file.name for file in unfinished.iterdir()}
     written = FileSystemReader(unfinished).read_metadata().storage_data or {}
-    missing = sorted({place.relative_path for place in written.values()} - sizes.keys())
+    missing = sorted({place.relative_path for place in written.values()} - found)
     if missing:
         raise FileNotFoundError(
             f"{missing[0]} (and {len(missing) - 1} more) is not on rank 0's disk; all ranks write into one folder, on "
             "a disk that they share"
         )
-    content = {"version": FORMAT_VERSION, **state, "files": sizes, "digests": dict(digests)}
-    content = json.loads(json.dumps(content))  # as it will be read: tuples become lists, keys strings
-    content["digest"] = _digest_of_state(content)
     with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+        file.write(json.dumps({"version": FORMAT_VERSION, **state}, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
     discard(final)
@@ -116,12 +108,12 @@ def complete_checkpoint(
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, if it is there and can be removed; a symbolic link stays, and what it points to."""
+    """Remove a folder, if it is there and can be removed."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What the state file of a checkpoint says, once all files have the sizes that were written.
+    """What the state file of a checkpoint says, once all files are there.
 
     Comparing the files' digests, `state["digests"]`, is left to the caller.
 
@@ -130,7 +122,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        version, files, digest = state["version"], dict(state["files"]), state["digest"]
+        version, names = state["version"], list(state["digests"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({STATE_FILE}: {error}): load another checkpoint") from None
     if version != FORMAT_VERSION:
@@ -138,14 +130,9 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path} has version {version}; this evenrank reads version {FORMAT_VERSION}: load it with the version "
             "that wrote it"
         )
-    if digest != _digest_of_state(state):
-        raise ValueError(f"{path} is damaged ({STATE_FILE} is not as it was written): load another checkpoint")
-    for name, size in files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            is_now = "is missing" if found is None else f"has {found} bytes"
-            raise ValueError(f"{path} is damaged ({name} {is_now}, {size} were written): load another checkpoint")
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise ValueError(f"{path} is damaged ({missing[0]} is missing): load another checkpoint")
     return state
 
 
@@ -211,12 +198,6 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             f"{f'after step {step}' if step else 'from the beginning'}; the checkpoints of two runs would be taken "
             f"for one another: choose another ckpt_save_dir, or go on with --trainer.ckpt-load-dir {folder}"
         )
-
-
-def _digest_of_state(state: Mapping[str, Any]) -> str:
-    """Digest of a state file's content but for the digest itself, however it is formatted."""
-    content = json.dumps({name: value for name, value in state.items() if name != "digest"}, sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _step_of(path: Path) -> int:

@@ -59,10 +59,10 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
-    name, parse, parser_errors = _PARSERS[path.suffix]
+    name, parse = _PARSERS[path.suffix]
     try:
         content = parse(text)
-    except parser_errors as error:
+    except (ValueError, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is no valid {name} ({reason}): correct the line") from None
     if not isinstance(content, Mapping):
@@ -87,11 +87,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-_Parser = tuple[str, Callable[[str], Any], tuple[type[Exception], ...]]
-_YAML: _Parser = ("YAML", _parse_yaml, (YAMLError, ValueError, RecursionError))
-_PARSERS: dict[str, _Parser] = {
-    ".toml": ("TOML", tomllib.loads, (tomllib.TOMLDecodeError, RecursionError)),
-    ".yaml": _YAML,
-    ".yml": _YAML,
-    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique), (ValueError, RecursionError)),
+_PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    ".toml": ("TOML", tomllib.loads),
+    ".yaml": ("YAML", _parse_yaml),
+    ".yml": ("YAML", _parse_yaml),
+    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique)),
 }

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import io
 import re
-import reprlib
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +31,6 @@ from commons.user_package import import_user_modules
 __all__ = ["load_config", "load_config_file", "make_config", "read_config_file", "require_shuffler", "same_fields"]
 
 C = TypeVar("C")
-
-# For values in errors: the aliases of a small YAML file can name one part billions of times.
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxtuple = 4, 16, 16, 16
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 400
 
 
 def load_config(
@@ -112,9 +107,8 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
     except dacite.WrongTypeError as error:
         hint = error.field_type
         kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        raise ValueError(
-            f"{where}: {error.field_path} is {_SHORT.repr(error.value)}; it must be {kind}: correct it"
-        ) from None
+        value = textwrap.shorten(repr(error.value), 400, placeholder=" …")
+        raise ValueError(f"{where}: {error.field_path} is {value}; it must be {kind}: correct it") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: {error.args[0] if error.args else error}") from None
 

@@ -10,12 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, TRACKERS_FILE, flat, write_whole
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
-from commons.trainer.observe.sinks import Figure, figures_of
+from commons.trainer.observe.sinks import Figure, Sink, figures_of
 
 # How long Weights & Biases may take to begin a run, and an export of OpenTelemetry.
 _INIT_SECONDS, _EXPORT_SECONDS = 60, 10
@@ -23,14 +23,7 @@ _INIT_SECONDS, _EXPORT_SECONDS = 60, 10
 _MOST_PARAMS, _MOST_CHARACTERS = 100, 6000
 
 
-class Library(NamedTuple):
-    """A sink by what a library does with a record, and at the end."""
-
-    write: Callable[[Mapping[str, Any]], None]
-    close: Callable[[], None]
-
-
-def tensorboard(args: TrainerArgs, first_step: int) -> Library:
+def tensorboard(args: TrainerArgs, first_step: int) -> Sink:
     """Scalars for TensorBoard; what an earlier run has written of steps after `first_step` is hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -41,10 +34,10 @@ def tensorboard(args: TrainerArgs, first_step: int) -> Library:
         for figure in figures_of(record):
             writer.add_scalar(figure.path, figure.value, record["step"])
 
-    return Library(write, writer.close)
+    return Sink(write, writer.close)
 
 
-def wandb(args: TrainerArgs, first_step: int) -> Library:
+def wandb(args: TrainerArgs, first_step: int) -> Sink:
     """A run of Weights & Biases; mode "offline" keeps it in `<run_dir>/wandb`, for `wandb sync`."""
     import wandb
 
@@ -65,10 +58,10 @@ def wandb(args: TrainerArgs, first_step: int) -> Library:
     def write(record: Mapping[str, Any]) -> None:
         run.log({figure.path: figure.value for figure in figures_of(record)}, step=record["step"])
 
-    return Library(write, run.finish)
+    return Sink(write, run.finish)
 
 
-def mlflow(args: TrainerArgs, first_step: int) -> Library:
+def mlflow(args: TrainerArgs, first_step: int) -> Sink:
     """A run of MLflow; its settings become parameters."""
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
@@ -92,11 +85,14 @@ def mlflow(args: TrainerArgs, first_step: int) -> Library:
         metrics = [Metric(_key(each.path), each.value, now, record["step"]) for each in figures_of(record)]
         client.log_batch(name, metrics=metrics)
 
-    return Library(write, lambda: client.set_terminated(name))
+    return Sink(write, lambda: client.set_terminated(name))
 
 
-def opentelemetry_over_http(args: TrainerArgs, first_step: int) -> Library:
-    """OTLP over HTTP, one export a record; the resource has `evenrank.run_dir`."""
+def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
+    """Gauges `evenrank.train.loss`, ... over OTLP/HTTP, one export a record; those of a rank have the attribute `rank`.
+
+    The resource has `evenrank.run_dir`.
+    """
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
@@ -116,21 +112,7 @@ def opentelemetry_over_http(args: TrainerArgs, first_step: int) -> Library:
     resource = Resource.create({"service.name": options.service, "evenrank.run_dir": args.run_dir})
     # Exported with every record, not by the clock.
     reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
-    sink = opentelemetry(MeterProvider([reader], resource=resource, shutdown_on_exit=False))
-
-    def write(record: Mapping[str, Any]) -> None:
-        sink.write(record)
-        if exporter.has_failed:
-            raise ConnectionError("the export failed; see the exporter's messages in the log")
-
-    return Library(write, sink.close)
-
-
-def opentelemetry(provider: Any) -> Library:
-    """Gauges `evenrank.train.loss`, ...; those of a rank have the attribute `rank`.
-
-    `provider` is an `opentelemetry.sdk.metrics.MeterProvider` with its readers.
-    """
+    provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
     create = functools.cache(provider.get_meter("evenrank").create_gauge)
 
     def write(record: Mapping[str, Any]) -> None:
@@ -138,11 +120,13 @@ def opentelemetry(provider: Any) -> Library:
             gauge = create(re.sub(r"[^\w.]", "_", f"evenrank.{figure.tag.replace('/', '.')}"))
             gauge.set(figure.value, {"rank": figure.rank} if figure.rank else None)
         provider.force_flush()
+        if exporter.has_failed:
+            raise ConnectionError("the export failed; see the exporter's messages in the log")
 
-    return Library(write, provider.shutdown)
+    return Sink(write, provider.shutdown)
 
 
-def prometheus(args: TrainerArgs, first_step: int) -> Library:
+def prometheus(args: TrainerArgs, first_step: int) -> Sink:
     """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; those of a rank have the label `rank`."""
     from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
@@ -162,15 +146,15 @@ def prometheus(args: TrainerArgs, first_step: int) -> Library:
         server.shutdown()
         server.server_close()
 
-    return Library(write, close)
+    return Sink(write, close)
 
 
 # Each makes its sink for a run that has `first_step` steps behind it.
-OPENERS: dict[SinkName, Callable[[TrainerArgs, int], Library]] = {
+OPENERS: dict[SinkName, Callable[[TrainerArgs, int], Sink]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
     "mlflow": mlflow,
-    "opentelemetry": opentelemetry_over_http,
+    "opentelemetry": opentelemetry,
     "prometheus": prometheus,
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,13 @@ import torch.distributed as dist
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.measured_saving import MeasuredSaving
+from commons.perf_model.peak_rates import peak_flops_of
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.observe.times import StepClock
 from commons.trainer.ranks.collectives import gather_numbers
+
+if TYPE_CHECKING:
+    from commons.trainer.recipe import Recipe
 
 # Fields of ShuffleStats with a number of every rank.
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
@@ -47,23 +51,13 @@ class StepMeter:
     """Measures the steps of one run: takes every batch as it is loaded and every step as it ends.
 
     Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
-
-    Args:
-        device: of this rank.
-        num_tokens: tokens of a host batch.
-        flops: operations of forward and backward pass on a host batch.
-        peak_flops: operations per second of the device, for MFU; None if unknown.
+    The peak rate of the device, for MFU, is that of the settings, else looked up.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        num_tokens: Callable[[Any], int],
-        flops: Callable[[Any], int],
-        peak_flops: float | None = None,
-    ) -> None:
-        self._device = device
-        self._num_tokens, self._flops, self._peak_flops = num_tokens, flops, peak_flops
+    def __init__(self, recipe: Recipe) -> None:
+        device, peak_tflops = recipe.device, recipe.config.trainer.peak_tflops
+        self._device, self._num_tokens, self._flops = device, recipe.num_tokens, recipe.flops
+        self._peak_flops = peak_flops_of(device, recipe.compute_dtype) if peak_tflops is None else peak_tflops * 1e12
         self._clock = StepClock(device)
         # Rows, tokens and operations of batches that are loaded but not trained.
         self._loaded: deque[tuple[int, int, int]] = deque()

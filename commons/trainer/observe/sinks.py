@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from commons.distributed.engine.worker import DaemonWorker
 from commons.run_log.files import without_nan
@@ -40,14 +40,11 @@ _MOST_WAITING = 256
 _CLOSE_SECONDS = 15.0
 
 
-class Sink(Protocol):
-    """Takes records; what it cannot do, it raises."""
+class Sink(NamedTuple):
+    """What a library does with a record, JSON-ready but for NaN, and at the end; what it cannot do, it raises."""
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record, JSON-ready but for NaN."""
-
-    def close(self) -> None:
-        """Write what is not written yet; nothing comes afterwards."""
+    write: Callable[[Mapping[str, Any]], None]
+    close: Callable[[], None]
 
 
 class Figure(NamedTuple):
@@ -89,12 +86,12 @@ class JsonLines:
         self._file = path.open("a" if append else "w", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """As in Sink."""
+        """Write a line, at once."""
         self._file.write(json.dumps(without_nan(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """As in Sink."""
+        """Nothing comes afterwards."""
         self._file.close()
 
 
@@ -106,11 +103,10 @@ class BackgroundSink:
         self._worker = DaemonWorker(f"evenrank-sink-{name}")
         self._room = threading.Semaphore(_MOST_WAITING)
         self._has_warned = False
-        self._closed_by: float | None = None
         self._sink = self._worker.submit(open_sink)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """As in Sink; returns at once, and raises nothing."""
+        """Take a record; returns at once, and raises nothing."""
         if not self._room.acquire(blocking=False):
             self._warn(f"{_MOST_WAITING} records wait for it")
             return
@@ -122,18 +118,14 @@ class BackgroundSink:
 
         self._submit(write)
 
-    def begin_closing(self) -> None:
+    def finish(self) -> None:
         """Let it write what is not written yet, and end; does not wait."""
-        if self._closed_by is None:
-            self._closed_by = time.monotonic() + _CLOSE_SECONDS
-            self._submit(lambda sink: sink.close())
-            self._worker.finish()
+        self._submit(lambda sink: sink.close())
+        self._worker.finish()
 
-    def close(self) -> None:
-        """As in Sink; waits until a quarter of a minute after it has begun to close at most."""
-        self.begin_closing()
-        assert self._closed_by is not None  # noqa: S101  it has begun
-        if not self._worker.stop(max(0.0, self._closed_by - time.monotonic())):
+    def wait(self, until: float) -> None:
+        """Wait for the end until a moment of the monotonic clock."""
+        if not self._worker.stop(max(0.0, until - time.monotonic())):
             self._warn(f"it has not ended after {_CLOSE_SECONDS:g} s")
 
     def _submit(self, act: Callable[[Sink], None]) -> None:
@@ -183,10 +175,11 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 
 def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
     """Close sinks side by side; waits a quarter of a minute at most for all of them together."""
+    until = time.monotonic() + _CLOSE_SECONDS
     for sink in sinks:
-        sink.begin_closing()
+        sink.finish()
     for sink in sinks:
-        sink.close()
+        sink.wait(until)
 
 
 def _tag(name: str) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from commons.trainer.config.args import OptimizationArgs
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.ranks.collectives import all_reduce, gather_numbers
 
@@ -65,7 +64,7 @@ class StepUpdate:
         model: nn.Module,
         total: int,
         device: torch.device,
-        loss_scaler: LossScaler | None = None,
+        loss_scaler: torch.amp.GradScaler | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         self._args = args
@@ -136,12 +135,18 @@ class StepUpdate:
                 self._sums[index] = weighed if before is None else before.add_(weighed)
 
     def _update(self) -> None:
-        if self._loss_scaler is not None:
-            self._loss_scaler.step(self._optimizer, self._args.max_grad_norm)
-        else:
-            if self._args.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+        scaler = self._loss_scaler
+        if all(parameter.grad is None for parameter in self._parameters):
+            scaler = None  # it refuses an optimizer without gradients
+        if scaler is not None:
+            scaler.unscale_(self._optimizer)
+        if self._args.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
+        if scaler is None:
             self._optimizer.step()
+        else:  # reads from the device whether the gradients overflowed
+            scaler.step(self._optimizer)
+            scaler.update()
         self._optimizer.zero_grad()
 
 

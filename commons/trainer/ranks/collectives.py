@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,9 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.channel.absence import FailedChannel, NamedCollectives, RankMissingError, out_of_reach
 from commons.distributed.channel.groups import number_channel
 from commons.distributed.channel.store import StoreUnavailableError
-from commons.distributed.errors import first_line, name_ranks
+from commons.distributed.errors import attempt, first_line, name_ranks
+
+R = TypeVar("R")
 
 # gloo's errors are plain RuntimeErrors, most of which name a place in its sources.
 _OF_GLOO = re.compile(r"/gloo/|Timed out waiting \d+ms|caused pair closure|(closed|reset) by peer")
@@ -41,19 +45,13 @@ def _failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissi
 
 
 def all_reduce(
-    tensor: torch.Tensor,
-    what: str,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    step: int | None = None,
+    tensor: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> None:
-    """Reduce a tensor over the ranks in place, on all of them together.
+    """Sum a tensor over the ranks in place, on all of them together.
 
     Args:
         tensor: on the host, which waits for the result, or on a device, whose stream does.
         what: names the collective in messages.
-        op: how.
         group: the ranks; default all.
         step: of the run, in messages, where it belongs to one.
 
@@ -65,7 +63,7 @@ def all_reduce(
         _BY_GROUP[group] = _TrainerCollectives(group)
     named, on_host = _BY_GROUP[group], tensor.device.type == "cpu"
     with named.collective(step, what):
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=on_host)
+        work = dist.all_reduce(tensor, group=group, async_op=on_host)
     if on_host:
         named.wait(work, step, what)
 
@@ -98,9 +96,9 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
     return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
 
 
-def broadcast_text(text: str, device: torch.device) -> str:
-    """The text of rank 0, on all ranks; called on all of them together. What others give is ignored."""
-    return gather_texts(text if dist.get_rank() == 0 else "", device)[0]
+def gather_values(value: Any, device: torch.device) -> list[Any]:
+    """A value of every rank, as JSON holds it; called on all of them together."""
+    return [json.loads(text) for text in gather_texts(json.dumps(value), device)]
 
 
 def first_text(text: str, device: torch.device) -> tuple[int, str]:
@@ -108,18 +106,29 @@ def first_text(text: str, device: torch.device) -> tuple[int, str]:
     return next(((rank, each) for rank, each in enumerate(gather_texts(text, device)) if each), (-1, ""))
 
 
-def problem_on_any_rank(work: Callable[[], object], device: torch.device, *, on_rank_0: bool = False) -> str:
-    """Do something on every rank, or on rank 0 alone; all ranks learn what went wrong on the first that failed, or "".
+def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
+    """Do something on every rank, and give this rank's result; it is no collective, or its errors reach every rank.
 
-    What is done is no collective, or one whose errors reach every rank.
+    Raises:
+        ValueError: on all ranks, what went wrong on the first that failed.
     """
-    problem = ""
-    try:
-        if dist.get_rank() == 0 or not on_rank_0:
-            work()
-    except Exception as error:  # a damaged file may end in any
-        problem = str(error) or type(error).__name__
-    return first_text(problem, device)[1]
+    result, error = attempt(work)  # a damaged file may end in any error
+    if problem := first_text(_problem_of(error), device)[1]:
+        raise ValueError(problem)
+    return cast(R, result)
+
+
+def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
+    """Do something on rank 0 alone, and give its result, as JSON holds it, on all ranks; errors as `on_all_ranks`."""
+    result, error = attempt(work) if dist.get_rank() == 0 else (None, None)
+    result, problem = gather_values([result, _problem_of(error)], device)[0]
+    if problem:
+        raise ValueError(problem)
+    return result
+
+
+def _problem_of(error: Exception | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def limit_collectives(timeout: float) -> None:

@@ -32,6 +32,9 @@ RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dim
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
     "ranking by time": RankingConfig(dataclasses.replace(HSTU, time_bias=True), TABLES, (8, 2), 2),
+    "windows": RankingConfig(
+        dataclasses.replace(HSTU, max_attn_len=5, contextual_mask=True, target_group_size=2), TABLES, (8, 2), 2
+    ),
     "drawn": dataclasses.replace(RETRIEVAL, num_negatives=12),
     "global": dataclasses.replace(RETRIEVAL, in_batch_pool="global"),
     "neighbours": RETRIEVAL,
@@ -114,7 +117,7 @@ def _train(kind, task, candidates, sharding):
 
 @pytest.mark.parametrize(
     ("task", "candidates"),
-    before_a_commit([("ranking by time", 3), ("drawn", 0), ("global", 0)], [("ranking", 0)]),
+    before_a_commit([("ranking by time", 3), ("windows", 3), ("drawn", 0), ("global", 0)], [("ranking", 0)]),
 )
 def test_plain_tables_in_float64(ranks, task, candidates):
     before, on, off, moved, loss_on, loss_off = ranks.run(_train_both_ways, task, candidates, None)[0]

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.public.movielens import preprocess_movielens
 from commons.trainer.config.load import load_config
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.run import run_training
-from hstu import recipe
 from hstu.metrics import RankingMetrics
 from hstu.model import RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
@@ -147,7 +145,8 @@ RUN = [
 
 def run_config(flags, run_dir, loss_scale=2.0**16):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
-    with mock.patch.object(recipe, "LossScaler", functools.partial(LossScaler, initial_scale=loss_scale)):
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=loss_scale)
+    with mock.patch.object(torch.amp, "GradScaler", scaler):
         summary = run_training(HSTURecipe(config, CPU))
     return summary.steps, summary.loss, summary.metrics
 

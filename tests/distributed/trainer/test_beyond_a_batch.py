@@ -109,6 +109,10 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
         assert [part[rank][0] for part in parts] == [*stops, steps]
         assert [batch for part in parts for batch in part[rank][1]] == users
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    parts, whole = (
+        [line.get("loads_before") for line in lines(tmp_path / name) if "loss" in line] for name in ("parts", "whole")
+    )
+    assert parts == whole  # of the rows as they were loaded, or dealt in turn
 
 
 @pytest.mark.parametrize("way", _STAGE_BEFORE_A_COMMIT)

@@ -271,10 +271,6 @@ def _zero_block(path):
     path.write_bytes(content)
 
 
-def _truncate(path):
-    path.write_bytes(path.read_bytes()[:-5])
-
-
 def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -284,7 +280,6 @@ def _vouch_for(checkpoint, name):
     path = checkpoint / "state.json"
     state = json.loads(path.read_text())
     state["digests"] |= folder.digests_of(checkpoint, [name], rank=0, ranks=1)
-    state["digest"] = folder._digest_of_state(state)
     path.write_text(json.dumps(state))
 
 
@@ -293,7 +288,6 @@ def _vouch_for(checkpoint, name):
     [
         ("__1_0.distcp", _zero_block, False, "is damaged (__1_0.distcp is not as it was written)"),
         pytest.param("state.json", _zero, False, "is damaged (state.json: ", marks=pytest.mark.slow),
-        pytest.param("__1_0.distcp", _truncate, False, "is damaged (__1_0.distcp has", marks=pytest.mark.slow),
         pytest.param("__0_0.distcp", _zero, True, "cannot be read (rank ", marks=pytest.mark.slow),
         pytest.param(".metadata", _zero, True, "cannot be read (.metadata: ", marks=pytest.mark.slow),
     ],

@@ -15,7 +15,6 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
-from commons.trainer.optimize.loss_scaling import LossScaler
 from commons.trainer.optimize.updates import StepUpdate
 from tests.helpers.models.torchrec_model import (
     KEYS,
@@ -44,7 +43,7 @@ class NoisyHead(StatedHead):
         loss, output = super().forward(embeddings, batch)
         if len(self.trained) > self.broken_from and dist.get_rank() == 1:
             output.loss_sum = output.loss_sum * float("nan")
-        return loss if self.scaler is None else loss * self.scaler.scale(), output
+        return loss if self.scaler is None else self.scaler.scale(loss), output
 
 
 class RecordingSGD(torch.optim.SGD):
@@ -167,7 +166,7 @@ def test_accumulated_gradients_are_exact_in_the_parameters_dtype(ranks, dtype, l
 
 
 def run_scaled(*args, **kwargs):
-    return run_loop(*args, scaler=LossScaler(CPU, initial_scale=512.0), **kwargs)
+    return run_loop(*args, scaler=torch.amp.GradScaler("cpu", init_scale=512.0), **kwargs)
 
 
 def test_scaled_losses_train_the_same(two_ranks, tmp_path):

@@ -71,13 +71,3 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     shown = dict(tables[0])
     assert shown["largest load saved"].startswith(f"{100 * (1 - after / before):.1f} %")
     assert not shown["imbalance (max ÷ mean − 1)"].startswith("0.0%") and "tokens moved" not in shown
-
-
-@pytest.mark.slow
-def test_a_resumed_sampler_knows_its_rows_in_turn(two_ranks, data, tmp_path):
-    two_ranks.run(_train, data, str(tmp_path / "whole"), **SAMPLER)
-    part, options = tmp_path / "part", SAMPLER | {"ckpt_save_interval": 4, "ckpt_save_dir": str(tmp_path / "ckpt")}
-    two_ranks.run(_train, data, str(part), max_train_iters=4, **options)  # within the second window
-    assert (_loads(part, "loads_before") == _loads(tmp_path / "whole", "loads_before")[:4]).all()
-    two_ranks.run(_train, data, str(part), **options, ckpt_load_dir=str(tmp_path / "ckpt"))
-    assert (_loads(part, "loads_before") == _loads(tmp_path / "whole", "loads_before")).all()

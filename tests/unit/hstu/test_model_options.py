@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, layer
-from hstu.objectives import OBJECTIVES
-from hstu.recipe import require_device, weights_of
+from hstu.model.execution import choose_execution
+from hstu.recipe import HSTURecipe, require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.models.hstu_models import (
     CONFIG,
@@ -138,9 +138,9 @@ def test_execution_settings_are_checked(change, message):
     [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True)],
 )
 def test_on_cuda_the_layers_are_compiled_unless_told_otherwise(asked, device, compiles):
-    args = ModelArgs(compile=asked).on(torch.device(device))
-    assert args.hstu_config(9).execution.compile is compiles
-    require_device(ModelArgs(compile=asked, kernel_backend="pytorch"), torch.device(device))
+    args = ModelArgs(compile=asked, kernel_backend="pytorch")
+    assert choose_execution(args.hstu_config(9), torch.device(device)).compiles is compiles
+    require_device(args, torch.device(device))
 
 
 # ------------------------------------------------------------------------------------------------------------ times
@@ -206,12 +206,12 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
     tables = {"movie_id": 9, "rating": 6, "age": 7, "zip": 8}
     names = {"item_feature_name": "movie_id", "contextual_feature_names": ("age", "zip")}
     data = SimpleNamespace(vocabulary_sizes=tables, max_sequence_length=30, **names)
-    made = OBJECTIVES["retrieval"](config.model, config.dataset, data).config
+    made = HSTURecipe(config, torch.device("cpu")).config_on(data)
     assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
     assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)
     assert made.hstu.max_attn_len == config.model.cost_dimensions["max_attn_len"] == 7
-    assert made.hstu.execution == ExecutionConfig(compute_dtype="bf16", activation_checkpointing=True)
+    assert made.hstu.execution == ExecutionConfig("bf16", activation_checkpointing=True, compile=None)
     options = {"is_causal", "contextual_mask", "target_group_size", "position_bias", "position_buckets"}
     assert options < {field.name for field in dataclasses.fields(ModelArgs)}
 

@@ -21,7 +21,7 @@ from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks, candidate_blocks
-from hstu.model.triton_launch import TILE_SPAN, LayerKind, resolve_backend
+from hstu.model.triton_launch import TILE_SPAN, LayerKind, uses_triton
 from tests.helpers.models.hstu_models import HSTU
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -203,10 +203,6 @@ def test_mistakes_are_named():
         triton_attention(q[:4], q[:4], q[:4], None, plan, normalizer=1.0)
     with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 4"):
         triton_attention(q, q, q, torch.zeros(2, 4), plan, normalizer=1.0)
-    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 targets"):
-        plan_triton_attention(torch.tensor([4, 2]), torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match="the batch has 4294967296 tokens; they are counted in 32 bits"):
-        plan_triton_attention(torch.tensor([2**32]))
 
 
 def test_fake_tensors_go_through_and_have_all_gradients():
@@ -272,21 +268,21 @@ def gpu(monkeypatch):
 def test_what_the_kernels_cannot_compute_is_named(gpu, device, dtype, head_dim, says, message):
     vars(gpu).update(says)
     with pytest.raises(ValueError, match=f"kernel_backend is 'triton' and .*{message}"):
-        resolve_backend("triton", torch.device(device), dtype, head_dim)
-    assert resolve_backend("auto", torch.device(device), dtype, head_dim) == "pytorch"
+        uses_triton("triton", torch.device(device), dtype, head_dim)
+    assert not uses_triton("auto", torch.device(device), dtype, head_dim)
 
 
 def test_triton_that_is_missing_is_named(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="Triton cannot be imported .*install triton, or choose 'pytorch'"):
-        resolve_backend("triton", CUDA, torch.bfloat16, 64)
-    assert resolve_backend("auto", CUDA, torch.bfloat16, 64) == "pytorch"
+        uses_triton("triton", CUDA, torch.bfloat16, 64)
+    assert not uses_triton("auto", CUDA, torch.bfloat16, 64)
 
 
 def test_on_cuda_triton_is_the_default(gpu):
-    assert resolve_backend("auto", CUDA, torch.bfloat16, 64) == "triton"
-    assert resolve_backend("pytorch", CUDA, torch.bfloat16, 64) == "pytorch"
-    assert resolve_backend("auto", torch.device("cpu"), torch.bfloat16, 64) == "pytorch"
+    assert uses_triton("auto", CUDA, torch.bfloat16, 64)
+    assert not uses_triton("pytorch", CUDA, torch.bfloat16, 64)
+    assert not uses_triton("auto", torch.device("cpu"), torch.bfloat16, 64)
 
 
 def test_blocks_are_chosen_and_kernels_launched_on_the_device_of_the_tensors(monkeypatch):

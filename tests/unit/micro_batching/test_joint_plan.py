@@ -49,15 +49,12 @@ def _own_packing(spec, lengths, workloads, rows_per_rank, groups=None):
         ]
     except ValueError:
         return None
-    number = max(len(each.fewest) for each in packed)
+    number = max(each.num_fewest for each in packed)
     if number > min(len(each.tokens) for each in packed):
         return None
     result = np.empty(len(lengths), np.int64)
     for at, each in zip(own, packed):
-        of_blocks = np.empty(len(each.tokens), np.int64)
-        for index, numbers in enumerate(each.into(number)):
-            of_blocks[numbers] = index
-        result[at] = of_blocks[each.blocks.of_row]
+        result[at] = each.into(number)[each.blocks.of_row]
     return result
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of
+from commons.micro_batching.fewest_groups import groups_of
 from commons.trainer.config.load import load_config, load_config_file
 from tests.helpers.batches.any_batches import KINDS, as_values, concat_rows, padded_batch
 
@@ -286,12 +287,12 @@ def test_every_number_of_micro_batches_from_the_fewest_on_can_be_made(packing):
     # What lets ranks that need different numbers meet at the largest of them.
     lengths, spec = packing
     packed = BlockPacking.of(spec, RowBlocks.of(spec, len(lengths)), np.array(lengths), None)
-    for number in range(len(packed.fewest), len(packed.tokens) + 1):
-        groups = packed.into(number)
+    for number in range(packed.num_fewest, len(packed.tokens) + 1):
+        groups = groups_of(packed.into(number))
         assert len(groups) == number and all(groups)
         assert sorted(block for group in groups for block in group) == list(range(len(packed.tokens)))
         assert max(int(packed.tokens[group].sum()) for group in groups) <= budget_of(spec, packed.tokens)
-    assert len(packed.with_refined().fewest) <= len(packed.fewest)
+    assert packed.with_refined().num_fewest <= packed.num_fewest
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -305,7 +306,7 @@ def test_an_algorithm_that_skips_a_number_is_split_to_it(monkeypatch, raises):
     monkeypatch.setattr(block_packing, "get_allocate_fn", lambda name: skips_three)
     spec = MicroBatchSpec(max_tokens_per_mb=10, packing_algorithm="kk")
     packed = BlockPacking.of(spec, RowBlocks.of(spec, 4), np.array([6, 4, 5, 3]), None)
-    assert packed.into(2) == [[0, 1], [2, 3]] and packed.into(3) == [[2, 3], [0], [1]]
+    assert groups_of(packed.into(2)) == [[0, 1], [2, 3]] and groups_of(packed.into(3)) == [[2, 3], [0], [1]]
 
 
 def test_micro_batches_are_a_sequence_with_a_short_repr():

@@ -8,7 +8,6 @@ import torch
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.trainer import DatasetArgs, TrainerArgs
-from hstu.batch_shuffler import workload_lengths
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.datasets.kuairand import PURE, files_of, write_tar
@@ -69,7 +68,7 @@ def check_only_added(without, with_times):
     assert longest == without.feature_to_max_seqlen
     items = with_times.features[with_times.item_feature_name].lengths()
     assert torch.equal(with_times.features["timestamp"].lengths(), items)
-    for counted, expected in zip(workload_lengths(with_times), workload_lengths(without)):
+    for counted, expected in zip(with_times.sequence_lengths(), without.sequence_lengths()):
         assert torch.equal(counted, expected) if expected is not None else counted is None
 
 

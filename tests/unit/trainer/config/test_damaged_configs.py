@@ -57,26 +57,3 @@ def test_a_damaged_file(tmp_path, suffix, random):
 @pytest.mark.parametrize("kind", ODD_PLACES)
 def test_no_file(tmp_path, kind, use, suffix):
     assert require_answer(use(odd_place(tmp_path / f"a.{suffix}", kind))) is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("a.toml", "x = " + "[" * 50_000), ("a.yaml", "x: " + "[y," * 300), ("a.json", '{"x": ' + "[" * 50_000)],
-)
-def test_deeper_than_any_config(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    assert "is no valid" in require_answer(load(tmp_path / name))
-    assert name != "a.toml" or "is no TOML" in require_answer(calibrate(tmp_path / name))
-
-
-def test_a_value_that_names_itself_a_billion_times(tmp_path):
-    """An alias is one object in memory, and a text of all it stands for would not fit."""
-    required = "train_batch_size: 1, eval_batch_size: 1"
-    values = "".join(f", &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 10))
-    path = tmp_path / "a.yaml"
-    path.write_text(
-        f"trainer: {{{required}, seed: [&x0 [1, 1]{values}]}}\n"
-        "dataset: {dataset_name: random, max_history_seqlen: 9}\n"
-    )
-    answer = require_answer(load(path))
-    assert "trainer.seed is [" in answer and len(answer) < 200_000

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from commons.distributed.stats import ShuffleStats
+from commons.trainer import TrainerArgs
 from commons.trainer.observe import meter as meters
 from commons.trainer.observe import times
 from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepSums
 from commons.trainer.observe.times import StepClock
 from commons.trainer.ranks import errors
 from commons.trainer.ranks.launch import initialize_ranks
+from tests.helpers.pipelines.trainer_loops import Parts
 
 
 def make_stats(**changes):
@@ -41,7 +43,7 @@ def test_stats_are_averaged_over_steps():
 def test_of_many_ranks_every_tenth_line_has_each(monkeypatch, ranks, lines):
     monkeypatch.setattr(meters, "resolve_process_group", lambda: None)
     monkeypatch.setattr(meters.dist, "get_world_size", lambda group=None: ranks)
-    meter = StepMeter(torch.device("cpu"), len, len)
+    meter = StepMeter(Parts(TrainerArgs(1, 1), None, None, (), None))
     meter._stats = [make_stats(lookups_before=(3, 4), lookups_after=(3, 4))]
     told = [meter._describe([1.0]) for _ in range(12)]
     assert [line for line, details in enumerate(told) if set(SNAPSHOTS) <= details.keys()] == lines

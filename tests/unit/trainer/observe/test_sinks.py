@@ -117,7 +117,7 @@ def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
     (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=OpenTelemetryOptions("mine", endpoint)))
     sink.write(RECORD)
-    sink.close()
+    close_sinks([sink])
     (metrics,) = collector.received[0].resource_metrics
     named = {each.key: each.value.string_value for each in metrics.resource.attributes}
     assert named["service.name"] == "mine" and named["evenrank.run_dir"] == str(tmp_path)
@@ -136,7 +136,7 @@ def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog):
     (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=OpenTelemetryOptions(endpoint=endpoint)))
     for step in range(3):
         sink.write(RECORD | {"step": step})
-    sink.close()
+    close_sinks([sink])
     said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.observe.sinks"]
     assert len(said) == 1 and said[0].startswith("sink opentelemetry failed: ConnectionError: the export")
 
@@ -145,7 +145,7 @@ def test_a_port_that_is_taken_ends_no_training(collector, tmp_path, caplog):
     (sink,) = open_sinks(args_for(tmp_path, "prometheus", prometheus=PrometheusOptions(port=collector.server_port)))
     for step in range(3):
         sink.write(RECORD | {"step": step})
-    sink.close()
+    close_sinks([sink])
     (said,) = [record.getMessage() for record in caplog.records]
     assert "sink prometheus failed: OSError" in said and "training continues and log.jsonl is complete" in said
 
@@ -200,7 +200,6 @@ def test_sinks_are_closed_side_by_side(caplog):
         sink.write(RECORD)
     close_sinks(opened)
     assert all(each.written == [7] and each.closed for each in inner) and not caplog.records
-    close_sinks(opened)  # once more changes nothing
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
