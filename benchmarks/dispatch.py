@@ -2,10 +2,6 @@
 
 One rank holds a batch of 64 rows per rank, the other ranks receive their shares on real gloo ranks. Bytes are counted
 as they arrive, structure and row numbers included, and divided by the bytes of the share's tensors.
-
-Examples:
-    python -m benchmarks.dispatch
-    python -m benchmarks.dispatch --quick
 """
 
 from __future__ import annotations
@@ -111,9 +107,7 @@ def main(quick: bool = False) -> None:
     """
     repeats, sizes = (3, (2,)) if quick else (20, (2, 4))
     page = Page(
-        "dispatch",
         "Dispatch: bytes and time",
-        "python -m benchmarks.dispatch",
         f"{ROWS} rows per rank, lognormal lengths of mean 512, {repeats} steps, medians. Time is from the call to the "
         "end on all ranks; on two cores the times of four ranks say little.",
     )

@@ -125,9 +125,7 @@ def main(seeds: int = 40, quick: bool = False) -> None:
         "torchtitan `_assign_training_samples_to_rows`": of_torchtitan(),
     }
     page = Page(
-        "drop_ins",
         "Functions of other frameworks",
-        "python -m benchmarks.drop_ins",
         f"{seeds} batches of {ROWS} rollouts; at most {CAP:,} tokens a group. {described(['rollouts'])}",
     )
     rows = [{"function": name} | compare(functions, 2 if quick else seeds) for name, functions in pairs.items()]

@@ -180,9 +180,7 @@ def main(ranks: int = 8, rounds: int = 5, quick: bool = False, rank_of: Path | N
         _train(rank_of, rounds)
         return
     page = Page(
-        "hugging_face",
         "Hugging Face's Trainer",
-        "python -m benchmarks.hugging_face",
         f"Padded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
         "an epoch of 40 steps. Costs as transformers' BatchRebalanceSampler counts them, for all of them. "
         f"{described(('texts', 'cut texts'))}",

@@ -86,9 +86,7 @@ def main(quick: bool = False) -> None:
         cases = itertools.product((32, 256), (0, 1, 2))
         rows = [measure(folder, *case, 2 if quick else 5) for case in cases]
     page = Page(
-        "loader",
         "Loader",
-        "python -m benchmarks.loader",
         f"{users:,} generated users of mean length 165; later epochs are a median of five. The main process and its "
         "workers share the cores: what a worker does with a core of its own is the number per CPU second.",
         threads="; one thread per process",

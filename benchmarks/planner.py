@@ -3,10 +3,6 @@
 Plans are measured against their own lower bound and against the plain Karmarkar-Karp that most training code ships: a
 heap of states in pure Python (plain.py). One thread; times are medians. What planning costs the threads beside it is
 measured by benchmarks/exchange.py.
-
-Examples:
-    python -m benchmarks.planner
-    python -m benchmarks.planner --quick
 """
 
 from __future__ import annotations
@@ -246,9 +242,7 @@ def main(quick: bool = False) -> None:
     torch.set_num_threads(1)
     seeds, repeats = (2, 10) if quick else (5, 50)
     page = Page(
-        "planner",
         "Planner: balance, speed, locality, memory",
-        "python -m benchmarks.planner",
         f"{described(LENGTHS)} Cost HSTU: 5120·L + L².",
     )
     measure_balance(page, seeds, quick)

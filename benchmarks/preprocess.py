@@ -86,9 +86,7 @@ def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = 
                 }
             )
     page = Page(
-        "preprocess",
         "Preprocessing",
-        "python -m benchmarks.preprocess --large",
         f"Target: at least {_TARGET_ROWS / 1e6:.0f} M rows/s on two cores and at most {_TARGET_GIB:.0f} GB at 20 M "
         "rows. The fastest of three runs, each a process of its own (one run of KuaiRand-27K).",
         threads="",

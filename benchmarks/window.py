@@ -3,10 +3,6 @@
 Ranks wait for each other in every step, so what counts is the sum over the steps of the largest load. It is measured
 against the mean load, which no plan beats, and against the plan's own lower bound. Loads, not times:
 benchmarks/window_steps.py trains.
-
-Examples:
-    python -m benchmarks.window
-    python -m benchmarks.window --quick
 """
 
 from __future__ import annotations
@@ -236,9 +232,7 @@ def main(quick: bool = False) -> None:
     torch.set_num_threads(1)
     seeds, repeats = (2, 6) if quick else (5, 30)
     page = Page(
-        "window",
         "Windows: several batches share the load",
-        "python -m benchmarks.window",
         f"{described(('user-like', 'zipf', 'lognormal'))} Cost HSTU: 5120·L + L². Ranks × rows per rank.",
     )
     measure_balance(page, seeds, quick)

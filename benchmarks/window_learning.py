@@ -61,9 +61,7 @@ def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: bool =
         quick: one seed and 20 steps, and no page.
     """
     page = Page(
-        "window_learning",
         "Learning from balanced batches",
-        "python -m benchmarks.window_learning",
         "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, of a user "
         f"at most the last 256. {ranks} gloo ranks × 8 users, {len(seeds)} seeds, each with a fifth of the users held "
         "out, all of them evaluated at the end.",

@@ -12,69 +12,38 @@ Beside each ratio is what the loads predict: the cost of a rank's rows, tokens a
 ranks have the same ones, and a step takes as long as its costliest rank. Where there are more ranks than cores, ranks
 share the cores evenly. What ranks with a core each would take is measured by processor time, the costliest rank's of
 every step, which other programs on the machine hardly change.
-
-Examples:
-    python -m benchmarks.window_steps
-    python -m benchmarks.window_steps --quick
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
-from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from tqdm import tqdm
 
-from benchmarks.shared import lengths
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.report import Page, run_ranks, with_interval
+from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.pipeline import balanced, windowed_iter
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
 
 VARIANTS = ("as loaded", "per batch", "window", "sampler", "budget")
 WINDOW = 4
 ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
-LONGEST = 2048
-NUM_IDS = 4000
 MIXES, REPEATS = 24, 3  # batches that the cost is fitted to, and times that each is measured
 WARMUP = 1  # rounds
 # Features of a step that its cost is fitted to.
 _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
-
-
-def draw_users(count: int, seed: int) -> np.ndarray:
-    """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
-    return np.minimum(lengths.draw("user-like", count, seed), LONGEST)
-
-
-# Items alone, with one label per item.
-make_batch = partial(lengths.make_batch, contextual=[], num_ids=NUM_IDS, actions=False)
-
-
-def make_model(
-    device: torch.device, features: Sequence[str] = ("item",), longest: int = LONGEST
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A replica of a small HSTU with tables for these features, and its optimizer."""
-    torch.manual_seed(0)
-    hstu = HSTUConfig(64, 2, 4, 16, max_sequence_length=longest)
-    model = HSTURankingModel(RankingConfig(hstu, dict.fromkeys(features, NUM_IDS), (64, 1), 1))
-    model = build_distributed_model(model, device=device)
-    return model, torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
 
 
 @dataclass
@@ -95,12 +64,8 @@ class Variant:
 
 def step_size(histories: np.ndarray) -> np.ndarray:
     """int64 `(4,)`: 1, rows, tokens and pairs of a batch; see `_FIXED` to `_PAIRS`."""
-    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(histories))
+    tokens, pairs = TASK.tokens_and_pairs(torch.from_numpy(histories))
     return np.array([1, len(histories), int(tokens.sum()), int(pairs.sum())])
-
-
-def _task() -> HSTUAttentionTask:
-    return HSTUAttentionTask(64, 4, 16, 2)
 
 
 def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
@@ -112,9 +77,9 @@ def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
         rows: rows of a rank's batch.
         rank: this rank.
     """
-    device, num_ranks = torch.device("cpu"), dist.get_world_size()
-    model, optimizer = make_model(device)
-    workloads = _task().get_workloads(users)
+    num_ranks = dist.get_world_size()
+    model, optimizer = make_model()
+    workloads = TASK.get_workloads(users)
     share: dict[str, Any] = {"num_ranks": num_ranks, "rank": rank, "shuffle": False}
     in_order = np.arange(len(users) // (rows * num_ranks) * rows * num_ranks).reshape(-1, num_ranks, rows)[:, rank]
     numbers: Any = in_order
@@ -126,11 +91,11 @@ def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
     batches: Iterator[Any] = (make_batch(users[own]) for own in numbers)
     shuffler = None
     if name in ("per batch", "window"):
-        shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2)
+        shuffler = HSTUBalancedBatchShuffler(*SIZES)
     if name == "per batch":
-        trainer = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
+        trainer = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
     else:
-        trainer = TrainPipelineBase(model, optimizer, device)
+        trainer = TrainPipelineBase(model, optimizer, CPU)
     made = Variant(lambda: trainer.progress(batches))
     if shuffler is not None:
         made.settle = shuffler.drain
@@ -164,7 +129,7 @@ def _real_lengths(batch: HSTUBatch) -> np.ndarray:
 
 def fit_cost(rows: int) -> np.ndarray:
     """float64 `(4,)`: milliseconds per `step_size` of steps in which all ranks have the same rows."""
-    model, optimizer = make_model(torch.device("cpu"))
+    model, optimizer = make_model()
     generator = np.random.default_rng(0)
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
     times = np.empty((REPEATS, MIXES))
@@ -251,7 +216,7 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     """The lines of the table for one number of ranks and rows."""
     lines: list[dict[str, Any]] = []
     cost = np.mean([each["cost"] for each in measured], axis=0)
-    flops = np.array([_task().forward_flops(1, 0), _task().forward_flops(0, 1)], dtype=np.float64)
+    flops = np.array([TASK.forward_flops(1, 0), TASK.forward_flops(0, 1)], dtype=np.float64)
     base: dict[str, Any] = {}
     for name in VARIANTS:
         sizes = np.array([each["sizes"][name] for each in measured])
@@ -297,10 +262,8 @@ def main(quick: bool = False) -> None:
         median, high = np.percentile(of_windows, [50, 95])
         waits.append(case | {"ms, median": float(median), "ms, 95th percentile": float(high)})
     page = Page(
-        "window_steps",
         "Windows: measured steps",
-        "python -m benchmarks.window_steps",
-        f"Ranks on {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; histories of 20 + lognormal items, "
+        f"Ranks on {cores} cores (gloo). {DESCRIPTION}; histories of 20 + lognormal items, "
         f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants in "
         "turn.",
     )

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.shared.command_line import from_command_line
-from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, rows_table
+from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
@@ -214,7 +214,7 @@ def device_sections(
     body = [timed(*case)[0] for case in itertools.product(kinds, (rows,), head_dims, (False, True))]
     of_shapes = [timed(kind, num_rows, 64, False) for kind, num_rows in itertools.product(kinds, (8, 16, 32, 64))]
     _, _, r_squared = line_in([pairs for _, pairs, _ in of_shapes], [ms for _, _, ms in of_shapes])
-    return [rows_table(body), f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}."]
+    return [table(body), f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}."]
 
 
 def time_kernels(
@@ -296,9 +296,7 @@ def main(device: Literal["cpu", "cuda"] = "cpu", quick: bool = False) -> None:
     torch.set_num_threads(1)
     shapes, batches, repeats = (4, 1, 1) if quick else (40, 5, 5)
     page = Page(
-        "attention",
         "Attention over rows of any length",
-        "python -m benchmarks.models.attention",
         f"{HEADS} heads × {HEAD_DIM}, float32, CPU time, medians of {repeats}.",
     )
     with one_rank():

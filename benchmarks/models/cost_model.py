@@ -127,11 +127,10 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
         ]
     on_cuda = where.type == "cuda"
     page = Page(
-        "cost_model_cuda" if on_cuda else "cost_model",
         "Cost model",
-        "python -m benchmarks.models.cost_model" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
         f"Device: {describe_device(where).name}. {mixes} batch mixes, each the median of {repeats}; every fourth is "
         f"held out of the fit. {described(LENGTHS)} They are cut to {longest} items of SID-GR, four tokens each.",
+        suffix="_cuda" if on_cuda else "",
     )
     page.section(
         "",

@@ -54,10 +54,15 @@ def from_command_line(
     return call()
 
 
+def program_name() -> str:
+    """The module that runs as `python -m`."""
+    spec = sys.modules["__main__"].__spec__
+    return "a program" if spec is None else spec.name.removesuffix(".__main__")
+
+
 def _parse(program: Callable[..., R], description: str | None) -> tuple[Callable[[], R], dict[str, Any]]:
     """The call that is asked for, and its arguments by name."""
-    spec = sys.modules["__main__"].__spec__  # of a program that runs as `python -m`
-    prog = None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    prog = f"python -m {program_name()}"
     if isinstance(program, type):
         made: Any = tyro.cli(program, prog=prog, description=description)
         return lambda: made, {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
