@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import draw, make_batch
 from benchmarks.shared.report import Page, each_column, run_ranks
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
@@ -99,12 +99,8 @@ def redistributed(rank: int, repeats: int) -> dict[str, float]:
     return each_column(measured, np.mean)
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/dispatch.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/dispatch.md."""
     repeats, sizes = (3, (2,)) if quick else (20, (2, 4))
     page = Page(
         "Dispatch: bytes and time",

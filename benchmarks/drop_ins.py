@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
 from benchmarks.shared.report import Page
 
@@ -111,12 +111,11 @@ def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> 
     }
 
 
-def main(seeds: int = 40, quick: bool = False) -> None:
+def main(seeds: int = 40, quick: Quick = False) -> None:
     """Group, print, and write benchmarks/results/drop_ins.md.
 
     Args:
         seeds: batches of rows.
-        quick: few batches, and no page.
     """
     pairs = {
         "verl `rearrange_micro_batches`": of_verl(),

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
 from benchmarks.shared.one_of_many_ranks import (
     SIZES,
@@ -123,12 +123,8 @@ def without_gil() -> Iterator[list[float]]:
         yield seconds
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/exchange.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/exchange.md."""
     torch.set_num_threads(1)
     kinds, rounds = (LENGTHS[1:2], 50) if quick else (LENGTHS, 300)
     page = Page(

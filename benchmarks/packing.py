@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, described, draw
 from benchmarks.shared.plain import plain_first_fit
 from benchmarks.shared.report import Page, each_column, interleaved_medians, milliseconds, share
@@ -236,12 +236,8 @@ def measure_padded(page: Page, seeds: int, repeats: int) -> None:
     )
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/packing.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/packing.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 3) if quick else (10, 7)
     page = Page(

@@ -35,7 +35,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineSparseDistLite,
 )
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import CONTEXT, draw, make_batch
 from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, NUM_IDS, SIZES, make_model
@@ -201,7 +201,7 @@ def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
 
 def main(
     steps: int = 40,
-    quick: bool = False,
+    quick: Quick = False,
     device: Literal["cpu", "cuda"] = "cpu",
     ranks: int = 2,
 ) -> None:
@@ -209,7 +209,6 @@ def main(
 
     Args:
         steps: measured steps per case.
-        quick: one pipeline and few steps, for a look; writes nothing.
         device: where ranks run.
         ranks: how many; on CUDA a GPU each.
     """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, NODE, described, draw
 from benchmarks.shared.plain import plain_karmarkar_karp
 from benchmarks.shared.report import Page, each_column, interleaved_medians, milliseconds
@@ -233,12 +233,8 @@ def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
     page.target_of_cases("time of a plan with speeds ÷ without", 1.3, [row["÷ ms without speeds"] for row in body])
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/planner.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/planner.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 10) if quick else (5, 50)
     page = Page(

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import NODE, described, draw, make_batch
 from benchmarks.shared.link_model import LinkModel, connections, grid
 from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
@@ -169,7 +169,7 @@ def main(
     features: tuple[int, ...] = (5, 20, 200),
     windows: tuple[int, ...] = (1, 4, 8),
     link: LinkModel = LINK,
-    quick: bool = False,
+    quick: Quick = False,
 ) -> None:
     """Play one rank; write scale.md and scale_windows.md in benchmarks/results, and docs/scale.svg.
 
@@ -178,7 +178,6 @@ def main(
         features: keys of a row besides its label, at least 2; the first is the one that all lengths are measured with.
         windows: batches that are planned together.
         link: what the wire takes.
-        quick: few ranks, for a look; writes nothing.
     """
     torch.set_num_threads(1)
     if quick:

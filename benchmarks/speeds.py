@@ -33,7 +33,7 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, SIZES, draw_users, make_batch, make_model
 from benchmarks.shared.speeds_simulated import looks_table, oscillation_table, simulation_table
@@ -244,7 +244,7 @@ def main(
     steps: int = 50,
     equal_steps: int = 80,
     warmup: int = 5,
-    quick: bool = False,
+    quick: Quick = False,
 ) -> None:
     """Measure and write benchmarks/results/speeds.md and docs/speeds.svg.
 
@@ -254,7 +254,6 @@ def main(
         steps: before a rank is limited; twice as many while it is, and after.
         equal_steps: steps on ranks that are equally fast.
         warmup: steps before.
-        quick: few steps and ranks, for a look; writes nothing.
     """
     if quick:
         ranks, steps, equal_steps = ranks[:1], min(steps, 20), min(equal_steps, 20)

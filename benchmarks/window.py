@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, NODE, described, draw
 from benchmarks.shared.report import Page, each_column, milliseconds, share
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
@@ -223,12 +223,8 @@ def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarr
     }
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/window.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/window.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 6) if quick else (5, 30)
     page = Page(

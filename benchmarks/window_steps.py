@@ -29,7 +29,7 @@ from scipy.optimize import nnls
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, run_ranks, with_interval
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
@@ -246,12 +246,8 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     return lines
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/window_steps.md.
-
-    Args:
-        quick: the smallest case and few rounds, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/window_steps.md."""
     cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else 16
     lines, waits = [], []
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:

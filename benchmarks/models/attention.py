@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
@@ -282,12 +282,11 @@ def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
     return [f"Windows (`max_attn_len`): {len(lengths)} rows of {longest:,} tokens.", rows]
 
 
-def main(device: Literal["cpu", "cuda"] = "cpu", quick: bool = False) -> None:
+def main(device: Literal["cpu", "cuda"] = "cpu", quick: Quick = False) -> None:
     """Measure, print and, on the CPU, write benchmarks/results/attention.md.
 
     Args:
         device: where; on cuda HSTU's kernels are timed.
-        quick: few batches, to see it run; no page is written.
     """
     if device == "cuda":
         sizes = {"rows": 4, "longest": 256, "repeats": 2} if quick else {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, interleaved_seconds, one_rank
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.map import SIDMap
@@ -72,12 +72,8 @@ def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int
     }
 
 
-def main(quick: bool = False) -> None:
-    """Measure, print and write benchmarks/results/beam_search.md.
-
-    Args:
-        quick: one short history and two batches, to see it run; no page is written.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure, print and write benchmarks/results/beam_search.md."""
     torch.set_num_threads(1)
     users, repeats, histories = (4, 2, HISTORIES[:1]) if quick else (16, 5, HISTORIES)
     page = Page(

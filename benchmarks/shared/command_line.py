@@ -9,7 +9,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import tyro
@@ -18,6 +18,7 @@ from commons.checks import require_at_least
 from commons.console import parser_error, print_error
 
 R = TypeVar("R")
+Quick = Annotated[bool, tyro.conf.arg(help="few cases, for a look; writes nothing")]
 
 # Options whose numbers may be 0; all others count something of which there is at least one.
 _FROM_ZERO = ("seed", "warmup")
