@@ -54,7 +54,6 @@ CUDA_PIPELINES = PIPELINES | {
 }
 STAGES = ("stock", "identity", "synchronous", "two-phase")
 LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
-_WRAPPED = ("_next_batch", "progress")  # methods that a recorder looks into
 
 
 class _Synchronous(HSTUBalancedBatchShuffler):
@@ -92,28 +91,11 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
     return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
 
 
-class Observing:
-    """The recorder of `evenrank.observe`, installed on TorchRec's pipelines where it is wanted."""
-
-    def __init__(self) -> None:
-        kinds = {each for kind in CUDA_PIPELINES.values() for each in kind.__mro__}
-        stock = {kind: {name: vars(kind)[name] for name in _WRAPPED if name in vars(kind)} for kind in kinds}
-        self.recorder = Recorder()
-        self.recorder.install()
-        self._ways = [
-            (kind, name, method, vars(kind)[name]) for kind, own in stock.items() for name, method in own.items()
-        ]
-
-    def set(self, observes: bool) -> None:
-        """Record from now on, or do not."""
-        for kind, name, method, wrapped in self._ways:
-            setattr(kind, name, wrapped if observes else method)
-
-    def __enter__(self) -> Observing:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.set(False)
+def observe(pipeline: Any, recorder: Recorder) -> None:
+    """Record one pipeline as `evenrank.observe` records all of a process."""
+    read, train = pipeline._next_batch, pipeline.progress
+    pipeline._next_batch = lambda *arguments: recorder._reading(pipeline, partial(read, *arguments))
+    pipeline.progress = lambda *arguments: recorder._training(pipeline, partial(train, *arguments))
 
 
 def measure(
@@ -131,24 +113,25 @@ def measure(
         variant: (host_batch(lengths_name, rank, step, ROWS, kind) for step in range(total + 4)) for variant in variants
     }
     stats = []
-    with Observing() as observing:
-        made = {variant: make_variant(variant, pipeline, device) for variant in variants}
+    recorder = Recorder()
+    made = {variant: make_variant(variant, pipeline, device) for variant in variants}
+    if "observed" in made:
+        observe(made["observed"][0], recorder)
 
-        def step(variant: str) -> None:
-            trainer, shuffler = made[variant]
-            observing.set(variant == "observed")
-            trainer.progress(sources[variant])
-            if shuffler is not None:
-                shuffler.drain()
-            if kind == "cuda":
-                torch.cuda.synchronize()
-            if variant == "two-phase":
-                stats.append(trainer.last_stats)
+    def step(variant: str) -> None:
+        trainer, shuffler = made[variant]
+        trainer.progress(sources[variant])
+        if shuffler is not None:
+            shuffler.drain()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        if variant == "two-phase":
+            stats.append(trainer.last_stats)
 
-        steps_of = {variant: partial(step, variant) for variant in variants}
-        options: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": rank == 0}
-        seconds = interleaved_seconds(steps_of, steps, warmup=WARMUP, **options)
-        assert len(observing.recorder.lengths) == (total if "observed" in variants else 0)
+    steps_of = {variant: partial(step, variant) for variant in variants}
+    options: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": rank == 0}
+    seconds = interleaved_seconds(steps_of, steps, warmup=WARMUP, **options)
+    assert len(recorder.lengths) == (total if "observed" in variants else 0)
     for trainer, shuffler in made.values():
         if shuffler is not None:
             trainer.reset()
@@ -168,7 +151,7 @@ def measure(
 def recorded_step(keys: int) -> float:
     """Least microseconds of CPU that recording takes from a step with a batch of 32 rows of so many keys."""
     batch = make_batch(draw("lognormal", 32, 0), [f"context_{key}" for key in range(keys - 2)])
-    recorder, pipeline, steps = Recorder(), Observing, 500
+    recorder, pipeline, steps = Recorder(), Recorder, 500  # anything stands for the pipeline
 
     def record() -> None:
         for _ in range(steps):
