@@ -15,7 +15,7 @@ from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.distributed.hstu.test_model import share
-from tests.helpers.jobs.hstu_jobs import TINY
+from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models.hstu_models import TABLES, random_batch
 
 HSTU = HSTUConfig(
