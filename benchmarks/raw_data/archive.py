@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,8 @@ def lengths_with(num_users: int, quantiles: Mapping[float, int], mean: float) ->
 def connect(seed: int, lengths: np.ndarray, *, show_progress: bool) -> duckdb.DuckDBPyConnection:
     """DuckDB with what rows are drawn by, and a relation `users` (number, length) of users whose lengths are these."""
     database = duckdb.connect(config={"temp_directory": tempfile.gettempdir(), "memory_limit": "4GB"})
-    database.execute(f"SET enable_progress_bar = {show_progress}")
+    # DuckDB shows it on standard output, which may be a file.
+    database.execute(f"SET enable_progress_bar = {show_progress and sys.stdout.isatty()}")
     database.execute(_MACROS.format(seed=seed))
     mixed = np.random.default_rng(seed).permutation(lengths)
     database.register("users", {"number": np.arange(len(mixed)), "length": mixed})
