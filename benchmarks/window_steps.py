@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,9 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
-from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, run_ranks, with_interval
+from benchmarks.shared.report import Page, interleaved_seconds, run_ranks, with_interval
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
@@ -58,8 +58,30 @@ class Variant:
     # Of each step that this rank has trained, 1, rows, tokens and pairs.
     trained: list[np.ndarray] = field(default_factory=list)
     processor_ms: list[float] = field(default_factory=list)  # of each of these steps
-    ms: list[float] = field(default_factory=list)  # of each round
-    rows: list[int] = field(default_factory=list)  # of each round, of all ranks
+    done: list[int] = field(default_factory=list)  # rows of all ranks, by the end of each round
+    first: list[int] = field(default_factory=list)  # the step that each round begins with
+    waits: list[float] = field(default_factory=list)  # of the windows that were begun in the round they were waited for
+
+    def train_round(self, rows: int) -> None:
+        """Train to the end of the next round, each of which has so many rows of all ranks or a few more."""
+        end, done = (len(self.done) + 1) * rows, self.done[-1] if self.done else 0
+        self.first.append(len(self.trained))
+        busy = time.process_time()
+        while done < end:
+            seen = self.wait_ms()
+            self.progress()
+            trained = torch.tensor(int(self.trained[-1][_ROWS]))
+            dist.all_reduce(trained)  # a barrier, too
+            done += int(trained)
+            self.processor_ms.append((time.process_time() - busy) * 1e3)
+            busy = time.process_time()
+            last = self.wait_ms()
+            # A window that was begun in the round before was waited for when that one ended.
+            if len(self.done) >= WARMUP and last is not None and last != seen and done == end:
+                self.waits.append(last[1])
+        self.settle()
+        self.processor_ms[-1] += (time.process_time() - busy) * 1e3
+        self.done.append(done)
 
 
 def step_size(histories: np.ndarray) -> np.ndarray:
@@ -154,45 +176,24 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     per_round = ROUND * rows * dist.get_world_size()
     users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
     variants = {name: make_variant(name, users, rows, rank) for name in VARIANTS}
-    waits: list[float] = []
-    done = dict.fromkeys(VARIANTS, 0)
-    skipped = dict.fromkeys(VARIANTS, 0)
-    for turn in tqdm(range(WARMUP + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
-        for place in range(len(VARIANTS)):
-            name = VARIANTS[(turn + place) % len(VARIANTS)]
-            variant, before = variants[name], done[name]
-            dist.barrier()
-            started, busy = time.perf_counter(), time.process_time()
-            while done[name] < (turn + 1) * per_round:
-                seen = variant.wait_ms()
-                variant.progress()
-                trained = torch.tensor(int(variant.trained[-1][_ROWS]))
-                dist.all_reduce(trained)  # a barrier, too
-                done[name] += int(trained)
-                variant.processor_ms.append((time.process_time() - busy) * 1e3)
-                busy = time.process_time()
-                last = variant.wait_ms()
-                # A window that was begun in the round before was waited for when that one ended.
-                is_of_this_round = done[name] == (turn + 1) * per_round
-                if turn >= WARMUP and last is not None and last != seen and is_of_this_round:
-                    waits.append(last[1])
-            variant.settle()
-            variant.processor_ms[-1] += (time.process_time() - busy) * 1e3
-            dist.barrier()
-            if turn < WARMUP:
-                skipped[name] = len(variant.trained)
-            else:
-                variant.ms.append((time.perf_counter() - started) * 1e3)
-                variant.rows.append(done[name] - before)
+    seconds = interleaved_seconds(
+        {name: partial(variant.train_round, per_round) for name, variant in variants.items()},
+        rounds,
+        warmup=WARMUP,
+        clock=time.perf_counter,
+        barrier=dist.barrier,
+        show=rank == 0,
+    )
     for variant in variants.values():
         variant.close()
+    first = {name: variant.first[WARMUP] for name, variant in variants.items()}
     return {
         "cost": cost,
-        "waits": waits,
-        "ms": {name: variant.ms for name, variant in variants.items()},
-        "rows": {name: variant.rows for name, variant in variants.items()},
-        "processor_ms": {name: np.array(variant.processor_ms[skipped[name] :]) for name, variant in variants.items()},
-        "sizes": {name: np.array(variant.trained[skipped[name] :]) for name, variant in variants.items()},
+        "waits": variants["window"].waits,
+        "ms": {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()},
+        "rows": {name: np.diff(variant.done[WARMUP - 1 :]) for name, variant in variants.items()},
+        "processor_ms": {name: np.array(variant.processor_ms[first[name] :]) for name, variant in variants.items()},
+        "sizes": {name: np.array(variant.trained[first[name] :]) for name, variant in variants.items()},
     }
 
 

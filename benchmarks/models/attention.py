@@ -34,7 +34,6 @@ from benchmarks.shared.report import Page, device_milliseconds, interleaved_medi
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model.attention_pairs import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
@@ -73,28 +72,18 @@ def line_in(work: list[float], seconds: list[float]) -> tuple[float, float, floa
     return float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds))
 
 
-class Subject:
-    """An attention, and a small model that has it: makes batches of histories for it and counts their tokens."""
-
-    title: str
-    model: torch.nn.Module
-    shuffler: BaseTaskBalancedBatchShuffler
-    attend: Callable[..., torch.Tensor]  # of queries, keys, values and the lengths of rows
-    batch: Callable[[int, RandomDistribution], Any]
-    tokens: Callable[[Any], int]
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)
+def _seeded() -> torch.Generator:
+    torch.manual_seed(0)
+    return torch.Generator().manual_seed(0)
 
 
-class HSTU(Subject):
+class HSTU:
     """HSTU: SiLU, a bias by position, items and actions interleaved."""
 
     title = "HSTU, jagged rows"
 
     def __init__(self) -> None:
-        super().__init__()
+        self.generator = _seeded()
         self.bias = torch.randn(HEADS, 4 * LONGEST, generator=self.generator).requires_grad_()
         config = HSTUConfig(WIDTH, 2, HEADS, HEAD_DIM, max_sequence_length=2 * LONGEST + 1)
         tables = {"user": 6040, "item": 3952, "action": 6}
@@ -120,13 +109,13 @@ class HSTU(Subject):
         return int(batch.sequence_lengths()[0].sum())
 
 
-class SIDGR(Subject):
+class SIDGR:
     """The semantic-ID decoder: softmax, four codes an item."""
 
     title = "SID-GR, packed rows"
 
     def __init__(self) -> None:
-        super().__init__()
+        self.generator = _seeded()
         self.model = SIDGRModel(SIDGRConfig(CODEBOOK_SIZES, LONGEST // 4 + 1, WIDTH, 2, HEADS))
         self.shuffler = SIDGRBalancedBatchShuffler(WIDTH, HEADS, HEAD_DIM, 2)
 
@@ -144,7 +133,7 @@ class SIDGR(Subject):
         return int(batch.sequence_lengths().sum())
 
 
-def attention_pass(subject: Subject, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
+def attention_pass(subject: HSTU | SIDGR, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
     """Forward and backward over a batch, with random queries, keys and values of its own."""
     shape = (int(lengths.sum()), HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
@@ -157,7 +146,7 @@ def attention_pass(subject: Subject, lengths: torch.Tensor, **options: Any) -> C
     return run
 
 
-def measured(subject: Subject, shapes: int, batches: int, repeats: int) -> list[Any]:
+def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> list[Any]:
     """Measure a subject; the parts of its section."""
     draw = partial(torch.randint, size=(), generator=subject.generator)
     passes, steps, work = [], [], np.empty((4, shapes))
