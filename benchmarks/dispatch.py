@@ -2,10 +2,6 @@
 
 One rank holds a batch of 64 rows per rank, the other ranks receive their shares on real gloo ranks. Bytes are counted
 as they arrive, structure and row numbers included, and divided by the bytes of the share's tensors.
-
-Examples:
-    python -m benchmarks.dispatch
-    python -m benchmarks.dispatch --quick
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import draw, make_batch
 from benchmarks.shared.report import Page, each_column, run_ranks
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced
@@ -103,17 +99,11 @@ def redistributed(rank: int, repeats: int) -> dict[str, float]:
     return each_column(measured, np.mean)
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/dispatch.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/dispatch.md."""
     repeats, sizes = (3, (2,)) if quick else (20, (2, 4))
     page = Page(
-        "dispatch",
         "Dispatch: bytes and time",
-        "python -m benchmarks.dispatch",
         f"{ROWS} rows per rank, lognormal lengths of mean 512, {repeats} steps, medians. Time is from the call to the "
         "end on all ranks; on two cores the times of four ranks say little.",
     )

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
 from benchmarks.shared.report import Page
 
@@ -111,12 +111,11 @@ def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> 
     }
 
 
-def main(seeds: int = 40, quick: bool = False) -> None:
+def main(seeds: int = 40, quick: Quick = False) -> None:
     """Group, print, and write benchmarks/results/drop_ins.md.
 
     Args:
         seeds: batches of rows.
-        quick: few batches, and no page.
     """
     pairs = {
         "verl `rearrange_micro_batches`": of_verl(),
@@ -125,9 +124,7 @@ def main(seeds: int = 40, quick: bool = False) -> None:
         "torchtitan `_assign_training_samples_to_rows`": of_torchtitan(),
     }
     page = Page(
-        "drop_ins",
         "Functions of other frameworks",
-        "python -m benchmarks.drop_ins",
         f"{seeds} batches of {ROWS} rollouts; at most {CAP:,} tokens a group. {described(['rollouts'])}",
     )
     rows = [{"function": name} | compare(functions, 2 if quick else seeds) for name, functions in pairs.items()]

@@ -3,10 +3,6 @@
 Bytes are counted in the exchange that one of up to 1024 ranks makes of a plan. The reference is what a shuffler does
 that gathers every row of every rank on every rank. What the worker thread costs the launching thread is measured on one
 rank, which hears of the others from a list.
-
-Examples:
-    python -m benchmarks.exchange
-    python -m benchmarks.exchange --quick
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
 from benchmarks.shared.one_of_many_ranks import (
     SIZES,
@@ -34,7 +30,7 @@ from benchmarks.shared.one_of_many_ranks import (
     planned_exchange,
     tell_of_all_ranks,
 )
-from benchmarks.shared.report import Page, each_column
+from benchmarks.shared.report import Page, each_column, timed
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 
@@ -123,33 +119,16 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
 def without_gil() -> Iterator[list[float]]:
     """Within it, CPU seconds of every call of the core that releases the GIL, on whatever thread."""
     seconds: list[float] = []
-
-    def timed(function: Callable[..., int]) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            started = time.thread_time()
-            try:
-                return function(*arguments)
-            finally:
-                seconds.append(time.thread_time() - started)
-
-        return call
-
-    with mock.patch.dict(core._UNLOCKED, {name: timed(function) for name, function in core._UNLOCKED.items()}):
+    with mock.patch.dict(core._UNLOCKED, {name: timed(call, seconds) for name, call in core._UNLOCKED.items()}):
         yield seconds
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/exchange.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/exchange.md."""
     torch.set_num_threads(1)
     kinds, rounds = (LENGTHS[1:2], 50) if quick else (LENGTHS, 300)
     page = Page(
-        "exchange",
         "Exchange: bytes, and what it costs beside",
-        "python -m benchmarks.exchange",
         f"{ROWS} samples per rank; five contextual features, items, actions and a label per item; slack 1 %. "
         f"{described(kinds)}",
     )

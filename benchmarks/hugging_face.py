@@ -4,27 +4,26 @@
     python -m benchmarks.hugging_face --quick    # few rows and steps: shows that it runs
 
 Needs `pip install "transformers>=5.23" accelerate`. Costs are those of transformers' own BatchRebalanceSampler, which
-ours is given too: rows × (longest + 0.001 · longest²). With `--rank-of FOLDER` it is one of two ranks under torchrun,
-which train a tiny Llama by the Trainer with each strategy in turn.
+ours is given too: rows × (longest + 0.001 · longest²). Two ranks train a tiny Llama by the Trainer with each strategy
+in turn.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import statistics
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
-from benchmarks.shared.report import TORCHRUN, Page, interleaved_seconds, run_program
+from benchmarks.shared.report import Page, interleaved_seconds, run_ranks
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import padded_groups
 
@@ -83,17 +82,22 @@ def measure(strategy: str, lengths: np.ndarray, ranks: int) -> dict[str, Any]:
 
 def training(rounds: int) -> list[dict[str, Any]]:
     """Steps of a tiny Llama on two ranks, by the Trainer itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = ["-m", "benchmarks.hugging_face", "--rank-of", folder, "--rounds", str(rounds)]
-        run_program([*TORCHRUN, "--nproc_per_node=2", *own])
-        found = json.loads(Path(folder, "seconds.json").read_text())
+    found = run_ranks(train, 2, rounds, timeout=3600)[0]
     rows = []
-    for name in found[0]:
-        ratios = sorted(each[name] / each["balanced"] for each in found)
-        ms = statistics.median(each[name] for each in found) * 1e3
-        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        rows.append({"strategy": name, "ms per step": ms, "÷ ours": ratio})
+    for name, seconds in found.items():
+        ratios = np.sort(np.divide(seconds, found["balanced"]))
+        ratio = f"{np.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        rows.append({"strategy": name, "ms per step": statistics.median(seconds) * 1e3, "÷ ours": ratio})
     return rows
+
+
+def train(rank: int, rounds: int) -> dict[str, list[float]]:
+    """Be one rank of two: seconds of a step by strategy and round; the first round is not counted."""
+    ranks = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= ranks  # where Accelerate looks for them
+    with tempfile.TemporaryDirectory() as folder:
+        found = [{name: _seconds(folder, name) for name in STRATEGIES[:3]} for _ in range(rounds + 1)][1:]
+    return {name: [of_round[name] for of_round in found] for name in STRATEGIES[:3]}
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -116,7 +120,7 @@ def _pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
 
 
-def _seconds(folder: Path, strategy: str) -> float:
+def _seconds(folder: str, strategy: str) -> float:
     """Of a step, on this rank."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -134,7 +138,7 @@ def _seconds(folder: Path, strategy: str) -> float:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     arguments = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=folder,
         num_train_epochs=1,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=ACCUMULATED,
@@ -159,30 +163,15 @@ def _seconds(folder: Path, strategy: str) -> float:
     return (ended - began) / TRAINED_STEPS
 
 
-def _train(folder: Path, rounds: int) -> None:
-    """Be one rank, and leave the seconds of a step by round and strategy; the first round is not counted."""
-    torch.set_num_threads(1)
-    found = [{name: _seconds(folder, name) for name in STRATEGIES[:3]} for _ in range(rounds + 1)][1:]
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        (folder / "seconds.json").write_text(json.dumps(found))
-
-
-def main(ranks: int = 8, rounds: int = 5, quick: bool = False, rank_of: Path | None = None) -> None:
+def main(ranks: int = 8, rounds: int = 5, quick: Quick = False) -> None:
     """Plan, train, print, and write benchmarks/results/hugging_face.md.
 
     Args:
         ranks: that are planned for; two are trained.
         rounds: of training.
-        quick: few rows and steps, and no page.
-        rank_of: folder of a training, of which this process is one rank.
     """
-    if rank_of is not None:
-        _train(rank_of, rounds)
-        return
     page = Page(
-        "hugging_face",
         "Hugging Face's Trainer",
-        "python -m benchmarks.hugging_face",
         f"Padded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
         "an epoch of 40 steps. Costs as transformers' BatchRebalanceSampler counts them, for all of them. "
         f"{described(('texts', 'cut texts'))}",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
@@ -72,12 +72,8 @@ def _cpu_seconds(num_workers: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/loader.md.
-
-    Args:
-        quick: a few users, no results page.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/loader.md."""
     torch.set_num_threads(1)
     users = 600 if quick else 12_000
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,9 +82,7 @@ def main(quick: bool = False) -> None:
         cases = itertools.product((32, 256), (0, 1, 2))
         rows = [measure(folder, *case, 2 if quick else 5) for case in cases]
     page = Page(
-        "loader",
         "Loader",
-        "python -m benchmarks.loader",
         f"{users:,} generated users of mean length 165; later epochs are a median of five. The main process and its "
         "workers share the cores: what a worker does with a core of its own is the number per CPU second.",
         threads="; one thread per process",

@@ -39,7 +39,7 @@ from benchmarks.models.cost_model import load_target, replay
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.lengths import draw, make_batch
 from benchmarks.shared.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
-from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, rows_table, table
+from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, table
 from commons.console import print_error
 from hstu.model.execution import choose_execution
 from hstu.train_config import ModelArgs
@@ -64,8 +64,10 @@ def warm_up(device: torch.device) -> str:
         hstu = config.hstu_config(4096)
         started = time.monotonic()
         chosen = choose_execution(hstu, device)
-        rows.append([head_dim, f"{time.monotonic() - started:.0f}", chosen.uses_triton, chosen.compiles])
-    return table(["channels of a head", "seconds", "by Triton", "compiled"], rows)
+        seconds = f"{time.monotonic() - started:.0f}"
+        chosen_by = {"by Triton": chosen.uses_triton, "compiled": chosen.compiles}
+        rows.append({"channels of a head": head_dim, "seconds": seconds} | chosen_by)
+    return table(rows)
 
 
 def cases_on_device(device: torch.device) -> str:
@@ -138,7 +140,7 @@ def exchange(device: torch.device) -> str:
     return (
         "Pack, hand over to the collective, unpack; the peers' rows are made up and the collective sends nothing, so "
         "that the wire is not in it. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
-        + rows_table(rows)
+        + table(rows)
     )
 
 
@@ -204,8 +206,8 @@ def traced_step(device: torch.device) -> str:
         trace = json.loads(Path(folder, "trace-rank0.json").read_text())
     ranks = max(torch.cuda.device_count(), 2) if device.type == "cuda" else 2
     shared = ", two ranks on one GPU" if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
-    rows = [[key, value] for key, value in describe_trace(trace["traceEvents"]).items()]
-    return f"{ranks} ranks{shared}; rank 0, {traced} steps.\n\n" + table(["", "median of the steps"], rows)
+    rows = [{"": key, "median of the steps": value} for key, value in describe_trace(trace["traceEvents"]).items()]
+    return f"{ranks} ranks{shared}; rank 0, {traced} steps.\n\n" + table(rows)
 
 
 def describe_trace(events: Iterable[dict[str, Any]]) -> dict[str, str]:
@@ -250,7 +252,7 @@ def balance(device: torch.device) -> str:
     return (
         f"{ranks} ranks × {rows} rows, {steps} batches, lengths to {longest}: forward and backward pass of every "
         "rank's batch in turn, without sharded tables, exchange and updates; largest ÷ mean time of the ranks, and how "
-        f"much faster the slowest is. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + rows_table([row])
+        f"much faster the slowest is. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table([row])
     )
 
 
@@ -365,7 +367,7 @@ def descendants(process: int) -> Iterator[int]:
 def _head(device: torch.device, rehearse: bool, failed: list[PartName]) -> str:
     names = ("torchrec", "fbgemm-gpu", "triton")
     packages = ", ".join(f"{each.name} {each.version}" for each in metadata.distributions() if each.name in names)
-    lines = [heading("On a GPU", "python -m benchmarks.on_device" + (" --rehearse" if rehearse else "")).rstrip()]
+    lines = [heading("On a GPU").rstrip()]
     if rehearse:
         lines.append("A rehearsal on the CPU: the code has run, the numbers tell nothing.")
     else:

@@ -3,10 +3,6 @@
 All four pack the same values under the same capacity: plain first-fit decreasing as training code would write it
 (plain.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
 that a drifting machine slows all of them alike; times are medians. Groups are held against the Martello–Toth L2 bound.
-
-Examples:
-    python -m benchmarks.packing
-    python -m benchmarks.packing --quick
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, described, draw
 from benchmarks.shared.plain import plain_first_fit
 from benchmarks.shared.report import Page, each_column, interleaved_medians, milliseconds, share
@@ -240,18 +236,12 @@ def measure_padded(page: Page, seeds: int, repeats: int) -> None:
     )
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/packing.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/packing.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 3) if quick else (10, 7)
     page = Page(
-        "packing",
         "Packing: groups, spread, time",
-        "python -m benchmarks.packing",
         f"{described(LENGTHS)} Capacity in multiples of the longest row; plain: first-fit decreasing in Python.",
     )
     cells = itertools.product(ROWS[: 2 if quick else 3], LENGTHS, CAPACITIES, DIVISORS, range(seeds))

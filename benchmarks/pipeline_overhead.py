@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,12 +34,11 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
-from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import CONTEXT, draw, make_batch
 from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
-from benchmarks.window_steps import NUM_IDS, make_model
+from benchmarks.shared.small_hstu import CPU, DESCRIPTION, NUM_IDS, SIZES, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.engine.shuffle_handle import ShuffleHandle
 from commons.distributed.options import ShufflerOptions
@@ -54,7 +54,6 @@ CUDA_PIPELINES = PIPELINES | {
 }
 STAGES = ("stock", "identity", "synchronous", "two-phase")
 LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
-_WRAPPED = ("_next_batch", "progress")  # methods that a recorder looks into
 
 
 class _Synchronous(HSTUBalancedBatchShuffler):
@@ -88,32 +87,15 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
         identity = IdentityBalancedBatchShuffler()
         return balanced(stock)(*arguments, batch_shuffler=identity), identity
     kind = HSTUBalancedBatchShuffler if variant == "two-phase" else _Synchronous
-    shuffler = kind(64, 4, 16, 2, options=ShufflerOptions(min_gain=0.03))
+    shuffler = kind(*SIZES, options=ShufflerOptions(min_gain=0.03))
     return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
 
 
-class Observing:
-    """The recorder of `evenrank.observe`, installed on TorchRec's pipelines where it is wanted."""
-
-    def __init__(self) -> None:
-        kinds = {each for kind in CUDA_PIPELINES.values() for each in kind.__mro__}
-        stock = {kind: {name: vars(kind)[name] for name in _WRAPPED if name in vars(kind)} for kind in kinds}
-        self.recorder = Recorder()
-        self.recorder.install()
-        self._ways = [
-            (kind, name, method, vars(kind)[name]) for kind, own in stock.items() for name, method in own.items()
-        ]
-
-    def set(self, observes: bool) -> None:
-        """Record from now on, or do not."""
-        for kind, name, method, wrapped in self._ways:
-            setattr(kind, name, wrapped if observes else method)
-
-    def __enter__(self) -> Observing:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.set(False)
+def observe(pipeline: Any, recorder: Recorder) -> None:
+    """Record one pipeline as `evenrank.observe` records all of a process."""
+    read, train = pipeline._next_batch, pipeline.progress
+    pipeline._next_batch = lambda *arguments: recorder._reading(pipeline, partial(read, *arguments))
+    pipeline.progress = lambda *arguments: recorder._training(pipeline, partial(train, *arguments))
 
 
 def measure(
@@ -125,40 +107,39 @@ def measure(
     kind: str,
 ) -> dict[str, Any]:
     """Step times of variants, and the two-phase stage's own figures, on one rank."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    device = torch.device(kind, rank) if kind == "cuda" else CPU
     total = WARMUP + steps
     sources = {
         variant: (host_batch(lengths_name, rank, step, ROWS, kind) for step in range(total + 4)) for variant in variants
     }
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
     stats = []
-    with Observing() as observing:
-        made = {variant: make_variant(variant, pipeline, device) for variant in variants}
-        for step in tqdm(range(total), desc=f"{pipeline}, {lengths_name}", disable=rank != 0):
-            for place in range(len(variants)):
-                variant = variants[(step + place) % len(variants)]
-                trainer, shuffler = made[variant]
-                observing.set(variant == "observed")
-                dist.barrier()
-                started = time.perf_counter()
-                trainer.progress(sources[variant])
-                if shuffler is not None:
-                    shuffler.drain()
-                if kind == "cuda":
-                    torch.cuda.synchronize()
-                dist.barrier()
-                if step >= WARMUP:
-                    times[variant].append((time.perf_counter() - started) * 1e3)
-                if variant == "two-phase" and step >= WARMUP:
-                    stats.append(trainer.last_stats)
-        assert len(observing.recorder.lengths) == (total if "observed" in variants else 0)
+    recorder = Recorder()
+    made = {variant: make_variant(variant, pipeline, device) for variant in variants}
+    if "observed" in made:
+        observe(made["observed"][0], recorder)
+
+    def step(variant: str) -> None:
+        trainer, shuffler = made[variant]
+        trainer.progress(sources[variant])
+        if shuffler is not None:
+            shuffler.drain()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        if variant == "two-phase":
+            stats.append(trainer.last_stats)
+
+    steps_of = {variant: partial(step, variant) for variant in variants}
+    options: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": rank == 0}
+    seconds = interleaved_seconds(steps_of, steps, warmup=WARMUP, **options)
+    assert len(recorder.lengths) == (total if "observed" in variants else 0)
     for trainer, shuffler in made.values():
         if shuffler is not None:
             trainer.reset()
             shuffler.drain()
             shuffler.close()
+    stats = stats[WARMUP:]
     return {
-        "times": times,
+        "times": {variant: np.multiply(of_variant, 1e3) for variant, of_variant in seconds.items()},
         "wait": [each.wait_ms for each in stats],
         "work": [each.gather_ms + each.plan_ms for each in stats],
         "exchange": [each.exchange_ms for each in stats],
@@ -170,7 +151,7 @@ def measure(
 def recorded_step(keys: int) -> float:
     """Least microseconds of CPU that recording takes from a step with a batch of 32 rows of so many keys."""
     batch = make_batch(draw("lognormal", 32, 0), [f"context_{key}" for key in range(keys - 2)])
-    recorder, pipeline, steps = Recorder(), Observing, 500
+    recorder, pipeline, steps = Recorder(), Recorder, 500  # anything stands for the pipeline
 
     def record() -> None:
         for _ in range(steps):
@@ -203,7 +184,7 @@ def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
 
 def main(
     steps: int = 40,
-    quick: bool = False,
+    quick: Quick = False,
     device: Literal["cpu", "cuda"] = "cpu",
     ranks: int = 2,
 ) -> None:
@@ -211,7 +192,6 @@ def main(
 
     Args:
         steps: measured steps per case.
-        quick: one pipeline and few steps, for a look; writes nothing.
         device: where ranks run.
         ranks: how many; on CUDA a GPU each.
     """
@@ -247,11 +227,10 @@ def main(
     on_cuda = device == "cuda"
     hardware = f"{torch.cuda.get_device_name()}, one per rank (NCCL)." if on_cuda else "Ranks on the CPU (gloo)."
     page = Page(
-        "pipeline_overhead_cuda" if on_cuda else "pipeline_overhead",
         "Pipelines: what the stage costs",
-        "python -m benchmarks.pipeline_overhead" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
-        f"{hardware} HSTU, hidden 64, 2 layers, 4 heads × 16; {ROWS} users per rank, {ranks} ranks, {steps} steps; "
+        f"{hardware} {DESCRIPTION}; {ROWS} users per rank, {ranks} ranks, {steps} steps; "
         "`min_gain` 3 %. Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
+        suffix="_cuda" if on_cuda else "",
     )
     page.section(
         "Step time, as a ratio to the stock pipeline",

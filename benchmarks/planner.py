@@ -3,10 +3,6 @@
 Plans are measured against their own lower bound and against the plain Karmarkar-Karp that most training code ships: a
 heap of states in pure Python (plain.py). One thread; times are medians. What planning costs the threads beside it is
 measured by benchmarks/exchange.py.
-
-Examples:
-    python -m benchmarks.planner
-    python -m benchmarks.planner --quick
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, NODE, described, draw
 from benchmarks.shared.plain import plain_karmarkar_karp
 from benchmarks.shared.report import Page, each_column, interleaved_medians, milliseconds
@@ -237,18 +233,12 @@ def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
     page.target_of_cases("time of a plan with speeds ÷ without", 1.3, [row["÷ ms without speeds"] for row in body])
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/planner.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/planner.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 10) if quick else (5, 50)
     page = Page(
-        "planner",
         "Planner: balance, speed, locality, memory",
-        "python -m benchmarks.planner",
         f"{described(LENGTHS)} Cost HSTU: 5120·L + L².",
     )
     measure_balance(page, seeds, quick)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 from benchmarks.raw_data import GENERATORS
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, run_program
 
 _SIZE = tyro.conf.create_mutex_group(required=False)
@@ -31,38 +31,29 @@ _LARGE = {"kuairand-27k": ("KuaiRand-27K", None)}
 # The child imports what the preprocessor needs and nothing else; its memory is that of preprocessing.
 _CHILD = """
 import json, resource, sys, time
+from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.file import SequenceFile
-{imports}
+name, source, folder = sys.argv[1:]
 start = time.perf_counter()
-path = preprocess(sys.argv[1], sys.argv[2])
+path = PUBLIC_DATASETS[name].preprocess(source, folder)
 seconds = time.perf_counter() - start
-metadata = SequenceFile(path, "{name}", []).metadata
+metadata = SequenceFile(path, name, []).metadata
 size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 print(json.dumps([metadata.num_interactions, metadata.num_users, seconds, len(metadata.shards), size,
                   resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
-"""
-_MOVIELENS = "from commons.datasets.public.movielens import preprocess_movielens_20m as preprocess"
-_KUAIRAND = """
-from commons.datasets.public.kuairand import VERSIONS
-preprocess = VERSIONS["{name}"].preprocess
 """
 
 
 def measure(name: str, source: Path, folder: Path, repeats: int) -> list[Any]:
     """The fastest of some runs; the archive is in the page cache from the first on."""
-    runs = []
-    for _ in range(repeats):
-        imports = _MOVIELENS if name == "ml-20m" else _KUAIRAND.format(name=name)
-        child = _CHILD.format(name=name, imports=imports)
-        runs.append(json.loads(run_program([sys.executable, "-c", child, str(source), str(folder)])))
-    return min(runs, key=lambda run: run[2])
+    command = [sys.executable, "-c", _CHILD, name, str(source), str(folder)]
+    return min((json.loads(run_program(command)) for _ in range(repeats)), key=lambda run: run[2])
 
 
-def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = False) -> None:
+def main(quick: Annotated[Quick, _SIZE] = False, large: Annotated[bool, _SIZE] = False) -> None:
     """Measure; with `large`, write benchmarks/results/preprocess.md.
 
     Args:
-        quick: a tenth of the users, no results page.
         large: KuaiRand-27K too; needs 30 GB of disk.
     """
     rows = []
@@ -86,9 +77,7 @@ def main(quick: Annotated[bool, _SIZE] = False, large: Annotated[bool, _SIZE] = 
                 }
             )
     page = Page(
-        "preprocess",
         "Preprocessing",
-        "python -m benchmarks.preprocess --large",
         f"Target: at least {_TARGET_ROWS / 1e6:.0f} M rows/s on two cores and at most {_TARGET_GIB:.0f} GB at 20 M "
         "rows. The fastest of three runs, each a process of its own (one run of KuaiRand-27K).",
         threads="",

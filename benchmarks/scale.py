@@ -17,9 +17,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,11 +32,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import NODE, described, draw, make_batch
 from benchmarks.shared.link_model import LinkModel, connections, grid
 from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
-from benchmarks.shared.report import ROOT, Page
+from benchmarks.shared.report import ROOT, Page, interleaved_seconds, timed
 from commons.distributed.engine import shuffle_session
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import WindowStats
@@ -118,11 +119,10 @@ def play_rank(
         times, prepared = [], None
         for step in range(repeats + 1):
             prepared = None  # what the step before has left behind is not held beside this one
+            total: list[float] = []
             with _timed_stages() as clock:
-                started = time.thread_time()
-                prepared = session.prepare(step, local)
-                total = (time.thread_time() - started) * 1e3
-            times.append({**clock, "rest": total - sum(clock.values())})
+                prepared = timed(session.prepare, total)(step, local)
+            times.append({**clock, "rest": total[0] * 1e3 - sum(clock.values())})
         assert prepared is not None and prepared.plan is not None and prepared.exchange is not None
         indices = prepared.exchange.indices
         return OneRank(
@@ -139,34 +139,21 @@ def play_rank(
 
 def _sampler_ms(workloads: np.ndarray, world_size: int, window: int, repeats: int) -> float:
     """Least processor milliseconds of a sampler's plan: as many rows in each batch, in order."""
-    times = []
     batch_of_row = np.arange(len(workloads)) * window // len(workloads)
-    for _ in range(repeats):
-        started = time.thread_time()
-        partition_grid(workloads, world_size, window, home_step=batch_of_row)
-        times.append((time.thread_time() - started) * 1e3)
-    return min(times)
+    plan = partial(partition_grid, workloads, world_size, window, home_step=batch_of_row)
+    return min(interleaved_seconds({"": plan}, repeats, clock=time.thread_time, show=False)[""]) * 1e3
 
 
 @contextlib.contextmanager
 def _timed_stages() -> Iterator[dict[str, float]]:
-    """Processor milliseconds of this thread in each stage, while the block runs."""
-    clock = dict.fromkeys(STAGES, 0.0)
-
-    def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*arguments: Any, **keywords: Any) -> Any:
-            started = time.thread_time()
-            try:
-                return call(*arguments, **keywords)
-            finally:
-                clock[stage] += (time.thread_time() - started) * 1e3
-
-        return wrapper
-
+    """Processor milliseconds of this thread in each stage, once the block has run."""
+    seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    clock: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         for stage, (owner, name) in STAGES.items():
-            stack.enter_context(mock.patch.object(owner, name, timed(stage, getattr(owner, name))))
+            stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), seconds[stage])))
         yield clock
+    clock |= {stage: sum(of_calls) * 1e3 for stage, of_calls in seconds.items()}
 
 
 def _memory(name: str, *, reset_peak: bool = False) -> int:
@@ -182,7 +169,7 @@ def main(
     features: tuple[int, ...] = (5, 20, 200),
     windows: tuple[int, ...] = (1, 4, 8),
     link: LinkModel = LINK,
-    quick: bool = False,
+    quick: Quick = False,
 ) -> None:
     """Play one rank; write scale.md and scale_windows.md in benchmarks/results, and docs/scale.svg.
 
@@ -191,7 +178,6 @@ def main(
         features: keys of a row besides its label, at least 2; the first is the one that all lengths are measured with.
         windows: batches that are planned together.
         link: what the wire takes.
-        quick: few ranks, for a look; writes nothing.
     """
     torch.set_num_threads(1)
     if quick:
@@ -217,9 +203,7 @@ def main(
 
 def _page_of_batches(played: Played, with_options: Played, keys: int, link: LinkModel) -> Page:
     page = Page(
-        "scale",
         "Many ranks: what a shuffle takes and where its limits are",
-        "python -m benchmarks.scale",
         f"{ROWS} rows per rank, hosts of {link.ranks_per_host}, slack 1 %. Computed times are processor time of one "
         "thread, the least of a few runs; times of the wire are modelled. [docs/scale.md](../../docs/scale.md) "
         f"explains them. The model: {link.described()}. {described(LENGTHS)}",
@@ -283,12 +267,11 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
 
 def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     page = Page(
-        "scale_windows",
         "Many ranks: what a window takes",
-        "python -m benchmarks.scale",
         f"{ROWS} rows per rank and batch, {keys} features, hosts of {link.ranks_per_host}, slack 1 %. Computed times "
         "are processor time of one thread for a whole window, the least of a few runs; the gather in a grid of √W × √W "
         f"ranks is modelled. The model: {link.described()}. {described(LENGTHS)}",
+        suffix="_windows",
     )
     for size, goal in ((1024, 10), (4096, 100)):
         of_size = [

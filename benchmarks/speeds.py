@@ -29,16 +29,14 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
-from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
-from benchmarks.shared.report import Page, rows_table, run_ranks, with_interval
+from benchmarks.shared.command_line import Quick, from_command_line
+from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
+from benchmarks.shared.small_hstu import CPU, DESCRIPTION, SIZES, draw_users, make_batch, make_model
 from benchmarks.shared.speeds_simulated import looks_table, oscillation_table, simulation_table
-from benchmarks.window_steps import draw_users, make_batch, make_model
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.speed_control import FASTEST
 from commons.pipeline import balanced
@@ -51,11 +49,9 @@ SLOW = 1  # the rank that is limited
 SHARE = 0.5  # of its processor time
 PERIOD_US = 10_000
 QUOTAS = 0.9  # of a core that ranks share, in all
-PHASES = ("before", "limited", "after")
 # Of a phase, the first steps in which speeds change; the rest is settled.
 SETTLING = 75
 PICTURE = Path(__file__).parents[1] / "docs" / "speeds.svg"
-CPU = torch.device("cpu")
 
 
 class Limit:
@@ -114,28 +110,23 @@ class Variant:
     """A replica of the model in its pipeline."""
 
     def __init__(self, option: str, users: np.ndarray, rows: int, rank: int) -> None:
-        model, optimizer = make_model(CPU)
-        self.shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
+        model, optimizer = make_model()
+        self.shuffler = HSTUBalancedBatchShuffler(*SIZES, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
         self._pipeline: Any = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=self.shuffler)
         encoder = next(module for module in model.modules() if isinstance(module, HSTUEncoder))
         self._timer = ForwardTimer(encoder, CPU)
         in_order = np.arange(len(users)).reshape(-1, dist.get_world_size(), rows)[:, rank]
         self._batches = (make_batch(users[own]) for own in in_order)
-        self.ms: list[float] = []
         self.speed: list[float] = []  # of the slow rank, as a part of the fastest's
 
     def step(self) -> None:
-        """Train a batch; measured on all ranks together."""
-        dist.barrier()
-        started = time.perf_counter()
+        """Train a batch, to the end of what the worker does for it."""
         self._pipeline.progress(self._batches)
         stats = self._pipeline.last_stats
         self._timer.step(stats)
         for milliseconds, of_batch in self._timer.take():
             self.shuffler.report_step_time(milliseconds, of_batch)
         self.shuffler.drain()
-        dist.barrier()
-        self.ms.append((time.perf_counter() - started) * 1e3)
         self.speed.append(stats.speeds[SLOW] / max(stats.speeds) if stats.speeds else 1.0)
 
     def plan_with(self, speeds: np.ndarray | None) -> None:
@@ -156,26 +147,33 @@ def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...],
     Returns:
         Milliseconds of the steps and the speed of the slow rank, by variant; and the load of the machine.
     """
-    num_ranks, limited = dist.get_world_size(), slice(warmup + phases[0], warmup + sum(phases[:2]))
+    num_ranks = dist.get_world_size()
     users = draw_users((warmup + sum(phases) + 4) * num_ranks * rows, seed=num_ranks)
     variants = {name: Variant(OPTIONS[name], users, rows, rank) for name in names}
     known = np.full(num_ranks, FASTEST)
     known[SLOW] *= SHARE
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     load = []
     with pinned(rank, rank == SLOW and len(phases) > 1) as set_slow:
-        for step in tqdm(range(warmup + sum(phases)), desc=f"{num_ranks} ranks", disable=rank != 0):
-            if step in (limited.start, limited.stop):
-                set_slow(step == limited.start)
-                if "known" in variants:
-                    variants["known"].plan_with(known if step == limited.start else None)
-            for place in range(len(names)):
-                variants[names[(step + place) % len(names)]].step()
-            if step % 20 == 0:
-                load.append(os.getloadavg()[0])
+        for phase, steps in enumerate(phases):
+            set_slow(phase == 1)
+            if "known" in variants:
+                variants["known"].plan_with(known if phase == 1 else None)
+            of_phase = interleaved_seconds(
+                {name: variant.step for name, variant in variants.items()},
+                steps,
+                warmup=0 if phase else warmup,
+                clock=time.perf_counter,
+                barrier=dist.barrier,
+                show=rank == 0,
+            )
+            for name in names:
+                seconds[name] += of_phase[name]
+            load.append(os.getloadavg()[0])
         for variant in variants.values():
             variant.close()
     return {
-        "ms": {name: variant.ms[warmup:] for name, variant in variants.items()},
+        "ms": {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()},
         "speed": {name: variant.speed[warmup:] for name, variant in variants.items()},
         "load": float(np.mean(load)),
     }
@@ -203,10 +201,7 @@ def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str,
         line: dict[str, Any] = {"ranks": len(measured), "": phase}
         line |= {f"{name}, ms": float(np.median(each)) for name, each in of_phase.items()}
         for name in ("measured", "known"):
-            ratios = of_phase["equal"] / of_phase[name]
-            line[f"equal ÷ {name}"] = with_interval(
-                lambda chosen, r=ratios: np.median(r[chosen], axis=-1), last - first
-            )[1]
+            line[f"equal ÷ {name}"] = median_with_interval(of_phase["equal"] / of_phase[name])[1]
         line["speed of the limited rank"] = float(np.mean(measured[0]["speed"]["measured"][first:last]))
         lines.append(line)
     return lines
@@ -249,7 +244,7 @@ def main(
     steps: int = 50,
     equal_steps: int = 80,
     warmup: int = 5,
-    quick: bool = False,
+    quick: Quick = False,
 ) -> None:
     """Measure and write benchmarks/results/speeds.md and docs/speeds.svg.
 
@@ -259,7 +254,6 @@ def main(
         steps: before a rank is limited; twice as many while it is, and after.
         equal_steps: steps on ranks that are equally fast.
         warmup: steps before.
-        quick: few steps and ranks, for a look; writes nothing.
     """
     if quick:
         ranks, steps, equal_steps = ranks[:1], min(steps, 20), min(equal_steps, 20)
@@ -269,15 +263,12 @@ def main(
     cases = {each: run_ranks(train, each, names, rows, phases, warmup, timeout=3600) for each in ranks}
     on_equal = run_ranks(train, ranks[0], names[:2], rows, (equal_steps,), warmup, timeout=3600)
     ms = longest(on_equal)
-    ratios = ms["measured"] / ms["equal"]
-    ratio, text = with_interval(lambda chosen: np.median(ratios[chosen], axis=-1), equal_steps)
+    ratio, text = median_with_interval(ms["measured"] / ms["equal"])
     changes = int(np.count_nonzero(np.diff(on_equal[0]["speed"]["measured"])))
     load = {each: float(measured[0]["load"]) for each, measured in cases.items()}
     page = Page(
-        "speeds",
         "Speeds: less work for a slow rank",
-        f"python -m benchmarks.speeds --ranks {' '.join(map(str, ranks))} --steps {steps} --equal-steps {equal_steps}",
-        f"Ranks pinned to {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; {rows} rows per rank, 20 + "
+        f"Ranks pinned to {cores} cores (gloo). {DESCRIPTION}; {rows} rows per rank, 20 + "
         "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of the processor time it had, "
         f"by a quota per {PERIOD_US // 1000} ms; ranks that share a core have {QUOTAS} of it in all, in equal parts. "
         "Load of the machine, the ranks included: "
@@ -301,28 +292,28 @@ def main(
         "A rank that becomes slow, and recovers",
         "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: what plans gain that "
         "follow the limit at once. The picture is in docs/speeds.md.",
-        rows_table([row for measured in cases.values() for row in slow_rank_rows(measured, steps)]),
+        [row for measured in cases.values() for row in slow_rank_rows(measured, steps)],
     )
     page.section(
         "Equal ranks",
         f"{equal_steps} steps of {ranks[0]} ranks: measured ÷ equal {text}, median step "
         f"{np.median(ms['equal']):.1f} ms; speeds changed {changes} times.",
         "What a rank computes for it, in processor time of one thread: reports in, and a look at every fifth.",
-        rows_table(looks_table(quick)),
+        looks_table(quick),
     )
     page.section(
         "Simulated: does it oscillate?",
         "Times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a tail and pauses; lengths vary the load of a step by 15 %. "
         "Changes of a speed after step 150, where one rank of factor 1.5 is slow from the first step on, and where all "
         "are equal.",
-        rows_table(oscillation),
+        oscillation,
     )
     page.section(
         "Simulated: many ranks, some of them slow at random",
         "Planned by the planner, 32 user-like rows per rank, times as above. Two in a hundred ranks are slower by 1.15 "
         "to 2 at any time: always the same, or each for 500 steps in the mean and then another one. Sum of the "
         "longest times, as a ratio to speeds that are equal; possible: plans that know every speed at once.",
-        rows_table(simulation_table(quick)),
+        simulation_table(quick),
     )
     page.finish(quick=quick)
     if not quick:

@@ -3,10 +3,6 @@
 Ranks wait for each other in every step, so what counts is the sum over the steps of the largest load. It is measured
 against the mean load, which no plan beats, and against the plan's own lower bound. Loads, not times:
 benchmarks/window_steps.py trains.
-
-Examples:
-    python -m benchmarks.window
-    python -m benchmarks.window --quick
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, NODE, described, draw
 from benchmarks.shared.report import Page, each_column, milliseconds, share
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
@@ -227,18 +223,12 @@ def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarr
     }
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/window.md.
-
-    Args:
-        quick: fewer cases, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/window.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 6) if quick else (5, 30)
     page = Page(
-        "window",
         "Windows: several batches share the load",
-        "python -m benchmarks.window",
         f"{described(('user-like', 'zipf', 'lognormal'))} Cost HSTU: 5120·L + L². Ranks × rows per rank.",
     )
     measure_balance(page, seeds, quick)

@@ -23,7 +23,7 @@ from pathlib import Path
 import duckdb
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import TORCHRUN, Page, run_program
 
 _WHEEL, _RATINGS = "recbole==1.2.1", "recbole/dataset_example/ml-100k/ml-100k.inter"
@@ -52,18 +52,15 @@ class Learned:
     steps: int
 
 
-def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: bool = False) -> None:
+def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick = False) -> None:
     """Train HSTU in every mode of balancing, and compare what it has learnt; write results/window_learning.md.
 
     Args:
         seeds: of weights, dropout, the order of the data and the held-out users.
         ranks: ranks on this machine.
-        quick: one seed and 20 steps, and no page.
     """
     page = Page(
-        "window_learning",
         "Learning from balanced batches",
-        "python -m benchmarks.window_learning",
         "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, of a user "
         f"at most the last 256. {ranks} gloo ranks × 8 users, {len(seeds)} seeds, each with a fifth of the users held "
         "out, all of them evaluated at the end.",

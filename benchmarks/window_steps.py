@@ -12,17 +12,13 @@ Beside each ratio is what the loads predict: the cost of a rank's rows, tokens a
 ranks have the same ones, and a step takes as long as its costliest rank. Where there are more ranks than cores, ranks
 share the cores evenly. What ranks with a core each would take is measured by processor time, the costliest rank's of
 every step, which other programs on the machine hardly change.
-
-Examples:
-    python -m benchmarks.window_steps
-    python -m benchmarks.window_steps --quick
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,50 +27,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
-from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
-from tqdm import tqdm
 
-from benchmarks.shared import lengths
-from benchmarks.shared.command_line import from_command_line
-from benchmarks.shared.report import Page, run_ranks, with_interval
+from benchmarks.shared.command_line import Quick, from_command_line
+from benchmarks.shared.report import Page, interleaved_seconds, run_ranks, with_interval
+from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.pipeline import balanced, windowed_iter
 from hstu import HSTUBalancedBatchShuffler
-from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
 
 VARIANTS = ("as loaded", "per batch", "window", "sampler", "budget")
 WINDOW = 4
 ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
-LONGEST = 2048
-NUM_IDS = 4000
 MIXES, REPEATS = 24, 3  # batches that the cost is fitted to, and times that each is measured
 WARMUP = 1  # rounds
 # Features of a step that its cost is fitted to.
 _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
-
-
-def draw_users(count: int, seed: int) -> np.ndarray:
-    """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
-    return np.minimum(lengths.draw("user-like", count, seed), LONGEST)
-
-
-# Items alone, with one label per item.
-make_batch = partial(lengths.make_batch, contextual=[], num_ids=NUM_IDS, actions=False)
-
-
-def make_model(
-    device: torch.device, features: Sequence[str] = ("item",), longest: int = LONGEST
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A replica of a small HSTU with tables for these features, and its optimizer."""
-    torch.manual_seed(0)
-    hstu = HSTUConfig(64, 2, 4, 16, max_sequence_length=longest)
-    model = HSTURankingModel(RankingConfig(hstu, dict.fromkeys(features, NUM_IDS), (64, 1), 1))
-    model = build_distributed_model(model, device=device)
-    return model, torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
 
 
 @dataclass
@@ -89,18 +58,36 @@ class Variant:
     # Of each step that this rank has trained, 1, rows, tokens and pairs.
     trained: list[np.ndarray] = field(default_factory=list)
     processor_ms: list[float] = field(default_factory=list)  # of each of these steps
-    ms: list[float] = field(default_factory=list)  # of each round
-    rows: list[int] = field(default_factory=list)  # of each round, of all ranks
+    done: list[int] = field(default_factory=list)  # rows of all ranks, by the end of each round
+    first: list[int] = field(default_factory=list)  # the step that each round begins with
+    waits: list[float] = field(default_factory=list)  # of the windows that were begun in the round they were waited for
+
+    def train_round(self, rows: int) -> None:
+        """Train to the end of the next round, each of which has so many rows of all ranks or a few more."""
+        end, done = (len(self.done) + 1) * rows, self.done[-1] if self.done else 0
+        self.first.append(len(self.trained))
+        busy = time.process_time()
+        while done < end:
+            seen = self.wait_ms()
+            self.progress()
+            trained = torch.tensor(int(self.trained[-1][_ROWS]))
+            dist.all_reduce(trained)  # a barrier, too
+            done += int(trained)
+            self.processor_ms.append((time.process_time() - busy) * 1e3)
+            busy = time.process_time()
+            last = self.wait_ms()
+            # A window that was begun in the round before was waited for when that one ended.
+            if len(self.done) >= WARMUP and last is not None and last != seen and done == end:
+                self.waits.append(last[1])
+        self.settle()
+        self.processor_ms[-1] += (time.process_time() - busy) * 1e3
+        self.done.append(done)
 
 
 def step_size(histories: np.ndarray) -> np.ndarray:
     """int64 `(4,)`: 1, rows, tokens and pairs of a batch; see `_FIXED` to `_PAIRS`."""
-    tokens, pairs = _task().tokens_and_pairs(torch.from_numpy(histories))
+    tokens, pairs = TASK.tokens_and_pairs(torch.from_numpy(histories))
     return np.array([1, len(histories), int(tokens.sum()), int(pairs.sum())])
-
-
-def _task() -> HSTUAttentionTask:
-    return HSTUAttentionTask(64, 4, 16, 2)
 
 
 def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
@@ -112,9 +99,9 @@ def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
         rows: rows of a rank's batch.
         rank: this rank.
     """
-    device, num_ranks = torch.device("cpu"), dist.get_world_size()
-    model, optimizer = make_model(device)
-    workloads = _task().get_workloads(users)
+    num_ranks = dist.get_world_size()
+    model, optimizer = make_model()
+    workloads = TASK.get_workloads(users)
     share: dict[str, Any] = {"num_ranks": num_ranks, "rank": rank, "shuffle": False}
     in_order = np.arange(len(users) // (rows * num_ranks) * rows * num_ranks).reshape(-1, num_ranks, rows)[:, rank]
     numbers: Any = in_order
@@ -126,11 +113,11 @@ def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
     batches: Iterator[Any] = (make_batch(users[own]) for own in numbers)
     shuffler = None
     if name in ("per batch", "window"):
-        shuffler = HSTUBalancedBatchShuffler(64, 4, 16, 2)
+        shuffler = HSTUBalancedBatchShuffler(*SIZES)
     if name == "per batch":
-        trainer = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
+        trainer = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
     else:
-        trainer = TrainPipelineBase(model, optimizer, device)
+        trainer = TrainPipelineBase(model, optimizer, CPU)
     made = Variant(lambda: trainer.progress(batches))
     if shuffler is not None:
         made.settle = shuffler.drain
@@ -164,7 +151,7 @@ def _real_lengths(batch: HSTUBatch) -> np.ndarray:
 
 def fit_cost(rows: int) -> np.ndarray:
     """float64 `(4,)`: milliseconds per `step_size` of steps in which all ranks have the same rows."""
-    model, optimizer = make_model(torch.device("cpu"))
+    model, optimizer = make_model()
     generator = np.random.default_rng(0)
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
     times = np.empty((REPEATS, MIXES))
@@ -189,45 +176,24 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     per_round = ROUND * rows * dist.get_world_size()
     users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
     variants = {name: make_variant(name, users, rows, rank) for name in VARIANTS}
-    waits: list[float] = []
-    done = dict.fromkeys(VARIANTS, 0)
-    skipped = dict.fromkeys(VARIANTS, 0)
-    for turn in tqdm(range(WARMUP + rounds), desc=f"{dist.get_world_size()} ranks × {rows}", disable=rank != 0):
-        for place in range(len(VARIANTS)):
-            name = VARIANTS[(turn + place) % len(VARIANTS)]
-            variant, before = variants[name], done[name]
-            dist.barrier()
-            started, busy = time.perf_counter(), time.process_time()
-            while done[name] < (turn + 1) * per_round:
-                seen = variant.wait_ms()
-                variant.progress()
-                trained = torch.tensor(int(variant.trained[-1][_ROWS]))
-                dist.all_reduce(trained)  # a barrier, too
-                done[name] += int(trained)
-                variant.processor_ms.append((time.process_time() - busy) * 1e3)
-                busy = time.process_time()
-                last = variant.wait_ms()
-                # A window that was begun in the round before was waited for when that one ended.
-                is_of_this_round = done[name] == (turn + 1) * per_round
-                if turn >= WARMUP and last is not None and last != seen and is_of_this_round:
-                    waits.append(last[1])
-            variant.settle()
-            variant.processor_ms[-1] += (time.process_time() - busy) * 1e3
-            dist.barrier()
-            if turn < WARMUP:
-                skipped[name] = len(variant.trained)
-            else:
-                variant.ms.append((time.perf_counter() - started) * 1e3)
-                variant.rows.append(done[name] - before)
+    seconds = interleaved_seconds(
+        {name: partial(variant.train_round, per_round) for name, variant in variants.items()},
+        rounds,
+        warmup=WARMUP,
+        clock=time.perf_counter,
+        barrier=dist.barrier,
+        show=rank == 0,
+    )
     for variant in variants.values():
         variant.close()
+    first = {name: variant.first[WARMUP] for name, variant in variants.items()}
     return {
         "cost": cost,
-        "waits": waits,
-        "ms": {name: variant.ms for name, variant in variants.items()},
-        "rows": {name: variant.rows for name, variant in variants.items()},
-        "processor_ms": {name: np.array(variant.processor_ms[skipped[name] :]) for name, variant in variants.items()},
-        "sizes": {name: np.array(variant.trained[skipped[name] :]) for name, variant in variants.items()},
+        "waits": variants["window"].waits,
+        "ms": {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()},
+        "rows": {name: np.diff(variant.done[WARMUP - 1 :]) for name, variant in variants.items()},
+        "processor_ms": {name: np.array(variant.processor_ms[first[name] :]) for name, variant in variants.items()},
+        "sizes": {name: np.array(variant.trained[first[name] :]) for name, variant in variants.items()},
     }
 
 
@@ -251,7 +217,7 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     """The lines of the table for one number of ranks and rows."""
     lines: list[dict[str, Any]] = []
     cost = np.mean([each["cost"] for each in measured], axis=0)
-    flops = np.array([_task().forward_flops(1, 0), _task().forward_flops(0, 1)], dtype=np.float64)
+    flops = np.array([TASK.forward_flops(1, 0), TASK.forward_flops(0, 1)], dtype=np.float64)
     base: dict[str, Any] = {}
     for name in VARIANTS:
         sizes = np.array([each["sizes"][name] for each in measured])
@@ -281,12 +247,8 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     return lines
 
 
-def main(quick: bool = False) -> None:
-    """Measure and write benchmarks/results/window_steps.md.
-
-    Args:
-        quick: the smallest case and few rounds, for a look; writes nothing.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure and write benchmarks/results/window_steps.md."""
     cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else 16
     lines, waits = [], []
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:
@@ -297,10 +259,8 @@ def main(quick: bool = False) -> None:
         median, high = np.percentile(of_windows, [50, 95])
         waits.append(case | {"ms, median": float(median), "ms, 95th percentile": float(high)})
     page = Page(
-        "window_steps",
         "Windows: measured steps",
-        "python -m benchmarks.window_steps",
-        f"Ranks on {cores} cores (gloo). HSTU, hidden 64, 2 layers, 4 heads × 16; histories of 20 + lognormal items, "
+        f"Ranks on {cores} cores (gloo). {DESCRIPTION}; histories of 20 + lognormal items, "
         f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants in "
         "turn.",
     )

@@ -29,12 +29,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.shared.command_line import from_command_line
-from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, rows_table
+from benchmarks.shared.command_line import Quick, from_command_line
+from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model.attention_pairs import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
@@ -73,28 +72,18 @@ def line_in(work: list[float], seconds: list[float]) -> tuple[float, float, floa
     return float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds))
 
 
-class Subject:
-    """An attention, and a small model that has it: makes batches of histories for it and counts their tokens."""
-
-    title: str
-    model: torch.nn.Module
-    shuffler: BaseTaskBalancedBatchShuffler
-    attend: Callable[..., torch.Tensor]  # of queries, keys, values and the lengths of rows
-    batch: Callable[[int, RandomDistribution], Any]
-    tokens: Callable[[Any], int]
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)
+def _seeded() -> torch.Generator:
+    torch.manual_seed(0)
+    return torch.Generator().manual_seed(0)
 
 
-class HSTU(Subject):
+class HSTU:
     """HSTU: SiLU, a bias by position, items and actions interleaved."""
 
     title = "HSTU, jagged rows"
 
     def __init__(self) -> None:
-        super().__init__()
+        self.generator = _seeded()
         self.bias = torch.randn(HEADS, 4 * LONGEST, generator=self.generator).requires_grad_()
         config = HSTUConfig(WIDTH, 2, HEADS, HEAD_DIM, max_sequence_length=2 * LONGEST + 1)
         tables = {"user": 6040, "item": 3952, "action": 6}
@@ -120,13 +109,13 @@ class HSTU(Subject):
         return int(batch.sequence_lengths()[0].sum())
 
 
-class SIDGR(Subject):
+class SIDGR:
     """The semantic-ID decoder: softmax, four codes an item."""
 
     title = "SID-GR, packed rows"
 
     def __init__(self) -> None:
-        super().__init__()
+        self.generator = _seeded()
         self.model = SIDGRModel(SIDGRConfig(CODEBOOK_SIZES, LONGEST // 4 + 1, WIDTH, 2, HEADS))
         self.shuffler = SIDGRBalancedBatchShuffler(WIDTH, HEADS, HEAD_DIM, 2)
 
@@ -144,7 +133,7 @@ class SIDGR(Subject):
         return int(batch.sequence_lengths().sum())
 
 
-def attention_pass(subject: Subject, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
+def attention_pass(subject: HSTU | SIDGR, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
     """Forward and backward over a batch, with random queries, keys and values of its own."""
     shape = (int(lengths.sum()), HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
@@ -157,7 +146,7 @@ def attention_pass(subject: Subject, lengths: torch.Tensor, **options: Any) -> C
     return run
 
 
-def measured(subject: Subject, shapes: int, batches: int, repeats: int) -> list[Any]:
+def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> list[Any]:
     """Measure a subject; the parts of its section."""
     draw = partial(torch.randint, size=(), generator=subject.generator)
     passes, steps, work = [], [], np.empty((4, shapes))
@@ -214,7 +203,7 @@ def device_sections(
     body = [timed(*case)[0] for case in itertools.product(kinds, (rows,), head_dims, (False, True))]
     of_shapes = [timed(kind, num_rows, 64, False) for kind, num_rows in itertools.product(kinds, (8, 16, 32, 64))]
     _, _, r_squared = line_in([pairs for _, pairs, _ in of_shapes], [ms for _, _, ms in of_shapes])
-    return [rows_table(body), f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}."]
+    return [table(body), f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}."]
 
 
 def time_kernels(
@@ -282,12 +271,11 @@ def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
     return [f"Windows (`max_attn_len`): {len(lengths)} rows of {longest:,} tokens.", rows]
 
 
-def main(device: Literal["cpu", "cuda"] = "cpu", quick: bool = False) -> None:
+def main(device: Literal["cpu", "cuda"] = "cpu", quick: Quick = False) -> None:
     """Measure, print and, on the CPU, write benchmarks/results/attention.md.
 
     Args:
         device: where; on cuda HSTU's kernels are timed.
-        quick: few batches, to see it run; no page is written.
     """
     if device == "cuda":
         sizes = {"rows": 4, "longest": 256, "repeats": 2} if quick else {}
@@ -296,9 +284,7 @@ def main(device: Literal["cpu", "cuda"] = "cpu", quick: bool = False) -> None:
     torch.set_num_threads(1)
     shapes, batches, repeats = (4, 1, 1) if quick else (40, 5, 5)
     page = Page(
-        "attention",
         "Attention over rows of any length",
-        "python -m benchmarks.models.attention",
         f"{HEADS} heads × {HEAD_DIM}, float32, CPU time, medians of {repeats}.",
     )
     with one_rank():

@@ -18,16 +18,17 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import table
 from hstu.model.kernels.parts import UNALIGNED
 from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Blocks, candidate_blocks, outputs_of, padded_head_dim
 from hstu.model.triton_launch import constants, function_of, tokens_of
@@ -47,16 +48,6 @@ _PRODUCTS = {("OUT",): 2, ("GRAD_V",): 2, ("GRAD_POSITION", "GRAD_TIME"): 2, ("G
     ("GRAD_K", "GRAD_V"): 4,
     ("GRAD_Q", "GRAD_K", "GRAD_V"): 5,
 }
-
-
-@dataclass(frozen=True)
-class Args:
-    """What to compile."""
-
-    architectures: tuple[Literal[80, 90, 100], ...] = (90,)  # compute capabilities times ten
-    head_dims: tuple[Literal[16, 32, 64, 128, 256], ...] = (64, 128, 256)  # widths of a head
-    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("bf16",)  # of queries, keys and values
-    biases: tuple[Bias, ...] = ("none", "position", "time")
 
 
 class Layer(NamedTuple):
@@ -86,20 +77,15 @@ class Cost(NamedTuple):
     shared: int  # bytes of shared memory per program
 
 
-HEADER = (
-    "| kernel | for | dtype | width | bias | queries × keys | warps | stages | instructions | sigmoids | products | by "
-    "| registers | spills | shared |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def table_row(kernel: str, blocks: Blocks, layer: Layer, cost: Cost) -> str:
-    """A row below HEADER."""
+def cost_row(kernel: str, blocks: Blocks, layer: Layer, cost: Cost) -> dict[str, Any]:
+    """A row of the table."""
+    layer_of = {"for": _ARCHITECTURES[layer.architecture], "dtype": _SHORT[layer.dtype], "width": layer.head_dim}
+    of_blocks = {"queries × keys": f"{blocks.queries} × {blocks.keys}", "warps": blocks.warps, "stages": blocks.stages}
+    per_score = {"instructions": f"{cost.instructions:.1f}", "sigmoids": f"{cost.sigmoids:.2f}"}
     by = ("warp groups" if cost.is_warp_group else "warps") + (", in turn" if cost.is_serialized else "")
-    return (
-        f"| {kernel} | {_ARCHITECTURES[layer.architecture]} | {_SHORT[layer.dtype]} | {layer.head_dim} | {layer.bias} "
-        f"| {blocks.queries} × {blocks.keys} | {blocks.warps} | {blocks.stages} | {cost.instructions:.1f} "
-        f"| {cost.sigmoids:.2f} | {cost.products:.2f} | {by} | {cost.registers} | {cost.spills} | {cost.shared} |"
-    )
+    memory = {"registers": cost.registers, "spills": cost.spills, "shared": cost.shared}
+    products = {"products": f"{cost.products:.2f}", "by": by}
+    return {"kernel": kernel} | layer_of | {"bias": layer.bias} | of_blocks | per_score | products | memory
 
 
 def products_of(kernel: str, head_dim: int) -> int:
@@ -231,17 +217,27 @@ def candidates(layer: Layer) -> Iterator[tuple[str, Blocks]]:
             yield kernel, blocks
 
 
-def main(args: Args) -> None:
-    """Compile everything and print the table."""
-    print(HEADER)
-    for architecture, name, head_dim, bias in itertools.product(
-        args.architectures, args.dtypes, args.head_dims, args.biases
-    ):
+def main(
+    architectures: tuple[Literal[80, 90, 100], ...] = (90,),
+    head_dims: tuple[Literal[16, 32, 64, 128, 256], ...] = (64, 128, 256),
+    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("bf16",),
+    biases: tuple[Bias, ...] = ("none", "position", "time"),
+) -> None:
+    """Compile everything and print the table.
+
+    Args:
+        architectures: compute capabilities times ten.
+        head_dims: widths of a head.
+        dtypes: of queries, keys and values.
+        biases: of scores.
+    """
+    rows = []
+    for architecture, name, head_dim, bias in tqdm(list(itertools.product(architectures, dtypes, head_dims, biases))):
         if head_dim <= MAX_HEAD_DIM[_DTYPES[name].itemsize]:
             layer = Layer(architecture, _DTYPES[name], head_dim, bias)
-            for kernel, blocks in candidates(layer):
-                print(table_row(kernel, blocks, layer, cost_of(kernel, blocks, layer)), flush=True)
+            rows += [cost_row(*each, layer, cost_of(*each, layer)) for each in candidates(layer)]
+    print(table(rows))
 
 
 if __name__ == "__main__":
-    main(from_command_line(Args, __doc__))
+    from_command_line(main, __doc__)

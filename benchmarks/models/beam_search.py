@@ -3,23 +3,20 @@
 Without the cache every beam's whole sequence is computed again for every further code. With it, a history is computed
 once, its keys and values serve all beams, and a step computes one token per beam. Both are taken in turn, batch after
 batch; the ratio is the median of their ratios.
-
-Examples:
-    python -m benchmarks.models.beam_search
-    python -m benchmarks.models.beam_search --quick
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
-from benchmarks.shared.report import Page, one_rank
+from benchmarks.shared.command_line import Quick, from_command_line
+from benchmarks.shared.report import Page, interleaved_seconds, one_rank
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.map import SIDMap, random_sid_map
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
@@ -40,10 +37,8 @@ def make_model(sid_map: SIDMap) -> SIDGRModel:
 
 def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int, repeats: int) -> dict[str, Any]:
     """A row of the table, of users with histories of one length."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    difference, same = 0.0, []
-    for repeat in range(repeats + 1):
-        batch = GPTSIDBatch.random(
+    batches = [
+        GPTSIDBatch.random(
             users,
             CODEBOOK_SIZES,
             history,
@@ -53,13 +48,18 @@ def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int
             device="cpu",
             generator=torch.Generator().manual_seed(repeat),
         )
-        found = {}
-        for use_cache, of_way in seconds.items():
-            started = time.perf_counter()
-            found[use_cache] = model.generate(batch, use_cache=use_cache)
-            of_way += [time.perf_counter() - started] if repeat else []  # the first batch warms up
-        difference = max(difference, float((found[True].log_probs - found[False].log_probs).abs().max()))
-        same.append(float((found[True].leaves == found[False].leaves).float().mean()))
+        for repeat in range(repeats + 1)  # the first warms up
+    ]
+    found: dict[bool, list[Any]] = {True: [], False: []}
+
+    def generate(use_cache: bool) -> None:
+        found[use_cache].append(model.generate(batches[len(found[use_cache])], use_cache=use_cache))
+
+    ways = {use_cache: partial(generate, use_cache) for use_cache in found}
+    seconds = interleaved_seconds(ways, repeats, clock=time.perf_counter, show=False)
+    pairs = list(zip(found[True], found[False]))
+    difference = max(float((cached.log_probs - plain.log_probs).abs().max()) for cached, plain in pairs)
+    same = [float((cached.leaves == plain.leaves).float().mean()) for cached, plain in pairs]
     ratio = statistics.median(slow / fast for fast, slow in zip(seconds[True], seconds[False]))
     return {
         "items per history": history,
@@ -71,18 +71,12 @@ def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int
     }
 
 
-def main(quick: bool = False) -> None:
-    """Measure, print and write benchmarks/results/beam_search.md.
-
-    Args:
-        quick: one short history and two batches, to see it run; no page is written.
-    """
+def main(quick: Quick = False) -> None:
+    """Measure, print and write benchmarks/results/beam_search.md."""
     torch.set_num_threads(1)
     users, repeats, histories = (4, 2, HISTORIES[:1]) if quick else (16, 5, HISTORIES)
     page = Page(
-        "beam_search",
         "Beam search with and without a key/value cache",
-        "python -m benchmarks.models.beam_search",
         f"{users} users, beams of {BEAMS}, {NUM_ITEMS:,} items of four codes, codebooks of 500; hidden {HIDDEN}, "
         f"{LAYERS} layers, {HEADS} heads, float32; one thread, medians of {repeats} batches, both ways in turn. A "
         "history has four tokens per item, and BOS.",

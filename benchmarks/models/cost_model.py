@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
 from benchmarks.shared.report import Page
 from commons.cli.recipes import choose_device, load_recipe
@@ -95,13 +95,12 @@ def replay(
     return {"lengths": name} | even | faster | {"possible": before / sum(mean["as loaded"])}
 
 
-def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick: bool = False) -> None:
+def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick: Quick = False) -> None:
     """Measure and write the page.
 
     Args:
         device: where; auto takes a GPU if there is one.
         ranks: ranks whose batches are replayed.
-        quick: fewer mixes and steps, and no page.
     """
     where = choose_device(device, threads=1)
     mixes, repeats, steps = (40, 2, 2) if quick else (200, 5, 12)
@@ -127,11 +126,10 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
         ]
     on_cuda = where.type == "cuda"
     page = Page(
-        "cost_model_cuda" if on_cuda else "cost_model",
         "Cost model",
-        "python -m benchmarks.models.cost_model" + (f" --device cuda --ranks {ranks}" if on_cuda else ""),
         f"Device: {describe_device(where).name}. {mixes} batch mixes, each the median of {repeats}; every fourth is "
         f"held out of the fit. {described(LENGTHS)} They are cut to {longest} items of SID-GR, four tokens each.",
+        suffix="_cuda" if on_cuda else "",
     )
     page.section(
         "",

@@ -3,23 +3,16 @@
 Lengths follow the counted statistics of KuaiRand-27K (27,285 users, mean 11,812, median 8,594, 100 to 228,000);
 KuaiRand-1K is a sample of the same users. KuaiRand-Pure publishes the mean alone, 52.7; its shape here is chosen. The
 rates of each kind of feedback are those of KuaiRand-27K's standard logs. The number of videos falls with that of users.
-What is watched comes from `histories`. Of the files there are those that are read: the standard logs and the users.
+Of the files there are those that are read: the standard logs and the users.
 """
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
-from typing import Any
 
-import duckdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv as pcsv
 
-from benchmarks.raw_data.archive import GeneratedArchive, write_archive
-from benchmarks.raw_data.histories import Rows, draw_histories, lengths_with, spread_evenly
-from commons.console import progress_bar
+from benchmarks.raw_data.archive import GeneratedArchive, connect, lengths_with, one_of, write_archive, write_csv
 from commons.datasets.public.dataset import PublicDataset
 from commons.datasets.public.kuairand import USER_FEATURES
 
@@ -42,19 +35,36 @@ _AFTER_A_CLICK = {
     **{"is_like": 0.0167, "is_follow": 0.0011, "is_comment": 0.0025},
     **{"is_forward": 0.0009, "is_profile_enter": 0.0179},
 }
-_TABS, _TAB_SHARES = (1, 0, 4, 2, 6), (0.68, 0.20, 0.075, 0.03, 0.015)
-# The columns of a log, in order, from what is drawn of the events.
-_LOG = """
-    SELECT user_id, video_id, strftime(moment, '%Y%m%d')::INT AS date, hour(moment) * 100 AS hourmin, time_ms,
-        is_click::INT, is_like::INT, is_follow::INT, is_comment::INT, is_forward::INT, is_hate::INT, long_view::INT,
-        play_time_ms, duration_ms, 0 AS profile_stay_time, 0 AS comment_stay_time,
-        is_profile_enter::INT, 0 AS is_rand, tab
-    FROM (SELECT *, make_timestamp((time_ms + 8 * 3_600_000) * 1000) AS moment FROM events)
+# Of every event who watches what, when, and how pleased; not every user is there from the first day on. The product
+# with a prime mixes the videos' ranks.
+_EVENTS = f"""
+    CREATE MACRO events(videos) AS TABLE
+    SELECT number, place, uniform('pleased', number, place) AS pleased,
+        popular(uniform('video', number, place), videos) * 2_654_435_761 % videos AS video_id,
+        {_LAST_MS} - floor({_LAST_MS - _FIRST_MS} * (1 - uniform('start', number) ** 4) * (1 - place / length))::BIGINT
+            AS time_ms,
+        make_timestamp((time_ms + 8 * 3_600_000) * 1000) AS moment,
+        floor(15_000 * (1 - ln(1 - uniform('duration', number, place))))::BIGINT AS duration_ms
+    FROM (SELECT *, unnest(range(length)) AS place FROM users)
 """
-_LOG_HEADER = (
-    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
-    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab\n"
-)
+_TAB = one_of("uniform('tab', number, place)", (1, 0, 4, 2, 6), (0.68, 0.20, 0.075, 0.03, 0.015))
+
+
+def _after_a_click(name: str) -> str:
+    chance = _AFTER_A_CLICK[name] / _CLICKED
+    return f"(pleased < {_CLICKED} AND uniform('{name}', number, place) < {chance})::INT AS {name}"
+
+
+# The columns of a log, in order; who views long has clicked.
+_LOG = f"""
+    SELECT number AS user_id, video_id, strftime(moment, '%Y%m%d') AS date, hour(moment) * 100 AS hourmin, time_ms,
+        (pleased < {_CLICKED})::INT AS is_click, {", ".join(map(_after_a_click, list(_AFTER_A_CLICK)[:4]))},
+        (pleased > {1 - _HATED})::INT AS is_hate, (pleased < {_LONG_VIEW})::INT AS long_view,
+        (duration_ms * uniform('played', number, place) * if(pleased < {_LONG_VIEW}, 1.5, 0.4))::BIGINT
+            AS play_time_ms,
+        duration_ms, 0 AS profile_stay_time, 0 AS comment_stay_time, {_after_a_click("is_profile_enter")}, 0 AS is_rand,
+        {_TAB} AS tab
+"""
 _USER_VALUES = {
     "user_active_degree": ("full_active", "high_active", "middle_active", "UNKNOWN"),
     "follow_user_num_range": ("0", "(0,10]", "(10,50]", "(50,100]", "(100,150]", "(150,250]", "(250,500]", "500+"),
@@ -78,77 +88,33 @@ def generate_kuairand(
     published_users, published_videos, interactions, quantiles = _SIZES[version.schema.dataset_name]
     num_users = published_users if num_users is None else num_users
     num_videos = max(round(published_videos * min(num_users / published_users, 1)), 1_000)
+    users = f"SELECT {', '.join(['number AS user_id', *map(_user_feature, USER_FEATURES)])} FROM users ORDER BY number"
 
-    def write(folder: Path, rng: np.random.Generator) -> np.ndarray:
-        data = folder / "data"
+    def write(folder: Path) -> np.ndarray:
+        data, parts = folder / "data", len(version.event_files) // 2
         data.mkdir()
-        lengths = rng.permutation(lengths_with(num_users, quantiles, interactions / published_users))
-        pcsv.write_csv(
-            _users(num_users, rng), data / version.listings["user"][0], pcsv.WriteOptions(quoting_style="needed")
-        )
-        video_ids, parts = rng.permutation(num_videos), len(version.event_files) // 2
-        with (
-            contextlib.ExitStack() as stack,
-            progress_bar(
-                f"generate {version.schema.dataset_name}", int(lengths.sum()), "row", show=show_progress
-            ) as progress,
-        ):
-            files = [stack.enter_context((data / name).open("wb")) for name in version.event_files]
-            for file in files:
-                file.write(_LOG_HEADER.encode())
-            for rows in draw_histories(num_videos, lengths, rng, distinct=False):
-                events = _events(rows, video_ids, rng)
-                log = duckdb.sql(_LOG).to_arrow_table()
-                # To the log of its period, and to its parts in turn.
-                late = events["time_ms"].to_numpy() >= _SECOND_PERIOD_MS
-                place = late * parts + np.arange(len(late)) % parts
-                for index, file in enumerate(files):
-                    chosen = log.take(np.flatnonzero(place == index))
-                    pcsv.write_csv(chosen, file, pcsv.WriteOptions(include_header=False, quoting_style="none"))
-                progress.update(len(rows.users))
+        lengths = lengths_with(num_users, quantiles, interactions / published_users)
+        with connect(seed, lengths, show_progress=show_progress) as database:
+            database.execute(_EVENTS)
+            write_csv(database, data / version.listings["user"][0], users)
+            for index, name in enumerate(version.event_files):  # the parts of the first period, then the second's
+                period, part = divmod(index, parts)
+                chosen = f"(time_ms >= {_SECOND_PERIOD_MS})::INT = {period} AND place % {parts} = {part}"
+                write_csv(database, data / name, f"{_LOG} FROM events({num_videos}) WHERE {chosen}")
         return lengths
 
-    url = "https://kuairand.com/"
-    return write_archive(output, version.raw.title, url, "README.txt", write, num_users=num_users, seed=seed)
+    return write_archive(output, version.raw.title, "https://kuairand.com/", "README.txt", write, seed)
 
 
-def _events(rows: Rows, video_ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """What the users of a chunk watch, when, and their feedback."""
-    user, count = rows.users - rows.users[0], len(rows.users)
-    start = (rng.random(int(user[-1]) + 1) ** 4)[user]  # not every user is there from the first day on
-    pleased = spread_evenly(count, rng)
-    clicked, viewed = pleased < _CLICKED, pleased < _LONG_VIEW  # who views long has clicked
-    duration = (5_000 * rng.standard_exponential(count) + 5_000).astype(np.int64) * 3
-    return pa.table(
-        {
-            "user_id": rows.users,
-            "video_id": video_ids[rows.items],
-            "time_ms": (_FIRST_MS + (start + (1 - start) * rows.progress) * (_LAST_MS - _FIRST_MS)).astype(np.int64),
-            "is_click": clicked,
-            "long_view": viewed,
-            "is_hate": ~clicked & (rng.random(count) < _HATED / (1 - _CLICKED)),
-            **{name: clicked & (rng.random(count) < rate / _CLICKED) for name, rate in _AFTER_A_CLICK.items()},
-            "play_time_ms": (duration * rng.random(count) * np.where(viewed, 1.5, 0.4)).astype(np.int64),
-            "duration_ms": duration,
-            "tab": rng.choice(_TABS, count, p=_TAB_SHARES),
-        }
-    )
-
-
-def _users(num_users: int, rng: np.random.Generator) -> pa.Table:
-    """Users and their features: those that are read, and the four counts that the ranges sum up."""
-    columns: dict[str, Any] = {"user_id": np.arange(num_users)}
-    for name in USER_FEATURES:
-        if name in _USER_VALUES:
-            columns[name] = rng.choice(_USER_VALUES[name], num_users).tolist()
-        elif name.startswith("onehot_feat"):
-            index = int(name.removeprefix("onehot_feat"))
-            columns[name] = rng.integers(_ONEHOT_SIZES[index], size=num_users)
-            if index == 4 or index >= 12:  # some users lack these, which makes the column one of decimals
-                decimals = [f"{value}.0" for value in columns[name]]
-                columns[name] = pa.array(decimals, mask=rng.random(num_users) < 0.03)
-        else:
-            columns[name] = (rng.random(num_users) < 0.2).astype(int)
-    for name in ("follow_user_num", "fans_user_num", "friend_user_num", "register_days"):
-        columns[name] = rng.geometric(0.01, num_users)
-    return pa.table(columns)
+def _user_feature(name: str) -> str:
+    """SQL of a column of users."""
+    quantile = f"uniform('{name}', number)"
+    if name in _USER_VALUES:
+        return f"{one_of(quantile, _USER_VALUES[name])} AS {name}"
+    if not name.startswith("onehot_feat"):
+        return f"({quantile} < 0.2)::INT AS {name}"
+    index = int(name.removeprefix("onehot_feat"))
+    value = f"below('{name}', {_ONEHOT_SIZES[index]}, number)"
+    if index == 4 or index >= 12:  # some users lack these, which makes the column one of decimals
+        value = f"if(uniform('{name}', number, 1) < 0.03, NULL, {value}::DECIMAL(5, 1))"
+    return f"{value} AS {name}"

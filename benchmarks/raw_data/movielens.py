@@ -2,7 +2,7 @@
 
 The ratings of the smaller one are those of the demos, `commons.datasets.public.generated_ratings`. Lengths of the
 larger one follow the published statistics (138,493 users, mean 144.4, quartiles 35, 68 and 155, 20 to 9,254), ratings
-the published histogram; what is watched comes from `histories`.
+the published histogram.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv as pcsv
 
-from benchmarks.raw_data.archive import GeneratedArchive, write_archive
-from benchmarks.raw_data.histories import Rows, draw_histories, lengths_with, spread_evenly
-from commons.console import progress_bar
+from benchmarks.raw_data.archive import GeneratedArchive, connect, lengths_with, one_of, write_archive, write_csv
 from commons.datasets.public.generated_ratings import NUM_USERS as NUM_USERS_1M
 from commons.datasets.public.generated_ratings import Ratings
 from commons.datasets.public.movielens import ENCODING
@@ -26,14 +22,49 @@ QUANTILES_20M = {
     **{1 - 0.5 / NUM_USERS_20M: 9_254},
 }
 _NUM_RATINGS = 20_000_263
-_NUM_MOVIES, _NUM_RATED_MOVIES, _MAX_MOVIE_ID = 27_278, 26_744, 131_262
+_NUM_RATED_MOVIES = 26_744
 # Published numbers of ratings of 0.5, 1, … 5 stars.
 _RATING_COUNTS = (239125, 680732, 279252, 1430997, 883398, 4291193, 2200156, 5561926, 1534824, 2898660)
-_FIRST_SECOND, _LAST_SECOND = 789_652_009, 1_427_784_002  # January 1995 to March 2015
 _GENRES = (
     *("Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy"),
     *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 )
+# 27,278 movies with ids up to 131,262, each with its rank by popularity.
+_MOVIES = """
+    CREATE TABLE movies AS
+    SELECT id, row_number() OVER (ORDER BY uniform('popularity', id)) - 1 AS rank
+    FROM (SELECT id FROM range(1, 131_262) ids(id) ORDER BY uniform('movie', id) LIMIT 27_277)
+        UNION ALL SELECT 131_262, 27_277
+"""
+# Commas in titles, as in the published file.
+_MOVIE_LINES = f"""
+    SELECT id AS movieId, format('Generated, No. {{}} ({{}})', id, 1919 + below('year', 96, id)) AS title,
+        array_to_string(genres[:1 + below('genres', 2, id)], '|') AS genres
+    FROM (
+        SELECT id,
+            [{one_of("uniform('first', id)", _GENRES[:9])}, {one_of("uniform('second', id)", _GENRES[9:])}] AS genres
+        FROM movies
+    ) ORDER BY id
+"""
+_RATING = one_of("uniform('rating', number, place)", [half / 2 for half in range(1, 11)], _RATING_COUNTS)
+# Nobody rates a movie twice: evenly spread quantiles of the popularity, and the next movie where one is taken. Most
+# users rate for a few days, some for years, from January 1995 to March 2015.
+_RATING_LINES = f"""
+    WITH places AS (SELECT *, unnest(range(length)) AS place FROM users),
+    ranks AS (
+        SELECT *, place + max(popular((place + uniform('item', number, place)) / length, {_NUM_RATED_MOVIES}) - place)
+            OVER (PARTITION BY number ORDER BY place) AS rank
+        FROM places
+    ),
+    periods AS (
+        SELECT number, least(20 * 86_400 * exp(2 * normal('span', number)), 638_131_993) AS span,
+            789_652_009 + uniform('start', number) * (638_131_993 - span) AS start
+        FROM users
+    )
+    SELECT number + 1 AS userId, id AS movieId, {_RATING}::DECIMAL(2, 1) AS rating,
+        (start + span * uniform('time', number, place))::BIGINT AS timestamp
+    FROM ranks JOIN movies USING (rank) JOIN periods USING (number) ORDER BY ALL
+"""
 
 
 def generate_movielens(
@@ -41,7 +72,7 @@ def generate_movielens(
 ) -> GeneratedArchive:
     """Write a generated archive of MovieLens-1M's format; see `write_archive`."""
 
-    def write(folder: Path, _: np.random.Generator) -> np.ndarray:
+    def write(folder: Path) -> np.ndarray:
         drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
         movies = zip(drawn.movies.all_ids.tolist(), drawn.movies.all_genres.tolist(), drawn.movies.years.tolist())
         rows = {
@@ -57,8 +88,7 @@ def generate_movielens(
             (folder / name).write_bytes(lines.encode(ENCODING))
         return drawn.users.lengths
 
-    url = "https://grouplens.org/datasets/movielens/1m/"
-    return write_archive(output, "ml-1m", url, "README", write, num_users=num_users, seed=seed)
+    return write_archive(output, "ml-1m", "https://grouplens.org/datasets/movielens/1m/", "README", write, seed)
 
 
 def generate_movielens_20m(
@@ -66,58 +96,16 @@ def generate_movielens_20m(
 ) -> GeneratedArchive:
     """Write a generated archive of MovieLens-20M's format; see `write_archive`."""
 
-    def write(folder: Path, rng: np.random.Generator) -> np.ndarray:
-        lengths = rng.permutation(lengths_with(num_users, QUANTILES_20M, _NUM_RATINGS / NUM_USERS_20M))
-        movie_ids = _write_movies(folder, rng)
-        with (
-            (folder / "ratings.csv").open("wb") as file,
-            progress_bar("generate ml-20m", int(lengths.sum()), "row", show=show_progress) as progress,
-        ):
-            file.write(b"userId,movieId,rating,timestamp\n")
-            for rows in draw_histories(_NUM_RATED_MOVIES, lengths, rng, distinct=True):
-                ratings = _ratings(rows, movie_ids, rng)
-                pcsv.write_csv(ratings, file, pcsv.WriteOptions(include_header=False, quoting_style="none"))
-                progress.update(len(rows.users))
+    def write(folder: Path) -> np.ndarray:
+        lengths = lengths_with(num_users, QUANTILES_20M, _NUM_RATINGS / NUM_USERS_20M)
+        with connect(seed, lengths, show_progress=show_progress) as database:
+            database.execute(_MOVIES)
+            write_csv(database, folder / "movies.csv", _MOVIE_LINES)
+            write_csv(database, folder / "ratings.csv", _RATING_LINES)
         return lengths
 
-    url = "https://grouplens.org/datasets/movielens/20m/"
-    return write_archive(output, "ml-20m", url, "README.txt", write, num_users=num_users, seed=seed)
+    return write_archive(output, "ml-20m", "https://grouplens.org/datasets/movielens/20m/", "README.txt", write, seed)
 
 
 def _genres(numbers: list[int]) -> str:
     return "|".join(_GENRES[genre] for genre in sorted(set(numbers)))
-
-
-def _write_movies(folder: Path, rng: np.random.Generator) -> np.ndarray:
-    """movies.csv; returns the ids of the rated movies, the most popular first."""
-    ids = np.append(1 + np.sort(rng.permutation(_MAX_MOVIE_ID - 1)[: _NUM_MOVIES - 1]), _MAX_MOVIE_ID)
-    genres = rng.integers(len(_GENRES), size=(_NUM_MOVIES, 2))
-    years = rng.integers(1919, 2015, _NUM_MOVIES)
-    # Commas in titles, as in the published file.
-    movies = [
-        f'{movie},"Generated, No. {movie} ({year})",{_genres(own)}\n'
-        for movie, year, own in zip(ids.tolist(), years.tolist(), genres.tolist())
-    ]
-    (folder / "movies.csv").write_text("movieId,title,genres\n" + "".join(movies))
-    return rng.permutation(ids)[:_NUM_RATED_MOVIES]
-
-
-def _ratings(rows: Rows, movie_ids: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    movies = movie_ids[rows.items]
-    stars = pa.array([f"{half / 2:.1f}" for half in range(1, 11)])
-    shares = np.cumsum(_RATING_COUNTS)[:-1] / sum(_RATING_COUNTS)
-    # Times rise within a user: most rate for a few days, some for years.
-    user = rows.users - rows.users[0]
-    num_users, period = int(user[-1]) + 1, _LAST_SECOND - _FIRST_SECOND
-    span = np.minimum(rng.lognormal(np.log(20 * 86_400), 2.0, num_users), period)
-    start = _FIRST_SECOND + rng.random(num_users) * (period - span)
-    timestamps = (start[user] + span[user] * rows.progress).astype(np.int64)
-    order = np.lexsort((movies, rows.users))  # as in the published file
-    return pa.table(
-        {
-            "userId": rows.users[order] + 1,
-            "movieId": movies[order],
-            "rating": stars.take(pa.array(np.searchsorted(shares, spread_evenly(len(movies), rng)))),
-            "timestamp": timestamps[order],
-        }
-    )

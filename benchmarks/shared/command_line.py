@@ -9,7 +9,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import tyro
@@ -18,6 +18,7 @@ from commons.checks import require_at_least
 from commons.console import parser_error, print_error
 
 R = TypeVar("R")
+Quick = Annotated[bool, tyro.conf.arg(help="few cases, for a look; writes nothing")]
 
 # Options whose numbers may be 0; all others count something of which there is at least one.
 _FROM_ZERO = ("seed", "warmup")
@@ -54,10 +55,15 @@ def from_command_line(
     return call()
 
 
+def program_name() -> str:
+    """The module that runs as `python -m`."""
+    spec = sys.modules["__main__"].__spec__
+    return "a program" if spec is None else spec.name.removesuffix(".__main__")
+
+
 def _parse(program: Callable[..., R], description: str | None) -> tuple[Callable[[], R], dict[str, Any]]:
     """The call that is asked for, and its arguments by name."""
-    spec = sys.modules["__main__"].__spec__  # of a program that runs as `python -m`
-    prog = None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    prog = f"python -m {program_name()}"
     if isinstance(program, type):
         made: Any = tyro.cli(program, prog=prog, description=description)
         return lambda: made, {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}

@@ -53,22 +53,17 @@ def packed_rows(
         steps: batches of a rank.
     """
     kept = np.zeros((len(lengths), 0), np.int64) if kept is None else kept
-    places, end = [], np.cumsum(real_rows).tolist()
-    for begin, stop in zip([0, *end], end):
-        own, count = lengths[begin:stop].T, stop - begin
-        zeros = np.zeros(count, np.int64)
-        block = core.encode_rows(zeros, [own], [int(own.sum())], list(kept[begin:stop].T), [], count, count)
+    blocks, ends = [], np.cumsum(real_rows)[:-1]
+    for own, own_kept in zip(np.split(lengths, ends), np.split(kept, ends)):
+        zeros, count = np.zeros(len(own), np.int64), len(own)
+        block = core.encode_rows(zeros, [own.T], [int(own.sum())], list(own_kept.T), [], count, count)
         assert block is not None
-        places.append(block)
-    by_rank = [places[first : first + steps] for first in range(0, len(places), steps)]
-    words = np.zeros((len(by_rank), max((sum(map(len, each)) for each in by_rank), default=0)), np.int64)
-    first = np.zeros(len(places), np.int64)
-    for rank, blocks in enumerate(by_rank):
-        at = 0
-        for step, block in enumerate(blocks):
-            words[rank, at : at + len(block)] = block
-            first[rank * steps + step] = at
-            at += len(block)
+        blocks.append(block)
+    sizes = np.array([len(block) for block in blocks], np.int64).reshape(-1, steps)
+    words = np.zeros((len(sizes), sizes.sum(axis=1).max(initial=0)), np.int64)
+    for rank, of_rank in enumerate(sizes.sum(axis=1)):
+        words[rank, :of_rank] = np.concatenate(blocks[rank * steps : (rank + 1) * steps])
+    first = (np.cumsum(sizes, axis=1) - sizes).ravel()
     keys = {"num_keys": lengths.shape[1], "num_kept": kept.shape[1]}
     return GatheredRows(rows, real_rows, workloads, tokens, steps, words, first, **keys)
 

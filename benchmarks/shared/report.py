@@ -13,13 +13,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from tqdm import tqdm
+
+from benchmarks.shared.command_line import program_name
+
+R = TypeVar("R")
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -85,23 +89,31 @@ def interleaved_seconds(
     variants: Mapping[Any, Callable[[], Any]],
     repeats: int,
     *,
+    warmup: int = 1,
     clock: Callable[[], float] = time.process_time,
+    barrier: Callable[[], Any] = lambda: None,
     show: bool = True,
 ) -> dict[Any, list[float]]:
-    """Seconds of each variant in every round; a round runs all of them, after one that is not counted.
+    """Seconds of each variant in every round; a round runs all of them, and each round begins with the next one.
 
     Args:
         variants: by name.
         repeats: rounds that count.
+        warmup: rounds before that do not.
         clock: seconds; by default of this process, so that others on the machine do not count.
+        barrier: called before a variant starts, and before it counts as ended.
         show: a progress bar.
     """
-    seconds: dict[Any, list[float]] = {name: [] for name in variants}
-    for turn in tqdm(range(repeats + 1), desc="rounds", leave=False, disable=not show):
-        for name, variant in variants.items():
+    names = list(variants)
+    seconds: dict[Any, list[float]] = {name: [] for name in names}
+    for turn in tqdm(range(warmup + repeats), desc="rounds", leave=False, disable=not show):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            barrier()
             started = clock()
-            variant()
-            if turn:
+            variants[name]()
+            barrier()
+            if turn >= warmup:
                 seconds[name].append(clock() - started)
     return seconds
 
@@ -115,6 +127,19 @@ def interleaved_medians(variants: Mapping[Any, Callable[[], Any]], repeats: int,
 def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], float] = time.perf_counter) -> float:
     """Median time of a call after one call to warm up."""
     return interleaved_medians({"": call}, repeats, clock=clock, show=False)[""] * 1e3
+
+
+def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
+    """`call`, which adds the processor seconds that it takes of its thread to a list."""
+
+    def timed_call(*arguments: Any, **keywords: Any) -> R:
+        started = time.thread_time()
+        try:
+            return call(*arguments, **keywords)
+        finally:
+            seconds.append(time.thread_time() - started)
+
+    return timed_call
 
 
 def device_milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 2) -> float:
@@ -153,16 +178,11 @@ def median_with_interval(values: np.ndarray) -> tuple[float, str]:
     return with_interval(lambda chosen: np.median(values[chosen], axis=-1), len(values))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table of rows that name their columns; a dot behind a name tells columns of one heading apart."""
-    return table([name.rstrip(".") for name in rows[0]], [[_cell(value) for value in row.values()] for row in rows])
+    lines = [[name.rstrip(".") for name in rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def _cell(value: Any) -> str:
@@ -185,26 +205,29 @@ def share(values: Iterable[bool]) -> str:
     return f"{sum(values)} of {len(values)}"
 
 
-def heading(title: str, command: str, threads: str = "; one thread per rank") -> str:
+def heading(title: str, threads: str = "; one thread per rank") -> str:
     """The head of a results page: title, date, command, machine and versions."""
+    command = " ".join([f"python -m {program_name()}", *sys.argv[1:]])
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}{threads}"
     return f"# {title}\n\n{datetime.date.today().isoformat()} · `{command}` · {machine} · {versions}\n"
 
 
 class Page:
-    """A results page: what was measured, targets if there are any, and sections."""
+    """The results page of the program that runs: what was measured, targets if there are any, and sections.
 
-    def __init__(
-        self, name: str, title: str, command: str, about: str, *, threads: str = "; one thread per rank"
-    ) -> None:
-        self._name, self._head = name, f"{heading(title, command, threads)}\n{about}"
-        self._targets: list[list[str]] = []
+    A program with several pages tells them apart by `suffix`.
+    """
+
+    def __init__(self, title: str, about: str, *, suffix: str = "", threads: str = "; one thread per rank") -> None:
+        self._path = RESULTS / f"{program_name().rpartition('.')[2]}{suffix}.md"
+        self._head = f"{heading(title, threads)}\n{about}"
+        self._targets: list[dict[str, str]] = []
         self._sections: list[str] = []
 
     def target(self, what: str, target: str, reached: str, met: bool) -> None:
         """Note a target and whether it is met."""
-        self._targets.append([what, target, reached, "yes" if met else "**no**"])
+        self._targets.append({"": what, "target": target, "reached": reached, "met": "yes" if met else "**no**"})
 
     def target_of_cases(self, what: str, limit: float, values: Sequence[float], unit: str = "") -> None:
         """Note that all cases are to be at most `limit`."""
@@ -214,15 +237,14 @@ class Page:
 
     def section(self, title: str, *parts: str | Sequence[Mapping[str, Any]]) -> None:
         """Add a section of paragraphs and of tables, which are given as rows; one without a title has these alone."""
-        texts = [part if isinstance(part, str) else rows_table(part) for part in parts]
+        texts = [part if isinstance(part, str) else table(part) for part in parts]
         self._sections.append("\n\n".join([f"## {title}", *texts] if title else texts))
 
     def finish(self, *, quick: bool) -> None:
         """Print the page and, unless it is a quick look, write it to benchmarks/results."""
-        summary = ["## Targets", table(["", "target", "reached", "met"], self._targets)] if self._targets else []
+        summary = ["## Targets", table(self._targets)] if self._targets else []
         text = "\n\n".join([self._head, *summary, *self._sections])
         print(text)
         if not quick:
-            path = RESULTS / f"{self._name}.md"
-            path.write_text(text.rstrip() + "\n")
-            print(f"\nwritten to {path}", file=sys.stderr)
+            self._path.write_text(text.rstrip() + "\n")
+            print(f"\nwritten to {self._path}", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.planner import COSTS, draw
+from benchmarks.shared.lengths import COSTS, draw
 from commons.perf_model.partitioner import partition
 from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
 

@@ -24,13 +24,13 @@ from typing import Literal
 from tqdm import tqdm
 
 from benchmarks.shared.command_line import from_command_line
+from benchmarks.shared.report import table
 from tests.faults.kinds import KINDS
 from tests.faults.nursery import Nursery
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
 
 _LONGEST_TEXT = 130
-HEAD = ("fault", "store of", "trials", "who says what", "worst, s")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Arguments:
             )
 
 
-def summary_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+def summary_rows(results: Sequence[Result]) -> list[dict[str, str]]:
     """A row per kind of fault and store host, in the order of the kinds."""
     by_kind: defaultdict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
@@ -86,7 +86,9 @@ def summary_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
             failed = sum(bool(each.problems) for each in trials)
             count = f"{len(trials)}" + (f", {failed} failed" if failed else "")
             worst = max(each.worst_seconds for each in trials)
-            rows.append((name, store, count, _said(trials), "–" if KINDS[name].all_go_on else f"{worst:.1f}"))
+            seconds = "–" if KINDS[name].all_go_on else f"{worst:.1f}"
+            case = {"fault": name, "store of": store, "trials": count}
+            rows.append(case | {"who says what": _said(trials).replace("|", "\\|"), "worst, s": seconds})
     return rows
 
 
@@ -108,13 +110,6 @@ def shortened(text: str) -> str:
     """One line of a text, its beginning."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 1].rsplit(" ", 1)[0] + " …"
-
-
-def table(results: Sequence[Result]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in summary_rows(results)]
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -140,7 +135,7 @@ def main() -> int:
         nursery.close()
         pool.shutdown(cancel_futures=True)
     results.sort(key=lambda each: each.trial.number)
-    print(table(results))
+    print(table(summary_rows(results)))
     failed = sum(bool(each.problems) for each in results)
     took = time.monotonic() - started
     print(f"{len(results)} trials in {took:.0f} s, {failed} with problems")

@@ -2,76 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import zlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.sequence_batch.fields import path_name
-from commons.sequence_batch.open_batch import real_rows, row_fields
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _mix(numbers: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), elementwise on uint64."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """The elements' bits as uint64, in the tensor's shape."""
-    size = tensor.element_size()
-    # A copy whatever the strides: view() of another dtype wants a dense last dimension.
-    return tensor.clone().contiguous().view(_SIGNED[size]).numpy().view(_UNSIGNED[size]).astype(np.uint64)
-
-
-def _places(count: int, *names: object) -> np.ndarray:
-    """A random number for each of `count` places of what is called so."""
-    start = np.uint64(zlib.crc32(repr(names).encode())) << np.uint64(32)
-    return _mix(start + np.arange(1, count + 1, dtype=np.uint64))
-
-
-def _of_segments(values: torch.Tensor, lengths: np.ndarray, *names: object) -> np.ndarray:
-    """uint64 of every segment: of its elements in their order, and of how many they are."""
-    ends = np.cumsum(lengths)
-    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-    longest = int(lengths.max(initial=0))
-    hashed = _mix(_bits(values) + _places(longest, *names, values.dtype)[within])
-    sums = np.concatenate([[np.uint64(0)], np.cumsum(hashed, dtype=np.uint64)])
-    return sums[ends] - sums[ends - lengths] + lengths.astype(np.uint64) * _places(1, "length", *names)
+from tests.helpers.batches.random_batches import rows_as_values
 
 
 def row_digests(batch: Any) -> np.ndarray:
-    """A 64-bit digest of each real row: uint64 `(real rows,)`, of every field's name, dtype, bits and weights."""
-    real = real_rows(batch)
-    total = np.zeros(real, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for path, value in row_fields(batch):
-            name = path_name(path)
-            if isinstance(value, KeyedJaggedTensor):
-                keys, lengths = value.keys(), value.lengths().numpy().astype(np.int64)
-                parts = [("values", value.values()), ("weights", value.weights_or_none())]
-                for part, elements in parts:
-                    if elements is None:
-                        continue
-                    rows = len(lengths) // len(keys)
-                    starts = np.concatenate([[0], np.cumsum(lengths)])[::rows] if rows else [0] * (len(keys) + 1)
-                    for index, key in enumerate(keys):
-                        own = lengths[index * rows : (index + 1) * rows]
-                        segments = elements[int(starts[index]) : int(starts[index + 1])]
-                        total += _mix(_of_segments(segments, own, name, key, part)[:real])
-            else:
-                bits = _bits(value[:real]).reshape(real, math.prod(value.shape[1:]))
-                total += _mix(bits + _places(bits.shape[1], name, value.dtype)).sum(axis=1, dtype=np.uint64)
-        return _mix(total)
+    """A 64-bit digest of each real row: uint64 `(real rows,)`, of every field's name, dtype, values and weights."""
+    digests = [hashlib.blake2b(repr(row).encode(), digest_size=8).digest() for row in rows_as_values(batch)]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
 class Steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
-from tests.helpers.jobs.hstu_jobs import TINY, run, start
-from tests.helpers.jobs.programs import run_program
+from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
+from tests.helpers.jobs.training_configs import TINY
 
-QUIET_TORCHRUN = "commons.trainer.torchrun"
+QUIET_TWO_RANKS = [*TWO_RANKS[:2], "commons.trainer.torchrun", *TWO_RANKS[3:]]
 # A training script of a user's own: rank 1 fails while rank 0 is in a collective.
 FAILING = """
 import os, signal, sys, time
@@ -42,13 +43,13 @@ run_main(main)
 @pytest.mark.slow
 def test_a_mistake_that_every_rank_makes_is_said_once(tmp_path):
     arguments = ["-m", "hstu.train", *TINY, "--trainer.run-dir", tmp_path, "--trainer.global-batch-size", "3"]
-    status, _, errors = run("torch.distributed.run", *arguments)
-    assert status != 0
-    said = [line for line in errors.splitlines() if line.startswith("error:")]
+    done = run_program(*TWO_RANKS, *arguments, timeout=300)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(said) == 1
     assert "global_batch_size is 3, and 2 ranks share the data; " in said[0]
     # What follows is torchrun's own report: its traceback, not the ranks', and this line as the root cause.
-    ranks_part, _, report = errors.partition("torch/distributed/elastic/")
+    ranks_part, _, report = done.stderr.partition("torch/distributed/elastic/")
     assert "Traceback" not in ranks_part
     assert f"traceback : {said[0]}" in report
 
@@ -56,8 +57,9 @@ def test_a_mistake_that_every_rank_makes_is_said_once(tmp_path):
 @pytest.mark.slow
 def test_the_quiet_torchrun_ends_with_that_line(tmp_path):
     (tmp_path / "summary.json").touch()  # of a run
-    status, _, errors = run(QUIET_TORCHRUN, "-m", "hstu.train", *TINY, "--trainer.run-dir", tmp_path)
-    assert status == 2
+    done = run_program(*QUIET_TWO_RANKS, "-m", "hstu.train", *TINY, "--trainer.run-dir", tmp_path, timeout=300)
+    errors = done.stderr
+    assert done.returncode == 2
     assert [line for line in errors.splitlines() if line.startswith("error:")] == [errors.splitlines()[-1]]
     assert f"run_dir {tmp_path} holds a run already; " in errors
     assert "Traceback" not in errors
@@ -76,8 +78,9 @@ def test_the_quiet_torchrun_ends_with_that_line(tmp_path):
 def test_the_failing_rank_is_the_one_that_speaks(tmp_path, kind, status, log, begins, ends):
     script = tmp_path / "script.py"
     script.write_text(FAILING)
-    found, _, errors = run(QUIET_TORCHRUN, script, kind, tmp_path)
-    assert found == status
+    done = run_program(*QUIET_TWO_RANKS, script, kind, tmp_path, timeout=300)
+    errors = done.stderr
+    assert done.returncode == status
     *others, said = [line for line in errors.splitlines() if "error" in line.lower()]
     assert said.startswith(f"error: {begins}") and said.endswith(ends)
     # A killed rank's peer may speak too, unless torchrun ends it first.
@@ -93,10 +96,12 @@ def test_the_failing_rank_is_the_one_that_speaks(tmp_path, kind, status, log, be
 def test_ctrl_c_ends_all_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FAILING)
-    process = start(QUIET_TORCHRUN, script, "waits", tmp_path)
-    assert process.stdout.readline() == "ready\n"
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=300)  # returns when no rank holds the pipe any more
+    command, pipe = [*QUIET_TWO_RANKS, script, "waits", tmp_path], subprocess.PIPE
+    # A group of its own, as that of a terminal.
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=300)  # returns when no rank holds the pipe any more
     assert process.returncode == 130
     assert "Traceback" not in errors and "error" not in errors.lower()
 

@@ -15,7 +15,7 @@ import sid_gr.train
 from commons.trainer.config.load import load_config, load_config_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
-from tests.helpers.jobs.hstu_jobs import TINY
+from tests.helpers.jobs.training_configs import TINY
 
 
 def settings(run_dir, *flags):

@@ -15,7 +15,7 @@ from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
-from tests.helpers.jobs.hstu_jobs import ROOT
+from tests.helpers.jobs.programs import ROOT
 
 CONFIG = ROOT / "hstu" / "configs" / "parquet.toml"
 SMALL = [

@@ -28,7 +28,7 @@ from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.train_config import TrainConfig
-from tests.helpers.jobs.hstu_jobs import TINY
+from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models import torchrec_model as models
 
 _SIZES = [6, 2, 3, 1]

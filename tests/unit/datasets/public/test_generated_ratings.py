@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from benchmarks.raw_data.histories import lengths_with
+from benchmarks.raw_data.archive import lengths_with
 from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate_movielens, generate_movielens_20m
 from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
 from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m

@@ -1,0 +1,43 @@
+"""A small HSTU that ranks train on the CPU in seconds, and the users whose histories they train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.shared import lengths
+from commons.perf_model.task_estimator import HSTUAttentionTask
+from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
+from hstu.sharding import build_distributed_model, dense_parameters
+
+CPU = torch.device("cpu")
+DESCRIPTION = "HSTU, hidden 64, 2 layers, 4 heads × 16"
+SIZES = (64, 4, 16, 2)  # hidden, heads, channels of a head, layers: what shufflers and tasks take
+TASK = HSTUAttentionTask(*SIZES)
+LONGEST = 2048
+NUM_IDS = 4000
+
+
+def draw_users(count: int, seed: int) -> np.ndarray:
+    """int64 `(count,)`: items of users, 20 + lognormal of median 130 and sigma 1.4."""
+    return np.minimum(lengths.draw("user-like", count, seed), LONGEST)
+
+
+# Items alone, with one label per item.
+make_batch = partial(lengths.make_batch, contextual=[], num_ids=NUM_IDS, actions=False)
+
+
+def make_model(
+    device: torch.device = CPU, features: Sequence[str] = ("item",), longest: int = LONGEST
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A replica of the model with tables for these features, and its optimizer."""
+    torch.manual_seed(0)
+    hidden, heads, channels, layers = SIZES
+    config = HSTUConfig(hidden, layers, heads, channels, max_sequence_length=longest)
+    model = HSTURankingModel(RankingConfig(config, dict.fromkeys(features, NUM_IDS), (64, 1), 1))
+    model = build_distributed_model(model, device=device)
+    return model, torch.optim.SGD(dense_parameters(model).values(), lr=1e-3)
