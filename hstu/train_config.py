@@ -35,7 +35,7 @@ class ModelArgs(RetrievalOptions, ExecutionConfig, LayerOptions):
     prediction_head_arch: tuple[int, ...] = (64, 1)
 
     def __post_init__(self) -> None:
-        # These raise what is wrong with a number, whatever the data set and the task.
+        # These check the numbers that need neither the data set nor the task.
         super().__post_init__()
         num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
         RankingConfig(self.hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)

@@ -50,7 +50,7 @@ class ExecutionConfig:
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What HSTU layers compute, whatever the data.
+    """What HSTU layers compute; nothing of it depends on the data.
 
     Raises:
         ValueError: a number outside its range.
@@ -123,7 +123,7 @@ class HSTUConfig(LayerOptions):
     """
 
     # The most tokens a row may have: contextual ones, interleaved history and targets. It is also the constant N that
-    # attention is divided by, whatever the rows of a batch.
+    # attention is divided by: the same for every batch.
     max_sequence_length: int = field(kw_only=True)
     timestamp_feature_name: str = "timestamp"  # key of the timestamps, one integer per item
     # Added to the variance in layer norms. Attention is divided by a large N: keep it small.

@@ -6,7 +6,6 @@ reads its own rows: nothing is gathered and nothing is exchanged.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import logging
@@ -171,14 +170,17 @@ class PlannedSampler(EpochSampler[list[int]]):
         return (num_rows for _, num_rows in self._own_steps(epoch, start))
 
     def _own_steps(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
-        """The own ranks' rows of each step, and the number of all rows; a step is planned once, whoever asks first."""
+        """The own ranks' rows of each step, and the number of all rows; a step is planned once."""
         if (epoch, start) not in self._kept:
             while len(self._kept) >= _KEPT:
                 del self._kept[next(iter(self._kept))]
             plan = self.plan(epoch, start)
             own = (([rows[ranks == rank] for rank in self._own_ranks], len(rows)) for rows, ranks in plan)
-            (self._kept[epoch, start],) = itertools.tee(own, 1)
-        return copy.copy(self._kept[epoch, start])  # begins at the first step, as the one that is kept
+            self._kept[epoch, start] = own
+        self._kept[epoch, start], steps = itertools.tee(
+            self._kept[epoch, start]
+        )  # what is kept stays at the first step
+        return steps
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""

@@ -213,7 +213,7 @@ MISTAKES = {
         ),
         (lambda rank: {"lengths": [[1, 2, 3], [1.5, 2]]}, "rank 1: lengths[0] is 1.5"),
         (lambda rank: budget(31, n_mbs=1 + rank), "n_mbs is 1 on rank 0 and 2 on rank 1 in pack_micro_batches;"),
-        # The difference is told rather than what follows from it: here n_mbs above the rows of its rank.
+        # The message names the difference, not what follows from it: here n_mbs above the rows of its rank.
         (lambda rank: budget(31, n_mbs=1 + 98 * rank), "all ranks pass the same"),
         (
             lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
@@ -252,7 +252,7 @@ CALLS = [
     "gather_back",
     "scatter_more",
 ]
-# A call of one name with another option is told as the option.
+# Where calls differ in an option alone, the message names the option.
 PAIRS = [pair for pair in itertools.combinations(CALLS, 2) if len({name.split(",")[0] for name in pair}) == 2]
 
 

@@ -184,7 +184,7 @@ def _rows(rank, lengths):
 
 
 def _all_that_holds(lengths_of, spec_of, options_of=None):
-    """Ids and tokens of each micro-batch, rows sent home, and what was said of them."""
+    """Ids and tokens of each micro-batch, rows sent home, and the metrics."""
     rank = dist.get_rank()
     own, options = lengths_of[rank], options_of[rank] if options_of else {}
     batch = None if own is None else _rows(rank, own)

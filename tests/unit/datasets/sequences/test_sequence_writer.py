@@ -1,4 +1,4 @@
-"""Data sets that are whole or not there, and the same whatever the machine; what is said of its disk."""
+"""Data sets appear whole or not at all, are the same on every machine, and a full disk is named."""
 
 from __future__ import annotations
 
