@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 
 PARTITIONER = Path("commons/perf_model/partitioner")
 SOURCE = PARTITIONER / "native" / "core.cpp"
-FLAGS = ["-O3", "-g0", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra"]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-shared", "-fPIC", "-fvisibility-inlines-hidden", "-Wall", "-Wextra"]
 
 
 class BuildCore(build_ext):

@@ -182,7 +182,7 @@ def main(
     torch.set_num_threads(1)
     if quick:
         ranks, features, windows = (8, 64), (5, 20), (1, 4)
-    repeats, few = (1, ranks) if quick else (3, [size for size in OPTIONS_AT if size in ranks])
+    repeats, few = (1, ranks) if quick else (8, [size for size in OPTIONS_AT if size in ranks])
     keys, users = features[0], LENGTHS[0]
     cases = [(size, keys, kind) for size, kind in itertools.product(ranks, LENGTHS)]
     cases += [(size, more, users) for size, more in itertools.product(ranks, features[1:])]

@@ -83,6 +83,7 @@ class RankPool:
         self.world_size = world_size
         self._most_groups = most_groups
         self._ranks: list[_Rank] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -115,7 +116,8 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        store = str(Path(tempfile.mkdtemp(prefix="evenrank-ranks-")) / "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="evenrank-ranks-", ignore_cleanup_errors=True)
+        store = str(Path(self._folder.name) / "store")
         for rank in range(self.world_size):
             parent, child = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, store, child), daemon=True)
@@ -176,3 +178,5 @@ class RankPool:
                 rank.process.join(5)
             rank.connection.close()
         self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()

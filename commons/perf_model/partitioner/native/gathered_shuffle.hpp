@@ -77,8 +77,6 @@ class Shuffle {
     read_rows(gathered.table, workloads, tokens);
     sum_at(gathered.home, workloads, num_rows, num_places, before);
     plan(gathered, before, planned, destination, as_planned, after);
-    std::copy_n(real_rows, num_places, real_after);
-    std::fill_n(moves, 6 * out_[kSteps], 0);
     out_[kChanges] = !std::equal(home.begin(), home.end(), destination);
     count_moves(gathered, destination, given_.ranks_per_node, real_after, moves);
     Digest digest;

@@ -259,12 +259,10 @@ class GridPlanner {
     return plan;
   }
 
-  // The rows of each batch, but for empty ones.
+  // The rows of each batch, heaviest first, but for empty ones.
   std::vector<Indices> rows_of_batches() const {
     std::vector<Indices> batches(request_.num_steps);
-    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
-      batches[request_.home_step[row]].push_back(static_cast<Index>(row));
-    }
+    for (const Index row : problem_.order) batches[request_.home_step[row]].push_back(row);
     batches.erase(std::remove_if(batches.begin(), batches.end(), [](const Indices& rows) { return rows.empty(); }),
                   batches.end());
     return batches;

@@ -33,6 +33,11 @@ struct Place {
     const Index rank = part / steps;
     return {rank, rank - rank % ranks_per_node, ranks_per_node};
   }
+  static std::vector<Place> of_all(Index num_parts, Index steps, Index ranks_per_node) {
+    std::vector<Place> places(num_parts);
+    for (Index part = 0; part < num_parts; ++part) places[part] = of(part, steps, ranks_per_node);
+    return places;
+  }
   bool has(Index other_rank) const {
     return static_cast<std::uint32_t>(other_rank - first) < static_cast<std::uint32_t>(ranks_per_node);
   }
@@ -73,7 +78,8 @@ struct Efficiency {
     gain >>= gain_shift;
     if (cost <= 0) return kFree + gain > least ? kFree + gain : -1;
     const Weight divisor = std::max<Weight>(cost >> cost_shift, 1);
-    if (static_cast<__int128>(least + 1) * divisor > (gain << kBits)) return -1;
+    Weight needed;
+    if (__builtin_mul_overflow(least + 1, divisor, &needed) || needed > (gain << kBits)) return -1;
     return (gain << kBits) / divisor;
   }
 };

@@ -45,7 +45,8 @@ class HeaviestLowered {
         base_(problem.first_loads()),
         cap_(request.cap()),
         held_(parts, sum_by_rank(parts, request.workloads, problem.num_parts, problem.base), cap_),
-        rows_(request, problem.order, parts, problem.num_parts, sizes),
+        places_(Place::of_all(problem.num_parts, request.num_steps, request.ranks_per_node)),
+        rows_(request, problem.order, parts, places_, sizes),
         heaviest_(loads_),
         lightest_(loads_),
         left_rank_(problem.num_parts, request.num_steps == 1),
@@ -53,12 +54,7 @@ class HeaviestLowered {
         left_lightest_(problem.num_parts, false),
         forced_(problem.num_parts, false),
         has_large_(problem.num_parts, false),
-        efficiency_(Efficiency::of(problem.weights.front(), sizes)) {
-    places_.reserve(problem.num_parts);
-    for (Index part = 0; part < problem.num_parts; ++part) {
-      places_.push_back(Place::of(part, request.num_steps, request.ranks_per_node));
-    }
-  }
+        efficiency_(Efficiency::of(problem.weights.front(), sizes)) {}
 
   LoadedParts run() {
     const Weight large = limit_ - largest_of(base_);  // no lighter row is large in any step
@@ -138,9 +134,11 @@ class HeaviestLowered {
       held_.give(swap.light, heavy, back.sample, back.weight);
     }
     rows_.swap(heavy, swap.row, swap.light, swap.back);
+    // One above the limit is never tried as a light one, and one within it is no heavy one: their order can wait.
     for (const Index part : {heavy, swap.light}) {
-      if (heaviest_.takes_part(part)) heaviest_.enter(part, loads_[part]);
-      lightest_.changed(part);
+      const bool is_above = loads_[part] > limit_;
+      if ((is_above || part == heavy) && heaviest_.takes_part(part)) heaviest_.enter(part, loads_[part]);
+      if (!is_above || part == swap.light) lightest_.changed(part);
     }
   }
   // A swap with the lightest of the rank, else of the node; none where those have failed before.
@@ -190,37 +188,30 @@ class HeaviestLowered {
     const Index num_others = static_cast<Index>(others.size());
     const Place at_heavy = places_[heavy], at_light = places_[light];
     const Weight excess = loads_[heavy] - limit_;
-    const Weight lightest = others.empty() ? kMax : others.back().weight;
     const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count && num_others < limits_.max_count;
+    const Weight most_moved = may_move ? room : 0;
+    const Weight too_light = may_move ? -1 : others.empty() ? kMax : others.back().weight;  // for a swap
     Index enough = 0;  // so many of the others bring enough back
     for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
       const SortedRows::Row& row = rows[at];
-      if (row.weight <= lightest && !may_move) break;  // no swap for lighter rows either
+      if (row.weight <= too_light) break;
       while (enough < num_others && others[enough].weight >= row.weight - room) ++enough;
-      const Weight taken = enough > 0 ? row.weight - others[enough - 1].weight : 0;
-      const bool moves = may_move && 0 < row.weight && row.weight <= room;
-      if (taken <= 0 && !moves) continue;
-      const Weight cost_out = cost(row, at_heavy, at_light);
-      const auto consider = [&](Weight taken, Index back, Weight cost) {
-        const Weight efficiency = efficiency_.above(best.efficiency, std::min(taken, excess), cost);
-        if (efficiency >= 0 &&
-            held_.keeps_cap(heavy, light, row.sample, back == kNone ? kNone : others[back].sample)) {
-          best.efficiency = efficiency;
-          best.row = at;
-          best.back = back;
-        }
-      };
-      if (taken > 0) {
+      if (enough > 0 && others[enough - 1].weight < row.weight) {
         const SortedRows::Row& back = others[enough - 1];
-        consider(taken, enough - 1, cost_out + cost(back, at_light, at_heavy));
+        const Weight taken = std::min(row.weight - back.weight, excess);
+        const Weight cost = row.cost_to(at_light) + back.cost_to(at_heavy);
+        const Weight efficiency = efficiency_.above(best.efficiency, taken, cost);
+        if (efficiency >= 0 && held_.keeps_cap(heavy, light, row.sample, back.sample)) {
+          best = {efficiency, light, at, enough - 1};
+        }
       }
-      if (moves) consider(row.weight, kNone, cost_out);
+      if (row.weight <= most_moved && row.weight > 0) {
+        const Weight taken = std::min(row.weight, excess);
+        const Weight efficiency = efficiency_.above(best.efficiency, taken, row.cost_to(at_light));
+        if (efficiency >= 0 && held_.keeps_cap(heavy, light, row.sample, kNone)) best = {efficiency, light, at, kNone};
+      }
     }
     return best;
-  }
-  // What it costs more to have a row at `to` than at `from`.
-  Weight cost(const SortedRows::Row& row, const Place& from, const Place& to) const {
-    return row.size * (to.cost(row.home) - from.cost(row.home));
   }
 
   const Request& request_;

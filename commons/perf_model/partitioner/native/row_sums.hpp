@@ -38,23 +38,28 @@ inline void sum_at(const Weight* place, const Weight* values, Weight num_rows, W
 
 // What moves, by the step in which it is trained: `destination` is the place that trains each row. counts (6, steps): rows
 // and their tokens, those that change rank and theirs, those that leave their node and theirs. rows_at (num_places,):
-// rows where they are, and then where they are trained.
+// rows where they are trained.
 inline void count_moves(const GatheredRows& rows, const Weight* destination, Weight ranks_per_node, Weight* rows_at,
                         Weight* counts) {
-  const auto add = [&](Weight kind, Weight step, Weight row) {
-    ++counts[2 * kind * rows.steps + step];
-    counts[(2 * kind + 1) * rows.steps + step] += rows.tokens[row];
-  };
+  std::fill_n(counts, 6 * rows.steps, 0);
+  Weights tokens_at(rows.num_places);
+  sum_at(destination, nullptr, rows.num_rows, rows.num_places, rows_at);
+  sum_at(destination, rows.tokens, rows.num_rows, rows.num_places, tokens_at.data());
+  for (Weight place = 0; place < rows.num_places; ++place) {
+    counts[place % rows.steps] += rows_at[place];
+    counts[rows.steps + place % rows.steps] += tokens_at[place];
+  }
   for (Weight row = 0; row < rows.num_rows; ++row) {
-    const Weight step = rows.steps == 1 ? 0 : destination[row] % rows.steps;
-    add(0, step, row);
-    if (rows.home[row] == destination[row]) continue;
-    --rows_at[rows.home[row]];
-    ++rows_at[destination[row]];
-    const Weight from = rows.rank_of(rows.home[row]), to = rows.rank_of(destination[row]);
+    const Weight home = rows.home[row], place = destination[row];
+    if (home == place) continue;
+    const Weight from = rows.rank_of(home), to = rows.rank_of(place);
     if (from == to) continue;
-    add(1, step, row);
-    if (from / ranks_per_node != to / ranks_per_node) add(2, step, row);
+    const Weight step = place - to * rows.steps;
+    const Weight kinds = from / ranks_per_node == to / ranks_per_node ? 1 : 2;
+    for (Weight kind = 1; kind <= kinds; ++kind) {
+      ++counts[2 * kind * rows.steps + step];
+      counts[(2 * kind + 1) * rows.steps + step] += rows.tokens[row];
+    }
   }
 }
 

@@ -97,14 +97,10 @@ class ShufflePlanner {
     request.speeds = speeds_of(options_).by_part();
     request.home.reserve(near_home ? rows_.num_rows : 0);
     request.home_step.reserve(near_home ? rows_.num_rows : 0);
-    Index rank = 0, step = 0;
-    for (Weight row = 0; near_home && row < rows_.num_rows; ++row) {
-      if (row == 0 || rows_.home[row] != rows_.home[row - 1]) {  // divisions by row would be most of the time
-        rank = static_cast<Index>(rows_.home[row] / rows_.steps);
-        step = static_cast<Index>(rows_.home[row] % rows_.steps);
-      }
-      request.home.push_back(rank);
-      request.home_step.push_back(step);
+    for (Weight place = 0; near_home && place < rows_.num_places; ++place) {  // divisions by row would be most of the time
+      const auto rank = static_cast<Index>(place / rows_.steps), step = static_cast<Index>(place % rows_.steps);
+      request.home.insert(request.home.end(), rows_.real_rows[place], rank);
+      request.home_step.insert(request.home_step.end(), rows_.real_rows[place], step);
     }
     return groups_ ? groups_->merged(std::move(request)) : request;
   }

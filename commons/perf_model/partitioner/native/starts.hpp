@@ -67,7 +67,7 @@ class FillingParts {
   Weight load(Index part) const { return loads_[part]; }
   Weight largest() const { return largest_of(loads_); }
   bool is_open(Index part) const {
-    return counts_[part] < limits_.min_count || (counts_[part] < limits_.max_count && spare_ > 0);
+    return counts_[part] < (spare_ > 0 ? limits_.max_count : limits_.min_count);
   }
 
   // The lightest of [first, last) with room for a row, ties by fewest rows, then by index; kNone if all are full.
