@@ -34,9 +34,10 @@ from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import NODE, described, draw, make_batch
-from benchmarks.shared.link_model import LinkModel, connections, grid
+from benchmarks.shared.link_model import LinkModel, connections
 from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
 from benchmarks.shared.report import ROOT, Page, interleaved_seconds, timed
+from commons.distributed.channel.groups import ring_sizes
 from commons.distributed.engine import shuffle_session
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import WindowStats
@@ -215,8 +216,8 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
     before, plans, resources = [], [], []
     for (size, of_keys, kind), each in played.items():
         case = {"ranks": size, "features": of_keys, "lengths": kind}
-        ring, in_grid, by_host = _gathers(each, link)
-        total, times = _total_ms(each, link), {"ring": ring, "grid": in_grid, "hosts first": by_host}
+        one_ring, short_rings = _gathers(each, link)
+        total, times = _total_ms(each, link), {"one ring": one_ring, "short rings": short_rings}
         verdict = "within the goal" if total <= GOAL_MS else "hidden" if total <= STEP_MS else "**beyond a step**"
         before.append(
             case
@@ -229,19 +230,19 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
         sent = {"sent kB, mean": moved.sent.mean() / 1e3, "busiest": busiest, "its peers": moved.peers}
         plans.append(case | {"before": 1 + each.stats.imbalance_before} | _plan(each) | sent | _rows_ms(each, link))
         if kind == LENGTHS[0]:
-            of_ring, of_grid = connections(size, None), connections(size, grid(size))
+            of_ring, of_rings = connections((size,)), connections(ring_sizes(size))
             resources.append(
                 {
                     **{"ranks": size, "features": of_keys, "gathered, MB": each.message_bytes * size / 1e6},
                     **{"peak, MB": each.peak_mb, "kept for the exchange, MB": each.indices_mb},
-                    **{"connections, ring": of_ring, "grid": of_grid},
-                    **{"addresses in the store, ring": size * of_ring, "grid.": size * of_grid},
+                    **{"connections, one ring": of_ring, "short rings": of_rings},
+                    **{"addresses in the store, one ring": size * of_ring, "short rings.": size * of_rings},
                 }
             )
     page.section(
         "Before the exchange",
-        "Milliseconds. Gather: modelled, as one ring, as a grid of √W × √W ranks, and hosts first. Then what the "
-        "worker computes, by stage, and the sum with the faster of ring and grid.",
+        "Milliseconds. Gather: modelled, as one ring and as the short rings in which ranks gather. Then what the "
+        "worker computes, by stage, and the sum with the short rings.",
         before,
     )
     page.section(
@@ -269,8 +270,8 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     page = Page(
         "Many ranks: what a window takes",
         f"{ROWS} rows per rank and batch, {keys} features, hosts of {link.ranks_per_host}, slack 1 %. Computed times "
-        "are processor time of one thread for a whole window, the least of a few runs; the gather in a grid of √W × √W "
-        f"ranks is modelled. The model: {link.described()}. {described(LENGTHS)}",
+        "are processor time of one thread for a whole window, the least of a few runs; the gather is modelled. "
+        f"The model: {link.described()}. {described(LENGTHS)}",
         suffix="_windows",
     )
     for size, goal in ((1024, 10), (4096, 100)):
@@ -282,7 +283,7 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     times, gains = [], []
     for (size, kind, window), each in played.items():
         case = {"ranks": size, "lengths": kind, "window": window}
-        gather = link.gather_ms(size, each.message_bytes, grid(size))
+        gather = link.gather_ms(size, each.message_bytes, ring_sizes(size))
         per_step = {"gather and computed, per step": (gather + each.worker_ms) / window}
         sampler = {"without a home, per step": each.sampler_ms / window}
         times.append(case | {"gather": gather, **each.stage_ms, "all computed": each.worker_ms} | per_step | sampler)
@@ -305,15 +306,14 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     return page
 
 
-def _gathers(each: OneRank, link: LinkModel) -> tuple[float, float, float]:
-    """Milliseconds of the gather as one ring, in a grid, and hosts first."""
+def _gathers(each: OneRank, link: LinkModel) -> tuple[float, float]:
+    """Milliseconds of the gather as one ring, and in short rings."""
     size, message = each.world_size, each.message_bytes
-    ring, in_grid = (link.gather_ms(size, message, shape) for shape in (None, grid(size)))
-    return ring, in_grid, link.by_host_ms(size, message)
+    return link.gather_ms(size, message), link.gather_ms(size, message, ring_sizes(size))
 
 
 def _total_ms(each: OneRank, link: LinkModel) -> float:
-    return min(_gathers(each, link)[:2]) + each.worker_ms
+    return _gathers(each, link)[1] + each.worker_ms
 
 
 def _rows_ms(each: OneRank, link: LinkModel) -> dict[str, float]:
@@ -340,11 +340,10 @@ def _draw(played: Played, link: LinkModel) -> None:
         for axis, key in zip(axes, keys):
             sizes = [size for size, other in played if other == key]
             each = [played[size, key] for size in sizes]
-            ring, in_grid, by_host = zip(*(_gathers(one, link) for one in each))
+            one_ring, short_rings = zip(*(_gathers(one, link) for one in each))
             lines = {
-                "gather, ring (modelled)": (":", "tab:blue", ring),
-                "gather, grid (modelled)": ("--", "tab:blue", in_grid),
-                "gather, hosts first (modelled)": ("-", "tab:cyan", by_host),
+                "gather, one ring (modelled)": (":", "tab:blue", one_ring),
+                "gather, short rings (modelled)": ("--", "tab:blue", short_rings),
                 "planning (measured)": ("o-", "tab:orange", [one.stage_ms["plan"] for one in each]),
                 "all computed (measured)": ("s-", "tab:red", [one.worker_ms for one in each]),
                 "exchange (modelled)": ("-.", "tab:green", [_rows_ms(one, link)["all-to-all ms"] for one in each]),

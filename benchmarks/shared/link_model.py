@@ -6,6 +6,7 @@ whose hosts talk TCP over an ordinary Ethernet interface beside the fabric of th
 - Between hosts 40 µs, half of a round trip in a quiet cluster. Loaded data centres take longer: Guo et al., "Pingmesh"
   (SIGCOMM 2015), found 268 µs per round trip between pods at the median, which is 134 µs per message.
 - Within a host 20 µs: a message through the loopback device and the wake-up of a thread.
+- 100 µs before the first message of a collective, until torch and gloo have handed it to their threads.
 - One TCP connection between hosts carries 10 Gbit/s, and a host 100: Amazon's documentation of network bandwidth gives
   the first for a cluster placement group (docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth),
   the second is a common interface.
@@ -32,6 +33,7 @@ class LinkModel:
     ranks_per_host: int = 8  # ranks that share a host and its link
     hop_us: float = 40.0  # microseconds of a message from one host to another, over TCP
     host_hop_us: float = 20.0  # the same within a host
+    collective_us: float = 100.0  # microseconds until a collective sends its first message
     connection_gbit: float = 10.0  # gigabits per second of one TCP connection between hosts
     link_gbit: float = 100.0  # of all TCP connections of a host together
     host_gbit: float = 24.0  # of one TCP connection within a host
@@ -69,27 +71,15 @@ class LinkModel:
         net_s = message / (min(self.connection_gbit, self.link_gbit / rings) * _GBIT)
         path = within * (self.host_hop_us * 1e-6 + host_s) + between * (self.hop_us * 1e-6 + net_s)
         slowest = net_s if between else host_s
-        return max(path, (ranks - 1) * slowest) * 1e3
+        return self.collective_us * 1e-3 + max(path, (ranks - 1) * slowest) * 1e3
 
-    def gather_ms(self, ranks: int, message: float, shape: tuple[int, int] | None) -> float:
-        """Milliseconds of a gather: one ring, or by `shape` (rows, columns) a ring in each row, then in each column."""
-        if shape is None:
-            return self.ring_ms(ranks, message)
-        rows, columns = shape
-        return self.ring_ms(columns, message) + self.ring_ms(rows, columns * message, stride=columns)
-
-    def by_host_ms(self, ranks: int, message: float) -> float:
-        """Milliseconds of a gather that crosses hosts first, in a grid of hosts, and goes round within a host last.
-
-        Every message then enters a host once, not once for each of its ranks.
-        """
-        hosts = ranks // self.ranks_per_host
-        if hosts < 2:
-            return self.ring_ms(ranks, message)
-        rows = next(rows for rows in range(math.isqrt(hosts), 0, -1) if hosts % rows == 0)
-        apart = self.ranks_per_host
-        across = self.ring_ms(hosts // rows, message, apart) + self.ring_ms(rows, hosts // rows * message, apart)
-        return across + self.ring_ms(self.ranks_per_host, hosts * message)
+    def gather_ms(self, ranks: int, message: float, rings: tuple[int, ...] | None = None) -> float:
+        """Milliseconds of a gather: in one ring, or in rings of these sizes, one after another."""
+        total, stride = 0.0, 1
+        for size in rings or (ranks,):
+            total += self.ring_ms(size, stride * message, stride)
+            stride *= size
+        return total
 
     def rows_ms(self, sent: np.ndarray, received: np.ndarray, peers: int) -> float:
         """Milliseconds of an all-to-all: that of the rank with most bytes to send or to receive.
@@ -107,14 +97,6 @@ class LinkModel:
         return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(self).items())
 
 
-def grid(ranks: int) -> tuple[int, int] | None:
-    """Rows and columns of a grid of ranks, as near to a square as divisors allow; None for fewer than 64 ranks."""
-    if ranks < 64:
-        return None
-    rows = next(rows for rows in range(math.isqrt(ranks), 0, -1) if ranks % rows == 0)
-    return None if rows == 1 else (rows, ranks // rows)
-
-
-def connections(ranks: int, shape: tuple[int, int] | None) -> int:
+def connections(rings: tuple[int, ...]) -> int:
     """Connections of one rank in a gather: gloo connects every two ranks of a group."""
-    return ranks - 1 if shape is None else sum(shape) - 2
+    return sum(rings) - len(rings)

@@ -1,9 +1,11 @@
 """The process groups that shufflers make for themselves: gloo groups for metadata and, to move rows, a default one.
 
-Many ranks gather metadata over two short rings instead of a long one. gloo gathers in a ring: over W ranks W - 1 hops,
-each of which waits for the one before, and every rank of a group is connected with all others. So the ranks form a
-grid: a gather in one's row and then, of what the row has given, in one's column gives every rank the same as one ring
-does, in the same order and with the same bytes, in about 2·√W hops and with as many connections.
+Many ranks gather metadata over several short rings instead of a long one. gloo gathers in a ring: over W ranks W - 1
+hops, each of which waits for the one before, and every rank of a group is connected with all others. So the ranks form
+a grid with a side of about eight in each dimension, and gather along one dimension after another, each time what the
+ring before has given. That gives every rank the same as one ring does, in the same order: over 4,096 ranks in 28 hops
+and with 28 connections (Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and
+experience", Concurrency and Computation 19, 2007, on meshes of several dimensions).
 
 A closed shuffler's groups are kept for the next one over the same ranks. They are not destroyed, because torch derives
 the name of a locally synchronised group from how many groups the process has: after a destruction a new group could get
@@ -14,11 +16,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import itertools
 import math
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,8 +33,8 @@ from commons.distributed.channel.store import break_off
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.process_group import all_gather_single
 
-# Fewest ranks that form a grid: of fewer, one ring is short enough, and one collective is less work than two.
-FEWEST_RANKS = 64
+# A further ring comes with as many times more ranks: shorter rings are not worth one more collective.
+SHORT_RING = 8
 # Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
 # lacks. NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html), and what
 # moves is less than a megabyte. Priority is that of the stream on which the exchange is called: torch runs a collective
@@ -49,10 +52,9 @@ _CONTROL, _PAYLOAD, _UNUSED = "evenrank/control", "evenrank/payload", "evenrank/
 class GroupPair(NamedTuple):
     """The groups of one shuffler, for metadata and for rows."""
 
-    # Gloo, for metadata; a gather in each of them, one after another, is one over all ranks. One group or, of many
-    # ranks, this one's row and column of a grid.
+    # Gloo, for metadata; a gather in each of them, one after another, is one over all ranks.
     rings: tuple[dist.ProcessGroup, ...]
-    control: dist.ProcessGroup | None  # gloo, over all ranks; None while they form a grid and nobody has asked for it
+    control: dist.ProcessGroup | None  # gloo, over all ranks; None while rings are several and nobody asked for it
     # The default backend, for rows; None while nobody has had rows to send. With a device bound, torch connects NCCL as
     # soon as the group is made, and its buffers are for those who need them.
     payload: dist.ProcessGroup | None
@@ -242,36 +244,45 @@ def serves(group: dist.ProcessGroup, kind: str) -> bool:
     return any(device.type == kind for device in group._device_types)
 
 
-def grid_shape(world_size: int) -> tuple[int, int] | None:
-    """Rows and columns of the grid: as near to a square as divisors allow, never more rows than columns.
+def ring_sizes(world_size: int) -> tuple[int, ...]:
+    """Ranks of each of the rings in which many gather, one after another: of the fewest hops, the largest first.
+
+    The last ring carries nearly all bytes, and a short one has the least to send again.
 
     Args:
-        world_size: ranks of the group.
+        world_size: ranks of the group, the product of the result.
 
     Returns:
-        Their numbers; None where one ring serves, for few ranks or a prime number of them.
+        One ring of all for fewer than 64 ranks or a prime number of them, up to three from 512 on, and so forth.
     """
-    if world_size < FEWEST_RANKS:
-        return None
-    rows = next(rows for rows in range(math.isqrt(world_size), 0, -1) if world_size % rows == 0)
-    return None if rows == 1 else (rows, world_size // rows)
+    most = next(rings for rings in itertools.count(1) if world_size < SHORT_RING ** (rings + 1))
+    return min(_products(world_size, most), key=sum)[::-1]
+
+
+def _products(number: int, most: int, least: int = 2) -> Iterator[tuple[int, ...]]:
+    """All products of at most `most` factors that are `number`, none below `least`, in ascending order."""
+    yield (number,)
+    for factor in range(least, math.isqrt(number) + 1 if most > 1 else 0):
+        if number % factor == 0:
+            yield from ((factor, *others) for others in _products(number // factor, most - 1, factor))
 
 
 def ring_members(members: Sequence[int], rank: int) -> list[list[int]]:
-    """The ranks with whom one gathers, ring after ring: all of them, or those of its row and then of its column.
+    """The ranks with whom one gathers, ring after ring.
 
-    A row has neighbours, which often share a node; so that the order of ranks is that of the rows, one after another.
+    The first ring has neighbours, which often share a node, the next one every n-th rank, n being the size of the
+    first; so that what is gathered is in the order of the ranks.
 
     Args:
         members: global ranks of the group.
         rank: this one's number in it.
     """
-    shape = grid_shape(len(members))
-    if shape is None:
-        return [list(members)]
-    _, columns = shape
-    row, column = divmod(rank, columns)
-    return [list(members[row * columns : (row + 1) * columns]), list(members[column::columns])]
+    rings, stride = [], 1
+    for size in ring_sizes(len(members)):
+        first = rank - rank // stride % size * stride
+        rings.append(list(members[first : first + size * stride : stride]))
+        stride *= size
+    return rings
 
 
 def _new_group(

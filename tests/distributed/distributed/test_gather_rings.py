@@ -1,8 +1,9 @@
-"""Many ranks gather in rows and columns of a grid: what they hear, and which ranks they miss, stays the same."""
+"""Many ranks gather in several short rings: what they hear, and which ranks they miss, stays the same."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import weakref
 from collections.abc import Iterator
@@ -11,34 +12,47 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commons.distributed.channel import groups
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.channel.groups import grid_shape, ring_members
+from commons.distributed.channel.groups import ring_members, ring_sizes
 from commons.distributed.options import ShufflerOptions
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
 from tests.helpers.ranks.faults import my_batch
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
-TWO_BY_THREE, THREE_BY_TWO = (2, 3), (3, 2)
+THREE_AND_TWO, TWO_AND_THREE = (3, 2), (2, 3)
 
 
-@given(st.integers(1, 20_000))
-def test_a_grid_is_as_square_as_its_ranks_allow(world_size):
-    shape = grid_shape(world_size)
-    divisors = [each for each in range(2, world_size) if world_size % each == 0]
-    if world_size < groups.FEWEST_RANKS or not divisors:
-        assert shape is None
-    else:
-        rows, columns = shape
-        assert rows * columns == world_size
-        assert rows <= columns and rows + columns == min(each + world_size // each for each in divisors)
+def _fewest_hops(number, most):
+    """The least sum of at most `most` factors of a number, by all its divisors."""
+    if most == 1:
+        return number
+    divisors = [each for each in range(2, number + 1) if number % each == 0]
+    return min([number, *(each + _fewest_hops(number // each, most - 1) for each in divisors if each < number)])
 
 
-@given(st.integers(1, 400), st.integers(1, 5))
+@given(st.integers(1, 3_000))
+@example(4096)
+def test_rings_have_the_fewest_hops_that_their_number_allows(world_size):
+    sizes = ring_sizes(world_size)
+    assert math.prod(sizes) == world_size and list(sizes) == sorted(sizes, reverse=True)
+    assert len(sizes) == 1 or 8 ** len(sizes) <= world_size
+    assert sum(sizes) == _fewest_hops(world_size, max(1, len(np.base_repr(world_size, 8)) - 1))
+
+
+def test_rings_of_well_known_sizes():
+    sizes = {size: ring_sizes(size) for size in (1, 63, 64, 67, 511, 512, 1000, 4096, 16384)}
+    assert sizes == {
+        **{1: (1,), 63: (63,), 64: (8, 8), 67: (67,), 511: (73, 7), 512: (8, 8, 8), 1000: (10, 10, 10)},
+        **{4096: (8, 8, 8, 8), 16384: (16, 16, 8, 8)},
+    }
+
+
+@given(st.integers(1, 700), st.integers(1, 5))
 def test_rings_tell_every_rank_of_all_in_their_order(world_size, stride):
     """By what the ranks know after each ring: lists of ranks, in the order in which they hear of them."""
     members = range(7, 7 + stride * world_size, stride)
@@ -51,17 +65,17 @@ def test_rings_tell_every_rank_of_all_in_their_order(world_size, stride):
 
 
 @contextlib.contextmanager
-def grid_of(shape: tuple[int, int] | None) -> Iterator[None]:
-    """Ranks that gather in a grid of this shape, as many do; None for one ring. With groups of their own."""
+def rings_of(*sizes: int) -> Iterator[None]:
+    """Ranks that gather in rings of these sizes, as many do. With groups of their own."""
     pools = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
-    with pools, mock.patch.object(groups, "grid_shape", lambda world_size: shape):
+    with pools, mock.patch.object(groups, "ring_sizes", lambda world_size: sizes):
         yield
 
 
-def _heard(shape):
+def _heard(*sizes):
     """What a rank hears in collectives of every kind."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with grid_of(shape):
+    with rings_of(*sizes):
         channel = ControlChannel(dist.group.WORLD, 30.0, moves_rows=False)
         heard = [
             channel.gather(np.arange(4)[::2] * 2**60 - rank, 0),
@@ -80,23 +94,27 @@ def _heard(shape):
     return [each.tolist() for each in (*heard, swapped)], texts, on_main, rings, over_all
 
 
-@pytest.fixture(scope="module")
-def six_ranks():
+def _require_same(pool, sizes, rings_of_4):
+    expected, answers = pool.run(_heard, pool.world_size), pool.run(_heard, *sizes)
+    assert answers[4][3] == rings_of_4
+    for answer, of_ring in zip(answers, expected):
+        assert answer[:3] == of_ring[:3] and not answer[4]
+        assert of_ring[3] == [list(range(pool.world_size))] and of_ring[4]
+
+
+def test_two_rings_tell_what_one_tells():
     with RankPool(6) as pool:
-        yield pool
+        _require_same(pool, THREE_AND_TWO, [[3, 4, 5], [1, 4]])
+        _require_same(pool, TWO_AND_THREE, [[4, 5], [0, 2, 4]])
 
 
-def test_a_grid_tells_what_a_ring_tells(six_ranks):
-    expected = six_ranks.run(_heard, None)
-    for shape, rings in ((TWO_BY_THREE, [[3, 4, 5], [1, 4]]), (THREE_BY_TWO, [[4, 5], [0, 2, 4]])):
-        answers = six_ranks.run(_heard, shape)
-        assert answers[4][3] == rings
-        for answer, of_ring in zip(answers, expected):
-            assert answer[:3] == of_ring[:3] and not answer[4]
-            assert of_ring[3] == [list(range(6))] and of_ring[4]
+@pytest.mark.slow
+def test_three_rings_tell_what_one_tells():
+    with RankPool(8) as pool:
+        _require_same(pool, (2, 2, 2), [[4, 5], [4, 6], [0, 4]])
 
 
-def _shuffled(shape, subgroups):
+def _shuffled(sizes, subgroups):
     """Batches, windows and dispatched rows, over all ranks or over halves that know different numbers of groups."""
     group, rank = None, dist.get_rank()
     if subgroups:
@@ -104,19 +122,19 @@ def _shuffled(shape, subgroups):
         group = halves[rank % 2]
         for _ in range(rank % 3):  # such as groups of node leaders
             dist.new_group([rank], backend="gloo", use_local_synchronization=True)
-    with grid_of(shape):
+    with rings_of(*sizes):
         return rows_by_every_call(group)
 
 
 @pytest.mark.parametrize("subgroups", [False, True])
 def test_batches_windows_and_dispatch_are_those_of_a_ring(rank_pools, subgroups):
-    pool, shape = rank_pools[4], (1, 2) if subgroups else (2, 2)
-    assert pool.run(_shuffled, shape, subgroups) == pool.run(_shuffled, None, subgroups)
+    pool, sizes = rank_pools[4], (2, 1) if subgroups else (2, 2)
+    assert pool.run(_shuffled, sizes, subgroups) == pool.run(_shuffled, [math.prod(sizes)], subgroups)
 
 
-def _die(folder, victim, shape):
+def _die(folder, victim, sizes):
     """A rank dies while the others wait for it, each in its own ring."""
-    with grid_of(shape):
+    with rings_of(*sizes):
         shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))
         shuffler.shuffle(my_batch())
         if dist.get_rank() == victim:
@@ -125,13 +143,19 @@ def _die(folder, victim, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "victim"),
-    [((2, 2), 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((THREE_BY_TWO, 2), (TWO_BY_THREE, 1)))],
+    ("sizes", "victim"),
+    [
+        ((2, 2), 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((TWO_AND_THREE, 2), (THREE_AND_TWO, 1), ((2, 2, 2), 5))
+        ),
+    ],
 )
-def test_every_rank_names_the_one_that_died(tmp_path, shape, victim):
-    size = shape[0] * shape[1]
+def test_every_rank_names_the_one_that_died(tmp_path, sizes, victim):
+    size = math.prod(sizes)
     others = [rank for rank in range(size) if rank != victim]
-    ended = run_with_fault(tmp_path, _die, victim, shape, waits_for=others, limit=60.0, world_size=size)
+    ended = run_with_fault(tmp_path, _die, victim, sizes, waits_for=others, limit=60.0, world_size=size)
     for rank in others:
         assert ended[rank].error.startswith(
             f"RankMissingError: rank {victim} did not take part in the gather of step 1"
