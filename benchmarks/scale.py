@@ -71,7 +71,8 @@ class OneRank:
     """What one rank of `world_size` does for a batch or a window; times are processor milliseconds of one thread."""
 
     world_size: int
-    message_bytes: int  # what a rank sends to the gather
+    message_bytes: int  # what a rank sends to the gather of rows
+    compared_bytes: int  # and to that of the plans' digests
     stage_ms: dict[str, float]  # by stage, and the "rest"
     # Most memory beyond that of the process before, in 10^6 bytes: messages, plan, and what is held for a while.
     peak_mb: float
@@ -129,6 +130,7 @@ def play_rank(
         return OneRank(
             world_size,
             session.channel.message_bytes,
+            session.channel.compared_bytes,
             min(times[1:], key=lambda each: sum(each.values())),
             (_memory("VmHWM") - before) / 1e6,
             indices.numel() * indices.element_size() / 1e6,
@@ -241,8 +243,8 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
             )
     page.section(
         "Before the exchange",
-        "Milliseconds. Gather: modelled, as one ring and as the short rings in which ranks gather. Then what the "
-        "worker computes, by stage, and the sum with the short rings.",
+        "Milliseconds. Gather: modelled, of the rows and then of the digests of the plans, as one ring and as the "
+        "short rings in which ranks gather. Then what the worker computes, by stage, and the sum with the short rings.",
         before,
     )
     page.section(
@@ -283,7 +285,7 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     times, gains = [], []
     for (size, kind, window), each in played.items():
         case = {"ranks": size, "lengths": kind, "window": window}
-        gather = link.gather_ms(size, each.message_bytes, ring_sizes(size))
+        gather = _gathers(each, link)[1]
         per_step = {"gather and computed, per step": (gather + each.worker_ms) / window}
         sampler = {"without a home, per step": each.sampler_ms / window}
         times.append(case | {"gather": gather, **each.stage_ms, "all computed": each.worker_ms} | per_step | sampler)
@@ -307,9 +309,11 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
 
 
 def _gathers(each: OneRank, link: LinkModel) -> tuple[float, float]:
-    """Milliseconds of the gather as one ring, and in short rings."""
-    size, message = each.world_size, each.message_bytes
-    return link.gather_ms(size, message), link.gather_ms(size, message, ring_sizes(size))
+    """Milliseconds of both gathers as one ring, and in short rings."""
+    size, rows, digests = each.world_size, each.message_bytes, each.compared_bytes
+    rings = ((size,), ring_sizes(size))
+    one, short = (link.gather_ms(rows, sizes) + link.gather_ms(digests, sizes) for sizes in rings)
+    return one, short
 
 
 def _total_ms(each: OneRank, link: LinkModel) -> float:

@@ -73,10 +73,10 @@ class LinkModel:
         slowest = net_s if between else host_s
         return self.collective_us * 1e-3 + max(path, (ranks - 1) * slowest) * 1e3
 
-    def gather_ms(self, ranks: int, message: float, rings: tuple[int, ...] | None = None) -> float:
-        """Milliseconds of a gather: in one ring, or in rings of these sizes, one after another."""
+    def gather_ms(self, message: float, rings: tuple[int, ...]) -> float:
+        """Milliseconds of a gather in rings of these sizes, one after another."""
         total, stride = 0.0, 1
-        for size in rings or (ranks,):
+        for size in rings:
             total += self.ring_ms(size, stride * message, stride)
             stride *= size
         return total

@@ -161,13 +161,15 @@ class ListedMessages:
         self.has_all_to_all, self.failure = True, None
         self.most_words = 0
         self.listens = False
-        self.message_bytes = 0
+        self.message_bytes = self.compared_bytes = 0
         self._gathered = np.empty((self.world_size, 0), dtype=np.int64)
 
     def agree(self, call: str, options: Any, error: Exception | None, numbers: Any = (), step: int = 0) -> np.ndarray:
         if error is not None:
             raise error
         own = np.array([self.most_words] if call == "shuffle" else numbers, dtype=np.int64)
+        if call == "comparison of plans":
+            self.compared_bytes = own.nbytes
         if call != "gather":
             return np.repeat(own[None], self.world_size, axis=0)
         # Ready before: the other ranks' messages come to a real channel without the interpreter lock.
