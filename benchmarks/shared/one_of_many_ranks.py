@@ -29,6 +29,8 @@ from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, ShufflePl
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.sequence_batch.schema import BatchSchema
 
+# The two numbers that a channel sends before those of a call.
+_HEAD_BYTES = 16
 SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
 
 
@@ -169,7 +171,7 @@ class ListedMessages:
             raise error
         own = np.array([self.most_words] if call == "shuffle" else numbers, dtype=np.int64)
         if call == "comparison of plans":
-            self.compared_bytes = own.nbytes
+            self.compared_bytes = own.nbytes + _HEAD_BYTES
         if call != "gather":
             return np.repeat(own[None], self.world_size, axis=0)
         # Ready before: the other ranks' messages come to a real channel without the interpreter lock.
@@ -182,7 +184,7 @@ class ListedMessages:
         if self.listens:
             raise _HeardError
         self._gathered[:, 0] = step
-        self.message_bytes = own.nbytes
+        self.message_bytes = own.nbytes + _HEAD_BYTES
         return self._gathered
 
     def gather_text(self, text: str, step: int) -> list[str]:

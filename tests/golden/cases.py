@@ -84,6 +84,30 @@ def _planned_grid(workloads: np.ndarray, ranks: int, steps: int, **options: Any)
     yield from (grid.step, grid.assignment, grid.loads, grid.lower_bound)
 
 
+def _window_cap(draws: Draws, number: int) -> Answer:
+    """Windows near home under a cap on tokens, of which many rows have as many as others."""
+    ranks, steps, rows = draws.choice([3, 11, 33]), draws.choice([2, 3, 4]), draws.integer(2, 13)
+    lengths = draws.lengths(draws.choice(KINDS[:-1]), ranks * steps * rows)
+    tokens, place = draws.integers(0, 50, len(lengths)), np.arange(len(lengths)) // rows
+    hundredths = draws.choice([101, 105, 120])
+    yield from _planned_grid(
+        5120 * lengths + lengths**2,
+        ranks,
+        steps,
+        method=draws.choice(["refined", "refined", "lpt"]),
+        equal_size=bool(draws.integer(0, 2)),
+        tokens=tokens,
+        max_tokens=max(1, int(tokens.sum()) * hundredths // (100 * ranks * steps)),
+        home=place // steps,
+        home_step=place % steps,
+        ranks_per_node=draws.choice([None, 2, 8]),
+        slack=draws.choice(SLACKS),
+        speeds=draws.choice([None, draws.integers(1, 100, ranks) + 1]),
+        seed=number,
+        best_effort=True,
+    )
+
+
 def _large(draws: Draws, number: int) -> Answer:
     ranks, rows = LARGE[number % len(LARGE)]
     kind = KINDS[1:][number // len(LARGE) % (len(KINDS) - 1)]
@@ -247,6 +271,7 @@ GROUPS: dict[str, tuple[Callable[[Draws, int], Answer], int]] = {
     "table": (_table, 500),
     "shuffle": (_shuffle, 1000),
     "speeds": (_speeds, 600),
+    "window_cap": (_window_cap, 400),
     "large": (_large, 126),
     "large_grid": (_large_grid, 63),
 }

@@ -247,7 +247,7 @@ class ControlChannel(NamedCollectives):
     def control_group(self) -> dist.ProcessGroup | None:
         """The gloo group over all ranks, for host tensors on the thread that uses the channel.
 
-        None for a group of one, and for many ranks, which gather in several rings, unless one of them is `pairwise`.
+        None for a group of one, and for many ranks, which gather in several rings, unless a channel is `pairwise`.
         """
         return None if self._groups is None else self._groups.control
 

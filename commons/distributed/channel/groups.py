@@ -2,10 +2,11 @@
 
 Many ranks gather metadata over several short rings instead of a long one. gloo gathers in a ring: over W ranks W - 1
 hops, each of which waits for the one before, and every rank of a group is connected with all others. So the ranks form
-a grid with a side of about eight in each dimension, and gather along one dimension after another, each time what the
-ring before has given. That gives every rank the same as one ring does, in the same order: over 4,096 ranks in 28 hops
-and with 28 connections (Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and
-experience", Concurrency and Computation 19, 2007, on meshes of several dimensions).
+a grid, with eight or more in each dimension as far as their number divides, and gather along one dimension after
+another, each time what the ring before has given. That gives every rank the same as one ring does, in the same order:
+over 4,096 ranks in 28 hops and with 28 connections (Chan, Heimlich, Purkayastha and van de Geijn, "Collective
+communication: theory, practice, and experience", Concurrency and Computation 19, 2007, on meshes of several
+dimensions).
 
 A closed shuffler's groups are kept for the next one over the same ranks. They are not destroyed, because torch derives
 the name of a locally synchronised group from how many groups the process has: after a destruction a new group could get
@@ -33,7 +34,7 @@ from commons.distributed.channel.store import break_off
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.process_group import all_gather_single
 
-# A further ring comes with as many times more ranks: shorter rings are not worth one more collective.
+# One more ring is allowed for each factor of so many ranks: a shorter one is not worth its collective.
 SHORT_RING = 8
 # Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
 # lacks. NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html), and what
@@ -245,18 +246,18 @@ def serves(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def ring_sizes(world_size: int) -> tuple[int, ...]:
-    """Ranks of each of the rings in which many gather, one after another: of the fewest hops, the largest first.
+    """Ranks of each of the rings in which many gather, one after another: those with the least sum, then the fewest.
 
-    The last ring carries nearly all bytes, and a short one has the least to send again.
+    The largest comes first: its members are neighbours, so that most of its hops stay within a node.
 
     Args:
         world_size: ranks of the group, the product of the result.
 
     Returns:
-        One ring of all for fewer than 64 ranks or a prime number of them, up to three from 512 on, and so forth.
+        One ring for fewer than 64 ranks or a prime number of them; at most two from 64 on, three from 512, and so on.
     """
     most = next(rings for rings in itertools.count(1) if world_size < SHORT_RING ** (rings + 1))
-    return min(_products(world_size, most), key=sum)[::-1]
+    return min(_products(world_size, most), key=lambda sizes: (sum(sizes), len(sizes)))[::-1]
 
 
 def _products(number: int, most: int, least: int = 2) -> Iterator[tuple[int, ...]]:

@@ -259,10 +259,12 @@ class GridPlanner {
     return plan;
   }
 
-  // The rows of each batch, heaviest first, but for empty ones.
+  // The rows of each batch, but for empty ones.
   std::vector<Indices> rows_of_batches() const {
     std::vector<Indices> batches(request_.num_steps);
-    for (const Index row : problem_.order) batches[request_.home_step[row]].push_back(row);
+    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
+      batches[request_.home_step[row]].push_back(static_cast<Index>(row));
+    }
     batches.erase(std::remove_if(batches.begin(), batches.end(), [](const Indices& rows) { return rows.empty(); }),
                   batches.end());
     return batches;
@@ -270,9 +272,14 @@ class GridPlanner {
 
   // Whether `total` is below what the batches take, each by itself, by their counting bounds.
   bool is_below_batches(Weight total) const {
-    for (const Indices& rows : rows_of_batches()) {
-      const Problem batch = Problem::of(take(request_.workloads, rows), request_.num_parts, false);
-      total -= bound_of(batch.weights, batch.num_parts, batch.limits, speeds_).load;
+    std::vector<Weights> batches(request_.num_steps);
+    for (std::size_t row = 0; row < problem_.order.size(); ++row) {  // heaviest first, so that no batch is sorted again
+      batches[request_.home_step[problem_.order[row]]].push_back(problem_.weights[row]);
+    }
+    for (const Weights& weights : batches) {
+      if (weights.empty()) continue;
+      const Limits limits = Limits::of(static_cast<Weight>(weights.size()), request_.num_parts, false);
+      total -= bound_of(weights, request_.num_parts, limits, speeds_).load;
     }
     return total < 0;
   }

@@ -134,7 +134,8 @@ class HeaviestLowered {
       held_.give(swap.light, heavy, back.sample, back.weight);
     }
     rows_.swap(heavy, swap.row, swap.light, swap.back);
-    // One above the limit is never tried as a light one, and one within it is no heavy one: their order can wait.
+    // One above the limit is never a light one, and one within it never a heavy one: only the order that is read is kept
+    // up to date. What is left as it was stays on the same side of the limit.
     for (const Index part : {heavy, swap.light}) {
       const bool is_above = loads_[part] > limit_;
       if ((is_above || part == heavy) && heaviest_.takes_part(part)) heaviest_.enter(part, loads_[part]);

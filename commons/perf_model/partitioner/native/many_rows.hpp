@@ -50,7 +50,7 @@ class LightestParts {
   const Weights& loads_;
   Indices first_;
   Tournament<false> others_;
-  Indices changed_;  // those whose place is not that of their load
+  Indices changed_;  // those whose load has changed since they took their place
   std::vector<char> is_changed_;
 };
 

@@ -134,7 +134,6 @@ inline Weight sum_of(const Weights& values) { return std::accumulate(values.begi
 // Positions of `values`, not negative, in descending order of value, ties in ascending order of position.
 inline Indices descending(const Weights& values) {
   const Weight size = static_cast<Weight>(values.size());
-  if (std::is_sorted(values.begin(), values.end(), std::greater<>())) return range(static_cast<Index>(size));
   Weight largest = 0, bits = 0;
   for (const Weight value : values) {
     largest = std::max(largest, value);
