@@ -32,7 +32,7 @@ class ExecutionConfig:
 
     # "fp32" leaves everything in the dtype of the weights; "bf16" and "fp16" compute matrix products and attention in
     # bfloat16 or float16 (torch.autocast), with weights, norms and loss in float32. Training in float16 needs a
-    # scaled loss, see `SequenceModel.scale_loss`.
+    # scaled loss; the trainer scales it, a loop of your own by `SequenceModel.scale_loss`.
     compute_dtype: ComputeDtype = "fp32"
     # Keep only the input of every layer for the backward pass, and compute the rest again.
     activation_checkpointing: bool = False
@@ -206,14 +206,14 @@ class RetrievalOptions:
         ValueError: a number out of range, or an unknown pool.
     """
 
-    # Items that each true one is compared with in training. A positive number of them is drawn for every row,
-    # uniformly from all items, and serves all predictions of the row. −1 takes all other predictions' true items,
+    # Retrieval: items that each true one is compared with in training. A positive number of them is drawn for every
+    # row, uniformly from all items, and serves all predictions of the row. −1 takes all other predictions' true items,
     # with repetitions, so that frequent items are frequent negatives.
     num_negatives: int = -1
-    temperature: float = 0.05  # by which cosines are divided
-    # Whose predictions those are with −1: those of this rank's batch, or of all ranks', gathered. With "rank" a row's
-    # negatives are its neighbours' items, and so change when rows are balanced. With "global" they do not; scores
-    # then grow with the square of the global batch.
+    temperature: float = 0.05  # retrieval: by which cosines are divided
+    # Retrieval: whose predictions those are with num_negatives −1: those of this rank's batch, or of all ranks',
+    # gathered. With "rank" a row's negatives are its neighbours' items, and so change when rows are balanced. With
+    # "global" they do not; scores then grow with the square of the global batch.
     in_batch_pool: InBatchPool = "rank"
 
     def __post_init__(self) -> None:

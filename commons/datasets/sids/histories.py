@@ -79,6 +79,7 @@ class ParquetHistories:
 
     Raises:
         FileNotFoundError: no file.
+        IsADirectoryError: a folder.
         ValueError: no parquet file, no such column, another type, nulls, or unknown splits in it.
 
     """
@@ -112,6 +113,10 @@ class ParquetHistories:
 
 
 def _read(path: Path, column: str) -> pa.Table:
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder; item-id histories of your own are one parquet file, a row per user: give that file"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; it holds item-id histories: correct the path")
     try:

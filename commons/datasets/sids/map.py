@@ -92,6 +92,8 @@ class SIDMap:
             )
         if path.suffix not in _READERS:
             raise ValueError(f"{path} ends in {path.suffix!r}; SID maps are .parquet or .npy: convert the file")
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; a SID map is a file of `evenrank make-sids`: give that")
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist; it maps items to semantic IDs: make it with `evenrank make-sids`, or correct "

@@ -62,6 +62,9 @@ class TestFiles:
             SIDMap.load(tmp_path / "sids.csv", [3, 2])
         with pytest.raises(FileNotFoundError, match="evenrank make-sids"):
             SIDMap.load(tmp_path / "sids.npy", [3, 2])
+        (tmp_path / "folder.parquet").mkdir()
+        with pytest.raises(IsADirectoryError, match="is a folder; .*: give that"):
+            SIDMap.load(tmp_path / "folder.parquet", [2])
         for name in ("sids.npy", "sids.parquet"):
             (tmp_path / name).write_text("no such thing")
             with pytest.raises(ValueError, match="the file is no "):
