@@ -6,14 +6,13 @@
 namespace evenrank {
 
 // The partitions, lightest first. The first ones are kept in order until loads change: those that a heavy partition cannot
-// swap with are tried by the next one too. Partitions whose load has changed take their place when one is asked for.
+// swap with are tried by the next one too.
 class LightestParts {
  public:
-  explicit LightestParts(const Weights& loads) : loads_(loads), others_(loads), is_changed_(loads.size(), false) {}
+  explicit LightestParts(const Weights& loads) : loads_(loads), others_(loads) {}
 
   // The one that `position` others are before; kNone if there are not so many.
   Index at(std::size_t position) {
-    if (!changed_.empty()) replace_changed();
     if (position == 0 && first_.empty()) return others_.winner();
     while (first_.size() <= position) {
       const Index next = others_.winner();
@@ -23,35 +22,20 @@ class LightestParts {
     }
     return first_[position];
   }
-  // The load of a partition has changed.
+  // The load of a partition has changed; it, and those that it is before now, are no longer among the first ones.
   void changed(Index part) {
-    if (is_changed_[part]) return;
-    is_changed_[part] = true;
-    changed_.push_back(part);
+    if (!others_.takes_part(part)) first_.erase(std::find(first_.begin(), first_.end(), part));
+    while (!first_.empty() && std::pair(loads_[part], part) < std::pair(loads_[first_.back()], first_.back())) {
+      others_.enter(first_.back(), loads_[first_.back()]);
+      first_.pop_back();
+    }
+    others_.enter(part, loads_[part]);
   }
 
  private:
-  // The changed ones, and those that they are before now, are no longer among the first ones.
-  void replace_changed() {
-    for (const Index part : changed_) {
-      if (!others_.takes_part(part)) first_.erase(std::find(first_.begin(), first_.end(), part));
-    }
-    for (const Index part : changed_) {
-      while (!first_.empty() && std::pair(loads_[part], part) < std::pair(loads_[first_.back()], first_.back())) {
-        others_.enter(first_.back(), loads_[first_.back()]);
-        first_.pop_back();
-      }
-      others_.enter(part, loads_[part]);
-      is_changed_[part] = false;
-    }
-    changed_.clear();
-  }
-
   const Weights& loads_;
   Indices first_;
   Tournament<false> others_;
-  Indices changed_;  // those whose load has changed since they took their place
-  std::vector<char> is_changed_;
 };
 
 // The rows of every partition, heaviest first, ties by sample. Few partitions are ever looked at, so each is read then.
