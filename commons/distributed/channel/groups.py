@@ -35,7 +35,7 @@ from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.process_group import all_gather_single
 
 # One more ring is allowed for each factor of so many ranks: a shorter one is not worth its collective.
-SHORT_RING = 8
+_SHORT_RING = 8
 # Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
 # lacks. NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html), and what
 # moves is less than a megabyte. Priority is that of the stream on which the exchange is called: torch runs a collective
@@ -256,7 +256,7 @@ def ring_sizes(world_size: int) -> tuple[int, ...]:
     Returns:
         One ring for fewer than 64 ranks or a prime number of them; at most two from 64 on, three from 512, and so on.
     """
-    most = next(rings for rings in itertools.count(1) if world_size < SHORT_RING ** (rings + 1))
+    most = next(rings for rings in itertools.count(1) if world_size < _SHORT_RING ** (rings + 1))
     return min(_products(world_size, most), key=lambda sizes: (sum(sizes), len(sizes)))[::-1]
 
 
