@@ -53,8 +53,8 @@ class LinkModel:
     def ring_ms(self, ranks: int, message: float, stride: int = 1) -> float:
         """Milliseconds of a ring all-gather, which every `stride`-th rank makes with others like it at the same time.
 
-        After `collective_us`, in W − 1 hops every message travels the whole ring, through the links within hosts and those between. It is as
-        late as the sum of these hops, or as the slowest link takes for all the messages.
+        After `collective_us`, every message travels the whole ring in W − 1 hops, through the links within hosts and
+        those between. It is as late as the sum of these hops, or as the slowest link takes for all the messages.
 
         Args:
             ranks: ranks of a ring, W.

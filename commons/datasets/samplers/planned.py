@@ -177,9 +177,8 @@ class PlannedSampler(EpochSampler[list[int]]):
             plan = self.plan(epoch, start)
             own = (([rows[ranks == rank] for rank in self._own_ranks], len(rows)) for rows, ranks in plan)
             self._kept[epoch, start] = own
-        self._kept[epoch, start], steps = itertools.tee(
-            self._kept[epoch, start]
-        )  # what is kept stays at the first step
+        kept, steps = itertools.tee(self._kept[epoch, start])
+        self._kept[epoch, start] = kept  # stays at the first step
         return steps
 
     def identity(self) -> dict[str, Any]:
