@@ -1,8 +1,8 @@
 """The shuffler: workload → gather → plan → exchange, in two phases.
 
-`start_shuffle` takes a rank's next batch, as soon as it is known, and lets the worker thread gather and plan while
-earlier batches compute. `finish_shuffle` takes the same batch on its device, right after the copy, and exchanges rows.
-`shuffle` is one after the other. The work is done by the engine (engine.py).
+`start_shuffle` takes a rank's next batch as soon as it is loaded; the worker thread gathers and plans while earlier
+batches compute. `finish_shuffle` takes the same batch on its device, right after the copy, and exchanges rows.
+`shuffle` calls both. The engine (engine.py) does the work.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ T = TypeVar("T")
 class BaseTaskBalancedBatchShuffler(ABC):
     """Re-deals the rows of a global batch so that all ranks carry equal work.
 
-    A subclass says what a row costs, in one method; everything else is here. All ranks of a group construct the
-    shuffler with equal options and call it once per step, in the same order.
+    A subclass defines the cost of a row in one method. All ranks of a group construct the shuffler with equal options
+    and call it once per step, in the same order.
 
     Args:
-        options: settings; the defaults balance.
-        pg_group: ranks that share a global batch; default megatron-core's data-parallel group where parallel_state is
-            initialised, else all ranks. Where torch.distributed is not initialised yet, the group is looked up at first
-            use.
+        options: settings; by default the shuffler balances.
+        pg_group: ranks that share a global batch; default megatron-core's data-parallel group if parallel_state is
+            initialised, else all ranks. If torch.distributed is not initialised yet, the default is resolved at the
+            first use.
 
     Attributes:
         options: the settings.
-        token_feature_names: keys of KeyedJaggedTensors whose values are tokens, for `max_tokens_per_rank` and the
-            stats: a subclass may name them, the same on all ranks, before the first shuffle. None counts all but the
-            labels', and so whatever else comes with a row, such as times or drawn negatives.
+        token_feature_names: keys of KeyedJaggedTensors whose values count as tokens, for `max_tokens_per_rank` and the
+            stats. A subclass may set it before the first shuffle, equal on all ranks. None: all keys except the
+            labels', which includes other features of a row, such as timestamps or sampled negatives.
         engine: the threads and process groups; for pipelines.
     """
 
@@ -66,21 +66,21 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """Cost of every row of a batch.
 
         Args:
-            batch: a host batch where the pipeline has one, else the batch on its device.
+            batch: the host batch if the pipeline has one, else the batch on its device.
 
         Returns:
             int64 `(batch_size,)` on the device of the batch, not negative; the values of padding rows are ignored.
         """
 
     def get_groups(self, batch: Any) -> torch.Tensor:
-        """The group of every row: rows with equal numbers, of all ranks, end on one rank and in one batch.
+        """The group of every row: rows with the same number, of all ranks, end on one rank and in one batch.
 
-        For rows that a loss compares, such as the samples of one prompt. A subclass that has this method keeps groups
-        together, whatever `min_gain` says; one that has not moves every row by itself. A group counts as one row with
-        the sum of its workloads and tokens. With `equal_size` all groups have the same number of rows.
+        For rows that a loss compares, such as the samples of one prompt. If a subclass has this method, groups are
+        kept together whatever `min_gain` is; if not, every row moves independently. A group is planned like one row
+        with the sum of its workloads and tokens. With `equal_size` all groups must have the same number of rows.
 
         Args:
-            batch: as in `get_workloads`.
+            batch: see `get_workloads`.
 
         Returns:
             int64 `(batch_size,)` on the device of the batch; the values of padding rows are ignored.
@@ -88,14 +88,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
         raise NotImplementedError
 
     def calibrated(self, task: AttentionTask) -> AttentionTask | CalibratedTask:
-        """What a subclass computes its workloads with: measured times if `options.calibration` is set, else the task.
+        """The task to compute workloads with: measured times if `options.calibration` is set, else `task` itself.
 
-        To be called once, by the subclass' constructor after that of this class. A file that cannot be read, or was
-        measured on another model, is reported by the first shuffle, on every rank, since the ranks of other machines
-        may have a good one; so is one that was measured on another device, as soon as the batches' is known.
+        Call it once, in the subclass' constructor after `super().__init__()`. The first shuffle reports, on every rank,
+        a calibration file that cannot be read on some rank, or was measured on another model or another device.
 
         Args:
-            task: operations of the model.
+            task: counts the model's operations.
         """
         return self.engine.costs.calibrate(task)
 
@@ -106,7 +105,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
         return_indices: bool = False,
         return_workloads: bool = False,
     ) -> Any:
-        """Start and finish a shuffle at once.
+        """Start a shuffle and finish it at once.
 
         Args:
             batch: this rank's batch.
@@ -119,12 +118,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
             global ids: rows of the ranks before, padding included, plus the row) and the workloads.
 
         Raises:
-            ValueError, TypeError, KeyError: a mistake on any rank, on all of them; a field that requires grad is one.
-            RankMissingError: a rank did not take part in time.
+            ValueError, TypeError, KeyError: a mistake of any rank, raised on all; such as a field that requires grad.
+            RankMissingError: a rank did not join in time.
         """
         self.engine.look_at(batch)
         handle = self.start_shuffle(batch, pg_group)
-        # In mode "off" nobody else asks for them, and they are of this rank's own rows.
+        # Mode "off" computes no workloads elsewhere, and leaves this rank its own rows.
         own = self.get_workloads(batch) if return_workloads and self.options.mode == "off" else None
         result = self.finish_shuffle(batch, handle)
         if not (return_indices or return_workloads):
@@ -139,12 +138,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
         *,
         error: Exception | None = None,
     ) -> ShuffleHandle:
-        """Begin the shuffle of one step; returns at once, the worker thread gathers and plans.
+        """Start the shuffle of one step and return at once; the worker thread gathers and plans.
 
         Args:
             batch: this rank's batch, on the host or on its device; None if it has none.
             pg_group: the group, if not the shuffler's own.
-            error: an exception of the dataloader, to be raised on every rank.
+            error: an exception of this rank's dataloader, to be raised on every rank.
 
         Returns:
             The handle for `finish_shuffle`.
@@ -160,17 +159,17 @@ class BaseTaskBalancedBatchShuffler(ABC):
         On CUDA call it on the stream that copied the batch; nothing is read back from the device.
 
         Args:
-            batch: the batch that the shuffle was started with, on its device; `handle.empty_batch()` there if it was
-                started with None.
-            handle: what `start_shuffle` returned.
+            batch: the batch that the shuffle was started with, on its device; `handle.empty_batch()` on that device if
+                it was started with None.
+            handle: the result of `start_shuffle`.
 
         Returns:
-            The rows this rank trains, in ascending global id, padding last; `batch_size` is the largest of 1, the
+            The rows that this rank trains, in ascending global id, padding last; `batch_size` is the largest of 1, the
             batch's own and the number of real rows.
 
         Raises:
-            ValueError: a handle used twice or on another batch, or no rank had a batch.
-            Exception: what went wrong on any rank.
+            ValueError: a handle used twice or with another batch, or no rank had a batch.
+            Exception: an error of any rank, raised on all.
         """
         if not isinstance(handle, ShuffleHandle):
             raise TypeError(
@@ -183,13 +182,13 @@ class BaseTaskBalancedBatchShuffler(ABC):
     ) -> None:
         """Report how long this rank's own work on a batch took, for `speeds`, `rank_speeds` and warnings of slow ranks.
 
-        What counts is a part of the step that waits for no other rank and takes time by the load: the forward pass of
-        the dense layers, say, timed by CUDA events that have passed. The time of a whole step shows nothing, since in
-        collective training all ranks take as long as the slowest. The report travels with a later batch; ranks may
-        report every step or some.
+        Time a part of the step whose duration depends on the load and that waits for no other rank, for example the
+        forward pass of the dense layers, with CUDA events that have completed. The time of a whole step does not
+        differ between ranks, because each waits for the slowest. The report is sent with a later batch; ranks may
+        report every step or only some.
 
         Args:
-            milliseconds: positive, and less than an hour: any other time is dropped, with one warning.
+            milliseconds: positive and less than an hour; any other time is ignored, with one warning.
             stats: of the batch, such as the pipeline's `last_stats` after it was trained; None has no effect.
             pg_group: the group, if not the shuffler's own.
 
@@ -202,24 +201,24 @@ class BaseTaskBalancedBatchShuffler(ABC):
             self.engine.report_step_time(float(milliseconds), stats, pg_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint should keep of the shuffler: the speeds of the ranks; any rank's will do."""
+        """The state to save in a checkpoint: the speeds of the ranks; equal on all ranks."""
         return {"speeds": self.engine.step_times.speeds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the speeds of an earlier run, before the first shuffle; other numbers of ranks begin anew.
+        """Start with the speeds of an earlier run; ignored if that run had another number of ranks.
 
         Args:
-            state: of `state_dict`, the same on all ranks.
+            state: a result of `state_dict`, equal on all ranks.
 
         Raises:
-            RuntimeError: the shuffler has shuffled.
-            ValueError: speeds that are no integers.
+            RuntimeError: the shuffler has already shuffled.
+            ValueError: speeds that are not integers.
         """
         self.engine.step_times.load(state.get("speeds", []))
 
     @property
     def last_stats(self) -> ShuffleStats | None:
-        """Stats of the batch that was finished last; None before, and in mode "off"."""
+        """Stats of the last finished batch; None before the first, and in mode "off"."""
         return self.engine.read_stats()
 
     @property
@@ -229,36 +228,36 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
     @property
     def failure(self) -> RankMissingError | None:
-        """Which rank is missing, as soon as the worker thread knows; None while all is well."""
+        """The error about a missing rank, as soon as the worker thread has it; None before."""
         return self.engine.failure
 
     def drain(self) -> None:
         """Wait until the worker threads are idle.
 
         Raises:
-            RuntimeError: they are not, ten seconds after the timeout: an iterator of windows has not given its batch.
+            RuntimeError: they are still busy ten seconds after the timeout, because an iterator of windows blocks.
         """
         self.engine.drain()
 
     def abort(self) -> None:
-        """Break off whatever waits in this shuffler, on any thread, and close it: for a restart within the process.
+        """Abort every wait in this shuffler, on any thread, and close it: for a restart within the process.
 
-        A wait for a shuffle, for a window or for another rank raises ShufflerAbortedError at once, on this rank; on the
-        others it fails as for any rank that fails. What is called later raises it too. Takes a second at most, and
-        leaves neither a thread nor a connection that waits for a rank; a thread inside the user's iterator ends when
-        that returns. May be called on any thread, before the first shuffle, after `close`, and again.
+        On this rank, a wait for a shuffle, a window or another rank raises ShufflerAbortedError at once, and so does
+        every later call; on the other ranks the wait fails as after any rank's failure. Takes a second at most. No
+        thread or connection of this rank still waits for another rank afterwards; a thread inside the user's iterator
+        ends when the iterator returns. May be called on any thread, before the first shuffle, after `close`, and again.
 
-        NCCL's collectives are not this method's to end: `torch.distributed` aborts those.
+        It does not abort NCCL's collectives; `torch.distributed` has functions for that.
         """
         self.engine.abort()
 
     def close(self) -> None:
-        """End the worker thread and give back the shuffler's groups; the shuffler cannot be used afterwards."""
+        """End the worker thread and release the shuffler's groups; the shuffler cannot be used afterwards."""
         self.engine.close()
 
 
 class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
-    """Moves nothing; its use is the agreement on the end of the data, in training without balancing and evaluation."""
+    """Moves nothing, but lets all ranks agree on the end of the data; for unbalanced training, and for evaluation."""
 
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
         if options is None or isinstance(options, ShufflerOptions):

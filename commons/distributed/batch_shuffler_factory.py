@@ -1,4 +1,4 @@
-"""Shufflers by name: a model's package registers its own, and a training script asks for it."""
+"""BatchShufflerFactory: shufflers by name; a model's package registers one, and a training script creates it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from commons.checks import require_name
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 
-# What an installed package calls its shufflers: `mine = "my_package.shuffler"`, a module that registers "mine", or
-# `mine = "my_package.shuffler:MyBatchShuffler"`, the class.
+# The entry-point group of installed packages with shufflers: `mine = "my_package.shuffler"` is a module that registers
+# "mine", `mine = "my_package.shuffler:MyBatchShuffler"` the class itself.
 ENTRY_POINTS = "evenrank.shufflers"
 
 S = TypeVar("S", bound=type[BaseTaskBalancedBatchShuffler])
@@ -20,8 +20,8 @@ S = TypeVar("S", bound=type[BaseTaskBalancedBatchShuffler])
 class BatchShufflerFactory:
     """Registry of shuffler classes; used through its class methods, never instantiated.
 
-    "identity" and "tokens" are built in; "hstu" and "sid_gr" appear when those packages are imported, those of
-    other installed packages, entry points of the group "evenrank.shufflers", when they are looked up.
+    "identity" and "tokens" are built in; "hstu" and "sid_gr" are registered when those packages are imported. Shufflers
+    of other installed packages, in the entry-point group "evenrank.shufflers", are imported at their first use.
 
     Examples:
         >>> BatchShufflerFactory.is_registered("tokens")
@@ -42,13 +42,13 @@ class BatchShufflerFactory:
 
         Raises:
             ValueError: the name is taken, or empty.
-            TypeError: the class does not derive from BaseTaskBalancedBatchShuffler, or the name is no string.
+            TypeError: the class does not derive from BaseTaskBalancedBatchShuffler, or the name is not a string.
         """
         require_name(name, "batch shuffler", "my_model")
         if not (isinstance(shuffler_class, type) and issubclass(shuffler_class, BaseTaskBalancedBatchShuffler)):
             raise TypeError(
-                f"{shuffler_class!r} is no batch shuffler; a shuffler derives from BaseTaskBalancedBatchShuffler: make "
-                "it the base class"
+                f"{shuffler_class!r} is not a batch shuffler; a shuffler derives from BaseTaskBalancedBatchShuffler: "
+                "make that the base class"
             )
         if name in cls._registry:
             raise ValueError(
@@ -86,7 +86,7 @@ class BatchShufflerFactory:
 
         Raises:
             KeyError: the config has no "type", or the type is unknown.
-            TypeError: the config is no dictionary.
+            TypeError: the config is not a dictionary.
         """
         if not isinstance(config, Mapping):
             raise TypeError(
@@ -107,18 +107,18 @@ class BatchShufflerFactory:
 
     @classmethod
     def is_registered(cls, name: str) -> bool:
-        """Whether a name is registered, or an installed package brings it.
+        """Whether a name is registered, or is an entry point of an installed package.
 
         Raises:
-            ImportError: the package that brings it cannot be imported.
+            ImportError: that package cannot be imported.
         """
         return name in cls._registry or cls._load_entry_point(name)
 
     @classmethod
     def clear_registry(cls) -> None:
-        """Remove every name, those of the built-in shufflers and of imported packages too, as a test may want to.
+        """Remove every name, including the built-in ones and those of imported packages; for tests.
 
-        Importing them again registers nothing. What `list_available` returned before brings them back.
+        Importing the packages again does not register them again. Keep `list_available()` to restore the registry.
 
         Examples:
             >>> before = BatchShufflerFactory.list_available()
@@ -136,7 +136,7 @@ class BatchShufflerFactory:
             available = ", ".join(sorted(cls._registry)) or "none"
             raise KeyError(
                 f"batch shuffler {name!r} is not registered. Available shufflers: {available}; import the package that "
-                "registers it (import hstu brings 'hstu', import sid_gr 'sid_gr'), or register it"
+                "registers it (import hstu registers 'hstu', import sid_gr 'sid_gr'), or register it"
             )
         return cls._registry[name]
 
@@ -146,7 +146,7 @@ class BatchShufflerFactory:
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
             try:
                 loaded = entry_point.load()
-            except Exception as error:  # a package may raise whatever it likes
+            except Exception as error:  # a package may raise anything at import
                 raise ImportError(
                     f"batch shuffler {name!r} is {entry_point.value} of an installed package, which cannot be imported "
                     f"({type(error).__name__}: {error}): mend or uninstall it"

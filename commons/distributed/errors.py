@@ -1,4 +1,4 @@
-"""Errors that travel: what went wrong on one rank, or differs between ranks, raised on all of them."""
+"""Errors of one rank, or differences between ranks, raised on all ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 T = TypeVar("T")
 
-# The exception types that travel by name: a user's mistake raises the same type on every rank.
+# Exception types that are raised under their own name on every rank; any other becomes a RuntimeError.
 _USER_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
-# Characters of an error's text that travel; how many different errors, and ranks of each, a message names.
+# Characters of an error's text that are sent; how many different errors, and ranks of each, a message names.
 _LONGEST = 4000
 _NAMED = 16
-# Bytes of text that travel as one integer.
+# Bytes of text in one int64.
 _WORD = 8
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a function returns, or its error, which the other ranks wait to know."""
+    """The result of a function and None, or None and its exception, which is to be raised on all ranks."""
     try:
         return function(), None
     except Exception as error:
@@ -29,46 +29,46 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def describe_error(error: BaseException) -> list[str]:
-    """Type name and text of an error, for the other ranks; never fails, whatever the error is."""
+    """Type name and text of an error, for the other ranks; raises nothing, even where str() of the error does."""
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     except Exception as broken:
-        text = f"its text cannot be had: str() of it raises {type(broken).__name__}"
+        text = f"its text is not available: str() of it raises {type(broken).__name__}"
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}… and {len(text) - _LONGEST} more characters"
-    # A lone surrogate, as a file name may hold, has no UTF-8 and could not be printed.
+    # A lone surrogate, which a file name may contain, cannot be encoded as UTF-8.
     return [part.encode(errors="backslashreplace").decode() for part in (type(error).__name__, text)]
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without the place in the sources and the C++ frames of torch and gloo."""
+    """The first line of an error's text, without torch's and gloo's source positions and C++ frames."""
     text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", describe_error(error)[1].strip())
-    # gloo goes on with advice that is ours to give.
+    # gloo's advice is dropped: messages here end in their own.
     return re.split(r"\n|\. This is typically", text)[0] or type(error).__name__
 
 
 def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> list[str]:
-    """One string per rank.
+    """Gather one string from each rank.
 
     Args:
-        text: of this rank.
+        text: this rank's string.
         gather: gathers int64 `(n,)` of every rank into `(world_size, n)`; called twice.
     """
-    encoded = text.encode(errors="backslashreplace")  # of a lone surrogate, which UTF-8 has no bytes for
+    encoded = text.encode(errors="backslashreplace")  # a lone surrogate cannot be encoded as UTF-8
     sizes = gather(np.array([len(encoded)]))[:, 0]
     words = max(-(-int(sizes.max()) // _WORD), 1)
-    padded = bytearray(encoded.ljust(words * _WORD))  # torch warns of memory that it could not write to
+    padded = bytearray(encoded.ljust(words * _WORD))  # writable: torch warns of read-only memory
     rows = gather(np.frombuffer(padded, dtype=np.int64))
     return [rows[rank].tobytes()[:size].decode() for rank, size in enumerate(sizes)]
 
 
 def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Raise what went wrong on any rank; called by all ranks together, once they know that there may be something.
+    """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together.
 
     Args:
-        error: of this rank, if it has one.
-        names: how the ranks are called.
-        gather: as of `gather_strings`.
+        error: this rank's error, if any.
+        names: number of each rank in messages.
+        gather: see `gather_strings`.
     """
     texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
     raise_first_error([json.loads(text) if text else None for text in texts], error, names)
@@ -77,15 +77,15 @@ def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable
 def raise_first_error(
     described: Sequence[list[str] | None], own: Exception | None, names: Sequence[int] | None = None
 ) -> None:
-    """Raise the errors of all ranks as one, of the first failing rank's type where that is a user's mistake.
+    """Raise the errors of all ranks as one error; a ValueError, TypeError or KeyError if the first rank's error is one.
 
-    One that has been raised on all ranks like this before, such as a window's that a pipeline has met, stays as it is.
-    The error's attribute `failed_ranks` lists these ranks; its cause is this rank's own error.
+    An error that this function has raised on all ranks before, such as the error of a window, is raised unchanged. The
+    new error's attribute `failed_ranks` lists the ranks with an error; its cause is this rank's own error.
 
     Args:
-        described: `describe_error` of each rank's error; None or nothing for a rank without one.
-        own: this rank's error, if it has one.
-        names: how the ranks are called; 0, 1, … if not given.
+        described: `describe_error` of each rank's error; None or empty for a rank without one.
+        own: this rank's error, if any.
+        names: number of each rank in messages; 0, 1, … if not given.
     """
     ranks_with: dict[tuple[str, str], list[int]] = {}
     for rank, item in zip(range(len(described)) if names is None else names, described):
@@ -109,22 +109,22 @@ def raise_first_error(
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Rank 3, or ranks 1, 2: the first few, and how many more there are."""
+    """Ranks in words, such as "rank 3" or "ranks 1, 2 and 30 more"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 def listed(each: Sequence[Any], separator: str = ", ") -> str:
-    """The first few in words, and how many more there are."""
+    """The first few items, and how many more there are."""
     more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
     return separator.join(map(str, each[:_NAMED])) + more
 
 
 def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
-    """Raise ValueError, the same on all ranks, if they make different calls or the same with different options.
+    """Raise the same ValueError on all ranks if they make different calls, or one call with different options.
 
     Args:
-        calls: name and options of every rank's call.
-        names: how the ranks are called.
+        calls: name and options of each rank's call.
+        names: number of each rank in messages.
     """
     (_, first), of_first = calls[0], names[0]
     callers: dict[str, list[int]] = {}

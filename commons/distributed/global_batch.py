@@ -1,7 +1,7 @@
-"""What the gather tells of a global batch beyond the rows that a rank gets: the lengths of all rows, by rank.
+"""GlobalBatch: the lengths of all rows of a global batch, by rank, attached to a rank's part of it.
 
-A model that needs a number over all ranks, of its loss terms say, then has it without asking. It comes with the batch:
-through copies as a whole, and as long as the fields and the numbers of rows are those that were exchanged.
+A model that needs a count over all ranks, such as that of its loss terms, reads it from there without a collective. The
+attachment survives copies of the whole batch, and is valid while the batch's fields and row counts are unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class GlobalBatch:
     """The global batch of one step, of which a rank's batch is a part."""
 
     schema: BatchSchema  # of the batches
-    plan: ShufflePlan  # where every row is trained
-    step: int  # of the window that the plan is made for; 0 where it is made for one batch
+    plan: ShufflePlan  # the place of every row
+    step: int  # within the plan's window; 0 if the plan is of one batch
     members: Sequence[int]  # global ranks of the group
-    described: dict[str, Any]  # by name, the fields of the rank's batch that are such rows, and no branches
+    described: dict[str, Any]  # by name, the top-level row fields of the rank's batch
     row_counts: tuple[int, int | None]  # `batch_size` and `actual_batch_size` of the rank's batch
 
     def of_copy(self, batch: BaseBatch, copied: BaseBatch) -> GlobalBatch:
-        """The same for a copy of a batch as a whole."""
+        """The attachment for a copy of a whole batch."""
         fields = {name: getattr(copied, name) for name in self.described if self._describes(batch, name)}
         return dataclasses.replace(self, described=fields)
 
@@ -64,12 +64,12 @@ class GlobalBatch:
         rank = plan.destination[here] // steps
         (of_key,) = plan.gathered.lengths_of_keys([columns[batch.features.keys().index(key)]])[:, here]
         ends = np.cumsum(np.bincount(rank, minlength=plan.gathered.num_ranks))
-        # One sort for all ranks, of which there may be thousands.
+        # One sort instead of one selection for each of perhaps thousands of ranks.
         return np.split(of_key[np.argsort(rank, kind="stable")], ends[:-1])
 
     @property
     def _trained_now(self) -> np.ndarray | slice:
-        """The rows of this step: bool `(N,)`, or all."""
+        """The rows of this step: bool `(N,)`, or a slice of all."""
         steps = self.plan.gathered.steps
         return slice(None) if steps == 1 else self.plan.destination % steps == self.step
 
@@ -87,23 +87,23 @@ class GlobalBatch:
         return list(self.members) == ([0] if group is None else dist.get_process_group_ranks(group))
 
     def _describes(self, batch: BaseBatch, name: str) -> bool:
-        if (batch.batch_size, batch.actual_batch_size) != self.row_counts:  # set since: other rows are trained
+        if (batch.batch_size, batch.actual_batch_size) != self.row_counts:  # changed since the exchange
             return False
         return name in self.described and getattr(batch, name, None) is self.described[name]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a batch's pickle or deep copy has fields of its own
+        return type(None), ()  # not kept by pickles and deep copies, whose fields are other objects
 
 
 def attach_global_batches(batches: Sequence[Any], prepared: PreparedShuffle, members: Sequence[int]) -> list[Any]:
-    """Let the batches that a rank trains know of the global batches that they are parts of.
+    """Attach a GlobalBatch to each batch that a rank trains.
 
-    Where no rank's rows change, batches are those that the caller has brought, who may train them in other steps too:
-    nothing is attached, on any rank. Where another rank's do, a batch whose own rows stay is returned as a copy.
+    If no rank's rows change, the batches are the caller's own objects, which may be trained in other steps too: nothing
+    is attached, on any rank. If only other ranks' rows change, this rank's batch is returned as a copy.
 
     Args:
-        batches: one for each step of the plan.
-        prepared: the plan, carried out.
+        batches: one for each step of the plan, after the exchange.
+        prepared: the plan.
         members: global ranks of the group.
     """
     plan, schema, exchange = prepared.plan, prepared.schema, prepared.exchange

@@ -1,4 +1,4 @@
-"""The loss whose averaged gradient is that of the global mean, however the samples lie on the ranks; and for a log."""
+"""A loss whose averaged gradient is that of the global mean, wherever the samples are; and its value for a log."""
 
 from __future__ import annotations
 
@@ -24,72 +24,73 @@ def global_mean_loss(
 ) -> torch.Tensor:
     """The loss to call `backward` on: `W · local_sum ÷ global count` for `W` ranks.
 
-    DistributedDataParallel and TorchRec's embeddings both divide gradients by `W`; with this loss the average over
-    ranks is the gradient of the mean over all `global count` terms. A mean per rank would weigh the terms of
-    a rank with few of them more, and so depend on which rank a sample is on.
+    DistributedDataParallel and TorchRec's embeddings divide gradients by `W`; with this loss, the average over ranks is
+    the gradient of the mean over all `global count` terms. With a mean per rank, the terms of a rank with few terms
+    would weigh more, and the gradient would depend on which rank a sample is on.
 
-    A model may return it from its own `forward`: to symbolic tracers, such as that of TorchRec's pipelines, it is one
-    node of the graph, and what it is given is checked when the model runs.
+    A model may return this loss from its own `forward`: for symbolic tracers, such as that of TorchRec's pipelines, it
+    is one node of the graph, and the arguments are checked when the model runs.
 
     Print `mean_over_ranks(loss)`, not the loss of one rank.
 
-    A mistake that the all-reduce of counts can carry is raised on all ranks, whichever made it. On CUDA they do not
-    read its result, so as not to wait for the device: there the rank itself raises, and the others get NaN.
+    Without `global_count`, an all-reduce adds up the counts, and a mistake of one rank is raised on all ranks. On CUDA
+    only that rank raises, and the others get NaN, because reading the result would wait for the device.
 
     Args:
         local_sum: 0-dimensional floating-point tensor, the sum of this rank's loss terms.
-        local_count: number (or total weight) of these terms: a number of Python or numpy or a 0-dimensional tensor, of
-            any dtype but bool, not the same on all ranks perhaps. Counts are added up in float64. May be zero, not
+        local_count: number (or total weight) of these terms: a Python or numpy number or a 0-dimensional tensor, of any
+            dtype except bool; dtypes may differ between ranks. Counts are added up in float64. May be zero, not
             negative.
         pg_group: the ranks that share the global batch; default as for the shuffler.
-        global_count: the counts of all ranks together, a number of the host, where it is known, such as
-            `batch.global_loss_terms()`; the same on all ranks, or None on all: then the counts are added up by an
-            all-reduce, for which the backward pass waits.
+        global_count: the sum of all ranks' counts, a number on the host, if it is known, such as
+            `batch.global_loss_terms()`; equal on all ranks. None, on all ranks: an all-reduce adds up the counts, and
+            the backward pass waits for it.
 
     Returns:
-        0-dimensional tensor with the graph of `local_sum`; zero, with its graph, if no rank has a term. Its dtype is
-        float64 where that of `local_sum` is, else float32: `W ÷ global count` has too few digits in bfloat16 and may be
-        too small for float16, and so may be the mean; a sum in half precision is therefore widened first.
+        0-dimensional tensor with the graph of `local_sum`; zero, with its graph, if no rank has a term. float64 if
+        `local_sum` is, else float32: `W ÷ global count` has too few digits in bfloat16, and it and the mean may be too
+        small for float16; so a half-precision sum is converted first.
 
     Raises:
-        ValueError: `local_sum` is no floating-point scalar; `local_count` no scalar; or a count on the host, negative
-            or not finite.
-        TypeError: `local_sum` is no tensor, `local_count` a bool or no number, `global_count` not a number of the host,
-            or `pg_group` no process group.
+        ValueError: `local_sum` is not a floating-point scalar, `local_count` is not a scalar, or a count on the host is
+            negative or not finite.
+        TypeError: `local_sum` is not a tensor, `local_count` is a bool or not a number, `global_count` is not a number
+            on the host, or `pg_group` is not a process group.
     """
     group = _traceable(resolve_process_group(pg_group), local_sum, local_count, global_count)
     return _scale_to_global_mean(local_sum, local_count, group, global_count)
 
 
 def mean_over_ranks(value: SupportsFloat | torch.Tensor, pg_group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The mean of a number over ranks: of the losses that `global_mean_loss` returns, the loss of the global batch.
+    """The mean of a number over ranks, for a log; the mean of `global_mean_loss` is the loss of the global batch.
 
-    A rank's own loss is `W · local_sum ÷ global count`, and says little by itself: a rank with few terms has a small
-    one. Their mean is what one process would have over the global batch. For a log; it has no gradient.
+    A rank's own loss is `W · local_sum ÷ global count`, which is small on a rank with few terms. The mean over ranks is
+    the loss that one process would compute for the global batch. It has no gradient.
 
-    All ranks of the group call this together, also those that print nothing.
+    All ranks of the group call this together, including ranks that do not print it.
 
     Args:
-        value: 0-dimensional tensor of any dtype but bool and complex, or a number; of this rank.
+        value: this rank's number, or a 0-dimensional tensor of any dtype except bool and complex.
         pg_group: the ranks; default as for `global_mean_loss`.
 
     Returns:
-        float64 scalar tensor, the same on all ranks, on the device of `value`, or CUDA where the group has no other;
-        the host waits when it reads the number.
+        float64 scalar tensor, equal on all ranks, on the device of `value`, or on CUDA if the group supports only that;
+        reading it on the host waits for the device.
 
     Raises:
-        ValueError: `value` is no scalar.
-        TypeError: `value` is a bool or no number, or `pg_group` no process group; on all ranks as `global_mean_loss`.
+        ValueError: `value` is not a scalar.
+        TypeError: `value` is a bool or not a number, or `pg_group` is not a process group; on all ranks as for
+            `global_mean_loss`.
 
     Examples:
-        >>> f"loss {mean_over_ranks(torch.tensor(0.5)):.4f}"  # without process groups, of one rank
+        >>> f"loss {mean_over_ranks(torch.tensor(0.5)):.4f}"  # a single process
         'loss 0.5000'
     """
     return _mean_over_ranks(value, _traceable(resolve_process_group(pg_group), value))
 
 
 def _traceable(group: dist.ProcessGroup | None, *values: Any) -> dist.ProcessGroup | str | None:
-    """A group, by name if a symbolic tracer looks: it would keep the group in the user's model, for no copy to hold."""
+    """The group, or its name under a symbolic tracer, which would store the group in the model and prevent copies."""
     if group is not None and any(isinstance(value, torch.fx.Proxy) for value in values):
         return group.group_name
     return group
@@ -103,7 +104,7 @@ def _resolved(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None
 
 @torch.fx.wrap
 def _mean_over_ranks(value: SupportsFloat | torch.Tensor, group: dist.ProcessGroup | str | None) -> torch.Tensor:
-    """What `mean_over_ranks` returns; symbolic tracers do not look inside."""
+    """`mean_over_ranks`, as a single node for symbolic tracers."""
     group = _resolved(group)
     error = _number_error("value", value, "for each rank", ("take its mean or sum", "pass float(...)"))
     device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
@@ -120,7 +121,7 @@ def _scale_to_global_mean(
     group: dist.ProcessGroup | str | None,
     global_count: SupportsFloat | None,
 ) -> torch.Tensor:
-    """What `global_mean_loss` returns; symbolic tracers do not look inside."""
+    """`global_mean_loss`, as a single node for symbolic tracers."""
     group = _resolved(group)
     world_size = 1 if group is None else dist.get_world_size(group)
     error = _sum_error(local_sum) or _count_error("local_count", local_count)
@@ -132,7 +133,7 @@ def _scale_to_global_mean(
         return _widened(local_sum) * (0.0 if terms <= 0 else world_size / terms)
     device = local_sum.device if isinstance(local_sum, torch.Tensor) else _device_of_tensors(group)
     count = _sum_over_ranks(local_count, device, error, group)
-    # where, not clamp: a division by zero must not happen even in the branch that is not taken (its gradient is NaN).
+    # `where` twice: the unused branch must not divide by zero either, because its gradient would be NaN.
     nothing = count <= 0
     scale = torch.where(
         nothing, torch.zeros_like(count), world_size / torch.where(nothing, torch.ones_like(count), count)
@@ -151,13 +152,12 @@ def _sum_over_ranks(
     error: Exception | None,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """The sum of a number of every rank, a new float64 scalar on `device`; without a group, the number.
+    """All-reduce a number; returns a new float64 scalar on `device`. Without a group, the number itself.
 
-    A rank with an error, whose number may be none, takes part with NaN, so that nothing but this number is sent while
-    all is well.
+    A rank with an error contributes NaN, so that no further collective is needed while no rank has one.
 
     Raises:
-        Exception: this rank's error, or on the host, where reading the sum costs nothing, that of any rank.
+        Exception: this rank's error; on the host, where reading the sum is free, the errors of all ranks.
     """
     if group is None and error is not None:
         raise error
@@ -173,24 +173,24 @@ def _sum_over_ranks(
 
 
 def _gather(values: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
-    """`values` of all ranks, int64 `(world_size, n)`."""
+    """Gather `values` of all ranks, int64 `(world_size, n)`."""
     gathered = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64)
     all_gather_single(gathered, torch.from_numpy(values), group=group)
     return gathered.numpy().reshape(-1, len(values))
 
 
 def _device_of_tensors(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the other ranks have their loss, as far as a rank can say that has none."""
+    """The device of the other ranks' losses, as far as a rank without a tensor can determine it."""
     on_cuda = group is not None and serves(group, "cuda") and torch.cuda.is_initialized()
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def _sum_error(local_sum: Any) -> Exception | None:
-    """What is wrong with a sum of loss terms, if anything."""
+    """The error in a sum of loss terms, if any."""
     if not isinstance(local_sum, torch.Tensor):
         return TypeError(
-            f"local_sum is a {type(local_sum).__name__}; it must be a tensor with the model's graph, on a rank without "
-            "loss terms too: sum its terms, of which there may be none"
+            f"local_sum is a {type(local_sum).__name__}; it must be a tensor with the model's graph, also on a rank "
+            "without loss terms: pass the sum of its terms, which may be empty"
         )
     if local_sum.dim() != 0 or not local_sum.is_floating_point():
         return ValueError(
@@ -201,7 +201,7 @@ def _sum_error(local_sum: Any) -> Exception | None:
 
 
 def _count_error(name: str, count: Any) -> Exception | None:
-    """What is wrong with a count of loss terms, if anything; what lies on a device is not read."""
+    """The error in a count of loss terms, if any; a tensor on a device is not read."""
     error = _number_error(
         name, count, "of loss terms", ("count the rank's loss terms", "sum their mask, or pass int(...)")
     )
@@ -210,8 +210,8 @@ def _count_error(name: str, count: Any) -> Exception | None:
     on_device = isinstance(count, torch.Tensor) and count.device.type != "cpu"
     if on_device and name == "global_count":
         return TypeError(
-            f"global_count is a tensor on {count.device}; it must be a number of the host, or it would have to be "
-            "waited for: leave it out, and local_count is added up over the ranks"
+            f"global_count is a tensor on {count.device}; it must be a number on the host, since reading it from a "
+            "device waits: leave it out, and local_count is added up over the ranks"
         )
     if on_device or torch.compiler.is_compiling():
         return None
@@ -221,13 +221,13 @@ def _count_error(name: str, count: Any) -> Exception | None:
 
 
 def _number_error(name: str, value: Any, what: str, remedies: tuple[str, str]) -> Exception | None:
-    """ValueError for what is no scalar, TypeError for what is no number, None for what is one.
+    """ValueError for a value that is not a scalar, TypeError for one that is not a number, else None.
 
     Args:
         name: of the value.
-        value: anything.
-        what: which number it must be.
-        remedies: for what is no scalar, and no number.
+        value: of any type.
+        what: end of "it must be a number …".
+        remedies: for a value that is not a scalar, and for one that is not a number.
     """
     shape = tuple(getattr(value, "shape", ()))
     if shape:
@@ -239,9 +239,9 @@ def _number_error(name: str, value: Any, what: str, remedies: tuple[str, str]) -
 
 
 def _as_float64(count: SupportsFloat | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A new float64 scalar on `device`: one dtype on all ranks, whatever they count in, and exact up to 2^53.
+    """A new float64 scalar on `device`: one dtype on all ranks, exact up to 2^53.
 
-    A number on the host is written by a kernel's argument: a copy from the host would wait for the forward pass.
+    `full` passes a number from the host as a kernel argument; a copy from the host would wait for the forward pass.
     """
     if isinstance(count, torch.Tensor) and count.device == device:
         return count.detach().to(torch.float64, copy=True)

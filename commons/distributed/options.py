@@ -29,16 +29,19 @@ class ShufflerOptions:
         equal_size: ranks get row counts that differ by at most one, wherever anything moves.
         transport: "all_to_all" sends each row once, "all_gather" sends it to all; "auto" takes the first where the
             backend has it. Both give bit-identical batches.
-        slack: fraction of the best load, in [0, 1], that may be given up to keep rows on the rank they are on.
-        ranks_per_node: ranks that share a node; rows that leave a node count four times. None: nodes are not looked at.
-        max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names says what counts as one);
-            where no plan keeps it, the one exceeding it least is taken.
-        min_gain: when less than this fraction of the largest load would be gained, nobody moves; 0 switches that off.
-        calibration: a file of `evenrank calibrate`; workloads are then measured times instead of operations. None: off.
-        speeds: "equal" gives all ranks equal loads, "measured" gives a slow rank less (`report_step_time`), "observe"
-            reports what that would gain.
-        timeout: seconds after which a rank that does not take part is reported.
-        verify: compare a checksum of every row before and after; for debugging, it waits for the device.
+        slack: in [0, 1], by which fraction the largest load may exceed the best one found, to keep more rows on the
+            rank they are on.
+        ranks_per_node: ranks per node; a row that leaves its node then counts as four moved rows. None: nodes are
+            ignored.
+        max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names selects the keys that are
+            counted); if no plan keeps it, the plan with the smallest excess is used. None: no cap.
+        min_gain: no row moves if the largest load would fall by less than this fraction; 0 switches this off.
+        calibration: a file of `evenrank calibrate`, with which workloads are measured times instead of operations.
+            None: operations.
+        speeds: "equal" gives all ranks equal loads, "measured" gives slow ranks smaller ones (`report_step_time`),
+            "observe" reports the gain of "measured" without using it.
+        timeout: seconds after which a rank that has not joined a collective is reported.
+        verify: compare a checksum of every row before and after the exchange; for debugging, waits for the device.
 
     Raises:
         ValueError: a value outside its range, or an unknown name.
@@ -86,7 +89,7 @@ class ShufflerOptions:
                 raise ValueError(f"{name} is {value!r}; it is a positive integer below 2**63, or None: correct it")
 
     def plan_arguments(self) -> dict[str, Any]:
-        """The options of `ShufflePlanner` that these are."""
+        """These options as arguments of `ShufflePlanner`."""
         return {
             "method": self.partitioner,
             "equal_size": self.equal_size,
@@ -102,14 +105,14 @@ class ShufflerOptions:
 
 
 def reject_options_as(**arguments: Any) -> None:
-    """Raise TypeError where a shuffler was given its options in the place of another argument."""
+    """Raise TypeError if one of the arguments is a ShufflerOptions, passed by position by mistake."""
     for name, value in arguments.items():
         if isinstance(value, ShufflerOptions):
             raise TypeError(f"{name} is a ShufflerOptions; a shuffler's settings have a keyword: pass options=...")
 
 
 def require_names(argument: str, names: Any) -> list[str]:
-    """The names as a list; raises TypeError for one string, which would be taken for its letters, and for no names."""
+    """The names as a list; raises TypeError for a single string, and for anything that is not a list of strings."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} is {names!r}; it must be a list of names, or None: put it into a list")
     listed = list(names)

@@ -1,4 +1,4 @@
-"""Which ranks share a global batch: one rule for the shuffler, the loss and every pipeline."""
+"""The process group whose ranks share a global batch: one rule for the shuffler, the loss and every pipeline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# torch 2.13 renames all_gather_into_tensor and warns of the old name; 2.11 has the old one alone.
+# torch 2.13 renames all_gather_into_tensor and warns of the old name; 2.11 has only the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -15,7 +15,7 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
     """The data-parallel group: the one given, else megatron-core's, else WORLD.
 
     Args:
-        pg_group: a process group, or None to let the environment decide.
+        pg_group: a process group, or None for the default.
 
     Returns:
         The group, or None if torch.distributed is not initialised: a single process is a group of one.
@@ -28,8 +28,8 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
         require_process_group(pg_group)
         if pg_group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(pg_group) < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in the process group that it was given; every rank passes the group "
-                "that it belongs to: pass the result of new_group on its members only"
+                f"rank {dist.get_rank()} is not in the given process group; every rank passes a group that it belongs "
+                "to: pass the result of new_group on its members only"
             )
         return pg_group
     if not (dist.is_available() and dist.is_initialized()):
@@ -39,7 +39,7 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
 
 
 def tensor_parallel_group() -> dist.ProcessGroup | None:
-    """This rank's tensor-parallel group of megatron-core; None where there is none of several ranks."""
+    """This rank's tensor-parallel group of megatron-core; None without megatron-core, and for a group of one rank."""
     parallel_state = _parallel_state()
     group = None if parallel_state is None else parallel_state.get_tensor_model_parallel_group()
     return group if group is not None and dist.get_world_size(group) > 1 else None
@@ -47,13 +47,13 @@ def tensor_parallel_group() -> dist.ProcessGroup | None:
 
 def _parallel_state() -> Any:
     """megatron-core's parallel_state, if it is initialised."""
-    # Looked up rather than imported: where megatron-core is in use, its user has imported it.
+    # Looked up, not imported: whoever uses megatron-core has imported it.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     return parallel_state if parallel_state is not None and parallel_state.model_parallel_is_initialized() else None
 
 
 def require_process_group(pg_group: Any) -> None:
-    """Raise TypeError unless this is a process group, or what `new_group` returns to those outside it."""
+    """Raise TypeError unless this is a process group, or `new_group`'s result on ranks outside of the group."""
     if not isinstance(pg_group, dist.ProcessGroup) and pg_group != dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
             f"pg_group is a {type(pg_group).__name__}; it must be a process group: pass the result of new_group, or of "

@@ -1,6 +1,6 @@
-"""Names of the stage's parts in a trace: evenrank/workload, gather, plan, wait, exchange and select.
+"""Spans: name the stage's parts in a profiler's trace as evenrank/workload, gather, plan, wait, exchange and select.
 
-docs/observe.md says on which thread each of them runs, and how to record them.
+docs/observe.md lists the thread of each part, and shows how to record them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Part = Literal["workload", "gather", "plan", "wait", "exchange", "select"]
 
 
 class RecordedSpan(NamedTuple):
-    """What one thread has done for a while; times are nanoseconds since 1970."""
+    """One span of one thread; times are nanoseconds since 1970."""
 
     name: str
     thread: int  # its native id
@@ -27,38 +27,39 @@ class RecordedSpan(NamedTuple):
 
 
 class SpanRecorder:
-    """Records the spans of all threads but the one that makes it, from `start` to `stop`: for that one torch does.
+    """Records the spans of all threads except its own, whose spans torch's profiler records.
 
-    torch can record every thread too (`profile_all_threads`), but not safely while they run: in torch 2.13 a profiler
-    that stops meanwhile waits for ever or corrupts memory.
+    torch's `profile_all_threads` is not safe while other threads run: in torch 2.13, stopping the profiler meanwhile
+    hangs or corrupts memory.
     """
 
-    current: SpanRecorder | None = None  # the one that records
+    current: SpanRecorder | None = None  # the active recorder
 
     def __init__(self) -> None:
         self.spans: list[RecordedSpan] = []
         self._left_out = threading.get_native_id()
 
     def start(self) -> None:
-        """Record from now on; no other recorder does."""
+        """Start recording; replaces the active recorder."""
         SpanRecorder.current = self
 
     def stop(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         SpanRecorder.current = None
 
     def add(self, name: str, began: int) -> None:
-        """Take a span that ends now."""
+        """Add a span that ends now."""
         thread = threading.current_thread()
         if thread.native_id is not None and thread.native_id != self._left_out:
             self.spans.append(RecordedSpan(name, thread.native_id, thread.name, began, time.time_ns()))
 
 
 def span(part: Part) -> _Span:
-    """A context manager: what is done in it is named in the trace of whatever profiler runs.
+    """A context manager that names its body in a profiler's trace.
 
-    While one of this process' profilers does, it is `record_function`, whose name is shown beside the GPU's work too.
-    Otherwise it takes two microseconds, not ten, keeps the GIL, and serves profilers from outside.
+    While a profiler of this process runs, it uses `record_function`, whose name also appears beside the GPU's work.
+    Otherwise it uses torch's fast variant for external profilers, which takes two microseconds, not ten, and keeps the
+    GIL.
 
     >>> with span("plan"):
     ...     pass
@@ -80,9 +81,9 @@ class _Span:
         self._named.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        try:  # noqa: SIM105  contextlib.suppress takes as long as all the rest
+        try:  # noqa: SIM105  contextlib.suppress would double the time
             self._named.__exit__(*error)
-        except RuntimeError:  # torch's, where a profiler of all threads has begun meanwhile
+        except RuntimeError:  # from torch, if a profiler of all threads has started meanwhile
             pass
         if self._began and (recorder := SpanRecorder.current) is not None:
             recorder.add(self._name, self._began)

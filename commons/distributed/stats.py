@@ -1,6 +1,6 @@
-"""ShuffleStats: what the shuffler did for one batch, in numbers that are the same on every rank but for the times.
+"""ShuffleStats: what the shuffler did for one batch, in numbers; all but times and bytes are equal on all ranks.
 
-docs/stats.md is the table of them for readers.
+docs/stats.md explains each of them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from commons.perf_model.shuffle_plan import ShufflePlan
 
 @dataclass(frozen=True)
 class ShuffleStats:
-    """One step of the shuffler.
+    """The stats of one step.
 
     Loads are in operations or, with a calibration, in its unit of time. In mode "observe" `largest_load_after`,
-    `imbalance_after`, `optimality_gap` and the savings are those of the plan that was not carried out. A gated step
-    saves nothing, and is reported so.
+    `imbalance_after`, `optimality_gap` and the savings describe the plan, although it is not carried out. A gated step
+    has no savings.
 
-    With `speeds="measured"`, `largest_load_*`, `imbalance_*`, `lower_bound` and the savings are of times: a load counts
-    as what the fastest rank does in the time that its own rank takes for it.
+    With `speeds="measured"`, `largest_load_*`, `imbalance_*`, `lower_bound` and the savings are times: a rank's time
+    for its load, expressed as the load that the fastest rank processes in that time.
 
-    Where a window of batches was planned together, "before" is of the step's place in the window as the batches were
-    loaded, "after" of the step that is trained there: other rows, so that only sums over the window compare. Its bound,
-    bytes and times are shared out evenly among its steps; `optimality_gap`, `predicted_saving`, `moved` and `gated`
-    are those of the window.
+    In a window, "before" describes the batches as they were loaded and "after" the batches as they are trained. A
+    step's batch before and after has different rows, so compare only sums over the window. The window's bound, bytes
+    and times are divided evenly among its steps; `optimality_gap`, `predicted_saving`, `moved` and `gated` are the
+    window's.
     """
 
     step: int  # number of the batch since the shuffler was made
     window: int  # batches of a rank that were planned together; 1 without a window
-    imbalance_before: float  # largest load divided by the mean, minus 1, where the rows were
+    imbalance_before: float  # largest load divided by the mean, minus 1, before balancing
     imbalance_after: float  # the same under the plan
-    largest_load_before: int  # load of the fullest rank where the rows were
+    largest_load_before: int  # load of the fullest rank before balancing
     largest_load_after: int  # the same under the plan
     lower_bound: int  # no plan can have a smaller largest load
     optimality_gap: float  # largest planned load divided by the bound, minus 1
@@ -48,44 +48,44 @@ class ShuffleStats:
     rows_moved: int  # rows that changed rank
     tokens_moved: int  # their tokens
     token_fraction_moved: float  # the same as a fraction of all tokens
-    rows_moved_across_nodes: int | None  # rows that left their node; None where `ranks_per_node` is not given
-    tokens_moved_across_nodes: int | None  # their tokens; None where `ranks_per_node` is not given
-    excess_tokens: int  # how far the fullest rank exceeds `max_tokens_per_rank`
+    rows_moved_across_nodes: int | None  # rows that left their node; None without `ranks_per_node`
+    tokens_moved_across_nodes: int | None  # their tokens; None without `ranks_per_node`
+    excess_tokens: int  # by how many tokens the fullest rank exceeds `max_tokens_per_rank`
     bytes_sent: int  # payload bytes that this rank sent
     gather_ms: float  # the gather of workloads and lengths
     plan_ms: float  # planning, comparison of plans and index arrays
     wait_ms: float  # how long `finish_shuffle` waited for the plan; 0 when it was hidden behind compute
-    hidden_fraction: float  # the part of gather and plan that nobody waited for
-    exchange_ms: float  # from the plan to the batch, as seen by the host
-    predicted_saving: float  # the part of the largest load that balancing takes away
+    hidden_fraction: float  # the fraction of gather and plan that `finish_shuffle` did not wait for
+    exchange_ms: float  # from the plan to the batch, on the host's clock
+    predicted_saving: float  # the fraction by which balancing lowers the largest load
     predicted_saving_ms: float | None  # the same in milliseconds; None without a calibration
     loads_before: tuple[int, ...]  # int64 `(num_ranks,)`
     loads_after: tuple[int, ...]  # int64 `(num_ranks,)`, of the rows as they are trained
-    # int64 `(num_ranks,)`, embedding lookups: values of all KeyedJaggedTensors but the labels, where the rows were.
+    # int64 `(num_ranks,)`, embedding lookups: values of all KeyedJaggedTensors except the labels, before balancing.
     lookups_before: tuple[int, ...] = ()
-    lookups_after: tuple[int, ...] = ()  # int64 `(num_ranks,)`, the same as the rows are trained
-    lookup_imbalance_before: float = 0.0  # most lookups of a rank divided by the mean, minus 1, where the rows were
-    lookup_imbalance_after: float = 0.0  # the same as the rows are trained
-    # float `(num_ranks,)`, load per millisecond of each rank's own work, as it has last been reported
-    # (`report_step_time`), for an earlier batch; None where it is not known.
+    lookups_after: tuple[int, ...] = ()  # int64 `(num_ranks,)`, the same after balancing
+    lookup_imbalance_before: float = 0.0  # most lookups of a rank divided by the mean, minus 1, before balancing
+    lookup_imbalance_after: float = 0.0  # the same after balancing
+    # float `(num_ranks,)`, load per millisecond of each rank's own work, from its last `report_step_time`, which is
+    # about an earlier batch; None for a rank without a report.
     rank_speeds: tuple[float | None, ...] = ()
-    # int64 `(num_ranks,)`, the work that each rank should get, 1024 for the fastest, as known with this batch; with
-    # `speeds="measured"` the next plan follows it. Empty with "equal".
+    # int64 `(num_ranks,)`, estimated speeds, 1024 for the fastest rank; with `speeds="measured"` the next plan gives
+    # each rank work in proportion. Empty with "equal".
     speeds: tuple[int, ...] = ()
-    # The part of the slowest rank's own work that loads by these speeds take away; None with "equal".
+    # The fraction by which loads in proportion to these speeds shorten the slowest rank's work; None with "equal".
     speed_saving: float | None = None
     step_ms: float | None = None  # the step that trained the batch; None until the training loop has measured it
-    # The load that balancing takes away, at the milliseconds per load that the steps of this run have shown; None until
-    # the training loop has seen enough of them.
+    # The lowering of the largest load, in milliseconds by the times of this run's steps; None until the training loop
+    # has measured enough steps.
     measured_saving_ms: float | None = None
 
     @property
     def largest_load_trained(self) -> int:
-        """Load of the fullest rank as the batch is trained: before balancing where nothing moved."""
+        """Load of the fullest rank as the batch is trained: `largest_load_before` if nothing moved."""
         return self.largest_load_before if self.loads_after == self.loads_before else self.largest_load_after
 
     def carried_out(self, wait_ms: float, exchange_ms: float) -> ShuffleStats:
-        """The stats with the times of the main thread, which waited for the plan and exchanged rows."""
+        """Add the main thread's times: its wait for the plan, and the exchange."""
         background = self.gather_ms + self.plan_ms
         hidden = min(1.0, max(0.0, 1.0 - wait_ms / background)) if background else 1.0
         return dataclasses.replace(self, wait_ms=wait_ms, exchange_ms=exchange_ms, hidden_fraction=hidden)
@@ -97,15 +97,15 @@ class ShuffleStats:
 
 @dataclass(frozen=True)
 class WindowStats:
-    """A window of batches that were planned together; imbalances sum its steps' largest ÷ mean loads, − 1."""
+    """The stats of a window; an imbalance is the sum over steps of the largest load ÷ the sum of mean loads, − 1."""
 
     window: int  # number of the window since the shuffler was made
     steps: int  # batches of a rank
     imbalance_before: float  # as the batches were loaded
-    imbalance_after: float  # under the plan; in mode "observe" of the one that was not carried out
-    optimality_gap: float  # the planned sum of the largest loads divided by what no plan can go below, minus 1
+    imbalance_after: float  # under the plan, which mode "observe" does not carry out
+    optimality_gap: float  # the planned sum of the largest loads divided by its lower bound, minus 1
     num_rows: int  # real rows of all ranks
-    token_fraction_moved: float  # tokens that changed rank, of all
+    token_fraction_moved: float  # tokens that changed rank, as a fraction of all tokens
     bytes_sent: int  # payload bytes that this rank sent
     read_ms: float  # reading the batches and their workloads
     gather_ms: float  # the gather of workloads and lengths
@@ -117,13 +117,13 @@ class WindowStats:
     def of(
         cls, number: int, stats: Sequence[ShuffleStats], read_ms: float, speeds: np.ndarray | None = None
     ) -> WindowStats:
-        """From the stats of its steps, at least one, before anybody has waited for it.
+        """Make the stats of a window from those of its steps; `wait_ms` is 0.
 
         Args:
             number: of the window.
-            stats: of all its steps.
-            read_ms: as in the class.
-            speeds: int64 `(num_ranks,)`, that the window was planned with; None for equal ones.
+            stats: of all its steps, at least one.
+            read_ms: see the class.
+            speeds: int64 `(num_ranks,)`, the speeds of the plan; None for equal speeds.
         """
         loads = sum(sum(each.loads_before) for each in stats)
         tokens = sum(each.num_tokens for each in stats)
@@ -165,9 +165,7 @@ def stats_of_plan(
     lookups: np.ndarray | None = None,
     speeds: Mapping[str, Any] | None = None,
 ) -> tuple[ShuffleStats, ...]:
-    """Stats of a plan that is about to be carried out, one for each of its steps, in order.
-
-    The times of the main thread follow, see `ShuffleStats.carried_out`.
+    """Make the stats of a plan, one for each of its steps; `carried_out` adds the main thread's times later.
 
     Args:
         plan: the plan.
@@ -175,20 +173,20 @@ def stats_of_plan(
         gather_ms: milliseconds of the gather.
         plan_ms: milliseconds of planning.
         bytes_sent: payload bytes that this rank sends.
-        ranks_per_node: ranks that share a node, if known.
-        units_per_ms: loads per millisecond, if they are times.
-        lookups: int64 `(num_ranks, 2 · steps)`, embedding lookups of each step before, then of each step after; None
-            where they are not known.
-        speeds: `rank_speeds`, `speeds` and `speed_saving`, as in the class.
+        ranks_per_node: ranks per node; None if not known.
+        units_per_ms: units of load per millisecond, with a calibration; None without.
+        lookups: int64 `(num_ranks, 2 · steps)`, embedding lookups of each step before balancing, then of each step
+            after; None if not known.
+        speeds: `rank_speeds`, `speeds` and `speed_saving` of the class.
     """
-    steps, in_force = plan.gathered.steps, plan.speeds
+    steps, speeds_used = plan.gathered.steps, plan.speeds
     # By step, of every rank: places are rank · steps + step.
     befores, afters, planned = (
         each.reshape(-1, steps).T for each in (plan.loads_before, plan.loads_after, plan.loads_planned)
     )
-    told = afters if plan.gated else planned
-    largest_before, largest_told = (times_of(each, in_force).max(axis=1).tolist() for each in (befores, told))
-    before, after = sum(largest_before), sum(largest_told)
+    reported = afters if plan.gated else planned
+    largest_before, largest_after = (times_of(each, speeds_used).max(axis=1).tolist() for each in (befores, reported))
+    before, after = sum(largest_before), sum(largest_after)
     looked_up = np.zeros((0, 2 * steps), dtype=np.int64) if lookups is None else lookups
     num_rows, num_tokens, rows_moved, tokens_moved, rows_crossed, tokens_crossed = plan.moved.tolist()
 
@@ -196,10 +194,10 @@ def stats_of_plan(
         ShuffleStats(
             step=step + index,
             window=steps,
-            imbalance_before=imbalance(befores[index], in_force),
-            imbalance_after=imbalance(told[index], in_force),
+            imbalance_before=imbalance(befores[index], speeds_used),
+            imbalance_after=imbalance(reported[index], speeds_used),
             largest_load_before=largest_before[index],
-            largest_load_after=largest_told[index],
+            largest_load_after=largest_after[index],
             lower_bound=plan.lower_bound // steps,
             optimality_gap=after / plan.lower_bound - 1.0 if plan.lower_bound else 0.0,
             moved=any(rows_moved),

@@ -19,13 +19,13 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     """Balances the number of tokens.
 
     Args:
-        feature_names: keys whose lengths are added up; all keys of all KeyedJaggedTensors and JaggedTensors, at any
-            depth, but those of `labels` if not given. The key of a JaggedTensor is its key in a dict, or its field.
+        feature_names: keys whose lengths are added up. None: all keys of all KeyedJaggedTensors and JaggedTensors, at
+            any depth, except those of `labels`. The key of a JaggedTensor is its key in a dict, or its field's name.
         options: settings; the defaults balance.
         pg_group: ranks that share a global batch.
 
     Raises:
-        TypeError: an argument of another type, such as options in the first place: `options=` names them.
+        TypeError: an argument of another type, such as options passed by position instead of as `options=`.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""ABSENCE: which rank a failed collective lacks, and where the others were; one protocol for all collectives.
+"""ABSENCE: finds out which rank is missing when a collective fails, and names it on every other rank.
 
-When a collective of a channel fails on a rank, all ranks give the channel up. Each writes a record to torch's store:
-where it is and how long it has waited. It waits some seconds for the records of the others, and reads who is missing. A
-rank that fails by itself writes its error instead, which the others quote. Ranks that still wait look every second
-whether the channel has failed elsewhere, whichever collective they are in. A rank leaves when the others have read,
-within limits, because the store may end with the rank that hosts it.
+When a collective of a channel fails on one rank, all ranks stop using the channel. Each writes a record to torch's
+store: which collective it is in and how long it has waited. It then waits a few seconds for the other records; a rank
+without a record is missing. A rank that fails with an error of its own writes the error, and the others raise it. Every
+waiting rank checks the store once per second for a failure on another rank. A rank waits a moment until the others have
+read its record, because the store may end with the rank that hosts it.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ from commons.distributed.channel.store import (
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
 
-# Seconds between two looks of a waiting rank at the store; of one at a device, between two looks at that.
+# Seconds between two checks of the store while a rank waits, and between two checks of a device.
 POLL_SECONDS = 1.0
 _POLL_TIME = datetime.timedelta(seconds=POLL_SECONDS)
 _LOOK_SECONDS = 0.0005
-# Seconds that a rank waits for the others' records, and then for the others to read what it knows.
+# Seconds that a rank waits for the others' records, and then for the others to read its own.
 _RECORDS_SECONDS = 4.0
 _READERS_SECONDS = 2.0
-# A rank stood still if its looks are this many seconds further apart than they should be.
+# A process was stopped if two of its checks are this many seconds further apart than POLL_SECONDS.
 _STILL_SECONDS = 1.5
-# A rank is late if it waited for less, and under half as long as the longest waiter: all notice a failure in one poll.
+# A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
 
 
 class RankMissingError(RuntimeError):
-    """A collective of a channel failed: a rank died, stalled or left the common order of calls."""
+    """A collective of a channel failed: a rank died, stalled, or made its calls in another order."""
 
 
 class ShufflerAbortedError(RankMissingError):
-    """The shuffler was aborted on this rank while it was used: ranks are at different places from then on."""
+    """The shuffler was aborted on this rank while it was in use, so that ranks are no longer at the same call."""
 
 
 class _FailedElsewhereError(RuntimeError):
-    """The collective has not failed here; the channel has."""
+    """The channel failed on another rank, while this rank's collective has not failed."""
 
 
 class Waitable(Protocol):
-    """The work of a collective, or what is waited for like one."""
+    """The work of a collective, or anything else with its two methods."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` returns, or raises an error of its own, at once."""
+        """Whether the work is done or has failed, so that `wait` does not block."""
         ...
 
     def wait(self, timeout: datetime.timedelta = ..., /) -> Any:
-        """Raise RuntimeError unless it is done in time, or if it has failed."""
+        """Wait; RuntimeError if the work has failed or takes longer than `timeout`."""
         ...
 
 
 class Attendance:
-    """A rank's time in one collective.
+    """This rank's wait in one collective: since when, and whether its process was stopped meanwhile.
 
     Args:
-        what: the collective.
-        step: number of the step or call; None where the name of the collective says all.
-        failed: key that is set once the channel has failed on any rank.
+        what: name of the collective.
+        step: number of the step or call; None to leave it out of messages.
+        failed: key of the store that is set once the channel has failed on any rank.
     """
 
     def __init__(self, what: str, step: int | None, failed: str) -> None:
@@ -83,7 +83,7 @@ class Attendance:
         self._entered = self._seen = time.monotonic()
         self._still = 0.0
         self._failed = failed
-        self._watch: KeyWatch | None = None  # made with the first look, which most collectives do without
+        self._watch: KeyWatch | None = None  # made at the first check; most collectives end before
 
     @property
     def place(self) -> str:
@@ -91,7 +91,7 @@ class Attendance:
         return _place(self._step, self._what)
 
     def has_failed_elsewhere(self) -> bool:
-        """Whether another rank has given the channel up; called every POLL_SECONDS."""
+        """Whether the channel has failed on another rank; called every POLL_SECONDS."""
         now = time.monotonic()
         self._still = max(self._still, now - self._seen - POLL_SECONDS)
         self._seen = now
@@ -99,26 +99,26 @@ class Attendance:
         return self._watch.is_set()
 
     def record(self) -> str:
-        """JSON for the other ranks: the place, and the seconds spent, stood still and without the store in it."""
+        """JSON for the other ranks: the collective, seconds waited, seconds stopped, seconds without the store."""
         silent = 0.0 if self._watch is None else self._watch.silent_seconds
         return json.dumps([self.place, time.monotonic() - self._entered, self._still, silent])
 
 
 class Verdict(NamedTuple):
-    """What is known of a failed channel."""
+    """Why a channel has failed."""
 
     missing: list[int]  # global ranks without a record
-    # A sentence about each that came late or stood still; where some are missing, about the store's host alone.
+    # A sentence about each rank that came late or was stopped; where ranks are missing, only about the store's host.
     late: list[str]
-    failure: str | None  # the text of a rank that has failed by itself, if any has
+    failure: str | None  # the message of a rank that failed with an error of its own, if any did
 
 
 class FailedChannel:
-    """A channel in the store, once it has failed on a rank.
+    """The store's entries about one channel, written after it has failed.
 
     Args:
-        key: of the channel; the same on all ranks, and of no other channel.
-        members: global ranks that take part.
+        key: prefix of the entries; equal on all ranks and unique to the channel.
+        members: global ranks of the channel.
     """
 
     def __init__(self, key: str, members: Sequence[int]) -> None:
@@ -126,13 +126,13 @@ class FailedChannel:
         self._records = StoreGather(key, members)
 
     def attend(self, what: str, step: int | None = None) -> Attendance:
-        """This rank's time in a collective, from now on."""
+        """Begin this rank's wait in a collective."""
         return Attendance(what, step, self._failed_key)
 
     def post(self, text: str) -> None:
-        """Let all ranks that wait in the channel, now or later, know why this one will not come.
+        """Write an error of this rank to the store; every rank that waits in the channel, now or later, raises it.
 
-        The host of the store stays for a moment, so that they can read it. Nothing happens without a store.
+        The rank that hosts the store waits a moment for the others to read. Without effect if there is no store.
         """
         with contextlib.suppress(StoreUnavailableError):
             ask_store(lambda store: store.set(f"{self._key}/failure", text))
@@ -141,14 +141,14 @@ class FailedChannel:
                 self._records.await_count("read", len(self._members) - 1, _READERS_SECONDS)
 
     def leave(self, text: str) -> None:
-        """`post` without a wait, for a store that may not answer; what waits here in `who_is_missing` ends soon."""
+        """`post` without waiting, for a store that may not answer; also ends this rank's wait in `who_is_missing`."""
         self._records.give_up()
         if dist.is_initialized():
             begin_asking(lambda store: store.set(f"{self._key}/failure", text))
             begin_asking(lambda store: store.set(self._failed_key, "1"))
 
     def who_is_missing(self, attendance: Attendance) -> Verdict:
-        """Write this rank's record, wait for the others' and read; takes seconds, whatever the store does.
+        """Write this rank's record, wait for the others' and read them; takes a few seconds at most.
 
         Raises:
             StoreUnavailableError: the store does not answer, or has ended.
@@ -160,12 +160,12 @@ class FailedChannel:
         if (failure := self._failure()) is None:
             missing = self._records.await_others(_RECORDS_SECONDS)
             failure = self._failure()
-        with contextlib.suppress(StoreUnavailableError):  # its host may have ended since
+        with contextlib.suppress(StoreUnavailableError):  # its host may have ended meanwhile
             if failure is None:
                 present = [rank for rank in self._members if rank not in missing]
                 late = _late(self._records.read(present), bool(missing))
             self._records.count("read")
-            # The host leaves last; else all leave together, since torchrun ends the others with the first.
+            # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
             if ends_with_rank() in (None, dist.get_rank()):
                 readers = len(self._members) - max(len(missing), failure is not None)
                 self._records.await_count("read", readers, _READERS_SECONDS)
@@ -177,37 +177,35 @@ class FailedChannel:
 
 
 def _late(texts: Mapping[int, str], some_are_missing: bool) -> list[str]:
-    """A sentence about each rank that explains the failure, by the records."""
+    """A sentence about each rank whose record explains the failure."""
     records = {rank: json.loads(text) for rank, text in texts.items()}
     if some_are_missing:
         host, silent = ends_with_rank(), max(silent for *_, silent in records.values())
         if host not in records or silent < _STILL_SECONDS:
             return []
-        return [
-            f"rank {host}, which hosts the store, stood still for {silent:.0f} s, in which others may have given up"
-        ]
+        return [f"rank {host}, which hosts the store, stalled for {silent:.0f} s, in which others may have given up"]
     longest = max(waited for _, waited, _, _ in records.values())
     stood_still = [
-        f"rank {rank} stood still for {still:.0f} s in the {place}, until the others gave up"
+        f"rank {rank} stalled for {still:.0f} s in the {place}, until the others gave up"
         for rank, (place, _, still, _) in records.items()
         if still >= max(_STILL_SECONDS, longest / 4)
     ]
     return stood_still or [
-        f"rank {rank} came to the {place} only when the others gave up"
+        f"rank {rank} reached the {place} only after the others gave up"
         for rank, (place, waited, _, _) in records.items()
         if waited < min(_LATE_SECONDS, longest / 2)
     ]
 
 
 class NamedCollectives:
-    """Waits for collectives over the ranks of a group; all of them make it in the same order.
+    """Waits for collectives of a group, and names the missing rank of one that fails; made by all ranks in one order.
 
     Attributes:
-        remedy: what the message about a missing rank advises.
-        description: the group in words.
+        remedy: advice at the end of the message about a missing rank.
+        description: the group in words, for messages.
         members: global ranks of the group.
-        generation: how many of these over the same ranks there were before; the same on all of them.
-        failure: the error of the first collective that failed here; None while all is well.
+        generation: how many objects over the same ranks were made before; equal on all ranks.
+        failure: the error of the first collective that failed on this rank; None before.
     """
 
     remedy = "see the log there, or raise the timeout of the process group"
@@ -224,19 +222,19 @@ class NamedCollectives:
         self._is_issuing = False
 
     def wait(self, work: Waitable, step: int | None, what: str, *, on_host: bool = True) -> None:
-        """Wait on the host for a collective, and ask the store whether the channel has failed elsewhere.
+        """Wait for a collective, and check the store once per second for a failure on another rank.
 
-        gloo fails at once on the neighbours of a rank that died, but only after the timeout on the others: these end
-        here, and are not taken for missing.
+        When a rank dies, gloo fails at once on its neighbours, but on the other ranks only after the timeout. The
+        check ends their wait too, so that they are not reported as missing.
 
         Args:
-            work: what the asynchronous collective returned.
-            step: number of the step or call; None where the name of the collective says all.
-            what: the collective.
-            on_host: whether its tensors are; those of a device are there when this returns.
+            work: the handle that the asynchronous collective returned.
+            step: number of the step or call; None to leave it out of messages.
+            what: name of the collective, for messages.
+            on_host: whether its tensors are on the host. If they are on a device, this waits until they are complete.
 
         Raises:
-            RankMissingError: a rank did not take part in time, which is named, or has failed, with its message.
+            RankMissingError: a rank did not join in time (the message names it), or raised an error (quoted).
         """
         attendance = self.failed.attend(what, step)
         try:
@@ -244,38 +242,38 @@ class NamedCollectives:
             while True:
                 try:
                     if on_host:
-                        work.wait(_POLL_TIME)  # without the GIL; a callback would need it
+                        work.wait(_POLL_TIME)  # releases the GIL; a callback would need it
                     else:
                         _wait_for_device(work)
                     return
                 except RuntimeError:
                     failed = attendance.has_failed_elsewhere()
-                    if work.is_completed():  # with an error of its own, or well since then
+                    if work.is_completed():  # has failed, or was completed after the wait
                         work.wait()
                         return
                     if failed or self._known_failure() is not None:
                         raise _FailedElsewhereError from None
         except BaseException as error:
-            raise self._failure_after(attendance, error) from None  # torch's text may bring forty lines of C++
+            raise self._failure_after(attendance, error) from None  # torch's text may have forty lines of C++
 
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
-        """Around the call of a collective: if it fails, the error names the ranks that are missing."""
+        """A context for the call of a collective: if the call fails, the error names the missing ranks."""
         attendance = self.failed.attend(what, step)
         try:
             self._is_issuing = True
             try:
-                self._raise_known()  # that another thread has set before it could see this one here
+                self._raise_known()  # set by another thread before `_is_issuing`, so that it aborted nothing
                 yield
             finally:
                 self._is_issuing = False
-            self._raise_known()  # an aborted collective may return as if all were well
+            self._raise_known()  # an aborted collective may return without an error
         except BaseException as error:
-            raise self._failure_after(attendance, error) from None  # torch's text may bring forty lines of C++
+            raise self._failure_after(attendance, error) from None  # torch's text may have forty lines of C++
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
-        """Around what this rank does alone before a collective: its error is posted to those that wait there."""
+        """A context for this rank's own work before a collective: an error is posted to the ranks that wait there."""
         try:
             yield
         except RankMissingError:
@@ -285,15 +283,15 @@ class NamedCollectives:
             raise
 
     def post_failure(self, step: int, what: str, error: Exception) -> None:
-        """Let the ranks that wait in this channel know that this one will not come, and why."""
+        """Make every rank that waits in this channel raise this rank's error."""
         if len(self.members) > 1:
             self._intact = False
             text = f"rank {dist.get_rank()} failed in the {_place(step, what)}: {': '.join(describe_error(error))}"
             self.failed.post(" ".join(text.split()))
 
     def _failure_after(self, attendance: Attendance, error: BaseException) -> BaseException:
-        """The error to raise for one that has ended this rank's time in a collective: it names who is missing."""
-        self._intact = False  # an interrupt too leaves the ranks at different places
+        """The error to raise in place of `error`, which ended this rank's wait in a collective."""
+        self._intact = False  # also after KeyboardInterrupt: ranks are no longer at the same call
         if not isinstance(error, RuntimeError) and self._known_failure() is None:
             return error
         return self._fail(attendance, error)
@@ -303,11 +301,11 @@ class NamedCollectives:
             raise known
 
     def _known_failure(self) -> RankMissingError | None:
-        """Why no collective here can be waited for, where this rank knows it already."""
+        """The error of this channel, if it has failed on this rank already."""
         return self.failure
 
     def _fail(self, attendance: Attendance, error: BaseException) -> RankMissingError:
-        """The error of this channel, whose ranks learn that it has failed; of several threads, that of the first."""
+        """Mark the channel failed on all ranks and return its error: that of the first thread, if several fail."""
         with self._failing:
             failure = self._known_failure() or (
                 error if isinstance(error, RankMissingError) else self._describe(attendance, error)
@@ -318,16 +316,16 @@ class NamedCollectives:
         return failure
 
     def _end_issued(self) -> None:
-        """End the collective that another thread is calling."""
+        """Abort the collective that another thread is calling."""
 
     def _describe(self, attendance: Attendance, error: BaseException) -> RankMissingError:
         place, rank = attendance.place, dist.get_rank()
-        said = "" if isinstance(error, _FailedElsewhereError) else f" ({first_line(error)})"
+        cause = "" if isinstance(error, _FailedElsewhereError) else f" ({first_line(error)})"
         try:
             missing, late, failure = self.failed.who_is_missing(attendance)
         except StoreUnavailableError as unavailable:
             return RankMissingError(
-                f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{said}"
+                f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"
             )
         if failure is not None:
             return RankMissingError(failure)
@@ -335,20 +333,20 @@ class NamedCollectives:
         if late and not missing:
             return RankMissingError(f"{listed(late, '; ')} {advice}")
         if not missing:
-            return RankMissingError(f"the {place} failed although all of {self.description} took part{said}")
+            return RankMissingError(f"the {place} failed although all of {self.description} took part{cause}")
         absent = f"{name_ranks(missing)} did not take part in the {place}"
         return RankMissingError(f"{'; '.join([*late, absent])} {advice}")
 
 
 def _place(step: int | None, what: str) -> str:
-    """How messages call a collective."""
+    """The name of a collective in messages."""
     return what if step is None else f"{what} of step {step}"
 
 
 def _wait_for_device(work: Waitable) -> None:
-    """Raise RuntimeError unless a collective is done within POLL_SECONDS, or if it has failed.
+    """Raise RuntimeError if a collective has failed or is not done within POLL_SECONDS.
 
-    A wait with a limit would let NCCL give the group up where the limit is over.
+    Polls, because NCCL aborts the group when a `wait` with a timeout expires.
     """
     deadline = time.monotonic() + POLL_SECONDS
     while not work.is_completed():
@@ -359,7 +357,7 @@ def _wait_for_device(work: Waitable) -> None:
 
 
 def out_of_reach(members: Sequence[int]) -> str:
-    """What to add about the ranks on the store's host, which does not answer; "" on that host."""
+    """A clause that names the ranks on the host of a store that does not answer; "" on that host."""
     there = rank_set(members).beside_store
     if not there or dist.get_rank() in there:
         return ""

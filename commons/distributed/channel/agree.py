@@ -1,10 +1,10 @@
-"""AGREE: small collectives over a gloo group of its own, and the one protocol of every distributed call.
+"""AGREE: small collectives over gloo groups of evenrank's own, and the protocol that every distributed call follows.
 
-Ranks agree before they act: `ControlChannel.agree` compares the call and its options, raises on all ranks what went
-wrong on any of them, and tells all of them a few numbers of each, in one gathered table.
+Ranks agree before they act: in one gather, `ControlChannel.agree` compares the call and its options, raises the errors
+of any rank on all ranks, and gathers a few numbers of each rank.
 
-Only integers and JSON text cross the group. The shuffler's one worker thread uses it; the payload group beside it is
-used by the main thread alone, so that neither waits for the other's turn.
+The groups carry only integers and JSON text. The shuffler's worker thread uses them; only the main thread uses the
+payload group, so that neither thread's collectives wait for the other's.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from commons.distributed.channel.store import is_beside_host
 from commons.distributed.errors import attempt, gather_strings, raise_first_difference, raise_on_all
 from commons.distributed.process_group import all_gather_single, resolve_process_group
 
-# What a rank says of itself when ranks agree on a call; 0 is that all is well.
+# States of a rank that agrees on a call; 0 is no error.
 _FAILED, _OPTIONS_UNKNOWN = 1, 2
-# Numbers that the first message of a call has room for: ranks that make different calls learn of it.
+# Least size of the first message of a call, so that ranks that make different calls can still compare them.
 CALL_NUMBERS = 4
 
 _CONNECTION = "connection"
@@ -51,16 +51,16 @@ T = TypeVar("T")
 
 
 class ControlChannel(NamedCollectives):
-    """Groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
+    """The process groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
 
-    Constructed on the main thread by all ranks of the group in the same order; all groups are made and connected here:
-    those that gather, which are two of many ranks (see groups.py); the one for rows, unless no rank will move any
-    (`moves_rows`); and one over all ranks for host tensors of single ranks, if any will send some (`pairwise`).
+    All ranks of the group construct it on the main thread, in the same order. The constructor makes and connects all
+    groups: those that gather (several rings for many ranks, see groups.py); the group for rows, if any rank has
+    `moves_rows`; and a gloo group over all ranks for host tensors from rank to rank, if any rank has `pairwise`.
 
     Attributes:
         rank: this process' rank in the group.
         world_size: ranks in the group.
-        names: how messages call the ranks: by their global numbers.
+        names: number of each rank in messages: its global rank.
     """
 
     remedy = "every rank must call the shuffler for every step: see the log there, or raise ShufflerOptions.timeout"
@@ -82,17 +82,17 @@ class ControlChannel(NamedCollectives):
                 self._complete_groups(self._groups, group, moves_rows, pairwise)
 
     def _make(self, make: Callable[[], T], step: int = 0, what: str = _CONNECTION) -> T:
-        """What a function of groups.py returns, which all ranks call together.
+        """Call a function of groups.py, on all ranks together.
 
         Raises:
-            RankMissingError: a rank did not take part in time; names it.
+            RankMissingError: a rank did not join in time; the message names it.
         """
         making = MakingOfGroups(make, self._timeout)
         self.wait(making, step, what)
         return making.result
 
     def _complete_groups(self, pair: GroupPair, group: dist.ProcessGroup, moves_rows: bool, pairwise: bool) -> None:
-        """Make and try the groups that any rank needs: ranks whose settings differ learn of it later."""
+        """Make and test every group that any rank needs; ranks compare their settings only later."""
         timeout, ranks = self._timeout, rank_set(self.members)
         own = [moves_rows, pairwise, ranks.beside_store is None and is_beside_host()]
         moves, pairs, beside = self.gather(np.array(own, dtype=np.int64), 0, _CONNECTION).T
@@ -106,26 +106,25 @@ class ControlChannel(NamedCollectives):
                 pair = self._groups = pair._replace(has_all_to_all=self._try(pair, all_to_all))
 
     def _try(self, pair: GroupPair, all_to_all: bool) -> bool | None:
-        """Run the payload group's collectives once; a rank that fails in that leaves nobody waiting.
+        """Run the payload group's collectives once, before anyone relies on them.
 
         Args:
-            pair: with a payload group that nobody has used.
-            all_to_all: whether an all-to-all is tried.
+            pair: its payload group has not been used.
+            all_to_all: whether to run an all-to-all too.
 
         Returns:
-            Whether the group has an all-to-all; None if some ranks have begun one and others have none: it never ends,
-            and the group cannot be used.
+            Whether the group has an all-to-all; None if only some ranks could start one, which then never completes, so
+            that the group must not be used.
 
         Raises:
-            Exception: this rank's own, such as too little memory.
-            RankMissingError: another rank did not take part, or has failed, with its message.
+            Exception: an error of this rank, such as too little memory.
+            RankMissingError: another rank did not join, or raised an error (quoted).
         """
         payload = pair.payload
         assert payload is not None  # noqa: S101  it has just been made
         device = numbers_device(payload)
         if serves(payload, "cpu"):
-            # All ranks must use the same device, and some may see no GPU: CUDA if all of them have it in use already.
-            # (Another connects at first use.)
+            # All ranks must use the same device: CUDA only if every rank has initialised it; some may have no GPU.
             uses_cuda = serves(payload, "cuda") and torch.cuda.is_initialized()
             on_cuda = self.gather(np.array([uses_cuda], dtype=np.int64), 0, _CONNECTION).all()
             device = torch.device("cuda" if on_cuda else "cpu")
@@ -150,26 +149,26 @@ class ControlChannel(NamedCollectives):
         step: int = 0,
         room: int = 0,
     ) -> np.ndarray:
-        """Agree, before any rank acts, that all make the same call with the same options and that none has failed.
+        """Check on all ranks, before any of them acts, that they make the same call and that none has failed.
 
         Args:
-            call: name of the call, in messages.
-            options: what all ranks must pass alike, as JSON holds it; None where `error` is about these.
-            error: what went wrong on this rank so far, if anything.
-            numbers: int64 `(n,)` for all ranks, which bring as many.
-            step: number of the step or call, in messages.
-            room: at least this many numbers are sent, so that messages of different calls have one size.
+            call: name of the call, for messages.
+            options: JSON values that must be equal on all ranks; None if `error` is about the options themselves.
+            error: this rank's error so far, if any.
+            numbers: int64 `(n,)` to gather; n is equal on all ranks.
+            step: number of the step or call, for messages.
+            room: least count of numbers to send, so that messages of different calls have the same size.
 
         Returns:
             int64 `(world_size, n)`, the numbers of every rank.
 
         Raises:
             ValueError: ranks differ in the call or in an option.
-            ValueError, TypeError, KeyError: where the first failing rank's error is one.
-            RuntimeError: for any other error.
-            RankMissingError: a rank did not take part in time.
+            ValueError, TypeError, KeyError: the first failing rank's error is of this type.
+            RuntimeError: any other error of a rank.
+            RankMissingError: a rank did not join in time.
         """
-        said, digest, problem = _without_options(call) if options == {} else _as_json(call, options)
+        text, digest, problem = _without_options(call) if options == {} else _as_json(call, options)
         error = error or problem
         state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
         last = 2 + len(numbers)
@@ -179,25 +178,25 @@ class ControlChannel(NamedCollectives):
         if not state and (table[:, :2] == own[:2]).all():
             return table[:, 2:last]
         states = table[:, 0]
-        # Different options come first: they often are why a rank has failed.
+        # Different options are reported first: they are often the reason for a rank's error.
         if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
-            raise_first_difference([json.loads(text) for text in self.gather_text(said, step)], self.names)
+            raise_first_difference([json.loads(each) for each in self.gather_text(text, step)], self.names)
         if states.any():
             self.raise_on_all(error, step)
         return table[:, 2:last]
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather", *, on_main: bool = False) -> np.ndarray:
-        """Gather int64 `(n,)`, of one size on all ranks, into `(world_size, n)`.
+        """Gather int64 `(n,)` of every rank into `(world_size, n)`.
 
         Args:
-            values: of this rank.
-            step: number of the step or call, in messages.
-            what: names the gather in messages.
-            on_main: whether this is the main thread of a channel whose groups a worker thread is using; it has groups
-                of its own, which are made with the first such call.
+            values: this rank's; n is equal on all ranks.
+            step: number of the step or call, for messages.
+            what: name of the gather, for messages.
+            on_main: whether the main thread calls this while a worker thread may use the channel's groups; then it uses
+                groups of its own, which the first such call makes.
 
         Raises:
-            RankMissingError: a rank did not take part in time; names it.
+            RankMissingError: a rank did not join in time; the message names it.
         """
         pair = self._groups
         if pair is None or (group := self._given) is None:
@@ -216,25 +215,25 @@ class ControlChannel(NamedCollectives):
         return values.reshape(self.world_size, -1)
 
     def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
-        """Gather one string per rank; see `gather` for `on_main`."""
+        """Gather one string from each rank; see `gather` for `on_main`."""
         return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts", on_main=on_main))
 
     def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
-        """Raise what went wrong on any rank; called by all ranks together, once they know that there is something.
+        """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together.
 
         Args:
-            error: of this rank, if it has one.
-            step: number of the step or call, in messages.
-            on_main: as of `gather`.
+            error: this rank's error, if any.
+            step: number of the step or call, for messages.
+            on_main: see `gather`.
         """
         gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
         raise_on_all(error, self.names, gather)
 
     def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
-        """int64 `(world_size, n)`: row r goes to rank r; returns what each rank had for this one.
+        """All-to-all of int64 `(world_size, n)`: sends row r to rank r, and returns the rows that each rank sent here.
 
         Raises:
-            RankMissingError: a rank did not take part in time; names it.
+            RankMissingError: a rank did not join in time; the message names it.
         """
         if self._groups is None:
             return numbers
@@ -245,24 +244,25 @@ class ControlChannel(NamedCollectives):
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """The gloo group over all ranks, for host tensors on the thread that uses the channel.
+        """The gloo group over all ranks, for host tensors.
 
-        None for a group of one, and for many ranks, which gather in several rings, unless a channel is `pairwise`.
+        None for a group of one rank, and for many ranks, which gather in several rings, unless the channel is
+        `pairwise`.
         """
         return None if self._groups is None else self._groups.control
 
     @property
     def payload_group(self) -> dist.ProcessGroup | None:
-        """The group for rows; None for a group of one, and where none move."""
+        """The group for rows; None for a group of one rank, and if no rank moves rows."""
         return None if self._groups is None else self._groups.payload
 
     @property
     def has_all_to_all(self) -> bool:
-        """Whether rows can be sent to their receivers alone."""
+        """Whether the payload group has an all-to-all; without it, every rank receives all moved rows."""
         return self._groups is None or bool(self._groups.has_all_to_all)
 
     def require_own_process(self) -> None:
-        """Raise RuntimeError in a process that was forked from the channel's: it has no thread that could use it."""
+        """Raise RuntimeError in a process that was forked from the channel's, which lacks its threads."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the shuffler belongs to process {self._process}, and process {os.getpid()} was forked from it; a "
@@ -270,13 +270,13 @@ class ControlChannel(NamedCollectives):
             )
 
     def _end_issued(self) -> None:
-        """Abort the payload group, in whose collective the main thread hangs: its rows go nowhere but into an error."""
+        """Abort the payload group, in whose collective the main thread hangs."""
         if self.payload_group is not None and self.payload_group is not self._given:
             with contextlib.suppress(RuntimeError):  # the process groups may be gone
                 self.payload_group.abort()
 
     def abort(self, error: RankMissingError) -> None:
-        """Let whatever waits in this channel raise `error`, now or later; from any thread, waits for nothing."""
+        """Make every present and later wait in this channel raise `error`; from any thread, does not block."""
         self.failure, self._intact = error, False
         if self._groups is None:
             return
@@ -287,10 +287,10 @@ class ControlChannel(NamedCollectives):
                 break_connections(pair.connections)
 
     def close(self, *, collected: bool = False) -> None:
-        """Give the groups back; not if a collective has failed in them, nor in a fork, which has none.
+        """Return the groups to the pool, unless a collective has failed in them; without effect in a forked process.
 
         Args:
-            collected: whether this happens because nobody uses the channel any more, at another time on every rank.
+            collected: whether garbage collection closes the channel, which happens at different times on the ranks.
         """
         if os.getpid() != self._process:
             return
@@ -308,13 +308,13 @@ def open_channel(
     *,
     moves_rows: bool = True,
 ) -> Iterator[C]:
-    """A channel for one call; its groups are taken from the pool and given back.
+    """A channel for one call, which takes its groups from the pool and returns them.
 
     Args:
-        group: ranks that take part; default as for the shuffler.
-        timeout: seconds after which a rank that does not take part is reported.
-        channel_type: what to open.
-        moves_rows: whether the call sends rows, so that the payload group is needed.
+        group: ranks of the call; default as for the shuffler.
+        timeout: seconds after which a rank that has not joined is reported.
+        channel_type: class of the channel.
+        moves_rows: whether the call sends rows and so needs the payload group.
     """
     channel = channel_type(resolve_process_group(group), timeout, moves_rows=moves_rows)
     try:
@@ -329,7 +329,7 @@ def _without_options(call: str) -> tuple[str, int, Exception | None]:
 
 
 def _as_json(call: str, options: dict[str, Any] | None) -> tuple[str, int, Exception | None]:
-    """A call and its options as text, a digest that ranks compare, and the error of an option that is not JSON."""
+    """A call and its options as JSON text, the text's digest, and the error if an option is not JSON."""
     problem: Exception | None = None
     for name, value in (options or {}).items():
         try:

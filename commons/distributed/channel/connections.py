@@ -1,8 +1,8 @@
-"""CONNECTIONS: the sockets of gloo groups, which can be broken although torch does not offer it.
+"""CONNECTIONS: finds the sockets of a gloo group, so that a collective can be aborted by shutting them down.
 
-A collective of gloo that waits for a rank ends when that comes, by its timeout or with a connection; `abort` of a gloo
-group does nothing. So the connections are found when a group is made: those opened meanwhile, one end of which is a
-port at which a rank of the group listens.
+A gloo collective ends when all ranks have joined, at its timeout, or when a connection breaks; torch's `abort` of a
+gloo group does nothing. The connections of a group are the sockets that were opened while it was made and that have one
+end at a port where a rank of the group listens.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch.distributed as dist
 from commons.distributed.process_group import all_gather_single
 
 _DESCRIPTORS = Path("/proc/self/fd")
-# Most sockets of a process that began to listen while a group was made; one of them is the group's.
+# Most sockets of a process that may start to listen while a group is made; one of them is the group's.
 _MOST_LISTENING = 4
 
 
 def open_sockets() -> frozenset[int]:
-    """Inodes of this process' sockets, none of which a later one has; none where the system does not list them."""
+    """Inodes of this process' open sockets; empty on a system without /proc."""
     return frozenset(inode for inode, _ in _sockets())
 
 
 def connections_of(group: dist.ProcessGroup, before: frozenset[int]) -> frozenset[int]:
-    """Inodes of the connections of a gloo group; called by its ranks together when it has been made.
+    """Inodes of the connections of a new gloo group; called by all of its ranks together.
 
     Args:
-        group: for host tensors.
-        before: the sockets that were open before it was made.
+        group: the group, whose tensors are on the host.
+        before: `open_sockets()` before the group was made.
     """
     listening: list[int] = []
     ends: dict[int, tuple[int, int]] = {}
@@ -55,15 +55,15 @@ def connections_of(group: dist.ProcessGroup, before: frozenset[int]) -> frozense
 
 
 def break_connections(inodes: frozenset[int]) -> None:
-    """Let everything fail that waits for data of these connections, on both ends; from any thread.
+    """Shut down connections, so that every wait for their data fails, on both ends; from any thread.
 
-    A group's listening socket stays: gloo ends the process when that one fails.
+    A group's listening socket stays open: gloo ends the process when that socket fails.
     """
     shut_down(lambda inode, _: inode in inodes)
 
 
 def shut_down(chosen: Callable[[int, socket.socket], bool]) -> None:
-    """Shut down those of this process' sockets that are chosen by inode and socket; one that has no peer is left."""
+    """Shut down this process' connected sockets for which `chosen(inode, socket)` is true."""
     for inode, each in _sockets():
         with contextlib.suppress(OSError):
             if chosen(inode, each):
@@ -71,9 +71,9 @@ def shut_down(chosen: Callable[[int, socket.socket], bool]) -> None:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process' internet sockets by inode; duplicates, each closed when the next one is taken."""
+    """Inode and a duplicate of each internet socket of this process; a duplicate is closed at the next iteration."""
     for descriptor in list(_DESCRIPTORS.iterdir()) if _DESCRIPTORS.is_dir() else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed by another thread
             copy = os.dup(int(descriptor.name))
             found = os.fstat(copy)
             if not stat.S_ISSOCK(found.st_mode):

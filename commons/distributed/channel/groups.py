@@ -1,16 +1,15 @@
-"""The process groups that shufflers make for themselves: gloo groups for metadata and, to move rows, a default one.
+"""GROUPS: the process groups that a shuffler makes: gloo groups for metadata, and one of the default backend for rows.
 
-Many ranks gather metadata over several short rings instead of a long one. gloo gathers in a ring: over W ranks W - 1
-hops, each of which waits for the one before, and every rank of a group is connected with all others. So the ranks form
-a grid, with eight or more in each dimension as far as their number divides, and gather along one dimension after
-another, each time what the ring before has given. That gives every rank the same as one ring does, in the same order:
-over 4,096 ranks in 28 hops and with 28 connections (Chan, Heimlich, Purkayastha and van de Geijn, "Collective
-communication: theory, practice, and experience", Concurrency and Computation 19, 2007, on meshes of several
-dimensions).
+Many ranks gather metadata over several short rings instead of one long ring. gloo gathers in a ring: W ranks need W - 1
+hops one after another, and gloo connects every rank of a group with all others. So the ranks form a grid, with eight or
+more ranks in each dimension if their number allows it. They gather along the first dimension, then gather the result
+along the second, and so on. Every rank ends with the same table as after one ring, in the same order; 4,096 ranks need
+28 hops and 28 connections (Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice,
+and experience", Concurrency and Computation 19, 2007, on meshes of several dimensions).
 
-A closed shuffler's groups are kept for the next one over the same ranks. They are not destroyed, because torch derives
-the name of a locally synchronised group from how many groups the process has: after a destruction a new group could get
-an old name, and with it the old addresses in the store.
+A closed shuffler's groups are kept in a pool for the next shuffler over the same ranks. They are not destroyed, because
+torch derives the name of a locally synchronised group from the number of groups in the process: after a destruction a
+new group could get an old group's name, and so find its old addresses in the store.
 """
 
 from __future__ import annotations
@@ -34,46 +33,45 @@ from commons.distributed.channel.store import break_off
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.process_group import all_gather_single
 
-# One more ring is allowed for each factor of so many ranks: a shorter one is not worth its collective.
+# Ranks per ring that justify another ring: a shorter ring saves fewer hops than its collective costs.
 _SHORT_RING = 8
-# Blocks of threads that NCCL may run for the exchange, each on a multiprocessor that an earlier batch's compute then
-# lacks. NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html), and what
-# moves is less than a megabyte. Priority is that of the stream on which the exchange is called: torch runs a collective
-# there if it is not asynchronous.
+# Thread blocks that NCCL may use for the exchange; each takes a multiprocessor from an earlier batch's compute. The
+# exchange moves less than a megabyte; NCCL's own limit is 32 (maxCTAs, docs.nvidia.com/deeplearning/nccl/user-guide/
+# docs/api/types.html). Its priority is that of the calling stream, where torch runs a synchronous collective.
 _NCCL_BLOCKS = 4
 
-# Makes all groups, in the order in which they are asked for; and how much longer than a collective's timeout that may
-# take.
+# The thread that makes all groups, in the order of the calls.
 _MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0, break_off=break_off)
+# Seconds beyond a collective's timeout that making groups may take.
 _GRACE_SECONDS = 2.0
-# What flight-recorder dumps call the groups.
+# Names of the groups in flight-recorder dumps.
 _CONTROL, _PAYLOAD, _UNUSED = "evenrank/control", "evenrank/payload", "evenrank/unused"
 
 
 class GroupPair(NamedTuple):
     """The groups of one shuffler, for metadata and for rows."""
 
-    # Gloo, for metadata; a gather in each of them, one after another, is one over all ranks.
+    # Gloo, for metadata; gathers in all of them, one after another, make a gather over all ranks.
     rings: tuple[dist.ProcessGroup, ...]
-    control: dist.ProcessGroup | None  # gloo, over all ranks; None while rings are several and nobody asked for it
-    # The default backend, for rows; None while nobody has had rows to send. With a device bound, torch connects NCCL as
-    # soon as the group is made, and its buffers are for those who need them.
+    control: dist.ProcessGroup | None  # gloo, over all ranks; with several rings, None until a channel needs it
+    # The default backend, for rows; None until a channel moves rows. Made late because torch, bound to a device,
+    # connects NCCL and allocates its buffers when the group is made.
     payload: dist.ProcessGroup | None
-    has_all_to_all: bool | None  # whether `payload` can send uneven splits; None until its collectives were tried
-    number: int  # pairs over the same ranks that were made before; the same on all of them
-    connections: frozenset[int]  # of all that are gloo's; see connections.py
+    has_all_to_all: bool | None  # whether `payload` can send uneven splits; None until its collectives were tested
+    number: int  # of pairs that were made over the same ranks before; equal on all ranks
+    connections: frozenset[int]  # sockets of the gloo groups; see connections.py
 
 
 @dataclass
 class RankSet:
-    """What is known of the channels over the same ranks, in one world."""
+    """The pool of groups over the same ranks, in one world, and what is counted there."""
 
-    closed: list[GroupPair] = field(default_factory=list)  # given back by close(), in the same order on all ranks
-    # Given back when a shuffler was collected, by number; at another time on every rank.
+    closed: list[GroupPair] = field(default_factory=list)  # returned by close(), in the same order on all ranks
+    # Returned by garbage collection, by number: at different times on the ranks.
     collected: dict[int, GroupPair] = field(default_factory=dict)
-    num_pairs: int = 0  # that were made
-    num_channels: int = 0
-    beside_store: list[int] | None = None  # the ranks on the host of the default store; None before they are connected
+    num_pairs: int = 0  # pairs that were made
+    num_channels: int = 0  # channels that were made
+    beside_store: list[int] | None = None  # the ranks on the default store's host; None until a channel has gathered it
 
 
 class _World(defaultdict[tuple[int, ...], RankSet]):
@@ -81,11 +79,11 @@ class _World(defaultdict[tuple[int, ...], RankSet]):
 
     def __init__(self) -> None:
         super().__init__(RankSet)
-        # Every group made here had fewer groups before it; names are unique from this count on.
+        # Number of groups after the last one was made here; torch's names of new groups are unique from it on.
         self.names_used = 0
 
 
-# Does not keep the default group, whose threads end with it.
+# By default group; a weak reference, so that destroying the group still ends its threads.
 _WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, _World] = weakref.WeakKeyDictionary()
 
 
@@ -95,25 +93,25 @@ def _this_world() -> _World:
 
 
 def rank_set(members: Sequence[int]) -> RankSet:
-    """What is known of the channels over these ranks."""
+    """The pool of the groups over some ranks."""
     return _this_world()[tuple(members)]
 
 
 def number_channel(members: Sequence[int]) -> int:
-    """How many channels over the same ranks this world has had before; a process that joins it later counts alike."""
+    """Count a new channel over these ranks, and return how many there were before; equal on all ranks."""
     ranks = rank_set(members)
     ranks.num_channels += 1
     return ranks.num_channels - 1
 
 
 class MakingOfGroups:
-    """Groups that are made or connected on a thread of their own: torch waits for its store's host without a limit.
+    """Makes or connects groups on a thread of its own, because torch waits for its store's host without a limit.
 
-    It is waited for like the work of a collective.
+    Has the methods of a collective's work, see `Waitable`.
 
     Args:
-        make: calls functions of this file; all ranks submit it in the same order.
-        timeout: seconds that a collective may take; torch's own error about it comes first.
+        make: calls functions of this module; all ranks submit it in the same order.
+        timeout: seconds that a collective may take. This waits a little longer, so that torch's own error comes first.
     """
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
@@ -122,11 +120,11 @@ class MakingOfGroups:
         self._made = _MAKER.submit(make, device)
 
     def is_completed(self) -> bool:
-        """Whether the groups are there, or could not be made in time."""
+        """Whether the groups are made, or were not made in time."""
         return self._made.done() or time.monotonic() > self._deadline
 
     def wait(self, limit: datetime.timedelta = datetime.timedelta(0)) -> None:
-        """Raise RuntimeError if the groups are not there after `limit`, or could not be made."""
+        """Wait; RuntimeError if the groups are not made after `limit`, or the error of making them."""
         seconds = min(limit.total_seconds(), self._deadline - time.monotonic())
         if not concurrent.futures.wait([self._made], max(0.0, seconds)).done:
             if self.is_completed():
@@ -136,12 +134,12 @@ class MakingOfGroups:
 
     @property
     def result(self) -> Any:
-        """What `make` returned."""
+        """The result of `make`."""
         return self._made.result(0)
 
 
 def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """Groups over the ranks of `group`, with their rings; all of them call this in the same order.
+    """Take groups over the ranks of `group` from the pool, or make them; all ranks call this in the same order.
 
     Args:
         group: the ranks.
@@ -152,11 +150,11 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     pair = ranks.closed.pop() if ranks.closed else _collected_on_all(ranks, group)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
-            if each is not None and each is not group:  # which is the user's own, with a timeout of its own
+            if each is not None and each is not group:  # the user's group keeps its timeout
                 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), each)
         return pair
     ranks.num_pairs += 1
-    # All ranks make their first ring before their second: nobody waits for a rank that waits elsewhere.
+    # All ranks make their first ring before their second, so that no rank waits for one that waits in another ring.
     made = [
         _new_group(ring, group, timeout, backend="gloo", group_desc=_CONTROL)
         for ring in ring_members(members, dist.get_rank(group))
@@ -167,34 +165,34 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
 
 
 def with_control(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """The pair with its gloo group over all ranks, who call this together; see `acquire_groups`."""
+    """Add the gloo group over all ranks to a pair; all ranks call this together, see `acquire_groups`."""
     members = dist.get_process_group_ranks(group)
     control, connections = _new_group(members, group, timeout, backend="gloo", group_desc=_CONTROL)
     return pair._replace(control=control, connections=pair.connections | connections)
 
 
 def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """The pair with a new payload group, whose collectives nobody has tried yet; all ranks call this together.
+    """Add a new payload group, whose collectives are not tested, to a pair; all ranks call this together.
 
     See `acquire_groups`.
     """
     members = dist.get_process_group_ranks(group)
     if len(members) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        # Bound to a device, torch would split WORLD's communicator, in which all ranks would have to take part.
+        # Bound to a device, torch would split WORLD's communicator, which needs all ranks of the world.
         return pair._replace(payload=group, has_all_to_all=None)
     payload, connections = _new_group(members, group, timeout, pg_options=_nccl_options(timeout), group_desc=_PAYLOAD)
     return pair._replace(payload=payload, has_all_to_all=None, connections=pair.connections | connections)
 
 
 def release_groups(members: list[int], pair: GroupPair, *, collected: bool = False) -> None:
-    """Keep a pair for the next shuffler over the same ranks; not one in which a collective has failed.
+    """Return a pair to the pool; never a pair in which a collective has failed.
 
     Args:
-        members: the ranks.
-        pair: what `acquire_groups` returned.
-        collected: nobody closed its shuffler, so that other ranks may give it back later.
+        members: global ranks.
+        pair: the pair from `acquire_groups`.
+        collected: whether garbage collection closed the shuffler, which happens at different times on the ranks.
     """
-    # Groups of a world that has been destroyed are gone with it.
+    # The groups of a destroyed world cannot be used again.
     if not dist.is_initialized() or pair.rings[0] not in dist.distributed_c10d._world.pg_names:
         return
     if collected:
@@ -204,7 +202,7 @@ def release_groups(members: list[int], pair: GroupPair, *, collected: bool = Fal
 
 
 def _collected_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | None:
-    """A pair whose shuffler has been collected on all ranks, by a reduction over `group`; None if there is none."""
+    """A pair whose shuffler has been garbage-collected on all ranks, by a MIN-reduction over them; None for none."""
     if not ranks.num_pairs:
         return None
     flags = [int(number in ranks.collected) for number in range(ranks.num_pairs)]
@@ -215,10 +213,10 @@ def _collected_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | N
 
 
 def only_device(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Where all batches of a group lie; None where only a batch can tell.
+    """The device of all batches of a group; None if it depends on the batch.
 
-    NCCL serves CUDA alone. gloo serves the host and CUDA, and so do "cpu:gloo,cuda:nccl" and a single process: ranks of
-    theirs may train on the CPU of a machine that has GPUs, and must not touch these.
+    NCCL supports only CUDA. gloo, "cpu:gloo,cuda:nccl" and a single process support both: their ranks may train on the
+    CPU of a machine that has GPUs, and must not touch the GPUs then.
     """
     if group is not None and not serves(group, "cpu"):
         return _gpu_of(group)
@@ -228,12 +226,12 @@ def only_device(group: dist.ProcessGroup | None) -> torch.device | None:
 
 
 def numbers_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a few numbers lie that cross the group: on the host unless its backend serves CUDA alone."""
+    """The device for small tensors of numbers that are sent over a group: the host if its backend supports it."""
     return torch.device("cpu") if serves(group, "cpu") else _gpu_of(group)
 
 
 def _gpu_of(group: dist.ProcessGroup) -> torch.device:
-    """The device that the group or the world is bound to, else the current one, which a script may not have set."""
+    """The device that the group or the world is bound to; else the current device, which a script may not have set."""
     for each in (group, dist.group.WORLD):
         if (bound := getattr(each, "bound_device_id", None)) is not None:
             return bound
@@ -241,20 +239,20 @@ def _gpu_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def serves(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether the group has a backend for tensors on this kind of device, "cpu" or "cuda"."""
+    """Whether the group has a backend for tensors on a type of device, "cpu" or "cuda"."""
     return any(device.type == kind for device in group._device_types)
 
 
 def ring_sizes(world_size: int) -> tuple[int, ...]:
-    """Ranks of each of the rings in which many gather, one after another: those with the least sum, then the fewest.
+    """Sizes of the rings of a gather: the factors of `world_size` with the least sum, and of these the fewest.
 
-    The largest comes first: its members are neighbours, so that most of its hops stay within a node.
+    The largest ring comes first: its ranks are neighbours, so that most of its hops stay within a node.
 
     Args:
         world_size: ranks of the group, the product of the result.
 
     Returns:
-        One ring for fewer than 64 ranks or a prime number of them; at most two from 64 on, three from 512, and so on.
+        One size for fewer than 64 ranks or a prime number; at most two from 64 ranks on, three from 512, and so on.
     """
     most = next(rings for rings in itertools.count(1) if world_size < _SHORT_RING ** (rings + 1))
     return min(_products(world_size, most), key=lambda sizes: (sum(sizes), len(sizes)))[::-1]
@@ -269,14 +267,14 @@ def _products(number: int, most: int, least: int = 2) -> Iterator[tuple[int, ...
 
 
 def ring_members(members: Sequence[int], rank: int) -> list[list[int]]:
-    """The ranks with whom one gathers, ring after ring.
+    """The global ranks of each of a rank's rings.
 
-    The first ring has neighbours, which often share a node, the next one every n-th rank, n being the size of the
-    first; so that what is gathered is in the order of the ranks.
+    The first ring consists of n neighbours, which often share a node, the second of every n-th rank, and so on, so that
+    the gathered table is in the order of the ranks.
 
     Args:
         members: global ranks of the group.
-        rank: this one's number in it.
+        rank: number of the rank within the group.
     """
     rings, stride = [], 1
     for size in ring_sizes(len(members)):
@@ -289,15 +287,16 @@ def ring_members(members: Sequence[int], rank: int) -> list[list[int]]:
 def _new_group(
     members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any
 ) -> tuple[dist.ProcessGroup, frozenset[int]]:
-    """A group over members of one, who alone take part: ranks outside a subgroup do not know of its shuffler.
-
-    Its connections come with it, as far as they are gloo's.
+    """Make a group over some ranks of `group`; only they call this, since other ranks have no part in its shuffler.
 
     Args:
-        members: global ranks.
+        members: global ranks of the new group.
         group: all of its ranks make such a group at the same time, each with its own members.
         timeout: seconds after which a collective fails.
         options: of `new_group`.
+
+    Returns:
+        The group, and its connections if it is a gloo group.
     """
     subgroup = len(members) < dist.get_world_size()
     if subgroup:
@@ -309,13 +308,13 @@ def _new_group(
 
 
 def _nccl_options(timeout: float) -> Any:
-    """What NCCL is asked for a group of the default backend; None where that does not bring it."""
+    """NCCL's options for a group of the default backend; None if the backend has no NCCL."""
     backends = dist.get_backend_config(dist.group.WORLD).split(",")
     nccl = getattr(dist, "ProcessGroupNCCL", None)  # which a CPU build of torch lacks
     if nccl is None or "cuda:nccl" not in backends:
         return None
     options = nccl.Options()
-    options._timeout = datetime.timedelta(seconds=timeout)  # else torch warns that new_group's replaces it
+    options._timeout = datetime.timedelta(seconds=timeout)  # else torch warns that new_group's timeout replaces it
     options.config.max_ctas = _NCCL_BLOCKS
     return options
 
@@ -325,10 +324,10 @@ def _num_groups() -> int:
 
 
 def _align_group_names(group: dist.ProcessGroup) -> None:
-    """Bring all members to the same number of groups, of which torch makes the next group's name.
+    """Bring all members to the same number of groups, from which torch derives the next group's name.
 
-    Members may know different numbers: groups of node leaders, of loggers, of pipeline stages. Those behind make groups
-    of their own, with themselves as the only member.
+    The numbers may differ, for example where only some ranks have groups of node leaders, loggers or pipeline stages.
+    Ranks with fewer groups make further ones, each with itself as the only member.
     """
     mine = torch.tensor([max(_num_groups(), _this_world().names_used)], device=numbers_device(group))
     counts = mine.new_empty(dist.get_world_size(group))
@@ -339,10 +338,10 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
 
 
 def try_collectives(payload: dist.ProcessGroup, device: torch.device, all_to_all: bool) -> list[dist.Work]:
-    """Begin what a step may run over the payload group, so that the first one does not pay for the connections.
+    """Start the collectives of a step over the payload group, so that the first step does not wait for connections.
 
     Returns:
-        An all-gather and, where the backend has one and it is wanted, an all-to-all.
+        The work of an all-gather and, if `all_to_all` is set and the backend has one, of an all-to-all.
     """
     world_size = dist.get_world_size(payload)
     words, ones = torch.zeros(world_size, dtype=torch.int32, device=device), [1] * world_size

@@ -1,8 +1,8 @@
-"""STORE: calls of torch's key-value store, none of which outlasts its deadline.
+"""STORE: calls of torch's key-value store with a deadline.
 
-A call of a TCPStore waits for the reply without a limit, whatever the store's timeout says: if the process that
-hosts it stands still, so does every caller. So one daemon thread makes all calls of ours, one after another, and the
-caller waits for the thread. A call that nobody waits for any more is not begun.
+A call of a TCPStore waits for the reply without a limit, whatever the store's timeout is: if the process that hosts the
+store is stopped, every caller blocks. So one daemon thread makes all calls, one after another, and the caller waits for
+the thread up to a deadline. A call whose caller has given up before its turn is skipped.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from commons.distributed.errors import first_line
 
 T = TypeVar("T")
 
-# Seconds that the store may take to reply; a healthy one takes milliseconds.
+# Seconds that the store may take to reply; it usually takes milliseconds.
 ANSWER_SECONDS = 3.0
-# Most seconds that one look of a KeyWatch takes.
+# Most seconds that one check of a KeyWatch waits.
 _GLANCE_SECONDS = 0.2
-# Most seconds that a call takes to notice that its connection is gone.
+# Most seconds until a call fails after its connection was shut down.
 _BREAK_SECONDS = 1.0
-# Seconds that a host that ends mostly takes to close its connections.
+# Seconds in which an ending host usually closes all of its connections.
 _CLOSING_SECONDS = 0.005
-# Seconds between two looks at a count: of a few ranks, and more for every rank, since all of them look.
+# Seconds between two reads of a count, and what each rank adds to them, because all ranks read.
 _PAUSE_SECONDS = 0.05
 _PAUSE_PER_RANK = 0.0002
 _STDERR = 2
@@ -42,18 +42,18 @@ _RANK_0 = "rank 0"
 
 
 class StoreUnavailableError(RuntimeError):
-    """The store does not answer in time, or has ended with the process that hosts it; says which process that is."""
+    """The store did not reply in time, or its host process has ended; the message names that process."""
 
 
 def ask_store(question: Callable[[dist.Store], T], seconds: float = ANSWER_SECONDS) -> T:
     """Call the default process group's store.
 
     Args:
-        question: one call of the store, which must need no other process' doing, unlike `get` of a key that is not set.
+        question: one call of the store, which must not wait for another process, as `get` of a missing key does.
         seconds: how long to wait for the reply.
 
     Raises:
-        StoreUnavailableError: there is none in time, or the host has ended.
+        StoreUnavailableError: no reply in time, or the host has ended.
     """
     answer = begin_asking(question)
     try:
@@ -82,42 +82,42 @@ def begin_asking(question: Callable[[dist.Store], T]) -> Future[T]:
 
 
 class KeyWatch:
-    """Looks for a key again and again; a store that does not answer is left alone until it does.
+    """Checks repeatedly whether a key is set, with at most one call to the store at a time.
 
     Args:
-        key: to look for.
+        key: of the store.
 
     Attributes:
-        silent_seconds: the longest time that a look has waited for a reply.
+        silent_seconds: the longest time for which the store has not replied.
     """
 
     def __init__(self, key: str) -> None:
         self.silent_seconds = 0.0
         self._key = key
-        self._asked: Future[bool] | None = None
-        self._asked_at = 0.0
+        self._check: Future[bool] | None = None  # the call under way
+        self._started = 0.0
 
     def is_set(self) -> bool:
-        """Whether the key is known to be set, or the store to have ended; takes a fraction of a second at most."""
-        if self._asked is None:
-            self._asked, self._asked_at = begin_asking(lambda store: store.check([self._key])), time.monotonic()
+        """Whether the key is set or the store has ended; False while the store does not reply."""
+        if self._check is None:
+            self._check, self._started = begin_asking(lambda store: store.check([self._key])), time.monotonic()
         try:
-            found = self._asked.result(_GLANCE_SECONDS)
+            found = self._check.result(_GLANCE_SECONDS)
         except concurrent.futures.TimeoutError:
-            self.silent_seconds = max(self.silent_seconds, time.monotonic() - self._asked_at)
+            self.silent_seconds = max(self.silent_seconds, time.monotonic() - self._started)
             return False
         except StoreUnavailableError:
             return True
-        self._asked = None
+        self._check = None
         return found
 
 
 class StoreGather:
-    """Texts of ranks in the store: each writes its own, waits some seconds for the others', and reads what is there.
+    """A gather of texts over the store: each rank writes one, waits some seconds for the others', and reads them.
 
     Args:
-        key: of the gather; the same on all ranks, and of no other one.
-        ranks: global numbers of those that take part.
+        key: prefix of the gather's keys; equal on all ranks and unique to the gather.
+        ranks: global ranks of the gather.
     """
 
     def __init__(self, key: str, ranks: Sequence[int]) -> None:
@@ -128,41 +128,42 @@ class StoreGather:
     def write(self, text: str) -> None:
         """Write this rank's text.
 
-        Raises, as all of this class: StoreUnavailableError: the store does not answer, or has ended.
+        Raises:
+            StoreUnavailableError: as every method here: the store does not answer, or has ended.
         """
         ask_store(lambda store: store.set(self._key_of(dist.get_rank()), text))
         self.count("present")
 
     def await_others(self, seconds: float) -> list[int]:
-        """Wait for the others' texts; the ranks that have not written within `seconds`."""
+        """Wait for the others' texts; returns the ranks that have not written one within `seconds`."""
         self.await_count("present", len(self._ranks), seconds)
         return self._without_text(self._ranks)
 
     def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The texts of ranks that have written, by rank."""
+        """Texts by rank; every rank of `ranks` must have written one."""
         texts = ask_store(lambda store: store.multi_get([self._key_of(rank) for rank in ranks]))
         return {rank: each.decode() for rank, each in zip(ranks, texts)}
 
     def count(self, name: str) -> None:
-        """Count this rank among those that have come to a point of the gather."""
+        """Add this rank to a named count."""
         ask_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
 
     def await_count(self, name: str, number: int, seconds: float) -> None:
-        """Wait until so many ranks have counted themselves, the time is over, or `give_up` is called."""
+        """Wait until a count reaches `number`, the time is over, or `give_up` is called."""
         deadline, key = time.monotonic() + seconds, f"{self._key}/count of {name}"
         while ask_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
             if self._given_up.wait(self._pause):
                 return
 
     def give_up(self) -> None:
-        """End waits of this rank, now and later; from any thread."""
+        """End this rank's present and later waits; from any thread."""
         self._given_up.set()
 
     def _key_of(self, rank: int) -> str:
         return f"{self._key}/{rank}"
 
     def _without_text(self, ranks: Sequence[int]) -> list[int]:
-        """Which of the ranks have written none; by halves, since few have not and each call takes its time."""
+        """The ranks without a text, found by bisection: few are missing, and one call checks many keys."""
         if ask_store(lambda store: store.check([self._key_of(rank) for rank in ranks])):
             return []
         half = len(ranks) // 2
@@ -170,12 +171,12 @@ class StoreGather:
 
 
 def ends_with_rank() -> int | None:
-    """The rank with which the store ends; None where it outlives all of them."""
+    """The rank that hosts the store, which ends with it; None if another process hosts it."""
     return 0 if _describe_host() == _RANK_0 else None
 
 
 def is_beside_host() -> bool:
-    """Whether the process that hosts the default store runs on this rank's host; False where that is not known."""
+    """Whether the host process of the default store runs on this rank's machine; False if that is not known."""
     if not dist.is_initialized() or _describe_host() is None:
         return False
     try:
@@ -185,17 +186,17 @@ def is_beside_host() -> bool:
 
 
 def break_off() -> None:
-    """Let every call of the store fail that is under way; for the end of a program, which uses the store no more.
+    """Make every store call under way fail; called at the end of the program.
 
-    A host that stands still leaves a thread in torch's C++, and if it came back after the interpreter's end, it would
-    abort the process. So the connections to the host are shut down, which torch does not offer.
+    If the store's host is stopped, the store's thread waits in torch's C++; returning after the interpreter's end would
+    abort the process. So this shuts down the connections to the host; torch has no function for it.
     """
     peer = _LINE.peer
     if peer is None:
         return
     silent, stderr = os.open(os.devnull, os.O_WRONLY), os.dup(_STDERR)
     sys.stderr.flush()
-    os.dup2(silent, _STDERR)  # forty lines of C++ about each
+    os.dup2(silent, _STDERR)  # torch prints forty lines of C++ for each connection
     try:
         shut_down(lambda _, connection: _peer_of(connection) == peer)
         _WORKER.stop(_BREAK_SECONDS)
@@ -205,16 +206,16 @@ def break_off() -> None:
         os.close(stderr)
 
 
-# A thread that waits for a host that stands still is not waited for when the program ends.
+# The end of the program waits at most a second for a thread whose host does not reply.
 _WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0, break_off=break_off)
 
 
 def _describe_host() -> str | None:
-    """The process that hosts the default store; None where it is no process of its own, but files for example."""
+    """Which process hosts the default store, in words; None if no process does, as with a FileStore."""
     store = _tcp_store(dist.distributed_c10d._get_default_store())
     if store is None:
         return None
-    # Under torchrun a program may have made a store of its own, at another port.
+    # Under torchrun a program may have made its own store, at another port.
     by_agent = _torchelastic_use_agent_store() and str(store.port) == os.environ.get("MASTER_PORT")
     return "torchrun's agent on the first host" if by_agent else _RANK_0
 
@@ -230,16 +231,16 @@ def _require_listening(store: dist.Store) -> None:
     tcp = _tcp_store(store)
     if tcp is not None:
         _LINE.require_whole(tcp.host, tcp.port)
-        # A process that is being ended closes one connection after another, and this one perhaps last.
+        # A process that ends closes its connections one after another, perhaps this one last.
         time.sleep(_CLOSING_SECONDS)
         _LINE.require_whole(tcp.host, tcp.port)
 
 
 class _Line:
-    """An idle connection to the store's host, which breaks when the host ends; used by the store's thread.
+    """An idle connection to the store's host, which shows that the host has ended; used by the store's thread.
 
-    It stays open: torch's server has one thread, which ends, and the store with it, if a connection is closed before
-    the server has looked at it.
+    It stays open: torch's server has one thread, and that thread ends, with the store, if a connection is closed before
+    the server has accepted it.
     """
 
     def __init__(self) -> None:
@@ -248,7 +249,7 @@ class _Line:
 
     @property
     def peer(self) -> tuple[str, int] | None:
-        """Address and port of the host; None where there is no connection."""
+        """Address and port of the host; None without a connection."""
         try:
             return None if self._socket is None else _peer_of(self._socket)
         except OSError:
@@ -256,7 +257,7 @@ class _Line:
 
     @property
     def is_local(self) -> bool:
-        """Whether both ends have one address."""
+        """Whether both ends have the same address."""
         peer = self.peer
         return self._socket is not None and peer is not None and _address_of(self._socket.getsockname()) == peer[0]
 
@@ -265,7 +266,7 @@ class _Line:
         if self._address != (host, port):
             self._socket = self._connect(host, port)
             self._address = (host, port)
-        elif self._is_broken():  # which may be an earlier host's, if process groups have been made anew
+        elif self._is_broken():  # may be the connection of an earlier host at the same port
             line = self._connect(host, port)
             if line is None:
                 raise ConnectionResetError("the host has closed the connection")
@@ -274,7 +275,7 @@ class _Line:
     def _is_broken(self) -> bool:
         try:
             return self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:  # nothing to read, as it should be
+        except BlockingIOError:  # open: there is nothing to read
             return False
         except ConnectionError:
             return True
@@ -285,7 +286,7 @@ class _Line:
             line = socket.create_connection((host, port), timeout=ANSWER_SECONDS)
         except ConnectionRefusedError:
             raise
-        except OSError:  # a busy host, or a name that Python resolves in another way: torch's client finds out
+        except OSError:  # a busy host, or a name that only torch resolves: left to torch's client
             return None
         line.setblocking(False)
         return line
@@ -301,5 +302,5 @@ def _peer_of(connection: socket.socket) -> tuple[str, int]:
 
 
 def _address_of(name: tuple[str, int]) -> str:
-    """The address of a socket's name; torch speaks IPv6 to an IPv4 address."""
+    """The address in a socket's name, as IPv4 where torch uses IPv6 for an IPv4 address."""
     return name[0].removeprefix("::ffff:")

@@ -1,4 +1,4 @@
-"""ENGINE: the threads, process groups and sessions behind a shuffler, for pipelines and windows."""
+"""ENGINE: the threads, process groups and sessions of a shuffler, used by pipelines and windows."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0
 
-# By group, and window or None.
+# A group, and a window's size or None.
 _Key: TypeAlias = "tuple[dist.ProcessGroup | None, int | None]"
 _Channels: TypeAlias = "dict[_Key, ControlChannel]"
-# Of collected shufflers. A daemon thread must not hold the last reference to a process group: the interpreter would
-# abort at exit.
+# Workers and channels of garbage-collected shufflers, kept until the workers end: a daemon thread must not hold the
+# last reference to a process group, because the interpreter would abort at exit.
 _ABANDONED: deque[tuple[list[DaemonWorker], _Channels]] = deque()
 
 
 @dataclass(eq=False)
 class Starter:
-    """What starts the shuffles of an engine: a pipeline, or the iterator of a staged one, registers itself as one.
+    """A pipeline, or the iterator of a staged pipeline, as one of those that start shuffles of an engine.
 
-    The engine keeps it, because garbage collection is not synchronised across ranks and what they may do next must be
-    the same on all of them.
+    The engine keeps a reference to it, because garbage collection is not synchronised across ranks, and the checks of
+    `ShuffleEngine.begin` must have the same result on all ranks.
     """
 
-    name: str  # of the pipeline's class, in messages
-    on_thread: bool = False  # whether it starts shuffles on a thread of its own, in no fixed order with the main thread
-    in_flight: bool = False  # whether it may start more shuffles; the same on every rank
+    name: str  # of the pipeline's class, for messages
+    on_thread: bool = False  # whether it starts shuffles on its own thread, in no fixed order with the main thread
+    in_flight: bool = False  # whether it may start more shuffles; equal on every rank
 
     @property
     def is_needed(self) -> bool:
@@ -72,16 +72,16 @@ class ShuffleEngine:
     """Runs the shuffles of one shuffler, over one group or several.
 
     Args:
-        shuffler: that owns it; the engine does not keep it alive.
-        pg_group: ranks that share a global batch, as the shuffler was given them.
+        shuffler: the owner, to which the engine holds no strong reference.
+        pg_group: the shuffler's `pg_group`.
         has_groups: whether the shuffler has `get_groups`.
 
     Attributes:
-        costs: what the shuffler says of rows.
-        step_times: of this rank's own work; the speeds that follow from those of all.
-        starters: what may start shuffles.
-        read_stats: gives the stats of the batch that was finished last.
-        num_cap_exceeded: batches in which no plan could keep the token cap.
+        costs: computes workloads and groups of rows with the shuffler's methods.
+        step_times: this rank's reported times, and the speeds of all ranks.
+        starters: pipelines that may start shuffles.
+        read_stats: returns the stats of the last finished batch.
+        num_cap_exceeded: number of batches for which no plan keeps the token cap.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ShuffleEngine:
         self._device: torch.device | None = None
         self._is_closed = False
         self._aborted_for: ShufflerAbortedError | None = None
-        # Closes a shuffler that is collected without close(); does not wait, since that can happen at any line.
+        # For a shuffler that is garbage-collected without close(); must not wait, because it may run at any line.
         self._when_collected = weakref.finalize(self, _abandon, [self._worker, self._window_worker], self._channels)
         self._when_collected.atexit = False
 
@@ -111,19 +111,19 @@ class ShuffleEngine:
         device: torch.device | None = None,
         window: int | None = None,
     ) -> None:
-        """Make the process groups for a data-parallel group now, rather than with its first shuffle.
+        """Make the process groups for a data-parallel group now, not with its first shuffle.
 
         All ranks of the group call this together, on the main thread; pipelines do so when they are made. Without
-        effect where torch.distributed is not initialised.
+        effect if torch.distributed is not initialised.
 
         Args:
             pg_group: the group, if not the shuffler's own.
-            device: where batches are trained. Without it, and where the group serves the host and CUDA, the first
-                finished batch shows it.
-            window: most batches of a rank that are planned together; None for batch by batch.
+            device: where batches are trained. None: if the group supports both host and CUDA, the device of the first
+                finished batch.
+            window: most batches of a rank that are planned together; None to plan each batch separately.
 
         Raises:
-            ValueError: this process is no member of the group.
+            ValueError: this process is not a member of the group.
         """
         self._device = device or self._device
         if window is not None or (dist.is_available() and dist.is_initialized()):
@@ -133,13 +133,13 @@ class ShuffleEngine:
             self._peers(group, window)
 
     def begin(self, starter: Starter) -> None:
-        """Register what starts shuffles from now on.
+        """Register a pipeline that starts shuffles from now on.
 
-        Ranks number shuffles in the order in which they start. Two pipelines that start them on the main thread do so
-        in one order; a loading thread runs at its own pace on every rank.
+        Ranks number shuffles in the order in which they start. Two pipelines on the main thread have the same order on
+        all ranks; a loading thread runs at a different pace on each rank.
 
         Raises:
-            ValueError: another one has not ended, and one of the two starts shuffles on a thread.
+            ValueError: another pipeline has not ended, and one of the two starts shuffles on its own thread.
         """
         self.starters = [each for each in self.starters if each is starter or each.is_needed]
         for other in self.starters:
@@ -153,14 +153,14 @@ class ShuffleEngine:
             self.starters.append(starter)
 
     def look_at(self, batch: Any) -> None:
-        """Learn from a batch where batches are trained."""
-        with contextlib.suppress(TypeError, ValueError):  # which the shuffle raises on all ranks
+        """Set the device where batches are trained to that of a batch."""
+        with contextlib.suppress(TypeError, ValueError):  # the shuffle raises them, on all ranks
             self._device = batch_device(batch)
 
     def start(
         self, batch: Any | None, pg_group: dist.ProcessGroup | None = None, error: Exception | None = None
     ) -> ShuffleHandle:
-        """Describe a batch and let the worker thread gather and plan; see `start_shuffle` of the shuffler."""
+        """Describe a batch, and submit its gather and plan to the worker thread; see the shuffler's `start_shuffle`."""
         self._require_open()
         session = self._session(pg_group)
         device = self._device or session.only_device
@@ -186,7 +186,7 @@ class ShuffleEngine:
         if prepared.exchange is None:
             if handle.local.rows or not schema.states_padding:
                 return batch
-            padding = schema.empty_batch(1)  # TorchRec's modules need a row
+            padding = schema.empty_batch(1)  # TorchRec's modules need at least one row
             return padding if self._device.type == "cpu" else padding.to(self._device, non_blocking=True)
         session = handle.session
         results = session.exchange_rows(handle.step, prepared.exchange, [batch])
@@ -196,16 +196,16 @@ class ShuffleEngine:
         return result
 
     def report_failure(self, handle: ShuffleHandle, error: Exception) -> None:
-        """Post to the ranks that wait in the exchange of a step that this one failed before it."""
+        """Make the ranks that wait in the exchange of a step raise this rank's error."""
         handle.session.post_failure(handle.step, error)
 
     def note(self, step: int, read_stats: Callable[[], ShuffleStats | None], excess_tokens: int) -> None:
-        """Take what is known of rows that are where they are trained.
+        """Record the stats of a finished shuffle, and warn of the first plan that exceeds the token cap.
 
         Args:
-            step: the first, of a window.
-            read_stats: gives the stats of the last.
-            excess_tokens: how far the fullest rank exceeds the token cap.
+            step: number of the step; of a window, of its first step.
+            read_stats: returns the stats; of a window, of its last step.
+            excess_tokens: by how many tokens the fullest rank exceeds the token cap.
         """
         self.read_stats = read_stats
         if not excess_tokens:
@@ -221,16 +221,16 @@ class ShuffleEngine:
             )
 
     def start_window(self, reader: WindowReader, pg_group: dist.ProcessGroup | None = None) -> Future[ShuffledWindow]:
-        """Begin a window of host batches; returns at once, a thread of its own reads, plans and exchanges it.
+        """Start a window of host batches and return at once; the thread for windows reads, plans and exchanges it.
 
         All ranks of the group call this together, on the main thread; windows are made one after another.
 
         Args:
-            reader: of this rank's batches.
+            reader: reads this rank's batches.
             pg_group: the group, if not the shuffler's own.
 
         Returns:
-            The window, or the error of any rank, on every rank; nothing that was read is lost with it.
+            A future of the window; or of an error of any rank, on every rank, with which no read batch is lost.
 
         Raises:
             RuntimeError: the shuffler is closed.
@@ -250,7 +250,7 @@ class ShuffleEngine:
         """Wait for a window that will not be trained, and ignore its result or error.
 
         Raises:
-            RuntimeError: it is not there ten seconds after the timeout, because the iterator has not given a batch.
+            RuntimeError: it is not ready ten seconds after the timeout, because the iterator blocks.
         """
         self.require_own_process()
         limit = self._options.timeout + GRACE_SECONDS
@@ -258,13 +258,13 @@ class ShuffleEngine:
             raise RuntimeError(describe_blocked_loader("close()", limit))
 
     def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
-        """Bring all ranks to the same step, after threads of theirs have started different numbers of shuffles.
+        """Bring all ranks to the same step, after their loading threads have started different numbers of shuffles.
 
-        Ranks that are behind take part in the others' steps without a batch. All ranks call this together.
+        Ranks that are behind start the missing shuffles without a batch. All ranks call this together.
 
         Args:
             pg_group: the group, if not the shuffler's own.
-            until: says that no thread of this rank starts shuffles any more.
+            until: whether this rank's loading threads have stopped starting shuffles.
         """
         session = self._session(pg_group)
         while True:
@@ -280,7 +280,7 @@ class ShuffleEngine:
 
     @property
     def failure(self) -> RankMissingError | None:
-        """Which rank is missing, as soon as the worker thread knows; None while all is well."""
+        """The error about a missing rank, as soon as the worker thread has it; None before."""
         failures = (channel.failure for channel in list(self._channels.values()))
         return self._aborted_for or next((each for each in failures if each is not None), None)
 
@@ -288,7 +288,7 @@ class ShuffleEngine:
         """Wait until the worker threads are idle.
 
         Raises:
-            RuntimeError: they are not, ten seconds after the timeout: an iterator of windows has not given its batch.
+            RuntimeError: they are still busy ten seconds after the timeout, because an iterator of windows blocks.
         """
         self.require_own_process()
         limit = self._options.timeout + GRACE_SECONDS
@@ -310,7 +310,7 @@ class ShuffleEngine:
         self._stop(_ABORT_SECONDS)
 
     def close(self) -> None:
-        """End the worker threads and give back the groups."""
+        """End the worker threads and release the groups."""
         if not self._is_closed:
             self.require_own_process()
             self._stop(min(_CLOSE_SECONDS, self._options.timeout))
@@ -336,7 +336,7 @@ class ShuffleEngine:
         self._is_closed = True
         self._when_collected.detach()
         deadline = time.monotonic() + seconds
-        # A worker that waits for a missing rank is left behind: it is a daemon, and its groups are not used again.
+        # A worker that still waits for a missing rank keeps running as a daemon, and its groups are not used again.
         ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in (self._worker, self._window_worker)]
         if all(ended):
             _close_channels(self._channels)
@@ -348,7 +348,7 @@ class ShuffleEngine:
             _close_abandoned()
             self._channels[group, window] = ControlChannel(
                 group,
-                # Peers are missed before the ranks that wait for this one give up.
+                # Half the timeout: a missing peer must be reported before the data-parallel ranks' wait times out.
                 self._options.timeout / (2 if of_peers else 1),
                 moves_rows=self._options.mode == "balance" and window is None and not of_peers,
                 pairwise=window is not None and not of_peers,
@@ -356,17 +356,17 @@ class ShuffleEngine:
         return self._channels[group, window]
 
     def _peers(self, group: dist.ProcessGroup | None, window: int | None) -> ControlChannel | None:
-        """The channel of this rank's tensor-parallel peers; None where nothing is measured, or there are none.
+        """The channel of this rank's tensor-parallel peers; None without peers, and without measured numbers.
 
-        They belong to different data-parallel groups, which plan by themselves and must come to the same plan. What
-        these gather is the same; what they read from a file or have timed may not be.
+        The peers are in different data-parallel groups, which plan separately and must make the same plan. They gather
+        the same batches, but the times that they have measured or read from a file may differ.
         """
         options, peers = self._options, tensor_parallel_group()
         measures = options.mode != "off" and (options.calibration is not None or options.speeds == "measured")
         return self._channel(peers, window, of_peers=True) if measures and peers not in (None, group) else None
 
     def _session(self, pg_group: dist.ProcessGroup | None, window: int | None = None) -> ShuffleSession:
-        """The session of a group; made with the first shuffle, when all settings are known."""
+        """The session of a group, made at the first shuffle, when all settings are final."""
         self.require_own_process()
         key = self._group(pg_group), window
         if key not in self._sessions:
@@ -385,7 +385,7 @@ def _abandon(workers: list[DaemonWorker], channels: _Channels) -> None:
 
 
 def _close_abandoned() -> None:
-    """Give back the groups of collected shufflers whose work has ended; called where groups are made."""
+    """Release the groups of garbage-collected shufflers whose workers have ended; called before groups are made."""
     for _ in range(len(_ABANDONED)):
         workers, channels = _ABANDONED.popleft()
         if all(worker.has_ended for worker in workers):

@@ -1,4 +1,4 @@
-"""ShuffleHandle: a shuffle between start and finish, and the batch that it belongs to; what the worker made of it."""
+"""ShuffleHandle: a shuffle between start and finish, with its batch; PreparedShuffle: the worker's result for it."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(eq=False)
 class PreparedShuffle:
-    """What the worker hands to `finish_shuffle`."""
+    """The worker's result, for `finish_shuffle`."""
 
-    schema: BatchSchema | None = None  # the agreed one; None if no rank has a batch any more
-    rank: int = 0  # this one
-    rows_before: int = 0  # in mode "off", of the ranks before this one; global ids start there
-    steps: int = 0  # batches that every rank trains: 1, or as many as the rank with most of them brought to a window
+    schema: BatchSchema | None = None  # of all ranks' batches; None if no rank has a batch any more
+    rank: int = 0  # this rank
+    rows_before: int = 0  # in mode "off", rows of the ranks before this one, where its global ids start
+    steps: int = 0  # batches that every rank trains: 1; in a window, the most batches of any rank
     plan: ShufflePlan | None = None  # the same on every rank; None in mode "off"
     exchange: RowExchange | None = None  # this rank's part of the plan; None in mode "off"
-    # The stats of the plan, one for each step; none in mode "off". Made for those who read them: the thread that
-    # launches kernels would wait for as long as the worker made them.
+    # Makes the stats of the plan, one for each step; none in mode "off". Called when stats are read, because making
+    # them on the worker would hold the GIL while the main thread launches kernels.
     describe: Callable[[], tuple[ShuffleStats, ...]] = tuple
 
     def rows_trained(self, real_rows: int, workloads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Global ids and workloads, int64 `(actual_batch_size,)`, of the rows that this rank trains in a batch.
 
         Args:
-            real_rows: that it brought.
-            workloads: of these, int64 `(batch_size,)`, for mode "off".
+            real_rows: of the batch that it had before.
+            workloads: of that batch, int64 `(batch_size,)`, for mode "off".
         """
         if self.plan is None:
             own = None if workloads is None else torch.as_tensor(workloads)[:real_rows].cpu()
@@ -59,14 +59,14 @@ class PreparedShuffle:
 
 
 class ShuffleHandle:
-    """A shuffle that has been started; to be finished once, with the batch it was started with.
+    """A shuffle that has been started, to be finished once, with the batch that it was started with.
 
     Attributes:
         step: number of the step within the group.
-        read_stats: gives `stats`, without keeping the batch.
-        local: what the rank brought.
+        read_stats: returns `stats`; holds no reference to the batch.
+        local: description of this rank's batch.
         session: of the group.
-        wait_ms: how long the main thread has waited for the worker.
+        wait_ms: how long the main thread has waited for the worker, in milliseconds.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class ShuffleHandle:
 
     @property
     def stats(self) -> ShuffleStats | None:
-        """What happened; None before `finish_shuffle`, and in mode "off"."""
+        """Stats of the shuffle; None before `finish_shuffle`, and in mode "off"."""
         return self.read_stats()
 
     def has_ended(self) -> bool:
-        """Whether no rank brought a batch; waits for the gather, and raises any rank's error."""
+        """Whether no rank has a batch; waits for the gather, and raises any rank's error."""
         return self.prepared().schema is None
 
     def failed_elsewhere(self) -> bool:
-        """Whether the batches of other ranks alone were the reason of this step's error; waits for the gather."""
+        """Whether this step failed because of other ranks' batches only; waits for the gather."""
         self._await()
         error = self._future.exception()
         return error is not None and hasattr(error, "failed_ranks") and error.__cause__ is None
@@ -114,7 +114,7 @@ class ShuffleHandle:
                 self._await()
                 self._prepared = self._future.result()
         except RankMissingError as error:
-            raise error.with_traceback(None) from None  # the worker's frames say nothing and keep the batch
+            raise error.with_traceback(None) from None  # the worker's frames would keep the batch alive
         finally:
             self.wait_ms += (time.perf_counter() - started) * 1e3
         return self._prepared
@@ -133,7 +133,7 @@ class ShuffleHandle:
         return schema
 
     def empty_batch(self) -> Any:
-        """A host batch of no rows, for a rank that brought none but takes part in the others'.
+        """A host batch without rows, for a rank that has no batch but receives rows of other ranks.
 
         Raises:
             ValueError: no rank has a batch.
@@ -141,43 +141,43 @@ class ShuffleHandle:
         return self.schema().empty_batch()
 
     def carried_out(self, prepared: PreparedShuffle, exchange_ms: float) -> None:
-        """Note that the rows are where they are trained, after so many milliseconds of the main thread."""
+        """Record that the exchange is done, and how many milliseconds it took on the main thread."""
         describe, wait_ms = prepared.describe, self.wait_ms
         self.read_stats = functools.cache(lambda: describe()[0].carried_out(wait_ms, exchange_ms))
 
     def follow(self, copied: Any) -> None:
-        """Go on with a copy of the batch, or with the empty batch of a rank that brought none."""
+        """Expect a copy of the batch, or the empty batch of a rank without one, in `finish_shuffle`."""
         self._batch = copied
 
     def drain(self) -> None:
-        """Wait for the worker and drop the result; an error of a batch that is given up does not matter."""
+        """Wait for the worker, and drop its result or error."""
         self._finished = True
         self._batch = None
         self._await()
         self._future.exception()
 
     def _await(self) -> None:
-        """Wait for the worker, which ends by itself; not for ever for one that does not, nor in a forked process.
+        """Wait until the worker is done, for as long as it may take.
 
         Raises:
-            RuntimeError: there is no worker in this process, or it is stuck.
+            RuntimeError: this is a forked process, which has no worker; or the worker is stuck.
         """
         self.session.channel.require_own_process()
-        # In short waits, counted: a process that was stopped for long gives its worker time to say who was missing.
+        # Counts short waits instead of time: after a long stop of the process, its worker still has time to report.
         for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 self._future.exception(_LOOK_SECONDS)
                 return
         raise RuntimeError(
-            f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, though no rank is waited for so "
-            "long; the worker thread is stuck: look at its stack (py-spy dump), and start again from a checkpoint"
+            f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, longer than the wait for any "
+            "rank; the worker thread is stuck: look at its stack (py-spy dump), and restart from a checkpoint"
         )
 
     def take(self, batch: Any) -> None:
         """Check that the handle may be finished with this batch, and mark it used.
 
         Raises:
-            ValueError: it has been used, or belongs to another batch, or no rank has one.
+            ValueError: the handle has been used, or belongs to another batch, or no rank has a batch.
         """
         if self._finished:
             raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
@@ -199,23 +199,23 @@ class ShuffleHandle:
         self._batch = None
 
     def _looks_like(self, batch: Any, schema: BatchSchema) -> bool:
-        """Whether `batch` has the type and sizes of the one that was started; its fields are read by name."""
+        """Whether `batch` has the type and sizes of the batch that the shuffle was started with."""
         local = self.local
         if type(batch).__name__ != schema.class_name:
             return False
         try:
             rows, sizes = schema.rows_of(batch), schema.sizes(schema.row_tensors(batch))
-        except (AttributeError, LookupError, TypeError, RuntimeError):  # a field that it lacks, or of another kind
+        except (AttributeError, LookupError, TypeError, RuntimeError):  # a field is missing, or of another type
             return False
         if rows != local.rows or getattr(batch, "actual_batch_size", None) not in (None, local.real_rows):
             return False
         return local.schema is None or sizes == local.sizes
 
     def _belongs_to(self, batch: Any, schema: BatchSchema) -> bool:
-        """Whether `batch` is the one that was started, or a copy of it.
+        """Whether `batch` is the batch that the shuffle was started with, or a copy of it.
 
-        Copies by BaseBatch.to and pin_memory inherit its identity. Another type's copy on the same device has the same
-        memory; on another device there is nothing to compare without waiting for it, beyond the sizes.
+        Copies by BaseBatch.to and pin_memory inherit its identity. A copy of another type on the same device shares its
+        memory; on another device only sizes can be compared without waiting for the device.
         """
         if batch is self._batch or self._batch is None:
             return True
@@ -227,7 +227,7 @@ class ShuffleHandle:
 
 
 def no_stats() -> ShuffleStats | None:
-    """The stats of a shuffle that has not been finished, or was not planned."""
+    """The stats of a shuffle that is not finished, or was not planned: None."""
     return None
 
 

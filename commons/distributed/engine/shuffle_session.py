@@ -1,7 +1,7 @@
-"""GATHER and PLAN: what the shuffler's worker thread does for one batch, or a window, over one data-parallel group.
+"""GATHER and PLAN: the worker thread's steps for one batch, or a window, over one data-parallel group.
 
-Input: what this rank knows of its batches, or that it has none, or an error. Output: the plan of the global batch with
-this rank's exchange, or that the data has ended for all, or the error of any rank, raised on every rank.
+Input: the description of this rank's batches, or no batch, or an error. Output: the plan of the global batch with this
+rank's exchange, or that the data has ended on all ranks, or the error of any rank, raised on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _EXCHANGE = "exchange"
 _PEERS = "shuffle of tensor-parallel peers"
 _NO_WORDS = np.zeros(0, dtype=np.int64)
-# Seconds after the timeout in which a step of the worker thread ends at the latest: ranks exchange who is missing.
+# Seconds beyond the timeout that a step of the worker thread may take, in which ranks find out who is missing.
 GRACE_SECONDS = 10.0
 
 
@@ -49,13 +49,13 @@ class ShuffleSession:
     `prepare` runs on the worker thread, once per step and in the same order on every rank.
 
     Args:
-        channel: the ranks.
-        peers: the tensor-parallel peers, with whom measured numbers are made equal; None for none.
-        costs: what the shuffler says of rows; its options count.
-        step_times: of this rank's own work, which travel with the comparison of plans, and what follows from all.
-        only_device: where all batches of the group lie; None where only a batch can tell.
-        window: most batches of a rank that are planned together. Given, rows are exchanged on the host, by the worker
-            thread and over the group that it plans with; None: batch by batch, over a group of their own.
+        channel: the ranks of the group.
+        peers: the tensor-parallel peers, whose measured numbers are made equal; None if there are none.
+        costs: computes workloads and groups of rows; has the shuffler's options.
+        step_times: this rank's reported times, which are sent with the comparison of plans, and the ranks' speeds.
+        only_device: the device of all batches of the group; None if it depends on the batch.
+        window: most batches of a rank that are planned together; the worker thread exchanges their rows on the host,
+            over the group that it gathers with. None: one batch at a time, whose rows have a group of their own.
     """
 
     def __init__(
@@ -79,21 +79,22 @@ class ShuffleSession:
         self._capacity = 0
         self._layout: PayloadLayout | None = None
         self._planner: ShufflePlanner | None = None
-        self._alike: BatchSchema | None = None  # that of an own batch, which was found to be the agreed one
+        self._alike: BatchSchema | None = None  # schema of this rank's last batch, found equal to the agreed one
         self._counted = _NO_WORDS  # the keys that count as tokens
         self._peers = peers
-        self._peers_problem: Exception | None = None  # what they do not have alike
+        self._peers_problem: Exception | None = None  # a difference between the peers
         self._compares_with_peers = peers is not None and options.calibration is not None
         self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, self._slowest_of_peers)
-        self._pins = self._has_warned_of_end = False  # index arrays are pinned where batches are trained on CUDA
+        self._pins = False  # whether index arrays are pinned, because batches are trained on CUDA
+        self._has_warned_of_end = False
 
     @property
     def longest_wait(self) -> float:
-        """Seconds after which the worker thread has ended a step, whichever ranks are missing."""
+        """Most seconds that a step of the worker thread takes, whichever ranks are missing."""
         return 2 * self._options.timeout + GRACE_SECONDS
 
     def next_step(self) -> int:
-        """Number the next step; the caller submits it to the worker before anyone else numbers one."""
+        """The number of the next step; the caller submits the step before another caller gets a number."""
         step = self.steps
         self.steps += 1
         return step
@@ -103,18 +104,18 @@ class ShuffleSession:
 
         Args:
             step: number of the step, or of the window.
-            local: what this rank brings, its batches in order; a single entry without a schema for none.
+            local: descriptions of this rank's batches in order; without a batch, a single entry without a schema.
 
         Raises:
-            RankMissingError: a rank did not take part; so does every later call.
-            ValueError, TypeError, KeyError, RuntimeError: an error of any rank, on all of them.
+            RankMissingError: a rank did not join in time; every later call raises it too.
+            ValueError, TypeError, KeyError, RuntimeError: an error of any rank, raised on all.
         """
         if self.channel.failure is not None:
             raise self.channel.failure
         try:
             return self._prepare(step, local)
         except RankMissingError as error:
-            if not isinstance(error, ShufflerAbortedError):  # logged now: the main thread may wait elsewhere for long
+            if not isinstance(error, ShufflerAbortedError):  # logged at once: the main thread may notice much later
                 logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
             raise
 
@@ -136,12 +137,12 @@ class ShuffleSession:
     def _plan(
         self, step: int, local: Sequence[LocalRows], layout: PayloadLayout, messages: np.ndarray, gather_ms: float
     ) -> PreparedShuffle | None:
-        """What follows from the messages of all ranks; None if one had no room, and all gather again with more."""
+        """Plan from the gathered messages; None if a message was cut off, so that all ranks must gather again."""
         started, schema, channel, options = time.perf_counter(), layout.schema, self.channel, self._options
         plan, exchange, error = self._try_plan(messages, layout)
         other_steps, steps, most_words = self._header_of(messages, error)
         if most_words > self._capacity:
-            self._capacity = most_words + most_words // 4  # which batches like these seldom outgrow
+            self._capacity = most_words + most_words // 4  # a margin, so that later batches seldom need more
             return None
         if other_steps:
             raise RuntimeError(
@@ -172,28 +173,28 @@ class ShuffleSession:
         return PreparedShuffle(schema, channel.rank, 0, steps, plan, exchange, describe)
 
     def problem_with(self, local: LocalRows) -> Exception | None:
-        """The error in describing a batch of this rank, if any, once there is a schema."""
+        """The error in a batch of this rank, if any; before ranks have agreed on a schema, the one in describing it."""
         layout = self._layout
         return local.error if layout is None else attempt(lambda: self._own_table(layout.schema, local))[1]
 
     def exchange_rows(self, step: int, exchange: RowExchange, batches: Sequence[Any]) -> list[Any]:
-        """Carry out a plan; on a device, on the stream that copied the batches.
+        """Exchange rows by the plan; on a device, on the stream that copied the batches.
 
         Args:
             step: number of the step or window.
             exchange: this rank's part of the plan.
-            batches: what this rank has brought, at least one, if only an empty one.
+            batches: this rank's batches, at least one, which may be empty.
 
         Returns:
-            The batches that this rank trains, one for each step; one whose rows stay as they are is the same object.
+            The batches that this rank trains, one for each step; a batch whose rows do not change is the same object.
 
         Raises:
-            RankMissingError: a rank did not take part, or has failed, with its message; so does every later call.
-            RuntimeError: with `verify`, rows that did not arrive as they were, or whose checksum fails on any rank.
+            RankMissingError: a rank did not join in time, or raised an error (quoted); every later call raises it too.
+            RuntimeError: with `verify`, rows have changed on their way, or a checksum could not be computed.
         """
         layout, verify = exchange.layout, self._options.verify and self._options.mode == "balance"
         before, unknown = attempt(lambda: checksums_of_all(batches, layout)) if verify else (None, None)
-        with self.channel.failures_posted(step, _EXCHANGE):  # of this rank alone, such as too little memory
+        with self.channel.failures_posted(step, _EXCHANGE):  # such as too little memory on this rank
             results = list(batches)
             if exchange.moves or exchange.changes:
                 with span("exchange"):
@@ -212,7 +213,7 @@ class ShuffleSession:
         return results
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-        """Run the payload collective; host tensors are waited for here, on a device only the stream waits."""
+        """Run the payload collective; waits for host tensors, while on a device only the stream waits."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
         with self.channel.collective(step, _EXCHANGE):
             work = exchange.send_rows(buffer, sent, self._rows_group, async_op=sent.device.type == "cpu")
@@ -220,21 +221,21 @@ class ShuffleSession:
                 self.channel.wait(work, step, _EXCHANGE)
 
     def post_failure(self, step: int, error: Exception) -> None:
-        """Tell the others, who may wait in the exchange of a step, that this rank failed before it."""
+        """Make the ranks that wait in the exchange of a step raise this rank's error."""
         self.channel.post_failure(step, _EXCHANGE, error)
 
     def _agree(self, step: int, local: Sequence[LocalRows]) -> PayloadLayout | None:
-        """The layout of the batches of all ranks, which have compared their settings; None if no rank has a batch."""
+        """Compare settings and schemas of all ranks; the layout of their batches, or None if no rank has a batch."""
         options = self._options
         calibration = None if self._calibrated is None else dataclasses.asdict(self._calibrated.calibration)
         peers = self._peers
         if peers is not None and self._compares_with_peers:
             self._compares_with_peers = False
-            said, error = (None, local[0].error) if calibration is None else ({"calibrations": calibration}, None)
-            _, self._peers_problem = attempt(lambda: peers.agree(_PEERS, said, error, step=step))
+            compared, error = (None, local[0].error) if calibration is None else ({"calibrations": calibration}, None)
+            _, self._peers_problem = attempt(lambda: peers.agree(_PEERS, compared, error, step=step))
         local = [dataclasses.replace(local[0], error=local[0].error or self._peers_problem), *local[1:]]
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
-        own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # their gather raises an error in them
+        own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
 
         def settings() -> dict[str, Any]:
             return {
@@ -253,7 +254,7 @@ class ShuffleSession:
         if self._window is not None and not schema.states_padding:
             raise ValueError(
                 f"window is {self._window}, and {schema.type_name} cannot state padding; the batches of a window are "
-                "padded where ranks have brought fewer rows: give it a field actual_batch_size, derive it from "
+                "padded if ranks have different numbers of rows: give it a field actual_batch_size, derive it from "
                 "BaseBatch, or use no window"
             )
         self._counted = counted_keys(schema, self._token_features)
@@ -263,7 +264,7 @@ class ShuffleSession:
         return speed if self._peers is None else int(self._peers.gather(np.array([speed]), step, _PEERS).min())
 
     def _make_planner(self, layout: PayloadLayout) -> ShufflePlanner:
-        """Plans every batch of the run."""
+        """The planner for every batch of the run."""
 
         def allocate(size: int) -> tuple[torch.Tensor, int]:
             if self._pins:
@@ -291,7 +292,7 @@ class ShuffleSession:
     def _try_plan(
         self, messages: np.ndarray, layout: PayloadLayout
     ) -> tuple[ShufflePlan | None, RowExchange | None, Exception | None]:
-        """The plan, and this rank's part of it; or an error, such as too little memory."""
+        """The plan and this rank's exchange, or an error, such as too little memory."""
         try:
             planner = self._planner = self._planner or self._make_planner(layout)
             plan = planner.plan_messages(messages, self._capacity, self._speeds.to_plan_with)
@@ -300,9 +301,9 @@ class ShuffleSession:
             return None, None, error
 
     def _header_of(self, messages: np.ndarray, error: Exception | None) -> tuple[int, int, int]:
-        """Whether ranks are at different steps, the most batches of a rank, and the most words of one.
+        """Whether ranks are at different steps, the most batches of a rank, and the most words of a rank.
 
-        By the messages alone, which are the same on all ranks: all of them gather once more, or none.
+        They depend only on the messages, which are equal on all ranks, so that all ranks gather again or none does.
         """
         if error is None and self._planner is not None:
             head = self._planner.head
@@ -311,19 +312,19 @@ class ShuffleSession:
         return bool((messages[:, 0] != messages[0, 0]).any()), int(messages[:, 1].max()), int(words.max())
 
     def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> np.ndarray:
-        """int64 `(world_size, n)`, the message of every rank: header and rows, as far as there is room for them."""
+        """Gather the message of every rank, int64 `(world_size, n)`: header and rows, cut off at the capacity."""
         error = next((each.error for each in local if each.error is not None), None)
         own, problem = attempt(lambda: [self._own_table(schema, each) for each in local])
         message = message_of(step, local, own or (), self._header, self._capacity)
         return self.channel.agree("gather", {}, error or problem, message, step)
 
     def _own_table(self, agreed: BatchSchema, local: LocalRows) -> np.ndarray:
-        """The packed rows of a batch, int64 `(words,)`; none where they are not planned."""
+        """The packed rows of a batch, int64 `(words,)`; empty in mode "off"."""
         if local.schema is not self._alike and local.schema is not None and local.schema != agreed:
             raise ValueError(
                 f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, structure, "
-                "keys, dtypes and plain values stay the same: make every batch alike, or a property what depends on "
-                f"the rows{agreed.way_out(local.schema)}"
+                "keys, dtypes and plain values stay the same: make every batch alike, or turn values that depend on "
+                f"the rows into properties{agreed.way_out(local.schema)}"
             )
         self._alike = local.schema
         return self._table(local, self._counted)
@@ -352,11 +353,11 @@ class ShuffleSession:
         local: Sequence[LocalRows],
         error: Exception | None,
     ) -> np.ndarray:
-        """Stop, on all ranks, if one of them has failed or the ranks did not make the same plan.
+        """Raise, on all ranks, if a rank has failed or the ranks did not make the same plan.
 
         Returns:
-            int64 `(world_size, 3 + 2 · steps)`, what the stats need of each rank beside the plan: nanoseconds and load
-            of its own work on an earlier batch, its speed, and the embedding lookups of each step before and after.
+            int64 `(world_size, 3 + 2 · steps)`, further numbers of each rank for the stats: nanoseconds and load of its
+            own work on an earlier batch, its speed, and the embedding lookups of each step before and after.
         """
         before = [each.lookups for each in local] + [0] * (steps - len(local))
         after = [0] * steps if exchange is None else exchange.lookups
@@ -375,7 +376,7 @@ class ShuffleSession:
         )
 
     def _ends_early(self, schema: BatchSchema, messages: np.ndarray) -> bool:
-        """Whether the data ends for all: a rank has none, its batches cannot be empty, and no rows may move."""
+        """Whether the data ends on all ranks: one has none, batches cannot be empty, and no rows move to it."""
         if self._options.mode == "balance" or schema.states_padding:
             return False
         dry = np.flatnonzero(messages[:, 1] == 0).tolist()
@@ -384,9 +385,9 @@ class ShuffleSession:
         if self.channel.rank == 0 and not self._has_warned_of_end:
             self._has_warned_of_end = True
             logger.warning(
-                "the data of ranks %s ended at step %d, and %s cannot state padding, so that it ends for all: the %d "
-                "rows that the others have read, and what they would still read, are not trained; mode 'balance' "
-                "shares them out, and so does a field actual_batch_size",
+                "the data of ranks %s ended at step %d, and %s cannot state padding, so that the data ends on all "
+                "ranks: the %d rows that the others have read, and any later ones, are not trained; to train them, use "
+                "mode 'balance', or a batch with a field actual_batch_size",
                 self._named(dry),
                 messages[0, 0],
                 schema.type_name,

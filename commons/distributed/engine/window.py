@@ -1,7 +1,7 @@
 """WINDOW: several host batches of every rank, planned together and exchanged on the host.
 
-The shuffler's window thread reads a window, gathers and plans as for one batch, and moves the rows over gloo; all of it
-while the window before trains.
+While a window trains, the shuffler's window thread reads the next one, gathers and plans as for one batch, and moves
+the rows over gloo.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ from commons.sequence_batch.fields import require_dataclass
 from commons.sequence_batch.open_batch import batch_device
 from commons.sequence_batch.schema import BatchSchema
 
-# Copies of a window that lie on the host at the worst moment: the one that trains, and of the next one the batches as
-# they were read, the buffer of the exchange, and the result.
+# Most copies of a window in host memory at a time: the window that trains and, of the next one, the batches as read,
+# the buffer of the exchange, and the result.
 _COPIES = 4
 
 
 @dataclass(frozen=True)
 class ShuffledWindow:
-    """Batches that need no further shuffle."""
+    """A window's batches after the exchange."""
 
-    batches: list[Any]  # one for each step, as many on every rank; none where no rank has data any more
+    batches: list[Any]  # one for each step, equally many on every rank; none if no rank has data any more
     stats: list[ShuffleStats | None]  # of every step; None in mode "off"
-    whole: WindowStats | None = None  # of the window; None in mode "off", and without batches. Nobody has waited yet.
+    whole: WindowStats | None = None  # of the window, without `wait_ms`; None in mode "off", and without batches
 
 
 class WindowReader:
-    """One rank's own batches, read a window at a time.
+    """Reads one rank's batches, a window at a time.
 
-    What has been read stays until a window has been made of it: where a rank fails, only a batch that was the reason is
-    left out.
+    It keeps the batches until they are in a window: if a rank fails, only the batch with the error is dropped.
 
     Args:
-        source: host batches; a None is its end, as in TorchRec. Read on the shuffler's window thread alone.
+        source: iterator of host batches; None ends it, as in TorchRec. Read only on the shuffler's window thread.
         window: most batches to read at a time.
     """
 
@@ -61,13 +60,13 @@ class WindowReader:
         self._fits = False
 
     def fill(self, describe: Callable[[Any], LocalRows]) -> list[LocalRows]:
-        """Read what is missing of a window.
+        """Read batches until the window is full or the iterator ends.
 
         Args:
-            describe: what a rank brings with a batch, or why it cannot.
+            describe: makes the LocalRows of a batch, with the error if that fails.
 
         Returns:
-            Of every batch; an error comes last. One without a schema if there is no batch.
+            LocalRows of every batch; an error comes last. A single one without a schema if there is no batch.
         """
         if self._problem is not None:
             return [LocalRows(error=self._problem)]
@@ -83,16 +82,16 @@ class WindowReader:
         return [local for _, local in self._read] or [LocalRows()]
 
     def take(self) -> list[Any]:
-        """The batches that have been read, which a window has been made of."""
+        """Remove and return all batches that have been read."""
         batches, self._read = [batch for batch, _ in self._read], []
         return batches
 
     def drop_first(self) -> None:
-        """Leave out the batch that the ranks could not agree on, as all of them do."""
+        """Drop the first batch, whose schema differs between ranks; called on all of them."""
         self._read = self._read[1:]
 
     def drop(self, problem_with: Callable[[LocalRows], Exception | None]) -> None:
-        """Leave out the batches that were the reason of an error."""
+        """Drop the batches that have an error."""
         self._read = [(batch, local) for batch, local in self._read if problem_with(local) is None]
 
     def _describe(self, batch: Any, describe: Callable[[Any], LocalRows]) -> LocalRows:
@@ -117,18 +116,18 @@ class WindowReader:
             )
 
     def _require_memory(self, schema: BatchSchema | None, batch: Any) -> None:
-        """Refuse a window that this machine has no memory for, as far as its first batch tells."""
+        """Raise unless this machine has memory for a window, estimated from its first batch."""
         tensors = [] if schema is None else schema.row_tensors(batch)
         window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
 
 
 def describe_blocked_loader(call: str, seconds: float) -> str:
-    """What to say where a window's thread has not come back in time, which only the iterator can keep so long.
+    """The message if the window thread has not ended in time, which only the user's iterator can cause.
 
     Args:
-        call: who waited.
-        seconds: how long.
+        call: the function that waited.
+        seconds: how long it waited.
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return (
@@ -140,7 +139,7 @@ def describe_blocked_loader(call: str, seconds: float) -> str:
 def _require_iterator(source: Any) -> None:
     if not hasattr(source, "__next__"):
         raise TypeError(
-            f"iterator is a {type(source).__name__}; a window goes on where the one before ended, which takes an "
+            f"iterator is a {type(source).__name__}; a window continues where the last one ended, which needs an "
             "iterator: give iter() of it"
         )
 
@@ -154,14 +153,14 @@ def shuffle_window(
     """Read a window, plan it and exchange its rows; called by all ranks together, on the window thread.
 
     Args:
-        session: of windows, over the group.
+        session: for windows, over the group.
         step: number of the window.
-        reader: of this rank's batches.
-        describe: what a rank brings with a batch, or why it cannot.
+        reader: reads this rank's batches.
+        describe: makes the LocalRows of a batch, with the error if that fails.
 
     Raises:
-        RankMissingError: a rank did not take part.
-        Exception: what went wrong on any rank.
+        RankMissingError: a rank did not join in time.
+        Exception: an error of any rank, raised on all.
     """
     started = time.perf_counter()
     local = reader.fill(describe)
@@ -195,8 +194,8 @@ def shuffle_window(
 
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:
-    """Whether the loader has put the batches into pinned memory, where the results belong too."""
-    # Memory is pinned by a GPU that is in use; another one must not be touched.
+    """Whether the loader has pinned the batches' memory, so that the results should be pinned too."""
+    # Without an initialised GPU nothing is pinned, and the check must not initialise one.
     if not torch.cuda.is_initialized():
         return False
     return any(tensor.is_pinned() for batch in batches for tensor in schema.row_tensors(batch))

@@ -1,8 +1,8 @@
-"""One daemon thread that runs jobs in order.
+"""DaemonWorker: one daemon thread that runs jobs in order.
 
-An executor's threads are joined at interpreter exit and would wait there for a collective's timeout; a daemon thread
-does not keep a failed process alive. But a daemon thread that returns from C++ after the interpreter's end aborts the
-process. So at exit the job under way is waited for, a few seconds at most, and then broken off if that can be done.
+The interpreter joins an executor's threads at exit, and would wait for a collective's timeout; a daemon thread does not
+keep a failed process alive. But a daemon thread that returns from C++ after the interpreter's end aborts the process.
+So the exit waits a few seconds for the running job, and then makes it fail if the worker has a way to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 
 # Seconds that the end of a program waits for its workers, for all of them together.
 _EXIT_SECONDS = 5.0
-# Most seconds that a job takes to fail when it is broken off.
+# Most seconds until a job fails after `break_off`.
 _BROKEN_OFF_SECONDS = 1.0
 _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
@@ -35,12 +35,12 @@ _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 class DaemonWorker:
     """Runs submitted functions one after another on a thread of its own, started with the first.
 
-    A job whose future has been cancelled before its turn is passed over.
+    A job whose future has been cancelled before its turn is skipped.
 
     Args:
         name: of the thread.
-        exit_seconds: how long the end of a program waits for the job that is under way.
-        break_off: called there, once, if the job is under way still; makes it fail.
+        exit_seconds: how long the exit of the program waits for the running job.
+        break_off: called after that wait, to make a job that still runs fail; None for a job that cannot be stopped.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DaemonWorker:
         self._starting = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Jobs without a result, which get an error if the thread ends.
+        # Futures without a result; they get an error if the thread ends.
         self._open: set[Future[Any]] = set()
         self._has_left = False
         self._abandoned_for: Exception | None = None
@@ -61,11 +61,11 @@ class DaemonWorker:
         """Queue a job.
 
         Args:
-            job: what to run.
-            device: whose memory it is for; on CUDA the thread's current device, which is the first GPU otherwise.
+            job: the function to run.
+            device: if CUDA, the thread's current device while the job runs; without it, that is the first GPU.
 
         Returns:
-            The future that gets its result or exception.
+            The future of the job's result or exception.
         """
         gpu = None
         if device is not None and device.type == "cuda":
@@ -84,20 +84,20 @@ class DaemonWorker:
         return future
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait until all jobs that have been queued are done; False if they are not after `timeout` seconds."""
+        """Wait until all queued jobs are done; False if they are not after `timeout` seconds."""
         if self._thread is None:
             return True
         return bool(concurrent.futures.wait([self.submit(lambda: None)], timeout).done)
 
     def finish(self) -> None:
-        """Let queued jobs finish and end the thread; does not wait."""
+        """Let queued jobs finish, then end the thread; does not wait."""
         if self._thread is not None:
             self._jobs.put(None)
 
     def abandon(self, error: Exception) -> None:
-        """Give every job that is not done an error, at once, and run no other; from any thread, does not wait.
+        """Set an error on every job that is not done, and run no further one; from any thread, does not wait.
 
-        The thread ends with the job that is under way.
+        The thread ends after the running job.
         """
         with self._starting:
             self._abandoned_for = error
@@ -110,12 +110,12 @@ class DaemonWorker:
         return self._thread is None or not self._thread.is_alive()
 
     def stop(self, timeout: float) -> bool:
-        """Let queued jobs finish and end the thread; False if it still runs after `timeout` seconds."""
+        """Let queued jobs finish, end the thread and wait for it; False if it still runs after `timeout` seconds."""
         thread = self._thread
         if thread is None:
             return True
         self._jobs.put(None)
-        if thread is threading.current_thread():  # a loader of windows that aborts its shuffler
+        if thread is threading.current_thread():  # a loader, on the window thread, aborts its shuffler
             return False
         thread.join(timeout)
         ended = not thread.is_alive()
@@ -131,14 +131,14 @@ class DaemonWorker:
             self._fail_open()
 
     def _fail_open(self) -> None:
-        """Give an error to all jobs without a result: the thread was abandoned, or ended outside of a job."""
+        """Set an error on all jobs without a result: the thread was abandoned, or ended outside of a job."""
         for future in list(self._open):
             with contextlib.suppress(InvalidStateError):  # done meanwhile
                 future.set_exception(
                     self._abandoned_for
                     or RuntimeError(
-                        f"the worker thread {self._name} has ended and left a job undone; something has ended it from "
-                        "outside: see the log"
+                        f"the worker thread {self._name} has ended before its job was done; something outside of it "
+                        "has ended it: see the log"
                     )
                 )
 
@@ -166,9 +166,9 @@ class DaemonWorker:
 
 
 def _spare_captures() -> None:
-    """Let this thread pin memory and wait for events while another one captures a CUDA graph.
+    """Allow this thread to pin memory and wait for events while another thread captures a CUDA graph.
 
-    In CUDA's default mode that would fail, and the capture with it.
+    In CUDA's default mode both calls would fail, and so would the capture.
     """
     with contextlib.suppress(OSError, AttributeError):  # torch for ROCm
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
@@ -183,7 +183,7 @@ def _end_at_exit(worker: DaemonWorker) -> None:
 
 
 def _end_all() -> None:
-    """Let every worker finish the job that it is at; one that waits for a rank that will not come is left."""
+    """Wait for every worker's running job; then break off jobs that can be, and leave the rest running."""
     started = time.monotonic()
     workers = list(_STARTED)
     for worker in workers:

@@ -1,11 +1,11 @@
-"""PAYLOAD: all fields of a batch as one jagged whole of 4-byte words, so that one collective carries them.
+"""PAYLOAD: the layout of all fields of a batch in one buffer of 4-byte words, so that one collective carries them.
 
 Every values, weights or dense tensor is a *part*; a part has one or more *segments* per row: one per key of a jagged
-field, one for a dense field. Within a part, segments lie key by key and row by row, as in a KeyedJaggedTensor. A
-segment consists of *entries*: a dense one of the row, a jagged one of as many as its length says, each a number or, in
-a JaggedTensor of more dimensions, several. Parts with larger elements come first, so that each part starts at a
-multiple of its element size and can be viewed in its own dtype. Entries of elements of 1 or 2 bytes are padded to whole
-words: at most 3 bytes of each.
+field, one for a dense field. Within a part, segments are ordered by key and then by row, as in a KeyedJaggedTensor. A
+segment consists of *entries*: one in a dense part, as many as the length in a jagged part. An entry is a number or, in
+a dense field or JaggedTensor of more dimensions, several. Parts with larger elements come first, so that each part
+starts at a multiple of its element size and can be viewed in its own dtype. Entries of elements of 1 or 2 bytes are
+padded to whole words, by at most 3 bytes each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Part:
     dtype: torch.dtype  # element type
     first_key: int  # column of the part's first key in the table of lengths; -1 for a dense field
     num_segments: int  # keys of a jagged field, 1 for a dense field
-    entry_shape: tuple[int, ...]  # of a dense field, a row's; of a jagged one, that of what a length counts
+    entry_shape: tuple[int, ...]  # shape of one entry: of a row in a dense field, of one value in a jagged field
 
     @cached_property
     def is_dense(self) -> bool:
@@ -65,10 +65,10 @@ class Part:
         return value.weights() if self.weights else value.values()
 
     def words_of(self, source: torch.Tensor) -> torch.Tensor:
-        """The part's tensor in a batch as int32 words, in its memory where they lie there; rows in batch order."""
+        """The part's tensor in a batch as int32 words, rows in batch order; shares its memory if that is possible."""
         plain = source.resolve_conj().resolve_neg().contiguous()
         if not self.is_narrow:
-            # Not view(-1): a single element counts as contiguous with any stride.
+            # Not view(-1): a tensor of a single element is contiguous with any stride.
             return plain.as_strided((plain.numel(),), (1,)).view(torch.int32)
         entries, narrow = len(source), _INTEGER_OF_SIZE[self.dtype.itemsize]
         words = torch.empty(entries * self.words, dtype=torch.int32, device=source.device)
@@ -77,7 +77,7 @@ class Part:
         return words
 
     def read(self, words: torch.Tensor, entries: int) -> torch.Tensor:
-        """The part of so many entries, `(entries, *entry_shape)`, from its section, whose storage it may keep."""
+        """The part's tensor `(entries, *entry_shape)` from its words; may share their storage."""
         if not self.is_narrow:
             result = words.view(self.dtype)
             return result.view(entries, *self.entry_shape) if self.entry_shape else result
@@ -123,7 +123,7 @@ class PayloadLayout:
 
     @cached_property
     def lookups(self) -> list[tuple[int, int]]:
-        """Number of every part whose entries are embedding lookups, and the words of an entry."""
+        """Index of every part whose entries are embedding lookups, and the words of an entry."""
         paths = {field.path for field in self.schema.jagged if field.is_lookup}
         parts = enumerate(self.parts)
         return [(number, part.words) for number, part in parts if part.path in paths and not part.weights]

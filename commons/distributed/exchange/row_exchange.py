@@ -1,21 +1,21 @@
-"""EXCHANGE and SELECT: a plan as one rank's permutes, splits and lengths; the rows packed, sent and put in order.
+"""EXCHANGE and SELECT: one rank's part of a plan, as permutes, splits and lengths; packs, sends and unpacks the rows.
 
 The worker thread makes a RowExchange from the plan. `pack` writes the rank's batch into one buffer, one collective
-moves the rows, and `unpack` builds the batch that this rank trains. Of a window, all batches of the rank are packed
-into the buffer, and unpacked from it step by step. The buffer holds segments of 4-byte words in three regions:
+moves the rows, and `unpack` builds the batch that this rank trains. In a window, all batches of the rank are packed
+into the buffer, and unpacked from it step by step. The buffer consists of segments of 4-byte words, in three regions:
 
-    own       every row the rank brought, batch by batch and segment by segment: segment s of row r of a batch that
-              begins at segment b is at b + s · rows + r; each batch ends in a segment that aligns the next
-    received  what arrived, row by row: all segments of one row side by side
+    own       the rank's rows before the exchange, batch by batch: segment s of row r of a batch that begins at segment
+              b is at b + s · rows + r; each batch ends in a segment that aligns the next
+    received  the rows from other ranks, row by row: all segments of one row side by side
     zero      one row of padding: zero words for jagged segments, zeros for dense ones
 
-One permute of the own region packs what is sent; one permute of the whole buffer gives a result in ascending global
-id, padding last. On the host no buffer is filled: own rows are read from the batch, and each tensor of the result is
-written where it stays. Every size follows from the gathered lengths, so that none is read back from a device, and all
-that the device needs to know lies in one host array, which is copied to it once. It holds int64 numbers: the lengths of
-the buffer's segments, those of the own region first, and by result the lengths `(num_keys, rows)` and the host values
-`(num_kept, rows)` of its rows; then int32 ones: the segments of the own region that are sent and, by result, the
-segments of the buffer that it is made of. The native core writes it (perf_model/partitioner/native/routes.hpp).
+One permute of the own region packs the rows to send; one permute of the whole buffer makes a result in ascending global
+id, padding last. On the host no buffer is filled: rows are read from the batches, and each tensor of the result is
+written in place. All sizes are computed from the gathered lengths, so that none is read back from a device. Everything
+that the device needs is in one host array, which is copied to it once. Its int64 part has the lengths of the buffer's
+segments, those of the own region first, and for each result the lengths `(num_keys, rows)` and the host values
+`(num_kept, rows)` of its rows. Its int32 part has the segments of the own region that are sent and, for each result,
+the segments of the buffer that make it up. The native core writes the array (perf_model/partitioner/native/routes.hpp).
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from commons.sequence_batch.open_batch import replace_rows
 
 @dataclass(eq=False)
 class RowExchange:
-    """What one rank does to carry out a plan; sizes are in words."""
+    """One rank's part of a plan; sizes are in words."""
 
     layout: PayloadLayout
-    moves: bool  # whether rows of any rank move, so that all of them run the collective
+    moves: bool  # whether rows of any rank move, so that all ranks run the collective
     block_words: int  # words of the largest sender, to which an all-gather pads; 0 for an all-to-all
-    sent_words: int  # words that this rank sends to one receiver each
-    segments: tuple[int, int, int]  # of the own region, of the whole buffer, and of what is sent
+    sent_words: int  # words of the rows that leave this rank
+    segments: tuple[int, int, int]  # number of segments: of the own region, of the whole buffer, of the sent rows
     regions: list[int]  # words of the three regions of the buffer
     input_splits: list[int]  # words to every rank
-    output_splits: list[int]  # words from every rank; of an all-gather, from every rank to all of them
-    own_parts: list[list[int]]  # by batch that the rank brought, words of every part, and of what aligns the next
-    # By batch that the rank trains: whether its rows differ from those that the rank brought there, its rows with and
+    output_splits: list[int]  # words from every rank; in an all-gather, that each rank sends to all
+    own_parts: list[list[int]]  # by batch before the exchange: words of every part, and of the aligning segment
+    # By batch after the exchange: whether its rows differ from the rank's batch of that step before, its rows with and
     # without padding, the words of every part, and the entries of every key of all jagged fields.
     results: list[list[int]]
-    rows_before: list[int]  # by result, rows of those before it; last, of all
-    indices: torch.Tensor  # the host array, pinned where the batches are trained on CUDA
+    rows_before: list[int]  # by result, the rows of the results before it; last, of all results
+    indices: torch.Tensor  # the host array; pinned if the batches are trained on CUDA
 
     @classmethod
     def of(cls, planner: ShufflePlanner, layout: PayloadLayout) -> RowExchange:
-        """This rank's part of the plan that a planner has just made; called on the worker thread."""
+        """This rank's part of the last plan of a planner; called on the worker thread."""
         head, numbers, steps, num_ranks = planner.head, planner.exchange, planner.head["steps"], planner.num_ranks
         own, own_size = 3 + 2 * num_ranks, len(layout.parts) + 1
         first, size = own + steps * own_size, 2 + own_size + layout.schema.num_keys
@@ -81,31 +81,31 @@ class RowExchange:
 
     @property
     def changes(self) -> bool:
-        """Whether this rank's rows differ from those it brought."""
+        """Whether any of this rank's batches gets other rows."""
         return any(result[0] for result in self.results)
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank sends: its moved rows, or its block once to every other rank."""
+        """Payload bytes that this rank sends: its moved rows; in an all-gather, its block to every other rank."""
         if not self.moves:
             return 0
         return WORD_BYTES * (self.block_words * (len(self.input_splits) - 1) or self.sent_words)
 
     @property
     def lookups(self) -> list[int]:
-        """By batch that the rank trains, values of its KeyedJaggedTensors but the labels."""
+        """By batch after the exchange, values of its KeyedJaggedTensors except the labels."""
         return [sum(result[3 + part] // words for part, words in self.layout.lookups) for result in self.results]
 
     def pack(self, batches: Sequence[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Make the buffer of batches, and pack the rows that leave them.
+        """Make the buffer of batches, and pack the rows to send.
 
         Args:
             batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
 
         Returns:
-            On the device of the batches: the buffer, int32, `sum(regions)` words in one piece or, on the host, in
-            several, of which the own region's lie in the memory of the batches; what is sent, int32
-            `(sum(input_splits),)`, by receiver; and the index array.
+            On the device of the batches: the buffer, int32, `sum(regions)` words, in one piece or, on the host, in
+            several, those of the own region being the batches' memory; the rows to send, int32 `(sum(input_splits),)`,
+            by receiver; and the index array.
 
         Raises:
             ValueError: the batches have other sizes than those that were planned.
@@ -119,7 +119,7 @@ class RowExchange:
         if (given := sum(piece.numel() for piece in buffer)) != own_words:
             raise ValueError(
                 f"the rows to exchange have {WORD_BYTES * given} bytes, and had {WORD_BYTES * own_words} when the "
-                "shuffle was started; a batch stays as it is until its shuffle is finished: change it before or after"
+                "shuffle was started; a batch must not change until its shuffle is finished: change it before or after"
             )
         beside = [buffer[0].new_empty(received_words), buffer[0].new_zeros(zero_words)]
         if buffer[0].device.type == "cpu":
@@ -132,7 +132,7 @@ class RowExchange:
         return buffer, sent, indices
 
     def received(self, buffer: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The region of a buffer that what arrives is written into."""
+        """The received region of a buffer, into which the collective writes."""
         return buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
 
     def send_rows(
@@ -149,16 +149,16 @@ class RowExchange:
         return all_gather_single(received, block, group=group, async_op=async_op)
 
     def unpack(self, batch: Any, buffer: Sequence[torch.Tensor], indices: torch.Tensor, step: int = 0) -> Any:
-        """A batch to train, in ascending global id with padding last.
+        """Build a batch to train, in ascending global id with padding last.
 
-        Every tensor is in storage of its own: TorchRec frees `features` early, and views of one buffer would take the
-        labels with them.
+        Every tensor has its own storage: TorchRec frees the memory of `features` early, and views of one buffer would
+        lose the labels with it.
 
         Args:
-            batch: one that was packed; it gives what holds no rows.
-            buffer: as `pack` made it, after the collective.
-            indices: as `pack` made it.
-            step: which of the results.
+            batch: one of the packed batches, from which fields without rows are taken.
+            buffer: from `pack`, after the collective.
+            indices: from `pack`.
+            step: index of the result.
         """
         schema, num_parts = self.layout.schema, len(self.layout.parts)
         _, rows, real_rows, *sizes = self.results[step]
@@ -191,7 +191,7 @@ class RowExchange:
 
     @property
     def _columns(self) -> int:
-        """Numbers of a row of a result in the index array: its lengths, and what else the host keeps of it."""
+        """Numbers of a result's row in the index array: its lengths and its host values."""
         return self.layout.schema.num_keys + len(self.layout.schema.host_fields)
 
     def _select(
@@ -203,15 +203,15 @@ class RowExchange:
         count: int,
         sizes: list[int],
     ) -> Sequence[torch.Tensor]:
-        """Segments of a buffer in a new order, int32 in sections of these sizes; on the host, each in its own storage.
+        """Segments of a buffer in a new order, as int32 tensors of the given sizes; on the host in own storage.
 
         Args:
-            indices: on the device of the buffer.
+            indices: the index array, on the device of the buffer.
             pieces: of the buffer, or of its own region.
-            segments: how many segments lie in them.
-            first: of the int32 part of the index array, where the order begins.
+            segments: number of segments in the pieces.
+            first: where the order begins in the int32 part of the index array.
             count: segments of the result.
-            sizes: words of the sections, which follow one another.
+            sizes: words of each tensor.
         """
         orders = self.segments[1] + self._columns * self.rows_before[-1]  # where the int32 part begins
         if pieces[0].device.type != "cpu":

@@ -1,7 +1,7 @@
 """VERIFY: a checksum of every row before and after the exchange, for debugging.
 
-Each field of each row is hashed by content and position; hashes are added up over rows and ranks, so that the order of
-rows does not matter, and one more sum over whole rows notices fields that were put together wrongly. The comparison
+Each field of each row is hashed by content and position. Sums of the hashes over rows and ranks do not depend on the
+order of rows; one more sum, over hashes of whole rows, detects fields of different rows in one row. The comparison
 waits for the device.
 """
 
@@ -25,7 +25,7 @@ _INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """Scramble int64 values; wraps around."""
+    """Hash int64 values; multiplication wraps around."""
     for multiplier in _MULTIPLIERS:
         values = (values ^ (values >> 30)) * multiplier
     return values ^ (values >> 31)
@@ -35,7 +35,7 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
     """int64 `(rows,)`, a hash of the part's content in each row."""
     tensor = part.tensor_of(batch)
     size = part.dtype.itemsize
-    # A copy: the memory of a view may hold conjugates or negatives, or have gaps though it counts as contiguous.
+    # A copy, because a view may be conjugated or negated, or have gaps in memory although it counts as contiguous.
     plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
     integers = plain.view(_INTEGER_BY_SIZE[min(size, 8)]).to(torch.int64)
     per_entry = part.elements * max(1, size // 8)
@@ -53,7 +53,7 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
 
 
 def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
-    """int64 `(parts + 1,)` on the host: per part the sum over real rows, and last the sum over whole rows."""
+    """int64 `(parts + 1,)` on the host: for each part the sum of its hashes over real rows, then that of whole rows."""
     rows, real = row_counts(batch)
     if not layout.parts or real == 0:
         return torch.zeros(len(layout.parts) + 1, dtype=torch.int64)
@@ -64,7 +64,7 @@ def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
 
 
 def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
-    """int64 `(parts + 1,)`: `checksums` added up over at least one batch."""
+    """int64 `(parts + 1,)`: the sum of `checksums` over one or more batches."""
     return torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0)
 
 
@@ -84,14 +84,14 @@ def require_same_rows(
         channel: the ranks.
         step: number of the step or window.
         layout: the parts.
-        before: `checksums_of_all` of the batches that this rank brought; None if it failed.
+        before: `checksums_of_all` of this rank's batches before the exchange; None if that raised.
         results: the batches that this rank trains.
-        error: why it failed.
-        on_main: as of `ControlChannel.gather`.
+        error: the error that it raised.
+        on_main: see `ControlChannel.gather`.
 
     Raises:
         RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
-        RankMissingError: a rank did not take part in time.
+        RankMissingError: a rank did not join in time.
     """
     after, problem = attempt(lambda: checksums_of_all(results, layout))
     # The last number counts the ranks whose checksum failed.
@@ -108,11 +108,11 @@ def require_same_rows(
     if damaged:
         names = ", ".join(f"{path_name(part.path)}{' (weights)' if part.weights else ''}" for part in damaged)
         raise RuntimeError(
-            f"step {step}: the shuffle changed the content of {names}; every row must arrive as it was: report this "
+            f"step {step}: the shuffle changed the content of {names}; every row must arrive unchanged: report this "
             "with the batch's schema"
         )
     if wrong[-1]:
         raise RuntimeError(
-            f"step {step}: the shuffle put fields of different rows together; every row must arrive as it was: report "
+            f"step {step}: the shuffle put fields of different rows together; every row must arrive unchanged: report "
             "this with the batch's schema"
         )

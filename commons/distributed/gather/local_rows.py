@@ -1,4 +1,4 @@
-"""WORKLOAD: what a rank knows of its own batch before anything is gathered."""
+"""WORKLOAD: LocalRows, the description of a rank's batch before the gather, and its encoding as a message."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from commons.sequence_batch.jagged_fields import require_sum
 from commons.sequence_batch.schema import BatchSchema
 
 
-@dataclass(eq=False)  # not frozen: one is made per batch, by RowCosts
+@dataclass(eq=False)  # not frozen, because a frozen one takes longer to make, and one is made per batch
 class LocalRows:
-    """One rank's batch at one step: what it tells the others, and what tells it from other batches."""
+    """The description of one rank's batch at one step: the numbers to gather, and the sizes that identify the batch."""
 
-    schema: BatchSchema | None = None  # of the batch; None if there is none
+    schema: BatchSchema | None = None  # of the batch; None without a batch
     rows: int = 0  # batch_size
     real_rows: int = 0  # rows that are no padding
     sizes: tuple[int, ...] = ()  # of every row field, see `BatchSchema.sizes`
-    workloads: Any = None  # what `get_workloads` returned, on the host; None in mode "off"
+    workloads: Any = None  # the result of `get_workloads`, on the host; None in mode "off"
     lengths: Sequence[np.ndarray] = ()  # lengths `(keys, rows)` of every jagged field; none in mode "off"
-    # `(rows,)` of every field that the host keeps, see `BaseBatch`; none in mode "off".
+    # `(rows,)` of every field with host values, see `BaseBatch`; none in mode "off".
     host_values: Sequence[np.ndarray] = ()
-    groups: Any = None  # what `get_groups` returned, on the host; None for rows that move each by itself
+    groups: Any = None  # the result of `get_groups`, on the host; None if every row moves independently
     copied: torch.Event | None = None  # the event after which copies from a device are complete
     device: torch.device | None = None  # where the batch is trained; None if that is not known yet
-    error: Exception | None = None  # what went wrong so far
+    error: Exception | None = None  # an error in the batch or its description
 
     @property
     def elements(self) -> int:
-        """Elements of all row fields, for messages; of jagged ones, those that the lengths count."""
+        """Elements of all row fields, for messages; in jagged fields, the values that the lengths count."""
         return sum(self.sizes)
 
     @property
     def lookups(self) -> int:
-        """Values of the KeyedJaggedTensors but the labels; 0 in mode "off"."""
+        """Values of the KeyedJaggedTensors except the labels; 0 in mode "off"."""
         jagged = () if self.schema is None else self.schema.jagged
         return sum(size for field, size in zip(jagged, self.sizes) if field.is_lookup)
 
     def table(self, counted: Sequence[int] | np.ndarray = ()) -> np.ndarray:
-        """Workload, tokens, lengths, host values and group of every real row, packed; waits for copies from a device.
+        """Pack workload, tokens, lengths, host values and group of every real row; waits for copies from a device.
 
         Args:
-            counted: keys of all jagged fields whose lengths add up to a row's tokens; none for one token each.
+            counted: indices of the keys whose lengths add up to a row's tokens; empty for one token per row.
 
         Returns:
             int64 `(words,)`, see `GatheredRows`.
@@ -67,7 +67,7 @@ class LocalRows:
         if isinstance(workloads, np.ndarray) and workloads.dtype == np.int64 and workloads.flags.c_contiguous:
             words = encode_rows(workloads, self.lengths, sums, kept, counted, self.rows, self.real_rows)
         if words is None:
-            # They are of another type, or something is wrong with them: these two find out what.
+            # Another integer type, or a mistake, which these two functions report.
             workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
             self._require_lengths()
             lengths = [each[:, : self.real_rows] for each in self.lengths]
@@ -94,14 +94,14 @@ class LocalRows:
 def message_of(
     step: int, local: Sequence[LocalRows], tables: Sequence[np.ndarray], header: int, capacity: int
 ) -> np.ndarray:
-    """int64 `(header + capacity,)`, what a rank says of its batches; see shuffle_plan.py for its numbers.
+    """The message of a rank about its batches, int64 `(header + capacity,)`; shuffle_plan.py describes the numbers.
 
     Args:
         step: number of the step.
-        local: the batches; those without a schema do not count.
-        tables: the packed rows of each, cut off where there is no room; none where they are not known.
-        header: numbers of the header.
-        capacity: words that there is room for.
+        local: the batches; entries without a schema are skipped.
+        tables: the packed rows of each batch, cut off at the capacity; empty after an error.
+        header: count of numbers in the header.
+        capacity: count of words after the header.
     """
     message, numbers, at = np.zeros(header + capacity, dtype=np.int64), [step, 0], header
     for each, words in zip(local, tables):
@@ -115,7 +115,7 @@ def message_of(
 
 
 def counted_keys(schema: BatchSchema, features: tuple[str, ...] | None) -> np.ndarray:
-    """int64, the keys whose lengths are a row's tokens: all but the labels'; none for a batch without any to count."""
+    """Indices of the keys whose lengths count as tokens, int64: those in `features`, or all except the labels'."""
     keys = [key for field in schema.jagged for key in ((None,) * len(field.keys) if field.is_label else field.keys)]
     counted = [key is not None and (features is None or key in features) for key in keys]
     return np.flatnonzero(np.array(counted, dtype=bool))

@@ -1,12 +1,13 @@
-"""Data or hardware: how fast every rank works, which one is slower than its load explains, and what plans make of it.
+"""SPEEDS: measures how fast each rank works, warns of slow hardware, and gives plans the ranks' speeds.
 
-Ranks say how long their own work on a batch took, without what they wait for others, and how large its load was. Both
-travel with the comparison of plans; with `ShufflerOptions.speeds`, so does the speed that each rank has computed for
-itself (perf_model/speed_control.py), and the next plan is made with those of that one table.
+Each rank reports how long its own work on a batch took, without waiting for other ranks, and its load. The reports are
+gathered with the comparison of plans. With `ShufflerOptions.speeds`, each rank also sends the speed that it has
+computed for itself (perf_model/speed_control.py), and the next plan uses the gathered speeds, equal on all ranks.
 
-A step costs a fixed time and a time per load. So a rank with the load of the others, or less, should take no longer
-than they do, and one with a larger load no longer than their time per load times its own. Each time is divided by that;
-the median over some steps tells slow hardware from slow steps, and uneven data explain themselves.
+A step takes a fixed time plus a time per load. So a rank with the same or a smaller load than the others should take no
+longer than they do, and a rank with a larger load no longer than the others' time per load times its own load. Each
+time is divided by that limit. The median over several steps separates slow hardware from single slow steps, and uneven
+data raise the limit, not the ratio.
 """
 
 from __future__ import annotations
@@ -24,72 +25,74 @@ from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
 
 logger = logging.getLogger(__name__)
 
-# How many of the steps of a median a rank may miss, and how often the median is taken.
+# How many steps of a median may lack a rank's report, and after how many steps the median is taken again.
 _MOST_UNKNOWN, _EVERY = 5, 5
-# Below this ratio a rank is no longer slow.
+# Below this ratio a slow rank counts as healthy again.
 _WELL = 1.1
-# Steps without any report, after which speeds that should be measured are warned of.
+# Steps without any report after which a warning says that speeds cannot be measured.
 _SILENT_STEPS = 50
 _HOUR_MS = 3.6e6
 
 
 class StepTimes:
-    """What this rank has reported of its own work since it last told the others; and the speeds of all ranks.
+    """Collects this rank's step times between two gathers, and keeps the speeds of all ranks.
 
     Attributes:
-        speeds: that the ranks have agreed on, or those of an earlier run; empty with "equal".
-        is_in_use: whether they come from this run.
+        speeds: of all ranks, from the last gather or an earlier run; empty with "equal".
+        is_in_use: whether a run has started, after which speeds cannot be loaded.
     """
 
     def __init__(self) -> None:
         self.speeds: list[int] = []
         self.is_in_use = False
         self._lock = threading.Lock()
-        self._said: list[tuple[float, int]] = []
+        self._reports: list[tuple[float, int]] = []  # milliseconds and load of each step
         self._has_warned = False
 
     def load(self, speeds: Sequence[int]) -> None:
-        """Begin with the speeds of an earlier run; see `load_state_dict` of the shuffler."""
+        """Start with the speeds of an earlier run; see the shuffler's `load_state_dict`."""
         if self.is_in_use:
-            raise RuntimeError("this shuffler has shuffled; it begins with the speeds it is given: load them before")
+            raise RuntimeError("this shuffler has already shuffled; speeds are its starting values: load them before")
         if not all(isinstance(each, int) for each in speeds):
-            raise ValueError(f"speeds is {speeds!r}; they are integers: load what state_dict() has given")
+            raise ValueError(f"speeds is {speeds!r}; they are integers: load a result of state_dict()")
         self.speeds = list(speeds)
 
     def add(self, milliseconds: float, load: int) -> None:
-        """Take a step; a time that is none is dropped, with one warning."""
+        """Add a step; a time that is not positive or above an hour is ignored, with one warning."""
         if 0 < milliseconds < _HOUR_MS:
             with self._lock:
-                self._said.append((milliseconds, load))
+                self._reports.append((milliseconds, load))
         elif not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a step time of %s ms is dropped, as later ones like it will be; a rank's own work takes more than "
-                "nothing and less than an hour: look at what report_step_time is given",
+                "a step time of %s ms is ignored, as will be later ones like it; a rank's own work takes more than 0 "
+                "ms and less than an hour: correct the argument of report_step_time",
                 milliseconds,
             )
 
     def take(self) -> tuple[int, int]:
-        """Mean nanoseconds and mean load of the steps since the last call; zeros for none."""
+        """Mean nanoseconds and mean load of the steps since the last call; zeros if there were none."""
         with self._lock:
-            said, self._said = self._said, []
-        if not said:
+            reports, self._reports = self._reports, []
+        if not reports:
             return 0, 0
-        return round(sum(ms for ms, _ in said) * 1e6 / len(said)), sum(load for _, load in said) // len(said)
+        count = len(reports)
+        return round(sum(ms for ms, _ in reports) * 1e6 / count), sum(load for _, load in reports) // count
 
 
 class RankSpeeds:
     """The speeds of the ranks of a group, step by step; warns of a slow one.
 
     Args:
-        names: how messages call the ranks.
-        rank: this one, in the group; the first one warns.
-        times: of this rank.
+        names: number of each rank in messages.
+        rank: this rank, in the group; rank 0 warns.
+        times: this rank's step times.
         option: `ShufflerOptions.speeds`.
-        settle: makes a speed of this rank the same on its tensor-parallel peers; is given the step too.
+        settle: called with this rank's speed and the step; returns the speed to use on all tensor-parallel peers.
 
     Attributes:
-        to_plan_with: int64 `(num_ranks,)`, as of the latest step; None for equal ones, and unless "measured".
+        to_plan_with: int64 `(num_ranks,)`, from the last step; None if all are equal, and unless `option` is
+            "measured".
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class RankSpeeds:
         self.to_plan_with: np.ndarray | None = None
         self._names, self._rank, self._times, self._option, self._settle = names, rank, times, option, settle
         self._control = None if option == "equal" else SpeedControl(len(names), times.speeds)
-        # This rank's speed, as the others know it, and as its latest look has found it.
+        # This rank's speed as last sent to the others, and as last computed.
         self._own = self._found = FASTEST if self._control is None else int(self._control.speeds[rank])
         self._warns = rank == 0
         self._awaits_times = self._warns and option != "equal"
@@ -114,8 +117,8 @@ class RankSpeeds:
         times.is_in_use = True
 
     def report(self) -> tuple[int, int, int]:
-        """What the others need: nanoseconds and load of this rank's own work, and its speed."""
-        # By the number of steps: tensor-parallel peers wait for one another here, and may look at other steps.
+        """Numbers to gather: nanoseconds and load of this rank's own work, and its speed."""
+        # At fixed steps, because tensor-parallel peers wait for one another in `settle`.
         if self._steps % LOOK_STEPS == 0:
             measured = self._option == "measured"
             self._own = self._settle(self._found, self._steps) if measured else self._found
@@ -123,12 +126,12 @@ class RankSpeeds:
         return *self._times.take(), self._own
 
     def look(self, step: int, reports: np.ndarray) -> dict[str, Any]:
-        """Take the reports of the ranks.
+        """Update the speeds from the gathered reports, and warn of slow ranks.
 
         Args:
-            step: number of the step with which they came.
-            reports: int64 `(num_ranks, n)`, whose first columns are what `report` gives of each: nanoseconds of its own
-                work, 0 where it has not reported any; the load of the rows that it worked on; and its speed.
+            step: number of the step of the gather.
+            reports: int64 `(num_ranks, n)`, whose first columns are each rank's `report`: nanoseconds of its own work,
+                0 without a report; the load of that work; and its speed.
 
         Returns:
             `rank_speeds`, `speeds` and `speed_saving` of ShuffleStats.
@@ -143,7 +146,7 @@ class RankSpeeds:
             found = {"speeds": tuple(self._times.speeds), "speed_saving": self._control.saving}
             if self._control.take(busy_ns, loads):
                 self._found = int(self._control.speeds[self._rank])
-        if not busy_ns.any():  # nobody reports
+        if not busy_ns.any():  # no rank has reported a time
             self._warn_of_silence(step)
             return {"rank_speeds": (None,) * len(busy_ns), **found}
         self._awaits_times = False
@@ -163,7 +166,7 @@ class RankSpeeds:
             self._awaits_times = False
             logger.warning(
                 "speeds is %r and no rank has reported a time in %d steps, so that speeds stay equal: time a rank's "
-                "own work, and after each step add shuffler.report_step_time(milliseconds, pipeline.last_stats)",
+                "own work, and call shuffler.report_step_time(milliseconds, pipeline.last_stats) after each step",
                 self._option,
                 _SILENT_STEPS,
             )
@@ -178,8 +181,8 @@ class RankSpeeds:
                 self._slow.add(rank)
                 logger.warning(
                     "rank %d is slow: at step %d the median of its last %d steps is %.2f times what its load explains "
-                    "by the times of the other ranks, so that it is not the data: look at the clocks and the "
-                    "temperature of its device, and at what else its machine does",
+                    "by the times of the other ranks, so the data are not the reason: check its device's clocks and "
+                    "temperature, and the other processes on its machine",
                     self._names[rank],
                     step,
                     SLOW_STEPS,
@@ -188,15 +191,15 @@ class RankSpeeds:
 
 
 def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Of every rank, its time divided by the most that its load explains, by what the others took.
+    """Each rank's time divided by the longest time that its load explains, by the other ranks' times.
 
     Args:
-        time: float64 `(n,)`, of each rank's own work, in any unit.
+        time: float64 `(n,)`, each rank's own work, in any unit.
         load: float64 `(n,)`.
         known: bool `(n,)`, at least two ranks.
 
     Returns:
-        float64 `(n,)`; NaN where it is not known.
+        float64 `(n,)`; NaN for ranks that are not known.
 
     >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0]), np.array([5.0, 5.0, 5.0, 10.0])
     >>> over_explained(times, loads, np.full(4, True)).round(2).tolist()

@@ -1,4 +1,4 @@
-"""WORKLOAD: what a shuffler says of the rows of a batch, and the calibration that it computes it with."""
+"""WORKLOAD: computes the workloads and groups of a batch's rows with a shuffler's methods and its calibration."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 
 
 class RowCosts:
-    """Describes batches with the methods of a shuffler, which it does not keep alive.
+    """Describes batches with the methods of a shuffler, to which it holds no strong reference.
 
     Args:
-        shuffler: whose `get_workloads`, `get_groups`, `token_feature_names` and `options` count.
-        has_groups: whether it has groups.
+        shuffler: has `get_workloads`, `get_groups`, `token_feature_names` and `options`.
+        has_groups: whether its class overrides `get_groups`.
     """
 
     def __init__(self, shuffler: BaseTaskBalancedBatchShuffler, has_groups: bool) -> None:
         self.has_groups = has_groups
-        self.calibrated: CalibratedTask | None = None  # turns operations into times; None where they stay operations
+        self.calibrated: CalibratedTask | None = None  # converts operations to times; None without a calibration
         self._mode = shuffler.options.mode
         self._file = None if self._mode == "off" else shuffler.options.calibration
         self._shuffler = weakref.ref(shuffler)
         self._error: Exception | None = None
         self._checked_device: torch.device | None = None
         self._batch_type: type | None = None  # of the last batch
-        self._known: dict[Any, BatchSchema] = {}  # the schema of the last batch, as of `BatchSchema.of`
+        self._known: dict[Any, BatchSchema] = {}  # cache of `BatchSchema.of`: the schema of the last batch
 
     @property
     def shuffler(self) -> BaseTaskBalancedBatchShuffler:
-        """The shuffler; RuntimeError if it has been collected, because nobody kept a reference."""
+        """The shuffler; RuntimeError if it has been garbage-collected."""
         shuffler = self._shuffler()
         if shuffler is None:
-            raise RuntimeError("the shuffler was collected while it was in use; keep a reference to it")
+            raise RuntimeError("the shuffler was garbage-collected while it was in use; keep a reference to it")
         return shuffler
 
     @property
     def token_features(self) -> tuple[str, ...] | None:
-        """Keys whose values are tokens; None for all but the labels'."""
+        """Keys whose values are tokens; None for all except the labels'."""
         names = self.shuffler.token_feature_names
         return None if names is None else tuple(names)
 
@@ -65,14 +65,14 @@ class RowCosts:
         return self.calibrated
 
     def problem(self, device: torch.device | None) -> Exception | None:
-        """Why the workloads are not the measured ones of `options.calibration`, on the device if it is known."""
+        """Why the calibration cannot be used for batches on a device (None: not known yet); None if it can."""
         if self._file is None:
             return None
         if self.calibrated is None and self._error is None:
             return ValueError(
-                f"calibration is {self._file!r}, but {type(self.shuffler).__name__} does not compute "
-                "its workloads with self.calibrated(task); its costs stay as they are: remove the option, or use "
-                "calibrated() in its constructor"
+                f"calibration is {self._file!r}, but {type(self.shuffler).__name__} does not compute its workloads "
+                "with self.calibrated(task), so that the file has no effect: remove the option, or use calibrated() in "
+                "its constructor"
             )
         if self.calibrated is not None and self._error is None and device not in (None, self._checked_device):
             self._checked_device = device
@@ -83,14 +83,14 @@ class RowCosts:
         return self._error
 
     def describe(self, batch: Any | None, device: torch.device | None, error: Exception | None = None) -> LocalRows:
-        """What this rank brings with a batch; a mistake becomes its error, which all ranks raise.
+        """Describe a batch; a mistake in it becomes `LocalRows.error`, which all ranks raise.
 
-        What lies on CUDA is copied to the host without waiting.
+        Starts copies to the host of tensors on CUDA, and does not wait for them.
 
         Args:
-            batch: on the host, or on its device; None if there is none.
-            device: where it is trained; None if that is not known yet.
-            error: what went wrong already.
+            batch: on the host, or on its device; None without a batch.
+            device: where the batch is trained; None if that is not known yet.
+            error: an earlier error, such as the dataloader's.
         """
         if batch is None or error is not None:
             return LocalRows(device=device, error=error)
@@ -109,7 +109,7 @@ class RowCosts:
         leaves = tree.leaves
         rows, real = row_counts(batch, tree)
         require_one_device(leaves)
-        if self._mode == "balance":  # in any step: gradients must not depend on whether rows move in this one
+        if self._mode == "balance":  # in every step, whether or not rows move in it
             require_no_grad(leaves)
         schema = BatchSchema.of(batch, tree, self._known)
         local = LocalRows(schema, rows, real, schema.sizes(schema.row_tensors(batch, leaves)), device=device)
@@ -118,8 +118,8 @@ class RowCosts:
             kept = [leaves[field.path] for field in schema.host_fields]
             (workloads, groups, *rest), local.copied = _on_host([*self._costs(batch, schema), *lengths, *kept])
             local.workloads, local.groups = _as_array(workloads), _as_array(groups)
-            # As arrays, of values that may yet come: every torch call releases the GIL, and the worker would wait for
-            # it as often.
+            # Arrays, even while their values are still being copied: each torch call on the worker would release the
+            # GIL and wait to get it back.
             arrays = [values.numpy() for values in rest]
             local.lengths, local.host_values = arrays[: len(lengths)], arrays[len(lengths) :]
         return local
@@ -133,13 +133,13 @@ class RowCosts:
         try:
             return self.shuffler.get_workloads(batch), self.shuffler.get_groups(batch) if self.has_groups else None
         except KeyError as error:
-            asked = str(error.args[0]) if error.args else ""
+            missing = str(error.args[0]) if error.args else ""
             keys = [key for field in schema.jagged for key in field.keys]
-            if len(asked.split()) != 1 or asked in keys:
-                raise  # a sentence, which explains itself, or the key of something else
-            # batch.features["item"] raises a bare key, which alone would explain nothing to the other ranks.
+            if len(missing.split()) != 1 or missing in keys:
+                raise  # a sentence, or the key of another dict
+            # batch.features["item"] raises only the key, which would explain nothing on the other ranks.
             raise KeyError(
-                f"get_workloads asks for {asked!r}; the batch's keys are {keys}: correct get_workloads"
+                f"get_workloads reads {missing!r}; the batch's keys are {keys}: correct get_workloads"
             ) from error
 
     def _refused(self, error: Exception) -> ValueError:
@@ -147,14 +147,14 @@ class RowCosts:
 
 
 def _as_array(workloads: Any) -> Any:
-    """A tensor of integers, one per row, as the array that shares its memory; anything else as it is."""
+    """A one-dimensional integer tensor as an array that shares its memory; any other value unchanged."""
     if isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_floating_point():
         return workloads.detach().numpy()
     return workloads
 
 
 def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
-    """Copies in pinned memory of what lies on CUDA, and the event after which they are complete."""
+    """Copy tensors on CUDA to pinned memory; returns the values, and the event after which the copies are complete."""
     device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
     if device is None:
         return values, None
@@ -164,7 +164,7 @@ def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
         else value
         for value in values
     ]
-    # On the stream that copies: that of the tensors' device, which need not be the current one.
+    # On the current stream of the tensors' device, which need not be the current device.
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(device))
     return host, copied

@@ -1,4 +1,4 @@
-"""AGREE: what ranks compare once, before the first batch: settings, versions and the schema of their batches."""
+"""AGREE: before the first batch, ranks compare their settings, versions and the schemas of their batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 
 class SchemasDifferError(ValueError):
-    """The first batches of the ranks differ in schema; raised on every rank, of which none is known to be right."""
+    """The first batches of the ranks have different schemas; raised on every rank."""
 
 
 def agree_on_schema(
@@ -33,30 +33,30 @@ def agree_on_schema(
     Args:
         channel: the ranks.
         step: number of the step.
-        settings: gives what all ranks have alike, as JSON holds it; their versions are added.
-        local: what this rank brings, its batches in order; a single entry without a schema for none.
-        words: what it has to say of its rows.
+        settings: returns the JSON values that must be equal on all ranks; versions are added to them.
+        local: descriptions of this rank's batches in order; without a batch, a single entry without a schema.
+        words: number of words of this rank's packed rows.
 
     Returns:
-        The schema, None while no rank has had a batch, and the largest number of words of a rank.
+        The schema, or None if no rank has a batch; and the largest number of words of any rank.
 
     Raises:
-        SchemasDifferError: the batches of two ranks differ; the message says which and in what.
+        SchemasDifferError: the batches of two ranks differ; the message names the ranks and the differences.
         ValueError: ranks differ in their settings.
-        KeyError: a rank without a batch does not know the type of the others'.
-        Exception: a rank could not describe its batch; its error, on every rank.
+        KeyError: the batches' type is not imported on a rank without a batch.
+        Exception: an error in describing a batch of any rank, raised on all.
     """
     own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
-    # Whatever goes wrong here, the others are waiting for it. An error of the rows may be why settings differ.
-    said, problem = attempt(lambda: (settings(), "" if own is None else own.text))
+    # The other ranks wait for any error here. An error in a batch may be the reason for different settings.
+    described, problem = attempt(lambda: (settings(), "" if own is None else own.text))
     error = next((each.error for each in local if each.error is not None), None) or problem
-    compared, text = said or ({}, "")
+    compared, text = described or ({}, "")
     options = None if error else compared | {"versions": versions}
     most_words = int(channel.agree("shuffle", options, error, [words], step).max())
     texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text, step)) if text}
     if not texts:
         return None, 0
-    # A type of another rank's batch may not be imported here; then this rank alone fails.
+    # Fails on a rank that has not imported the batches' type.
     schemas, error = attempt(lambda: {rank: BatchSchema.from_text(each) for rank, each in texts.items()})
     channel.agree("agreement on the schema", {}, error, step=step)
     assert schemas is not None  # noqa: S101  an error has been raised
@@ -64,25 +64,26 @@ def agree_on_schema(
     if (found := find_difference(schemas, BatchSchema.differences)) is not None:
         what, other = found
         raise SchemasDifferError(
-            f"{what}; all ranks must bring the same type, structure, keys, dtypes and plain values: make them equal, "
-            f"or a property what depends on the rows{schema.way_out(other)}"
+            f"{what}; all ranks have the same type, structure, keys, dtypes and plain values: make them equal, or turn "
+            f"values that depend on the rows into properties{schema.way_out(other)}"
         )
-    _, error = attempt(schema.empty_batch)  # of a type that this rank may not have imported
+    _, error = attempt(schema.empty_batch)  # also fails where the type is not imported
     channel.agree("agreement on the batch type", {}, error, step=step)
     return schema, most_words
 
 
 def find_difference(batches: Mapping[int, S], differences: Callable[[S, S], Sequence[str]]) -> tuple[str, S] | None:
-    """Compare what ranks say of their batches.
+    """Compare descriptions of the ranks' batches.
 
     Args:
-        batches: by rank, what a rank without a batch does not have.
-        differences: short texts of what differs between two of them.
+        batches: description by rank, without ranks that have no batch.
+        differences: returns short texts about the differences between two descriptions.
 
     Returns:
-        A text that names the first rank and the next one that differs, and what that one says; None if none does.
+        A text about the first rank and the first one that differs from it, and that one's description; None if all are
+        equal.
     """
-    first = next(iter(batches), -1)  # of no batch, none differs
+    first = next(iter(batches), -1)
     for rank, other in batches.items():
         if different := differences(batches[first], other):
             return f"the batches of ranks {first} and {rank} differ: {'; '.join(different)}", other

@@ -166,7 +166,7 @@ def _stop(folder):
     def others_have_given_up():
         while len(list(folder.glob("gave up *"))) < 3:
             time.sleep(0.05)
-        time.sleep(1.0)  # it has stood still for longer than a slow rank
+        time.sleep(1.0)  # it has stalled for longer than a slow rank
 
     with mock.patch.object(FailedChannel, "who_is_missing", noted), mock.patch.object(*NAMES_SECONDS, LIMIT):
         if dist.get_rank() == 2:
@@ -177,7 +177,7 @@ def _stop(folder):
 def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_path):
     for each in run_with_fault(tmp_path, _stop, waits_for=[0, 1, 2, 3], limit=LIMIT):
         assert each.status == 1
-        said = "RankMissingError: rank 2 came to the gather of step 1 only when the others gave up"
+        said = "RankMissingError: rank 2 reached the gather of step 1 only after the others gave up"
         assert each.error.startswith(said), each.error
         assert "raise ShufflerOptions.timeout" in each.error
 

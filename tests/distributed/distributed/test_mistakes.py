@@ -132,9 +132,7 @@ MISTAKES = {
         _workloads(lambda right: right.numpy()[:, None][:, :0].copy()),
         r"ValueError: rank 1: workloads have shape \(4, 0\)",
     ),
-    "no column": Mistake(
-        _no_column, r"""KeyError: "rank 1: get_workloads asks for 'no_such'; the batch's keys are \["""
-    ),
+    "no column": Mistake(_no_column, r"""KeyError: "rank 1: get_workloads reads 'no_such'; the batch's keys are \["""),
     "no text": Mistake(_raises(ValueError("")), "ValueError: rank 1: ValueError$"),
     "no text of another kind": Mistake(_raises(OSError()), "RuntimeError: rank 1: OSError$"),
     "unprintable": Mistake(

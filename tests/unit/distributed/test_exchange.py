@@ -139,5 +139,5 @@ def test_only_moved_rows_are_sent():
 def test_a_batch_that_has_changed_since_the_start_is_refused():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
     first, _ = exchanges_for(plan_for(batches, [0] * 5 + [1] + [1] * 6), batches)
-    with pytest.raises(ValueError, match="stays as it is until its shuffle is finished"):
+    with pytest.raises(ValueError, match="must not change until its shuffle is finished"):
         first.pack([random_batch(3, 7)])

@@ -105,7 +105,7 @@ def test_a_time_that_is_none_is_dropped_with_one_warning(caplog, milliseconds):
     times.add(milliseconds, 10)
     assert times.take() == (2_000_000, 20)
     (record,) = caplog.records
-    assert f"a step time of {milliseconds} ms is dropped" in record.getMessage()
+    assert f"a step time of {milliseconds} ms is ignored" in record.getMessage()
 
 
 class Group:
@@ -151,7 +151,7 @@ def test_speeds_of_an_earlier_run_are_in_force_from_the_first_table_on():
     with pytest.raises(ValueError, match="speeds is \\[0.5\\]; they are integers"):
         times.load([0.5])
     RankSpeeds(range(2), 0, times, "measured")
-    with pytest.raises(RuntimeError, match="has shuffled"):
+    with pytest.raises(RuntimeError, match="has already shuffled"):
         times.load([1024, 700])
 
 

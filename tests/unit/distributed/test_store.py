@@ -151,5 +151,5 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     with mock.patch.multiple(absence, _RECORDS_SECONDS=0.2, _READERS_SECONDS=0.2):
         verdict = channel.who_is_missing(channel.attend("gather", 3))
     assert verdict.missing == [1] and verdict.failure is None
-    named = ["rank 0, which hosts the store, stood still for 5 s, in which others may have given up"]
+    named = ["rank 0, which hosts the store, stalled for 5 s, in which others may have given up"]
     assert verdict.late == (named if is_named else [])
