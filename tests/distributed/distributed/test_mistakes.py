@@ -136,7 +136,7 @@ MISTAKES = {
     "no text": Mistake(_raises(ValueError("")), "ValueError: rank 1: ValueError$"),
     "no text of another kind": Mistake(_raises(OSError()), "RuntimeError: rank 1: OSError$"),
     "unprintable": Mistake(
-        _raises(UnprintableError()), "RuntimeError: rank 1: UnprintableError: its text cannot be had: str.. of it"
+        _raises(UnprintableError()), "RuntimeError: rank 1: UnprintableError: its text is not available: str.. of it"
     ),
     "surrogate": Mistake(_raises(ValueError("file \udcff.parquet")), r"ValueError: rank 1: file \\udcff.parquet"),
     "two lines": Mistake(_raises(KeyError("first\nsecond")), r"KeyError: 'rank 1: first\\nsecond'"),

@@ -74,7 +74,7 @@ def test_the_registry():
     for call in (BatchShufflerFactory.create, BatchShufflerFactory.unregister):
         with pytest.raises(KeyError, match="'mine' is not registered. Available shufflers: .*identity.*import hstu"):
             call("mine")
-    with pytest.raises(TypeError, match="no batch shuffler"):
+    with pytest.raises(TypeError, match="not a batch shuffler"):
         BatchShufflerFactory.register("dict", dict)
     for name, kind in ((None, TypeError), (3, TypeError), ("", ValueError)):
         with pytest.raises(kind, match=f"the name of a batch shuffler is {name!r}; it must be a string, not an empty"):
