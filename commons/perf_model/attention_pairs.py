@@ -18,19 +18,19 @@ def attention_pairs(
 ) -> Any:
     """Number of (query, key) pairs that the attention mask keeps.
 
-    Full attention keeps L². Under a causal mask, with the last T tokens being targets in groups of g, a history token
-    sees itself and what precedes it, and a target sees the whole history and its own group up to itself:
+    Full attention keeps L². Under a causal mask whose last T tokens are targets in groups of g, a history token attends
+    to itself and all tokens before it, and a target to the whole history and to its own group up to itself:
 
         (L − T)(L − T + 1) ÷ 2  +  T·(L − T)  +  T·(g + 1) ÷ 2
 
-    which is L(L + 1) ÷ 2 without targets. A last group of r < g targets keeps r(r + 1) ÷ 2 pairs within itself. Where
-    the first C tokens see all but the targets, C·(L − T) − C(C + 1) ÷ 2 pairs are added.
+    which is L(L + 1) ÷ 2 without targets. A last group of r < g targets keeps r(r + 1) ÷ 2 pairs within itself. If the
+    first C tokens attend to all tokens except the targets, C·(L − T) − C(C + 1) ÷ 2 pairs are added.
 
-    In a window of w a query sees no key that is more than w places away; every group of targets stands directly behind
-    the history, and the first C tokens see all but the targets whatever the window. With S(n, m) = Σ min(u, m) over u
-    from 1 to n, full attention then keeps 2·S(L, w + 1) − L pairs, the causal one S(L − T, w + 1) without targets; a
-    group of g targets adds S(w, L − T) − S(max(w − g, 0), L − T) + S(g, w + 1), and the first C tokens add
-    C·(L − T) − S(C, w + 1).
+    With a window w, a query attends to no key at a distance above w; every group of targets is placed directly after
+    the history, and the first C tokens attend to all tokens except the targets whatever the window. With S(n, m) =
+    Σ min(u, m) over u from 1 to n, full attention then keeps 2·S(L, w + 1) − L pairs and a causal mask S(L − T, w + 1)
+    without targets; a group of g targets adds S(w, L − T) − S(max(w − g, 0), L − T) + S(g, w + 1), and the first C
+    tokens add C·(L − T) − S(C, w + 1).
 
     Args:
         seqlen: tokens per row, targets included; an int or an integer array or tensor.
@@ -38,8 +38,8 @@ def attention_pairs(
         num_contextual: tokens at the front of a row that are exempt from the causal mask, of the same kind; 0 for a
             mask that treats contextual tokens as history.
         causal: whether the mask is causal.
-        target_group_size: targets that may see one another.
-        max_attn_len: w, the largest distance at which a key is seen; no window if not given.
+        target_group_size: targets that may attend to one another.
+        max_attn_len: w, the largest distance of a key; None for no window.
 
     Returns:
         Pairs per row, of the same kind.
@@ -69,7 +69,7 @@ def _pairs_in_window(
     history = seqlen - num_targets
 
     def of_group(size: Any) -> Any:
-        nearest = window - _least(window, size)  # keys of the history that all of the group see
+        nearest = window - _least(window, size)  # keys of the history that the whole group attends to
         return _capped_sum(window, history) - _capped_sum(nearest, history) + _capped_sum(size, window + 1)
 
     pairs = _capped_sum(history, window + 1)
@@ -88,10 +88,10 @@ def _capped_sum(count: Any, cap: Any) -> Any:
 
 
 def _least(one: Any, other: Any) -> Any:
-    """The smaller of two integers, for those of any kind."""
+    """The smaller of two integers, elementwise for arrays and tensors."""
     return one + (other - one) * (other < one)
 
 
 def is_zero(count: Any) -> bool:
-    """Whether no row has any, so that nothing need be computed."""
+    """Whether a count is the plain integer 0, for all rows."""
     return isinstance(count, int) and count == 0

@@ -1,6 +1,6 @@
-"""WORKLOAD, measured: what a sample costs on the user's own hardware, in time.
+"""WORKLOAD, measured: the cost of a sample on the user's own hardware, in time.
 
-    measured steps ─► calibration_fit ─► Calibration (a small TOML) ─► CalibratedTask: workloads, as those of a task
+    measured steps ─► calibration_fit ─► Calibration (a small TOML) ─► CalibratedTask: workloads in units of time
 
 A step of a rank takes
 
@@ -43,7 +43,7 @@ _TERMS = ("per_step", "per_row", "per_token", "per_pair")
 
 @dataclass(frozen=True)
 class DeviceShape:
-    """What a calibration was measured on."""
+    """The device of a calibration."""
 
     type: str  # "cpu" or "cuda"
     name: str  # of the processor
@@ -56,7 +56,7 @@ class FitQuality:
 
     num_measurements: int  # steps measured, held-out ones included
     r2: float  # coefficient of determination over all measurements
-    held_out_r2: float  # the same over those that the fit has not seen
+    held_out_r2: float  # the same over the measurements that were held out of the fit
     held_out_mean_error: float  # their mean relative error
     held_out_worst_error: float  # their largest relative error
     flops_mean_error: float  # mean relative error, on the same measurements, of time = c0 + c · FLOPs
@@ -64,16 +64,16 @@ class FitQuality:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a step costs, in milliseconds, for one model on one device.
+    """The cost of a step, in milliseconds, for one model on one device.
 
     Raises:
-        ValueError: a coefficient that is negative or not finite, no cost of rows, tokens and pairs at all, or costs
-            that no device has.
+        ValueError: a coefficient is negative or not finite, rows, tokens and pairs all cost nothing, or a cost is too
+            large for any device.
     """
 
     model: dict[str, Any]  # name of the task's class as "task", and its dimensions
-    device: DeviceShape  # what it was measured on
-    per_step: float  # milliseconds of a step, whatever is in it
+    device: DeviceShape  # where it was measured
+    per_step: float  # fixed milliseconds of a step
     per_row: float  # milliseconds per row
     per_token: float  # milliseconds per token
     per_pair: float  # milliseconds per pair of the mask of one layer
@@ -98,13 +98,13 @@ class Calibration:
 
     @property
     def unit_exponent(self) -> int:
-        """The e for which workloads count 2^-e milliseconds: as fine as sums of many long rows in int64 allow."""
-        # A thousandth more than the row takes leaves room for rounding its costs up.
+        """The e of the workloads' unit, 2^-e ms: the finest in which sums of many long rows fit into int64."""
+        # A margin of a thousandth, because costs may be rounded up.
         return 63 - math.frexp(_MOST_ROWS * 1.001 * self._longest_ms)[1]
 
     @property
     def _longest_ms(self) -> float:
-        """Milliseconds of a very long row, all pairs of which are kept."""
+        """Milliseconds of a very long row with full attention."""
         return self.per_row + self.per_token * _LONGEST_ROW + self.per_pair * _LONGEST_ROW**2
 
     @property
@@ -113,7 +113,7 @@ class Calibration:
         return self.per_step, self.per_row, self.per_token, self.per_pair
 
     def require_match(self, task: AttentionTask | None, device: DeviceShape | None) -> None:
-        """Raise ValueError unless the calibration was made for this model on such a device.
+        """Raise ValueError unless the calibration was measured for this model on such a device.
 
         Args:
             task: the model; None to leave it unchecked.
@@ -121,7 +121,7 @@ class Calibration:
         """
         checks = []
         if task is not None:
-            # Files that are older than an option of the task do not have it: its default is what they measured.
+            # A file older than an option of the task lacks it, and was measured with its default.
             options = [item for item in dataclasses.fields(task) if item.kw_only and item.default is not None]
             measured_model = {item.name: item.default for item in options} | self.model
             checks.append(("model", measured_model, describe_task(task)))
@@ -136,7 +136,7 @@ class Calibration:
                     )
 
     def save(self, path: str | Path) -> None:
-        """Write the calibration as TOML, see `load_calibration`; a failure leaves what was at `path` before."""
+        """Write the calibration as TOML, see `load_calibration`; after a failure an earlier file is unchanged."""
         with whole_file(Path(path)) as file:
             file.write(self._to_toml().encode())
 
@@ -151,7 +151,7 @@ class Calibration:
         lines = ["# What a step costs: per_step + per_row · rows + per_token · tokens + per_pair · Σ pairs"]
         for name, values in sections.items():
             lines += ["", f"[{name}]"] if name else []
-            # JSON's strings, numbers and booleans are TOML's; TOML has no null, and an absent key reads as one.
+            # JSON and TOML write strings, numbers and booleans alike. TOML has no null, so None is left out.
             lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
         return "\n".join(lines) + "\n"
 
@@ -169,8 +169,8 @@ def load_calibration(path: str | Path) -> Calibration:
     """Read a file that `Calibration.save` wrote.
 
     Raises:
-        FileNotFoundError: no file.
-        ValueError: no TOML, another format, a missing or wrong value.
+        FileNotFoundError: the file does not exist.
+        ValueError: not TOML, another format, or a missing or wrong value.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
@@ -179,7 +179,7 @@ def load_calibration(path: str | Path) -> Calibration:
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no TOML ({error}): run `evenrank calibrate` again") from None
+        raise ValueError(f"{path} is not TOML ({error}): run `evenrank calibrate` again") from None
     if content.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{path} has version {content.get('version')!r}; this is a calibration of version {FORMAT_VERSION}: run "
@@ -197,35 +197,35 @@ def load_calibration(path: str | Path) -> Calibration:
             f"{path} lacks {error.args[0]!r}; a calibration has it: run `evenrank calibrate` again"
         ) from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no calibration ({error}): run `evenrank calibrate` again") from None
+        raise ValueError(f"{path} is not a calibration ({error}): run `evenrank calibrate` again") from None
 
 
 def describe_task(task: AttentionTask) -> dict[str, Any]:
-    """Class and dimensions of a model, as a calibration names them."""
+    """Class and dimensions of a model, as in a calibration's file."""
     dimensions = {name: value for name, value in dataclasses.asdict(task).items() if value is not None}
     return {"task": type(task).__name__, **dimensions}
 
 
 def describe_device(device: torch.device) -> DeviceShape:
-    """The device as a calibration names it."""
+    """The shape of a device, as in a calibration's file."""
     if device.type == "cuda":
         return DeviceShape("cuda", torch.cuda.get_device_name(device))
     return DeviceShape(device.type, cpu_name(), torch.get_num_threads())
 
 
 class CalibratedTask:
-    """A task whose workloads are measured times; it takes the place of the task it is made from.
+    """A task whose workloads are measured times; used in place of the task that it is made from.
 
-    Workloads count 2^-e milliseconds, with e from the coefficients alone: the load sums of 262,144 rows (1024 ranks ×
-    32 rows, in windows of 8) of 131,072 tokens fit into int64, and rounding changes what a row of up to so many tokens
-    takes by at most 0.15 %, mostly by far less. From there on arithmetic is in integers, the same on every rank.
+    Workloads are in units of 2^-e milliseconds; e depends only on the coefficients. The loads of 262,144 rows (1024
+    ranks × 32 rows, in windows of 8) of 131,072 tokens fit into int64, and rounding changes the time of a row of up to
+    131,072 tokens by at most 0.15 %, mostly by far less. All further arithmetic is in integers, equal on every rank.
 
     Args:
         task: the model.
-        calibration: measured for it.
+        calibration: measured for this model.
 
     Raises:
-        ValueError: the calibration is of another model; its file names which.
+        ValueError: the calibration is of another model.
     """
 
     def __init__(self, task: AttentionTask, calibration: Calibration) -> None:
@@ -238,10 +238,10 @@ class CalibratedTask:
         )
 
     def get_workloads(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> Any:
-        """Time per row, in units of 1 ÷ `units_per_ms` milliseconds; arguments and result as those of the task.
+        """Time per row, in units of 1 ÷ `units_per_ms` milliseconds; arguments and result as for the task.
 
         Raises:
-            TypeError, ValueError: as the task's; also for a row that would take longer than int64 can hold.
+            TypeError, ValueError: as for the task; also if the time of a row does not fit into int64.
         """
         return on_host(self._workloads, seqlen, num_targets, num_contextual)
 
@@ -254,7 +254,7 @@ class CalibratedTask:
         return self._per_row + self._per_token * tokens + self._per_pair * pairs
 
     def _check(self, tokens: Any, pairs: Any) -> None:
-        """Look at values that lie on the host; values on a device are not read."""
+        """Check values on the host; values on a device are not read."""
         if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
             return
         most_tokens, most_pairs = (int(np.max(np.asarray(part), initial=0)) for part in (tokens, pairs))
@@ -266,7 +266,7 @@ class CalibratedTask:
 
 
 def cpu_name() -> str:
-    """The processor's name where the system knows it, else its architecture."""
+    """The processor's name from the system, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """FIT: from measured steps to a Calibration.
 
-Coefficients are not negative (non-negative least squares; Lawson and Hanson 1974, "Solving Least Squares Problems"),
-and relative errors are what is minimised, so that short steps count as much as long ones.
+Coefficients are not negative (non-negative least squares; Lawson and Hanson 1974, "Solving Least Squares Problems").
+The fit minimises relative errors, so that short steps count as much as long ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from scipy.optimize import nnls
 from commons.perf_model.calibration import Calibration, DeviceShape, FitQuality, describe_task
 from commons.perf_model.task_estimator import AttentionTask
 
-# Every n-th measurement is held out of the fit, to say how well it predicts what it has not seen.
+# Every n-th measurement is held out of the fit, to measure how well the fit predicts others.
 _HELD_OUT_EVERY = 4
 _MIN_MEASUREMENTS = 16
-# Below this a calibration would be no better than chance.
+# Below this, times hardly depend on the terms, and a calibration would be noise.
 _LEAST_R2 = 0.5
-# An advantage over operations alone is looked for until it would be seen if it were a tenth of their error.
+# The smallest advantage over operations that the measurements should be able to show, as a fraction of their error.
 _ADVANTAGE_SOUGHT = 0.1
-# As a part of a step's time; less is rounding.
+# As a fraction of a step's time; less is rounding.
 _LEAST_ADVANTAGE = 1e-4
 
 
@@ -34,19 +34,19 @@ class StepMeasurement:
 
     rows: int  # rows of the batch
     tokens: int  # tokens that the model computed
-    pairs: int  # pairs that the mask of one layer keeps, over all rows
+    pairs: int  # pairs of the mask of one layer, over all rows
     ms: float  # milliseconds
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a calibration predicts steps better than their operations alone do, time = c0 + c · FLOPs."""
+    """Whether a calibration predicts steps better than operations do, which predict time = c0 + c · FLOPs."""
 
     error: float  # mean relative error of the calibration on held-out measurements
-    operations_error: float  # that of the operations
-    better: bool  # the calibration's is smaller, surely (95 %, paired)
-    # How many, held-out ones and others, would show it if the difference and its spread stay as they are. Where there
-    # are as many already and `better` is False, the operations are as good.
+    operations_error: float  # the same of the operations
+    better: bool  # whether the calibration's error is smaller, with 95 % confidence, paired
+    # How many measurements, held-out ones included, would show a difference of the present size and spread. If that
+    # many were made and `better` is False, operations predict as well.
     measurements: int
 
 
@@ -57,11 +57,11 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
         measurements: at least 16 steps, of batches that differ in rows, lengths and their spread; every fourth is held
             out of the fit.
         task: the model that was measured.
-        device: what it was measured on.
+        device: where it was measured.
 
     Raises:
-        ValueError: too few measurements, times that are no positive numbers, batches too alike to tell the four terms
-            apart, or times that hardly depend on them.
+        ValueError: too few measurements, a time that is not a positive number, batches too alike to separate the four
+            terms, or times that hardly depend on them.
     """
     terms, times = _as_arrays(measurements)
     if len(times) < _MIN_MEASUREMENTS:
@@ -97,7 +97,7 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
 def judge_calibration(
     calibration: Calibration, measurements: Sequence[StepMeasurement], task: AttentionTask
 ) -> Verdict:
-    """Compare a calibration with operations alone, on the measurements that neither fit has seen.
+    """Compare a calibration with operations, on the measurements that were held out of both fits.
 
     Args:
         calibration: fitted to `measurements`.
@@ -108,7 +108,7 @@ def judge_calibration(
     errors = np.abs(terms @ np.array(calibration.coefficients) / times - 1)[_is_held_out(len(times))]
     operations_errors = _operations_errors(terms, times, task)
     gains = operations_errors - errors  # float64 (held out,)
-    # Student's t: the advantage is sure beyond `reach` standard errors of its mean.
+    # Student's t: the advantage is significant if its mean is above `reach` standard errors.
     gain, spread, reach = float(gains.mean()), float(gains.std(ddof=1)), float(stats.t.ppf(0.975, len(gains) - 1))
     sought = max(gain, _ADVANTAGE_SOUGHT * float(operations_errors.mean()))
     held_out_needed = math.ceil((reach * spread / sought) ** 2) if sought > 0 else 0
@@ -121,18 +121,18 @@ def judge_calibration(
 
 
 def _as_arrays(measurements: Sequence[StepMeasurement]) -> tuple[np.ndarray, np.ndarray]:
-    """float64 `(n, 4)`, what times are sums of, and the times `(n,)`."""
+    """The terms of each step's time, float64 `(n, 4)`, and the times, `(n,)`."""
     numbers = np.array([[1, m.rows, m.tokens, m.pairs, m.ms] for m in measurements], dtype=np.float64).reshape(-1, 5)
     return numbers[:, :4], numbers[:, 4]
 
 
 def _is_held_out(num_measurements: int) -> np.ndarray:
-    """Bool `(num_measurements,)`."""
+    """Which measurements are held out, bool `(num_measurements,)`."""
     return np.arange(num_measurements) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
 
 
 def _operations_errors(terms: np.ndarray, times: np.ndarray, task: AttentionTask) -> np.ndarray:
-    """Relative errors of time = c0 + c · FLOPs on what is held out of its fit."""
+    """Relative errors of time = c0 + c · FLOPs on the held-out measurements."""
     held_out = _is_held_out(len(times))
     flops = np.stack([np.ones_like(times), task.forward_flops(terms[:, 2], terms[:, 3])], axis=1)
     predicted = flops @ _fit(flops[~held_out], times[~held_out])
@@ -140,7 +140,7 @@ def _operations_errors(terms: np.ndarray, times: np.ndarray, task: AttentionTask
 
 
 def _fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Coefficients of least relative error, none negative; columns are scaled, for they differ by many decades."""
+    """Non-negative coefficients of least relative error; columns are scaled, because they differ by many decades."""
     relative = terms / times[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
@@ -153,8 +153,8 @@ def _require_spread(terms: np.ndarray) -> None:
     if np.linalg.matrix_rank(scaled, tol=1e-6) < terms.shape[1]:
         raise ValueError(
             f"the batches have {len(np.unique(terms[:, 1]))} different numbers of rows and "
-            f"{len(np.unique(terms[:, 2]))} of tokens, too alike to tell the cost of a step, a row, a token and a pair "
-            "apart: measure batches of different sizes, lengths and spreads"
+            f"{len(np.unique(terms[:, 2]))} of tokens, too alike to separate the costs of a step, a row, a token and a "
+            "pair: measure batches of different sizes, lengths and spreads"
         )
 
 

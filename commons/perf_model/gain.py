@@ -1,14 +1,14 @@
-"""GAIN: what dealing rows to ranks in another way gains, before anything is trained.
+"""GAIN: predicts the speed-up of dealing rows to ranks in several ways, without training.
 
     LoadedRows ─► batches or windows, planned as in training ─► DealtRows ─► Comparison of all ways
 
-The words mean the same here, in `evenrank report` and in the demo; sums are over steps:
+`evenrank report` and the demo define these terms in the same way; sums are over steps:
 
 - imbalance: largest load of a rank ÷ mean load − 1, mean over steps;
 - speed-up: Σ largest load as loaded ÷ Σ largest load as dealt;
-- possible: Σ largest load as loaded ÷ Σ lower bound, which no plan of these batches, or windows, goes below.
+- possible: Σ largest load as loaded ÷ Σ lower bound of every plan of these batches, or windows.
 
-With a StepCost the sums are of milliseconds, the fixed cost of a step included.
+With a StepCost the sums are of milliseconds, including the fixed cost of each step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan, plan_shuffle
 
-# Shares of the best load that a plan may give up to keep rows where they are; the second is the default of a shuffler.
+# Slacks to plan with, see `ShufflerOptions.slack`; the second is a shuffler's default.
 SLACKS = (0.0, 0.01, 0.05)
 TRAINED_SLACK = 0.01
-# Plans with slack are made for the first rows only, and at least so many steps: they take ten times as long.
+# Plans with slack take ten times as long, so they are made only for this many first rows, and at least these steps.
 _ROWS_NEAR_HOME = 1 << 17
 _FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """Rows in the order in which they are read, and where they are loaded."""
+    """Rows in the order in which they are read, with the step and rank that load them."""
 
     workloads: np.ndarray  # int64 `(rows,)`
     tokens: np.ndarray  # int64 `(rows,)`, tokens that the model computes
@@ -45,7 +45,7 @@ class LoadedRows:
 
     @classmethod
     def in_turn(cls, workloads: np.ndarray, tokens: np.ndarray, num_ranks: int, rows_per_rank: int) -> LoadedRows:
-        """Row i of each step on rank i modulo the ranks, as our loaders deal rows; all steps are full.
+        """Row i of each step on rank i modulo the number of ranks, as our loaders deal rows; all steps are full.
 
         >>> rows = LoadedRows.in_turn(np.arange(8), np.arange(8), num_ranks=2, rows_per_rank=2)
         >>> rows.rank.tolist(), rows.step.tolist()
@@ -56,7 +56,7 @@ class LoadedRows:
 
     @property
     def num_steps(self) -> int:
-        """Steps."""
+        """Number of steps."""
         return int(self.step[-1]) + 1
 
     def first_steps(self, steps: int) -> LoadedRows:
@@ -65,7 +65,7 @@ class LoadedRows:
         return LoadedRows(self.workloads[:end], self.tokens[:end], self.step[:end], self.rank[:end], self.num_ranks)
 
     def windows(self, window: int) -> Iterator[GatheredRows]:
-        """The rows of so many steps at a time, fewer at the end, as every rank knows them after the gather."""
+        """The rows of `window` steps at a time, fewer at the end, as gathered rows."""
         for first in range(0, self.num_steps, window):
             steps = min(window, self.num_steps - first)
             begin, end = np.searchsorted(self.step, [first, first + steps])
@@ -77,14 +77,14 @@ class LoadedRows:
 
     @cached_property
     def as_loaded(self) -> DealtRows:
-        """Every row where it was loaded."""
+        """The ranks' loads with every row where it was loaded."""
         place, places = self.step * self.num_ranks + self.rank, self.num_steps * self.num_ranks
         loads, tokens = (sum_by_rank(place, values, places) for values in (self.workloads, self.tokens))
         return DealtRows("as loaded", loads.reshape(-1, self.num_ranks), tokens.reshape(-1, self.num_ranks))
 
     @cached_property
     def largest_share(self) -> np.ndarray:
-        """float64 `(steps,)`, the costliest row ÷ an even share; above 1 it alone holds a rank up."""
+        """float64 `(steps,)`, the costliest row ÷ the mean load; above 1, this row alone makes its rank the slowest."""
         costliest = np.zeros(self.num_steps)
         np.maximum.at(costliest, self.step, self.workloads)
         return costliest / np.maximum(1.0, self.as_loaded.loads.mean(axis=1))
@@ -92,38 +92,38 @@ class LoadedRows:
 
 @dataclass(frozen=True)
 class Budget:
-    """What steps of constant cost are filled to."""
+    """The limits of steps of constant cost."""
 
-    rows: int  # a rank's rows of a step cost as much as this many average rows, at most
-    most_rows: int  # rows of a rank in a step, at most
+    rows: int  # most cost of a rank's rows in a step, as a number of average rows
+    most_rows: int  # most rows of a rank in a step
 
 
 @dataclass(frozen=True)
 class DealtRows:
-    """What ranks hold when rows are dealt in one way."""
+    """The loads and tokens of all ranks when rows are dealt in one way."""
 
     name: str  # of the way
     loads: np.ndarray  # int64 `(steps, num_ranks)`, summed workloads
     tokens: np.ndarray  # int64 `(steps, num_ranks)`, summed tokens
-    # sum of the plans' lower bounds of the largest load; None where nothing is planned batch by batch
+    # sum of the plans' lower bounds of the largest load; None for a way that does not plan batches or windows
     bound: int | None = None
-    # by slack, the tokens that change rank, as a fraction of all; empty where nothing is sent
+    # by slack, the tokens that change rank, as a fraction of all; empty for a way that sends nothing
     moved: Mapping[float, float] = field(default_factory=dict)
-    # most tokens that a rank sends or receives in a step, mean over steps; None where nothing is sent
+    # most tokens that a rank sends or receives in a step, mean over steps; None for a way that sends nothing
     sent_tokens: float | None = None
-    planning_ms: float | None = None  # processor time of a step's plan, as in training; None where nothing is planned
+    planning_ms: float | None = None  # processor time of a step's plan, as in training; None without a plan
     window: int = 1  # batches of every rank that are planned together
-    budget: Budget | None = None  # of steps of constant cost; None for steps of equally many rows
+    budget: Budget | None = None  # for steps of constant cost; None for steps with a constant number of rows
 
     @property
     def largest_to_mean(self) -> np.ndarray:
-        """float64 `(steps,)`, largest ÷ mean load of the steps that have work: 1 + imbalance."""
+        """float64 `(steps,)`, largest ÷ mean load of the steps with work: 1 + imbalance."""
         mean = self.loads.mean(axis=1)
         return self.loads.max(axis=1)[mean > 0] / mean[mean > 0]
 
     @property
     def imbalance(self) -> float:
-        """Largest load ÷ mean − 1, mean over the steps that have work."""
+        """Largest load ÷ mean − 1, mean over the steps with work."""
         return float(self.largest_to_mean.mean() - 1)
 
     @property
@@ -142,24 +142,24 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All ways of dealing the same rows to a number of ranks."""
+    """Several ways of dealing the same rows to the same ranks."""
 
-    rows: LoadedRows  # with work in at least one of them
+    rows: LoadedRows  # at least one of them has work
     ways: tuple[DealtRows, ...]  # the first is as loaded
-    cost: StepCost | None = None  # turns loads into milliseconds; None to compare loads
+    cost: StepCost | None = None  # converts loads to milliseconds; None to compare loads
 
     @property
     def num_ranks(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.rows.num_ranks
 
     @property
     def balanced_batch(self) -> DealtRows:
-        """The way in which a shuffler with its defaults deals rows: each batch by itself, equal counts."""
+        """The way of a shuffler with default options: each batch planned separately, with equal counts."""
         return next(way for way in self.ways if way.name in ("refined", "each batch"))
 
     def _cost_of_work(self, way: DealtRows, largest: float) -> float:
-        """Cost of all steps, whose largest loads are `largest` in sum, ÷ the sum of their mean loads."""
+        """Cost of all steps ÷ the sum of their mean loads; `largest` is the sum of their largest loads."""
         fixed = self.cost.per_step / self.cost.per_load if self.cost else 0.0
         return (len(way.loads) * fixed + largest) / float(way.loads.mean(axis=1).sum())
 
@@ -171,7 +171,7 @@ class Comparison:
         return self._as_loaded() / self._cost_of_work(way, way.loads.max(axis=1).sum())
 
     def possible(self, way: DealtRows) -> float | None:
-        """The speed-up at the lower bound of a way's plans: none of that kind gains more; None without a bound."""
+        """The speed-up at the lower bound of a way's plans, which no such plan exceeds; None without a bound."""
         return None if way.bound is None else self._as_loaded() / self._cost_of_work(way, way.bound)
 
     @property
@@ -182,25 +182,25 @@ class Comparison:
 
     @property
     def possible_of_batches(self) -> float:
-        """The most that is possible if every batch is planned by itself."""
+        """The largest possible speed-up if every batch is planned separately."""
         return max(self.possible(way) or 1.0 for way in self.ways if way.window == 1)
 
     def median_speed_up(self, way: DealtRows) -> float | None:
-        """Median over steps of the largest load as loaded ÷ that of a way; None where steps have other rows."""
+        """Median over steps of the largest load as loaded ÷ that of a way; None if the way's steps have other rows."""
         before, after = (each.loads.max(axis=1) for each in (self.ways[0], way))
         if way.window > 1 or way.budget is not None:
             return None
         return float(np.median(before[after > 0] / after[after > 0]))
 
     def step_ms(self, way: DealtRows) -> float | None:
-        """Milliseconds of a step, mean over steps; None without a StepCost."""
+        """Mean milliseconds of a step; None without a StepCost."""
         if self.cost is None:
             return None
         return self.cost.per_step + self.cost.per_load * float(way.loads.max(axis=1).mean())
 
     @property
     def dominated(self) -> int:
-        """Steps in which one row is more than an even share."""
+        """Number of steps in which one row costs more than the mean load."""
         return int((self.rows.largest_share > 1).sum())
 
 
@@ -212,19 +212,19 @@ def deal(
     Args:
         rows: of all ranks and steps.
         name: of the way.
-        window: batches of every rank that are planned together, at least 1; the last ones may be fewer.
-        plan: makes the plan of one batch or window.
-        **options: as for `plan_shuffle`.
+        window: batches of every rank that are planned together, at least 1; the last window may have fewer.
+        plan: plans one batch or window.
+        **options: of `plan_shuffle`.
     """
-    loads, tokens, spent, bound, moved, sent = [], [], 0.0, 0, 0, 0
+    loads, tokens, planning_seconds, bound, moved, sent = [], [], 0.0, 0, 0, 0
     for gathered in rows.windows(window):
         begin = time.thread_time()
         made = plan(gathered, **options)
-        spent += time.thread_time() - begin
+        planning_seconds += time.thread_time() - begin
         of_places = sum_by_rank(made.destination, gathered.tokens, gathered.num_places)
         loads.append(made.loads_after.reshape(rows.num_ranks, -1).T)
         tokens.append(of_places.reshape(rows.num_ranks, -1).T)
-        # Where nobody moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        # If no row moves, counts may be unequal, and the load below the bound for equal counts.
         bound += min(made.lower_bound, int(loads[-1].max(axis=1).sum()))
         of_plan, most = _traffic(made)
         moved, sent = moved + of_plan, sent + most
@@ -235,18 +235,18 @@ def deal(
         bound,
         {options.get("slack", 0.0): moved / max(1, int(rows.tokens.sum()))},
         sent / rows.num_steps,
-        1e3 * spent / rows.num_steps,
+        1e3 * planning_seconds / rows.num_steps,
         window,
     )
 
 
 def compare_ways(rows: LoadedRows, windows: Sequence[int] = (2, 4, 8)) -> Iterator[DealtRows]:
-    """Deal rows in every way, one after another; the first is as loaded.
+    """Deal rows in all ways, one after another; the first is as loaded.
 
     Args:
-        rows: with work in at least one of them.
-        windows: batches of every rank that are planned together, each at least 2; those longer than the data are left
-            out.
+        rows: at least one of them has work.
+        windows: batches of every rank that are planned together, each at least 2; windows longer than the data are
+            skipped.
     """
     yield rows.as_loaded
     yield deal(rows, "Karmarkar-Karp", plan=_karmarkar_karp)
@@ -258,13 +258,13 @@ def compare_ways(rows: LoadedRows, windows: Sequence[int] = (2, 4, 8)) -> Iterat
 
 
 def _karmarkar_karp(gathered: GatheredRows) -> ShufflePlan:
-    """Equal counts by Karmarkar-Karp, and no look at where rows are: what other libraries ship."""
+    """A plan by Karmarkar-Karp with equal counts, as other libraries make it: it ignores where rows are."""
     made = partition(gathered.workloads, gathered.num_ranks, method="karmarkar_karp")
     return ShufflePlan.of(gathered, np.asarray(made.assignment, dtype=np.int64), made.lower_bound)
 
 
 def _near_home(rows: LoadedRows, name: str, window: int = 1, **options: Any) -> DealtRows:
-    """The best plan of all steps; of the first ones what moves with each slack, and what training plans and sends."""
+    """Plan all steps with slack 0, and the first steps with each slack for moved and sent tokens and planning time."""
     best = deal(rows, name, window, slack=0.0, **options)
     steps = max(_FEWEST_STEPS, _ROWS_NEAR_HOME * rows.num_steps // len(rows.workloads))
     first = rows.first_steps(min(rows.num_steps, max(window, steps - steps % window)))
@@ -275,7 +275,7 @@ def _near_home(rows: LoadedRows, name: str, window: int = 1, **options: Any) -> 
 
 
 def _traffic(plan: ShufflePlan) -> tuple[int, int]:
-    """Tokens that change rank, and the most that one rank sends or receives."""
+    """Tokens that change rank, and the most tokens that one rank sends or receives."""
     gathered, moves = plan.gathered, np.flatnonzero(plan.moves)
     tokens, ends = gathered.tokens[moves], (gathered.home[moves], plan.destination[moves])
     of_ranks = (sum_by_rank(gathered.rank_of(end), tokens, gathered.num_ranks) for end in ends)

@@ -1,10 +1,10 @@
-"""What ranks, partitions or groups hold in sum, how unevenly, and which of them are slow."""
+"""Loads of ranks, partitions or groups: sums, imbalance, and times on ranks of different speeds."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# A rank is slow if it takes so many times what the others do, as the median over so many steps at least.
+# A rank is slow if the median over this many steps of its time relative to the others' is above this factor.
 SLOW, SLOW_STEPS = 1.25, 20
 
 
@@ -16,7 +16,7 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
 
 
 def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -> float:
-    """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same of times_of()."""
+    """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same for `times_of`."""
     loads = np.asarray(loads)
     total = sum(loads.tolist())  # Python's integers do not overflow
     largest = max(times_of(loads, speeds).tolist(), default=0)
@@ -24,24 +24,24 @@ def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -
 
 
 def times_of(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:
-    """int64 like `loads`, ranks last: what each takes, counted in loads of the fastest rank, rounded up.
+    """Time of each rank, int64 like `loads` (ranks last): the load that the fastest rank does in it, rounded up.
 
     >>> times_of(np.array([6, 5]), np.array([2, 1])).tolist()
     [6, 10]
     """
     if speeds is None:
         return loads
-    products = loads.astype(object) * int(speeds.max())  # they may have 92 bits
+    products = loads.astype(object) * int(speeds.max())  # up to 92 bits
     return -(-products // speeds.astype(object)).astype(np.int64)
 
 
 def ranks_of_fastest(num_ranks: int, speeds: np.ndarray | None) -> float:
-    """How many ranks as fast as the fastest do what all do in the same time: the number of ranks without speeds."""
+    """How many ranks of the fastest speed work as much as all ranks together; without speeds, the number of ranks."""
     return num_ranks if speeds is None else int(speeds.sum()) / int(speeds.max())
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
-    """For every value the median of the rest; at least two.
+    """For every value the median of the others; at least two values.
 
     >>> median_of_others(np.array([1.0, 9.0, 3.0])).tolist()
     [6.0, 2.0, 5.0]

@@ -1,8 +1,8 @@
-"""MEASURE: how long a training step takes, over a spread of lengths and batch mixes.
+"""MEASURE: times training steps over a range of lengths and batch mixes.
 
 A CostTarget is the user's model on the user's device: it builds a batch of given lengths, trains it, and counts the
-tokens that it computes. `measure_steps` runs batches of all kinds in turn, several times over, so that a machine that
-drifts changes all of them alike, and takes medians.
+tokens that it computes. `measure_steps` runs all batches in turn, several times, so that a drift of the machine's speed
+affects all of them, and takes medians.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import torch
 from commons.perf_model.calibration_fit import StepMeasurement
 from commons.perf_model.task_estimator import AttentionTask
 
-# The most tokens of a mix, as a part of those of a batch whose rows are all as long as possible.
+# Most tokens of a mix, as a fraction of those of a batch whose rows all have the greatest length.
 _TOKEN_BUDGET = 0.5
 
 
 class RowTokens(NamedTuple):
-    """What the model computes for the real rows of a batch, as `AttentionTask.get_workloads` takes it.
+    """Tokens that the model computes for the real rows of a batch: the arguments of `AttentionTask.get_workloads`.
 
     Attributes:
         seqlen: int64 `(rows,)`, tokens.
-        num_targets: int64 `(rows,)`, how many of the last ones are targets; None for none.
-        num_contextual: int64 `(rows,)`, how many of the first ones see all but the targets; None for none.
+        num_targets: int64 `(rows,)`, how many of the last tokens are targets; None for no targets.
+        num_contextual: int64 `(rows,)`, how many of the first tokens attend to all tokens except the targets; None for
+            0.
     """
 
     seqlen: torch.Tensor
@@ -36,19 +37,19 @@ class RowTokens(NamedTuple):
     num_contextual: torch.Tensor | None = None
 
     def cpu(self) -> RowTokens:
-        """The same on the host."""
+        """A copy on the host."""
         counts = (None if part is None else part.cpu() for part in self[1:])
         return RowTokens(self.seqlen.cpu(), *counts)
 
 
 class CostTarget(Protocol):
-    """A model whose cost is to be known.
+    """A model to measure.
 
     Attributes:
         task: its dimensions.
         device: where it runs.
         batch_size: rows per rank in training.
-        max_length: the longest row, in items as `make_batch` takes them.
+        max_length: the longest row, in items, as for `make_batch`.
     """
 
     task: AttentionTask
@@ -57,33 +58,33 @@ class CostTarget(Protocol):
     max_length: int
 
     def make_batch(self, lengths: Sequence[int]) -> Any:
-        """A random batch on the device, of rows of these lengths (items of a history, each at least 1)."""
+        """A random batch on the device with rows of these lengths (items of a history, each at least 1)."""
 
     def train_step(self, batch: Any) -> None:
-        """Forward and backward pass; gradients may be left behind."""
+        """Forward and backward pass; need not clear gradients."""
 
     def row_tokens(self, batch: Any) -> RowTokens:
         """Tokens that the model computes for every real row."""
 
     def host_batches(self) -> Iterator[Any]:
-        """Batches of the training data, of `batch_size` rows, as a single rank would read them, each row once.
+        """Batches of the training data, of `batch_size` rows, as a single rank reads them, each row once.
 
-        Files end; data that are drawn at random had better not, for as many are read as there are ranks × steps.
+        Random data should be endless, because as many batches are read as there are ranks × steps.
         """
 
 
 def draw_mixes(num_mixes: int, batch_size: int, max_length: int, seed: int) -> list[list[int]]:
-    """Lengths of the rows of batches to measure.
+    """Draw the row lengths of batches to measure.
 
-    A mix has between 1 and twice `batch_size` rows, whose lengths are uniform on a logarithmic scale between two ends
-    that differ from mix to mix: some mixes are even, some have a heavy tail. A mix has at most half the tokens of
+    A mix has between 1 and twice `batch_size` rows, whose lengths are uniform on a logarithmic scale between two limits
+    that are drawn for each mix: some mixes are even, some have a heavy tail. A mix has at most half the tokens of
     `batch_size` rows of the greatest length.
 
     Args:
-        num_mixes: batches.
+        num_mixes: number of batches.
         batch_size: rows per rank in training.
         max_length: the longest row.
-        seed: the same seed gives the same mixes.
+        seed: of the random draws.
 
     Raises:
         ValueError: a number below 1.
@@ -115,19 +116,17 @@ def measure_steps(
     Args:
         target: the model.
         mixes: lengths of the rows of each batch.
-        repeats: times that each batch is measured; the median counts.
-        progress: wraps the iteration over all steps, such as a progress bar.
+        repeats: how often each batch is measured; the median is used.
+        progress: wraps the iteration over all steps, for example in a progress bar.
 
     Raises:
         ValueError: no mixes, or `repeats` below 1.
     """
     if not mixes or repeats < 1:
-        raise ValueError(
-            f"there are {len(mixes)} mixes and repeats is {repeats}; at least one batch is measured once: raise them"
-        )
+        raise ValueError(f"there are {len(mixes)} mixes and repeats is {repeats}; both are at least 1: raise them")
     times: list[list[float]] = [[] for _ in mixes]
     largest = max(range(len(mixes)), key=lambda index: sum(mixes[index]))
-    # Allocators, kernels and caches warm up with the batch that needs most.
+    # Warm up allocators, kernels and caches with the largest batch.
     for _ in range(2):
         target.train_step(target.make_batch(mixes[largest]))
     sizes: list[tuple[int, int, int]] = [(0, 0, 0)] * len(mixes)

@@ -1,6 +1,6 @@
-"""Peak rates of accelerators: what the utilisation of a model is a fraction of.
+"""Peak rates of accelerators, the denominator of a model's utilisation.
 
-Dense rates (no structured sparsity) as the vendors' data sheets state them, of the SXM form where there are several.
+Dense rates (no structured sparsity) from the vendors' data sheets; of several forms of a device, the SXM form.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import re
 
 import torch
 
-# Tera operations per second, by words in the device's name and by what a matrix product is computed in. The first entry
-# that fits counts.
+# Tera operations per second, by words in the device's name and dtype of a matrix product. The first match counts.
 _PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "B200": {"float16": 2250.0, "tf32": 1100.0, "float32": 75.0},
     "H200 NVL": {"float16": 835.5, "tf32": 417.5, "float32": 60.0},
@@ -35,15 +34,15 @@ _PEAK_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, allow_tf32: bool = False) -> float | None:
-    """Operations per second that a device reaches at most.
+    """Peak operations per second of a device.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` gives it.
+        device_name: from `torch.cuda.get_device_name`.
         dtype: of the model's matrix products.
         allow_tf32: whether products of float32 may be computed in TF32.
 
     Returns:
-        Operations per second; None for a device or dtype that the table lacks.
+        Operations per second; None for a device or dtype that is not in the table.
 
     >>> peak_flops("NVIDIA H200", torch.bfloat16)
     989400000000000.0
@@ -60,9 +59,9 @@ def peak_flops(device_name: str, dtype: torch.dtype, allow_tf32: bool = False) -
 
 
 def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """`peak_flops` of a device at hand, with its present TF32 setting; None for a CPU."""
+    """`peak_flops` of a device of this process, with the present TF32 setting; None for a CPU."""
     if device.type != "cuda":
         return None
-    # Not allow_tf32, which torch refuses to answer where the newer setting is in use.
+    # Not allow_tf32, which torch refuses to read if the newer setting is in use.
     allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return peak_flops(torch.cuda.get_device_name(device), dtype, allow_tf32)

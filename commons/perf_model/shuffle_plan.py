@@ -1,11 +1,11 @@
-"""PLAN: what the gather brought, and who sends which row to whom: one native call from messages to plan and exchange.
+"""PLAN: the gathered rows, and the plan of which rank trains which row; one native call from messages to exchange.
 
-A rank packs its rows, every rank gets the messages of all of them, and a plan is a pure function of these: the same on
-every rank. The native core (partitioner/native/gathered_shuffle.hpp) reads the messages, plans, and turns the plan into
-the exchange of one rank. Nothing here knows of process groups.
+Each rank packs its rows into a message, and every rank gets the messages of all ranks. A plan is a pure function of
+them, so it is the same on every rank. The native core (partitioner/native/gathered_shuffle.hpp) reads the messages,
+plans, and makes the exchange of one rank. This module does not use process groups.
 
-Rows are at *places*: a place is rank · steps + step. Where one batch is planned, steps is 1 and a place is a rank;
-where a window of batches is, every rank has a place for each of them.
+A *place* is a rank and a step: rank · steps + step. For the plan of one batch, steps is 1 and a place is a rank; for a
+window of batches, every rank has one place per batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from commons.perf_model.partitioner import core
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 
-# First numbers of a message: the step and the number of batches; then, for each batch, its rows, its real rows and the
-# words of these. The words follow, see `GatheredRows.words`.
+# A message begins with the step and the number of batches; then, for each batch, its rows, its real rows and the number
+# of its words. The words follow, see `GatheredRows.words`.
 MESSAGE_NUMBERS, BATCH_NUMBERS = 2, 3
-# The columns of packed rows: workload and tokens, the lengths of every key, and what else the host keeps of a row.
+# The columns of packed rows: workload and tokens, then the lengths of every key, then host values.
 _LENGTHS_FROM = 2
 
 
@@ -31,25 +31,25 @@ def _nothing(*shape: int) -> np.ndarray:
     return np.zeros(shape, dtype=np.int64)
 
 
-@dataclass(eq=False)  # not frozen: one is made per batch, and a frozen one takes several times as long
+@dataclass(eq=False)  # not frozen, because a frozen one takes several times as long to make, and one is made per batch
 class GatheredRows:
-    """What every rank knows of the global batch, or of a window of them, after the gather; `N` rows without padding.
+    """The rows of a global batch, or of a window of them, as every rank gathers them; `N` rows without padding.
 
     The words of a batch are a block of bytes, empty without rows: a code of one byte for every column, then the columns
     (`core.encode_rows`, native/row_table.hpp). A code is the width of the column's numbers, 1, 2, 4 or 8 bytes,
-    unsigned but for the last, plus 16 where all rows have the same number, which is written once.
+    unsigned except for the last, plus 16 if all rows have the same number, which is then written once.
     """
 
-    rows: np.ndarray  # int64 (num_places,), batch_size of each batch, padding included; 0 where a rank has none
-    real_rows: np.ndarray  # int64 (num_places,), rows that are no padding
+    rows: np.ndarray  # int64 (num_places,), batch_size of each batch, padding included; 0 without a batch
+    real_rows: np.ndarray  # int64 (num_places,), rows without padding
     workloads: np.ndarray  # int64 (N,), place by place
-    tokens: np.ndarray  # int64 (N,), what the rows weigh in memory and on the wire
+    tokens: np.ndarray  # int64 (N,), the weight of rows for the token cap, and the cost of moving them
     steps: int = 1  # batches of a rank that are planned together
-    # int64 (num_ranks, n): packed rows, then anything
+    # int64 (num_ranks, n): packed rows, then unused words
     words: np.ndarray = field(default_factory=lambda: _nothing(0, 0))
     first: np.ndarray = field(default_factory=lambda: _nothing(0))  # int64 (num_places,), where each block begins
     num_keys: int = 0  # columns of lengths
-    num_kept: int = 0  # further columns: the fields that the host keeps, see `BaseBatch`
+    num_kept: int = 0  # columns of host values, see `BaseBatch`, and of groups
 
     @property
     def num_places(self) -> int:
@@ -63,12 +63,12 @@ class GatheredRows:
 
     @property
     def num_columns(self) -> int:
-        """Numbers of a packed row."""
+        """Columns of packed rows."""
         return _LENGTHS_FROM + self.num_keys + self.num_kept
 
     @cached_property
     def home(self) -> np.ndarray:
-        """int64 `(N,)`, the place that each real row is at."""
+        """int64 `(N,)`, the place of each real row before the exchange."""
         return np.repeat(np.arange(self.num_places, dtype=np.int64), self.real_rows)
 
     def rank_of(self, place: np.ndarray) -> np.ndarray:
@@ -77,38 +77,38 @@ class GatheredRows:
 
     @cached_property
     def global_id(self) -> np.ndarray:
-        """int64 `(N,)`, ascending: rows of the places before, padding included, plus the row in its batch."""
+        """int64 `(N,)`, ascending: number of rows at earlier places, padding included, plus the row in its batch."""
         padding = self.rows - self.real_rows
         return np.arange(len(self.workloads), dtype=np.int64) + (np.cumsum(padding) - padding)[self.home]
 
     def lengths_of_keys(self, keys: Sequence[int]) -> np.ndarray:
-        """int64 `(len(keys), N)`, the lengths of some keys of all rows; ValueError for other words."""
+        """The lengths of some keys of all rows, int64 `(len(keys), N)`; ValueError for damaged words."""
         return core.read_columns(self, [_LENGTHS_FROM + key for key in keys])
 
 
 class ShufflePlan:
-    """Where every real row of the global batch, or of a window of them, is trained.
+    """The place that trains each real row of a global batch, or of a window of them.
 
-    Arrays are views of the core's answer, made when they are first read: the worker thread reads none.
+    Arrays are views of the core's answer, made at their first use; the worker thread uses none.
 
     Attributes:
-        lower_bound: no plan can have a smaller largest load; of a window, a smaller sum of them over its steps. With
-            speeds it is of times, see `partition`.
-        gated: a better plan was found, and its gain was below the gate.
-        excess_tokens: how far the fullest place exceeds the token cap; 0 where it is kept or there is none.
+        lower_bound: no plan can have a smaller largest load; in a window, a smaller sum of largest loads over its
+            steps. With speeds it is of times, see `partition`.
+        gated: whether a better plan was found, but its gain was below `min_gain`.
+        excess_tokens: by how many tokens the fullest place exceeds the token cap; 0 if none does, or without a cap.
         changes: whether any row changes its rank, or its step of a window.
-        speeds: int64 `(num_ranks,)`, or None for equal ones.
+        speeds: int64 `(num_ranks,)`, or None for equal speeds.
     """
 
-    # int64 (N,), what balancing alone asks for: another plan where one was made and not carried out, in mode "observe"
-    # or for a gain below the gate.
+    # int64 (N,), the best plan found; differs from `destination` if it is not carried out, in mode "observe" or because
+    # its gain is below `min_gain`.
     planned = cached_property(lambda plan: plan._of_rows(2))
-    # int64 (N,), the place that trains each row; equal to `gathered.home` if nobody moves.
+    # int64 (N,), the place that trains each row; equal to `gathered.home` if no row moves.
     destination = cached_property(lambda plan: plan._of_rows(3))
-    loads_before = cached_property(lambda plan: plan._of_places(3))  # int64 (num_places,), where the rows are now
-    loads_planned = cached_property(lambda plan: plan._of_places(4))  # the same under the plan, carried out or not
-    loads_after = cached_property(lambda plan: plan._of_places(5))  # the same where the rows go
-    result_real_rows = cached_property(lambda plan: plan._of_places(6))  # int64 (num_places,), that each ends with
+    loads_before = cached_property(lambda plan: plan._of_places(3))  # int64 (num_places,), before the exchange
+    loads_planned = cached_property(lambda plan: plan._of_places(4))  # the same under `planned`
+    loads_after = cached_property(lambda plan: plan._of_places(5))  # the same under `destination`
+    result_real_rows = cached_property(lambda plan: plan._of_places(6))  # int64 (num_places,), after the exchange
 
     def __init__(self, head: Mapping[str, int], answer: np.ndarray, num_ranks: int, speeds: np.ndarray | None) -> None:
         self.lower_bound, self.excess_tokens = head["bound"], head["excess_tokens"]
@@ -130,9 +130,9 @@ class ShufflePlan:
 
     @cached_property
     def moved(self) -> np.ndarray:
-        """int64 `(6, steps)`, rows and their tokens by the step in which they are trained.
+        """Rows and tokens by the step that trains them, int64 `(6, steps)`.
 
-        All of them, then those that change rank, then those that leave their node.
+        Rows and tokens of all, of those that change rank, and of those that leave their node.
         """
         first = len(core.SHUFFLE_HEAD) + 7 * self._num_places
         return self._answer[first : first + 6 * self._head["steps"]].reshape(6, -1)
@@ -152,7 +152,7 @@ class ShufflePlan:
 
     @property
     def num_moved(self) -> int:
-        """Rows that change rank."""
+        """Number of rows that change rank."""
         return int(self.moved[2].sum())
 
     def rows_for(self, place: int) -> np.ndarray:
@@ -160,15 +160,15 @@ class ShufflePlan:
         return np.flatnonzero(self.destination == place)
 
     def digest(self) -> int:
-        """63 bits over the plan and what it was made from; equal on ranks that agree."""
+        """A 63-bit digest of the plan and the gathered rows, which ranks compare."""
         return self._head["digest"]
 
     @staticmethod
     def of(gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True) -> ShufflePlan:
-        """A plan that somebody else has made.
+        """A ShufflePlan with given destinations, from another planner.
 
         Raises:
-            ValueError: a destination that is no place.
+            ValueError: a destination that is not a place.
         """
         plan = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads).plan(gathered, destination)
         plan.lower_bound = lower_bound
@@ -176,47 +176,47 @@ class ShufflePlan:
 
 
 class ShufflePlanner:
-    """Plans batch after batch, or window after window, each in one native call.
+    """Plans one batch or window after another, each in one native call.
 
-    If no assignment lowers the largest load (of a window, the sum of the largest over its steps), or the gain is below
-    the gate, nobody moves, even when counts are unequal. Only a token cap that the present assignment breaks, a group
-    that it splits, and a rank that may not be padded and has no row of its own, can move rows at the price of a larger
-    load.
+    If no assignment lowers the largest load (in a window, the sum of largest loads over its steps), or the gain is
+    below `min_gain`, no row moves, even if counts are unequal. Only three reasons can move rows at the price of a
+    larger load: the rows as they are exceed the token cap, a group is on several ranks, or a rank without rows cannot
+    be padded.
 
-    With speeds, a rank takes its load ÷ its speed, and these times count instead of loads: what is lowered, what is
-    gained, the gate, the slack and the bound. They need the method "refined" or "lpt". The loads of a plan stay loads.
+    With speeds, a rank takes the time load ÷ speed, and times replace loads in the objective, the gain, `min_gain`, the
+    slack and the bound. They need the method "refined" or "lpt". The loads in a plan remain loads.
 
-    The steps of a window come in an order that is drawn from its workloads: the same on every rank and whenever the
-    same rows are planned again, and heavy steps are not always first.
+    The steps of a window are put in an order that depends only on its workloads: the same on every rank and for every
+    repetition, and not with heavy steps always first.
 
     Args:
         num_ranks: ranks of the group.
-        steps: batches of a rank that are planned together; of messages, the most.
+        steps: batches of a rank that are planned together; for messages, the most.
         method: name of the partitioning algorithm.
-        equal_size: ranks get row counts that differ by at most one.
-        slack: fraction of the best load that may be given up to keep rows at home.
-        ranks_per_node: ranks that share a node; rows leaving a node count more.
-        max_tokens: cap on the tokens of a rank. Where none can keep it, the plan that exceeds it least is taken.
-        min_gain: fraction of the largest load that must be gained, else nobody moves; 0 switches the gate off.
-        carry_out: False to plan without moving anything.
+        equal_size: whether ranks get row counts that differ by at most one.
+        slack: fraction by which the largest load may exceed the best one found, to keep more rows at home.
+        ranks_per_node: ranks that share a node; rows that leave a node count more.
+        max_tokens: cap on the tokens of a rank. If no plan keeps it, the plan that exceeds it least is used.
+        min_gain: no row moves if the largest load would fall by less than this fraction; 0 switches this off.
+        carry_out: False to plan without moving rows.
         pads: whether results may be padded.
-        has_plan: False to read no more of messages than how many batches they are.
-        parts: int64 `(num_parts, 3)`, for the exchange of one rank: of every part of the payload its first column in
-            the lengths, its segments per row, and the words of an element; of a dense part -1, 1, and those of a row.
-        rank: of the exchange.
-        all_gather: whether every rank receives what any rank sends, padded to the largest sender.
-        allocate: makes the index array of the exchange, of so many int64 numbers, and says where it lies.
-        num_keys: as in `GatheredRows`, of messages.
+        has_plan: False to read only the numbers of batches from messages.
+        parts: int64 `(num_parts, 3)`, for the exchange: of every part of the payload its first column in the lengths,
+            its segments per row, and the words of an entry; of a dense part -1, 1, and the words of a row.
+        rank: whose exchange is made.
+        all_gather: whether every rank receives all rows that any rank sends, padded to the largest sender.
+        allocate: makes the index array of the exchange with a number of int64 values; returns it and its address.
+        num_keys: as in `GatheredRows`, for messages.
         num_kept: the same.
-        has_groups: whether the last kept column numbers the group of each row; rows of a group end in one place.
+        has_groups: whether the last kept column has the group of each row; rows of a group end at one place.
 
     Attributes:
         num_ranks: as given.
         head: the first numbers of the last answer, see `core.SHUFFLE_HEAD`.
-        exchange: the numbers of the last plan's exchange: regions (3), words to every rank and from every rank, by own
-            batch the words of every part and of what aligns the next, by result whether it changes, its rows, its real
-            rows, the words of every part and the elements of every key.
-        indices: what `allocate` has made for it.
+        exchange: the numbers of the last plan's exchange: regions (3), words to every rank and from every rank; by own
+            batch the words of every part and of the aligning segment; by result whether it changes, its rows, its real
+            rows, the words of every part and the entries of every key.
+        indices: the index array of the last plan, from `allocate`.
     """
 
     def __init__(
@@ -246,7 +246,8 @@ class ShufflePlanner:
         self.indices: Any = None
         self._parts, self._allocate = parts, allocate
         self._speeds: np.ndarray | None = None
-        self._room, self._index_room = 1 << 10, 1 << 10  # numbers; they grow with the batches
+        # Sizes of the answer and the index array, which grow with the batches.
+        self._room, self._index_room = 1 << 10, 1 << 10
         self._arguments = core.ShuffleArguments(
             num_ranks=num_ranks,
             steps=steps,
@@ -272,15 +273,15 @@ class ShufflePlanner:
     def plan(
         self, gathered: GatheredRows, destination: np.ndarray | None = None, speeds: np.ndarray | None = None
     ) -> ShufflePlan:
-        """The plan of rows that are known; or, if that is given, what follows from the place of every row.
+        """Plan gathered rows; or, with `destination`, make the ShufflePlan of given places.
 
         Raises:
-            ValueError: workloads or tokens that are negative or sum up to 2^62 or more, no place as destination, groups
-                of different sizes with `equal_size`, or speeds as for `plan_messages`.
+            ValueError: workloads or tokens that are negative or sum up to 2^62 or more, a destination that is not a
+                place, groups of different sizes with `equal_size`, or speeds as for `plan_messages`.
         """
         given = self._arguments
         self._take_speeds(speeds)
-        given.messages = given.first = given.destination = None  # those of an earlier call
+        given.messages = given.first = given.destination = None  # may be set from an earlier call
         arrays = {name: getattr(gathered, name) for name in ("rows", "real_rows", "workloads", "tokens")}
         if len(gathered.first):
             arrays["first"] = gathered.first
@@ -303,20 +304,20 @@ class ShufflePlanner:
     def plan_messages(
         self, messages: np.ndarray, capacity: int, speeds: np.ndarray | None = None
     ) -> ShufflePlan | None:
-        """The plan of the rows that all ranks have told of.
+        """Plan the rows in the messages of all ranks.
 
         Args:
             messages: int64 `(num_ranks, n)`, the message of every rank.
-            capacity: words that a message has room for.
-            speeds: int64 `(num_ranks,)`, positive and below 2^31; equal ones change nothing.
+            capacity: most words of a message.
+            speeds: int64 `(num_ranks,)`, positive and below 2^31; equal speeds change nothing.
 
         Returns:
-            None where `head` says why: ranks at different steps, no rank with a batch, words that did not fit, or
-            because no plan was asked for.
+            The plan; None if `has_plan` is False, or `head` shows that ranks are at different steps, no rank has a
+            batch, or words were cut off.
 
         Raises:
-            ValueError: messages that are none, workloads whose sum is 2^62 or more, groups of different sizes with
-                `equal_size`, or speeds of another number, out of their range, or with a method that takes none.
+            ValueError: damaged messages, workloads whose sum is 2^62 or more, groups of different sizes with
+                `equal_size`, or speeds of the wrong number, out of range, or for a method that ignores them.
         """
         given = self._arguments
         self._take_speeds(speeds)
@@ -338,7 +339,7 @@ class ShufflePlanner:
         self._speeds, self._arguments.speeds = speeds, None if speeds is None else core.address(speeds)
 
     def _answer(self, gathered: GatheredRows | None) -> np.ndarray:
-        """Call the core; once more, where the answer or the index array turns out to be larger than any before."""
+        """Call the core; a second time with larger arrays if the answer or the index array was too small."""
         while True:
             answer = np.empty(self._room, np.int64)
             index_room, address = 0, None
@@ -348,7 +349,7 @@ class ShufflePlanner:
             try:
                 self.head = core.shuffle(self._arguments, answer, address, index_room)
             except ValueError:
-                if gathered is not None:  # which says more of what is wrong
+                if gathered is not None:  # these checks have better messages
                     as_int64_workloads(gathered.workloads)
                     as_int64_workloads(gathered.tokens, "tokens")
                 raise
@@ -359,7 +360,7 @@ class ShufflePlanner:
             self._index_room = max(self._index_room, needed + needed // 4)
 
     def _read(self, answer: np.ndarray) -> ShufflePlan:
-        """The plan in an answer, whose arrays lie one after another; of the exchange, those between sums and rows."""
+        """The plan in an answer; also sets `exchange`, whose numbers are between those of places and those of rows."""
         given, head = self._arguments, self.head
         if self._parts is not None:
             first = len(core.SHUFFLE_HEAD) + (7 * given.num_ranks + 6) * head["steps"]
@@ -368,7 +369,7 @@ class ShufflePlanner:
 
 
 def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **options: Any) -> ShufflePlan:
-    """The plan of one global batch, or of a window of them; never worse than leaving every row where it is.
+    """Plan one global batch, or a window of them; never worse than leaving every row where it is.
 
     Args:
         gathered: the rows of all ranks.
@@ -377,6 +378,6 @@ def plan_shuffle(gathered: GatheredRows, *, speeds: np.ndarray | None = None, **
             and pads.
 
     Raises:
-        ValueError: workloads or tokens that are negative or sum up to 2^62 or more, or speeds that cannot be.
+        ValueError: workloads or tokens that are negative or sum up to 2^62 or more, or invalid speeds.
     """
     return ShufflePlanner(gathered.num_ranks, gathered.steps, **options).plan(gathered, speeds=speeds)

@@ -1,8 +1,8 @@
-"""WORKLOAD: what a sample costs, in floating-point operations of the forward pass.
+"""WORKLOAD: the cost of a sample, in floating-point operations of the forward pass.
 
-A task has the dimensions of a model and turns sequence lengths into int64 workloads.
-Only matrix multiplications are counted (2 operations per multiply-add), elementwise work is linear and small beside
-them. All arithmetic is in int64 or in Python integers: an int32 length of 4096 does not overflow.
+A task has the dimensions of a model and computes int64 workloads from sequence lengths. It counts only matrix
+multiplications (2 operations per multiply-add); elementwise work is linear and small beside them. All arithmetic is in
+int64 or in Python integers: an int32 length of 4096 does not overflow.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _INT64_MAX = 2**63 - 1
 _COUNTS = ("seqlen", "num_targets", "num_contextual")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-# The backward pass of a matrix product is two of the same size, one for each of its factors.
+# The backward pass of a matrix product has two products of the same size, one for each of its factors.
 _PASSES_OF_TRAINING = 3
 
 
 def training_flops(forward_flops: IntLike) -> IntLike:
     """Operations of the forward and the backward pass: three times those of the forward pass.
 
-    Operations that are done a second time to save memory (activation checkpointing, the scores of a fused attention)
-    do not count, as usual in the utilisation of a model (Chowdhery et al. 2022, "PaLM", appendix B).
+    Recomputation to save memory (activation checkpointing, the scores of a fused attention) is not counted, as usual
+    for the utilisation of a model (Chowdhery et al. 2022, "PaLM", appendix B).
     """
     return _PASSES_OF_TRAINING * forward_flops
 
@@ -43,7 +43,7 @@ def vocabulary_head_flops(num_tokens: Any, *, hidden_size: int, vocab_size: int)
 
 
 def on_host(compute: Callable[..., Any], *given: Any) -> Any:
-    """`compute(*given)`, by numpy where the integers lie on the host: a call of it takes a third of one of torch's."""
+    """`compute(*given)`, in numpy if the integers are on the host: its calls take a third of the time of torch's."""
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
     fit = (each.device.type == "cpu" and each.dtype in _INTEGERS and each.dim() > 0 for each in tensors)
     if not isinstance(given[0], torch.Tensor) or not all(fit):
@@ -69,15 +69,15 @@ class AttentionTask(ABC):
 
     @abstractmethod
     def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
-        """Pairs that the mask of one layer keeps, for numbers of one kind."""
+        """Pairs that the mask of one layer keeps; for ints, arrays or tensors."""
 
     @abstractmethod
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:
-        """Forward operations of the whole stack, for numbers of one kind, of rows or summed over rows.
+        """Forward operations of the whole stack; for ints, arrays or tensors, of rows or sums over rows.
 
         Args:
             tokens: tokens that the model computes.
-            pairs: (query, key) pairs that the mask of a layer keeps, see `tokens_and_pairs`.
+            pairs: (query, key) pairs of the mask of a layer, see `tokens_and_pairs`.
         """
 
     @overload
@@ -94,14 +94,15 @@ class AttentionTask(ABC):
         Args:
             seqlen: tokens that the model computes for a row (context, interleaved history and targets): an int, or
                 integers `(batch_size,)` of any dtype as tensor, array or list.
-            num_targets: how many of the last tokens are targets, of the same shape; none if not given.
-            num_contextual: how many of the first tokens see all but the targets, of the same shape; none if not given.
+            num_targets: how many of the last tokens are targets, of the same shape; None for no targets.
+            num_contextual: how many of the first tokens attend to all tokens except the targets, of the same shape;
+                None for 0.
 
         Returns:
             int for an int, an int64 tensor on the same device for a tensor, an int64 array for an array or a list.
 
         Raises:
-            TypeError: lengths that are no integers.
+            TypeError: lengths that are not integers.
             ValueError: on the host: a negative length, more targets than tokens, or a result beyond int64.
         """
         return on_host(
@@ -109,7 +110,7 @@ class AttentionTask(ABC):
         )
 
     def tokens_and_pairs(self, seqlen: Any, num_targets: Any = None, num_contextual: Any = None) -> tuple[Any, Any]:
-        """Tokens per row, and the (query, key) pairs that the mask of a layer keeps: what a cost is made of.
+        """Tokens per row, and the (query, key) pairs of the mask of a layer, from which a cost is computed.
 
         Args:
             seqlen: as for `get_workloads`.
@@ -126,7 +127,7 @@ class AttentionTask(ABC):
         targets = _as_int64(0 if num_targets is None else num_targets, "num_targets")
         contextual = _as_int64(0 if num_contextual is None else num_contextual, "num_contextual")
         if isinstance(lengths, torch.Tensor):
-            # Integers stay on the host: a copy of them to a device would wait for it.
+            # Integers stay on the host: copying them to a device would wait for it.
             targets, contextual = (
                 torch.as_tensor(part, device=lengths.device) if isinstance(part, np.ndarray) else part
                 for part in (targets, contextual)
@@ -141,7 +142,7 @@ class AttentionTask(ABC):
         return lengths, self._pairs(lengths, targets, contextual)
 
     def _check(self, lengths: Any, targets: Any, contextual: Any) -> None:
-        """Look at values that lie on the host; values on a device are not read."""
+        """Check values on the host; values on a device are not read."""
         given = lengths, targets, contextual
         if any(isinstance(part, torch.Tensor) and part.device.type != "cpu" for part in given):
             return
@@ -152,7 +153,7 @@ class AttentionTask(ABC):
         if min(int(part.min()) for part in (arrays[0] - sum(counts) if counts else arrays[0], *counts)) < 0:
             _refuse_counts(*map(np.atleast_1d, arrays))
         longest = int(arrays[0].max())
-        # In Python's integers, which do not overflow; no mask keeps more than all pairs.
+        # An upper limit with all pairs, in Python's integers, which do not overflow.
         if self.forward_flops(longest, longest * longest) > _INT64_MAX:
             raise ValueError(
                 f"a row of {longest} tokens can cost more than 2**63 operations; workloads are int64: check seqlen"
@@ -160,7 +161,7 @@ class AttentionTask(ABC):
 
 
 def _refuse_counts(lengths: np.ndarray, targets: np.ndarray, contextual: np.ndarray) -> None:
-    """Raise ValueError: a number is negative, or the tokens of a row are fewer than those that are counted in them."""
+    """Raise ValueError about a negative number, or a row with more targets and contextual tokens than tokens."""
     for name, what, part in zip(_COUNTS, ("a length", "a count", "a count"), (lengths, targets, contextual)):
         if part.min() < 0:
             raise ValueError(f"{name} holds {part.min()}; {what} cannot be negative: correct it")
@@ -184,13 +185,13 @@ class HSTUAttentionTask(AttentionTask):
         head_dim: width of a head; heads · head_dim may differ from hidden_size.
         num_layers: layers in the stack.
         causal: whether attention is causal.
-        target_group_size: targets that may see one another.
-        value_dim: width of a head of u and v; head_dim if not given.
-        concat_ux: whether the output projection reads [u, x, y], x being what attention gives and y its product with u,
-            instead of y alone, as the STU layers of generative-recommenders do. There, hidden_size is embedding_dim,
-            head_dim is attention_dim and value_dim is hidden_dim.
-        max_attn_len: the largest distance at which a token sees another one, as `hstu.model.HSTUConfig` has it; no
-            window if not given.
+        target_group_size: targets that may attend to one another.
+        value_dim: width of a head of u and v; None for head_dim.
+        concat_ux: whether the output projection reads [u, x, y] instead of only y, where x is attention's result and y
+            its product with u, as in the STU layers of generative-recommenders. There, hidden_size is called
+            embedding_dim, head_dim attention_dim and value_dim hidden_dim.
+        max_attn_len: the largest distance at which a token attends to another one, as in `hstu.model.HSTUConfig`; None
+            for no window.
 
     Raises:
         ValueError: a dimension below 1.
@@ -224,10 +225,10 @@ class HSTUAttentionTask(AttentionTask):
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:
         """Forward operations of the whole stack; see AttentionTask.
 
-        Of a layer (Zhai et al. 2024, "Actions Speak Louder than Words"), with p = heads · head_dim: the joint U, V, Q,
+        For a layer (Zhai et al. 2024, "Actions Speak Louder than Words"), with p = heads · head_dim: the joint U, V, Q,
         K projection 2·L·h·4p, the two products of pointwise attention 4·p·pairs, and the output projection 2·L·p·h.
-        Where u and v have a width of their own, w = heads · value_dim, these are 2·L·h·2(p + w), 2·(p + w)·pairs and
-        2·L·w·h; three times the last where it reads [u, x, y].
+        If u and v have another width, w = heads · value_dim, these are 2·L·h·2(p + w), 2·(p + w)·pairs and 2·L·w·h;
+        the last is three times as much if it reads [u, x, y].
         """
         keys, values = self.num_heads * self.head_dim, self.num_heads * (self.value_dim or self.head_dim)
         projected = 2 * self.hidden_size * (2 * (keys + values) + (3 if self.concat_ux else 1) * values)
@@ -243,13 +244,13 @@ class SelfAttentionTask(AttentionTask):
         num_heads: query heads.
         head_dim: width of a head.
         num_layers: layers in the stack.
-        ffn_hidden_size: width of the feed-forward block; 4 · hidden_size if not given.
-        num_query_groups: key and value heads; num_heads if not given.
+        ffn_hidden_size: width of the feed-forward block; None for 4 · hidden_size.
+        num_query_groups: key and value heads; None for num_heads.
         gated_ffn: whether the feed-forward block is gated (three matrices instead of two).
         causal: whether attention is causal.
-        num_experts: feed-forward blocks of a layer that a router chooses from; 1 for none to choose.
+        num_experts: feed-forward blocks of a layer from which a router chooses; 1 for a layer without a router.
         num_active_experts: blocks that a token passes.
-        vocab_size: classes that the head scores for every token; none if not given.
+        vocab_size: classes that the head scores for every token; None for no head.
 
     Raises:
         ValueError: a dimension below 1, query groups that do not divide the heads, or more active experts than experts.
@@ -269,7 +270,7 @@ class SelfAttentionTask(AttentionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What follows from other dimensions is filled in, so that equal models compare equal.
+        # Fill in defaults that depend on other dimensions, so that equal models compare equal.
         if self.ffn_hidden_size is None:
             object.__setattr__(self, "ffn_hidden_size", 4 * self.hidden_size)
         if self.num_query_groups is None:
@@ -291,10 +292,10 @@ class SelfAttentionTask(AttentionTask):
     def forward_flops(self, tokens: Any, pairs: Any) -> Any:
         """Forward operations of the whole stack; see AttentionTask.
 
-        Of a layer (Vaswani et al. 2017), with p = heads · head_dim and G query groups: the Q, K, V projections
+        For a layer (Vaswani et al. 2017), with p = heads · head_dim and G query groups: the Q, K, V projections
         2·L·h·(H + 2G)·d, attention 4·p·pairs, the output projection 2·L·p·h, and the feed-forward block 4·L·h·f, or
-        6·L·h·f when gated. With experts (Shazeer et al. 2017) a token passes k feed-forward blocks and, where there is
-        a choice, a router of 2·L·h·experts.
+        6·L·h·f when gated. With several experts (Shazeer et al. 2017) a token passes k feed-forward blocks and a router
+        of 2·L·h·experts.
         """
         groups, ffn_size = self.num_query_groups or self.num_heads, self.ffn_hidden_size or 4 * self.hidden_size
         projected = self.num_heads * self.head_dim
@@ -308,7 +309,7 @@ class SelfAttentionTask(AttentionTask):
 
 
 def _as_int64(value: Any, name: str) -> Any:
-    """An int as it is, a tensor or anything array-like as int64 of the same kind."""
+    """An int for an int, an int64 tensor for a tensor, an int64 array for anything array-like."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, torch.Tensor):

@@ -1,17 +1,17 @@
-"""Which rank computes which sample: plans that are provably near the optimum, deterministic, and in integers only.
+"""The planner: decides which rank computes which sample; deterministic, in integers, with a proof of quality.
 
-Workloads in, `Partition` out. `partition` is the planner; `lower_bound` is the proof that comes with every plan.
-`partition_grid` plans several steps at once: workloads in, `Grid` out.
+`partition` makes a `Partition` from workloads; its `lower_bound` proves how near the plan is to the optimum.
+`partition_grid` plans several steps at once and makes a `Grid`.
 
-    arguments.py, inputs.py   what is asked, checked
+    arguments.py, inputs.py   checks of arguments
     partitioning.py, grid.py, padded.py  the public functions
-    core.py                   the native core, a plain C library: plans, rows as they are packed, and the one call from
-                              gathered messages to a plan and its exchange (../shuffle_plan.py)
+    core.py                   the native core, a plain C library: plans, packed rows, and the one call from gathered
+                              messages to a plan and its exchange (../shuffle_plan.py)
     native/                   one C++ header per algorithm, with its source: problem, bounds, starts, differencing,
                               swaps, refinement; locality, home_deal, many_parts, many_rows (near home); groups; grid,
                               grid_bound, level_bound, drawn_order; padded; gathered_rows, row_table, shuffle (gates),
                               routes, gathered_shuffle (one call)
-    sources.py                which sources the core was built from
+    sources.py                a hash of the core's sources
 """
 
 from commons.perf_model.partitioner.core import METHODS

@@ -1,4 +1,4 @@
-"""The arguments of `partition` and `partition_grid`, checked, and what both refuse."""
+"""Checks the arguments of `partition` and `partition_grid`, and calls the core with them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ METHODS_WITH_SPEEDS = ("refined", "lpt")
 
 
 class CheckedArguments(PlanArguments):
-    """The arguments of `partition` or `partition_grid` as the core takes them, with the arrays that it refers to.
+    """The checked arguments of `partition` or `partition_grid` as the core's structure, with the arrays it points to.
 
-    They are those of these functions; `parts_name` is what partitions are called. The cell of rank `r` and step `s` is
-    `r · steps + s`; a grid of one step is planned as a batch.
+    `parts_name` is the name of `k_partitions` in messages. The cell of rank `r` and step `s` is `r · steps + s`; a grid
+    of one step is planned as a batch.
 
     Attributes:
-        arrays: int64 each, by name; None for what was not given, and for equal speeds.
+        arrays: int64 arrays by name; None for those not given, and for equal speeds.
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method.
@@ -90,7 +90,7 @@ class CheckedArguments(PlanArguments):
 
 
 def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """The plan, the loads and the bound of `core.make_plan`; ValueError for a cap not kept, unless by best effort."""
+    """Assignment, loads and bound from `core.make_plan`; ValueError for a broken cap, unless `best_effort` is set."""
     if given.num_rows == 0:
         return np.empty(0, np.int64), np.zeros(given.num_parts * max(1, given.num_steps), np.int64), 0
     tokens = None if best_effort or not given.has_cap else given.arrays["tokens"]
@@ -110,7 +110,7 @@ def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.
 
 
 def refuse_above_cap(tokens: np.ndarray, groups: np.ndarray | None, limit: int, what: str) -> None:
-    """ValueError if a row, which messages call `what`, or a group of rows has more tokens than the limit."""
+    """Raise ValueError if a row (in messages a `what`) or a group of rows has more tokens than the limit."""
     if len(tokens) and int(tokens.max()) > limit:
         row = int(tokens.argmax())
         raise ValueError(

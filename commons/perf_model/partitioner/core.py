@@ -1,9 +1,9 @@
-"""The native core: the planner, and what follows from a plan, as functions on int64 arrays.
+"""The native core: the planner, packed rows and the exchange of a plan, as functions on int64 arrays.
 
-It is a plain C library (native/core.cpp), loaded with ctypes: one file serves every Python. A call releases the GIL,
-unless it is so short that waiting to get the GIL back would take longer than the work. The arguments of a plan are
-those that arguments.py has checked: the core relies on them. What comes from other ranks or describes a table it checks
-by itself: what is out of its range there is a ValueError, and no memory outside the arrays is touched.
+It is a plain C library (native/core.cpp), loaded with ctypes: one file serves every Python version. A call releases the
+GIL, unless it is so short that getting the GIL back would take longer than the work. The core relies on arguments.py to
+have checked the arguments of a plan. It checks messages from other ranks and descriptions of tables itself: a number
+out of its range is a ValueError, and no memory outside the arrays is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LIBRARY = Path(__file__).with_name("libevenrank.so")
 METHODS = ("karmarkar_karp", "lpt", "refined", "snake")  # in the order of Method in native/plan.hpp
-# Calls that go over fewer numbers keep the GIL: waiting to get it back would hold up the caller for longer.
+# Calls that process fewer numbers keep the GIL: getting it back would take longer than the work.
 FEW_NUMBERS = 1 << 15
 _ERROR_SIZE = 256
 _REMEDY = "install evenrank again (in a checkout, `make install`)"
@@ -34,7 +34,7 @@ _ErrorText: Any = ctypes.c_char * _ERROR_SIZE
 
 
 class PlanArguments(ctypes.Structure):
-    """What `make_plan` and `refine` work on, checked: see arguments.py. Arrays are int64, by address; None for none."""
+    """The checked arguments of `make_plan` and `refine`, see arguments.py. Arrays are int64, by address or None."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("workloads", "tokens", "home", "home_step", "groups", "speeds")),
@@ -52,7 +52,7 @@ class _TableArguments(ctypes.Structure):
 
 
 class ShuffleArguments(ctypes.Structure):
-    """What `shuffle` works on, see native/shuffle.hpp; arrays are int64, by address, and None for none."""
+    """The arguments of `shuffle`, see native/shuffle.hpp. Arrays are int64, by address or None."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("messages", "rows", "real_rows", "workloads", "tokens", "first", "words")),
@@ -87,10 +87,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def _load(kind: type[ctypes.CDLL]) -> dict[str, Any]:
-    """The functions of the library, by name without their prefix.
+    """Load the library's functions, by name without their prefix.
 
     Raises:
-        ImportError: it has not been built, or cannot be loaded here.
+        ImportError: the library has not been built, or cannot be loaded.
     """
     if not LIBRARY.exists():
         raise ImportError(f"the native core {LIBRARY.name} is missing; evenrank plans with it: {_REMEDY}")
@@ -105,8 +105,8 @@ def _load(kind: type[ctypes.CDLL]) -> dict[str, Any]:
 
 
 _UNLOCKED, _LOCKED = _load(ctypes.CDLL), _load(ctypes.PyDLL)
-# Which sources the core was built from, 12 hexadecimal digits of a hash without comments: the version of plans, routes
-# and messages, which ranks and checkpoints compare.
+# The hash of the sources that the core was built from, see sources.py: the version of plans and messages, which ranks
+# and checkpoints compare.
 SOURCES: str = _LOCKED["sources"]().decode()
 COMPILER: str = _LOCKED["compiler"]().decode()
 if NATIVE.is_dir() and hash_of_sources() != SOURCES:
@@ -117,9 +117,9 @@ def make_plan(given: PlanArguments) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Plan a batch or a grid.
 
     Returns:
-        int64 `(n,)`, the partition (of a grid: the cell) of each sample; int64 `(k,)`, the loads of partitions or
-        cells; the lower bound of the largest load, of a grid of the sum over the steps; and `max_tokens`, or what comes
-        nearest to it where no plan was found that keeps it, 0 without a cap.
+        int64 `(n,)`, the partition (in a grid, the cell) of each sample; int64 `(k,)`, the loads of partitions or
+        cells; the lower bound of the largest load, in a grid of its sum over the steps; and `max_tokens`, or the most
+        tokens of a partition if no plan that keeps the cap was found; 0 without a cap.
     """
     assignment = np.empty(given.num_rows, np.int64)
     loads, numbers = np.empty(given.num_parts * max(1, given.num_steps), np.int64), np.empty(2, np.int64)
@@ -129,25 +129,25 @@ def make_plan(given: PlanArguments) -> tuple[np.ndarray, np.ndarray, int, int]:
 
 
 def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
-    """Lower bound of the largest load."""
+    """The lower bound of the largest load."""
     bound = np.empty(1, np.int64)
     _call("lower_bound", _at(_int64(workloads)), len(workloads), num_parts, equal_size, _at(bound))
     return int(bound[0])
 
 
 def refine(given: PlanArguments, home: np.ndarray) -> np.ndarray:
-    """`home`, int64 `(n,)`, after swaps that bring its largest load near the bound under the cap it keeps."""
+    """Swap samples of the assignment `home`, int64 `(n,)`, under its cap, until its largest load is near the bound."""
     refined = home.copy()
     _call("refine", ctypes.byref(given), _at(refined))
     return refined
 
 
 def padded_groups(costs: np.ndarray, num_groups: int, max_cost: int, max_rows: int, steps: int) -> np.ndarray:
-    """int64 `(k,)`, sizes of groups of `costs`, int64 `(n,)` in descending order, that follow one another.
+    """Sizes, int64 `(k,)`, of consecutive groups of `costs`, int64 `(n,)` in descending order.
 
-    The costliest, size · its first cost, is as cheap as it can be. With `num_groups` 0 they are the fewest within
-    `max_cost`; no group has more than `max_rows` rows. Of several steps with as many groups each, the sum of the
-    costliest is small.
+    A group costs its size · its first cost; the largest cost is minimal. With `num_groups` 0 the groups are the fewest
+    within `max_cost`; no group has more than `max_rows` rows. With several steps of equally many groups, the sum of
+    the steps' largest costs is lowered too.
     """
     sizes, count = np.empty(len(costs), np.int64), ctypes.c_int64()
     numbers = (len(costs), num_groups, max_cost, max_rows, steps)
@@ -155,7 +155,7 @@ def padded_groups(costs: np.ndarray, num_groups: int, max_cost: int, max_rows: i
     return sizes[: count.value]
 
 
-# The first numbers that `shuffle` answers, in the order of Head in native/gathered_shuffle.hpp.
+# The first numbers of an answer of `shuffle`, in the order of Head in native/gathered_shuffle.hpp.
 SHUFFLE_HEAD = (
     *("other_steps", "steps", "most_words", "num_rows", "room", "index_room", "bound", "gated", "excess_tokens"),
     *("digest", "changes", "moves", "block_words", "sent_words", "own_segments", "buffer_segments", "sent_segments"),
@@ -163,17 +163,17 @@ SHUFFLE_HEAD = (
 
 
 def shuffle(arguments: ShuffleArguments, answer: np.ndarray, indices: int | None, index_room: int) -> dict[str, int]:
-    """Read the messages of all ranks, plan, and turn the plan into the exchange of one rank, without the GIL.
+    """Read the messages of all ranks, plan, and make the exchange of one rank, without the GIL.
 
     Args:
-        arguments: what to do.
-        answer: int64, is written: the head, then what follows from it as far as there is room, see `shuffle_plan`.
-        indices: address of the index array, which is written; None for none.
-        index_room: numbers that it has room for.
+        arguments: the settings and the messages.
+        answer: int64, written: the head, then the plan and the exchange, see `shuffle_plan`.
+        indices: address of the index array, which is written; None for no exchange.
+        index_room: size of the index array.
 
     Returns:
-        The head by name. "room" and "index_room" are what the answer and the index array need: where that is more than
-        there is, nothing else has been written.
+        The head by name. "room" and "index_room" are the sizes that the answer and the index array need. If one of them
+        is larger than the array, nothing but the head has been written.
     """
     _call("shuffle", ctypes.byref(arguments), _at(_int64(answer)), len(answer), indices, index_room)
     return dict(zip(SHUFFLE_HEAD, answer[: len(SHUFFLE_HEAD)].tolist()))
@@ -188,7 +188,7 @@ def encode_rows(
     rows: int,
     real_rows: int,
 ) -> np.ndarray | None:
-    """The packed words of a rank's rows, see `GatheredRows`; None where a number or a size is not what it must be."""
+    """The packed words of a rank's rows, see `GatheredRows`; None if a number or a size is wrong."""
     if workloads.shape != (rows,) or any(each.shape != (rows,) for each in kept):
         return None
     if len(sums) != len(lengths):
@@ -210,7 +210,7 @@ def encode_rows(
         *(_at(_int64(workloads)), fields, fields + 3 * numbers.itemsize * len(lengths), _at(counts)),
         *(len(lengths), len(kept), len(counts), rows, real_rows),
     )
-    # Of every column a code of one byte, and at most eight bytes per row.
+    # For every column a code of one byte, and at most eight bytes per row.
     words = np.empty((num_columns + 7) // 8 + num_columns * max(0, real_rows), np.int64)
     written = ctypes.c_int64()
     _call("encode_rows", ctypes.byref(own), _at(words), len(words), ctypes.byref(written), numbers=len(words))
@@ -229,11 +229,11 @@ def permute_words(
 
     Args:
         lengths: address of int64 `(num_segments,)`, words of every segment.
-        num_segments: how many there are.
-        order: address of int32 `(num_ordered,)`, the segment that comes next.
-        num_ordered: how many there are.
-        read: address and words of what the segments lie in, one after another; none lies in two of them.
-        written: address and words of what is written, one after another.
+        num_segments: number of segments to read.
+        order: address of int32 `(num_ordered,)`, the segments to write, in order.
+        num_ordered: number of segments to write.
+        read: address and words of each array that has segments, in order; no segment spans two arrays.
+        written: address and words of each array to write, in order.
     """
     pieces = np.array([*read, *written], np.int64).reshape(-1, 2)
     numbers = sum(words for _, words in written)
@@ -246,7 +246,7 @@ def permute_words(
 
 
 def read_columns(table: GatheredRows, columns: Sequence[int]) -> np.ndarray:
-    """int64 `(len(columns), N)`, some columns of all rows."""
+    """Read some columns of all gathered rows, int64 `(len(columns), N)`."""
     first, real_rows, wanted = _int64(table.first), _int64(table.real_rows), np.array(columns, np.int64)
     if len(first) != len(real_rows):
         raise ValueError("a gathered table: sizes do not match")
@@ -260,7 +260,7 @@ def read_columns(table: GatheredRows, columns: Sequence[int]) -> np.ndarray:
 
 
 def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
-    """Whether all of `values`, int64 `(n,)`, lie in `[0, largest]`, and their sum, which cannot overflow, too."""
+    """Whether all of `values`, int64 `(n,)`, are in `[0, largest]` and their sum in `[0, largest_sum]`."""
     library = _LOCKED if len(values) <= FEW_NUMBERS else _UNLOCKED
     return bool(library["all_within"](_at(_int64(values)), len(values), largest, largest_sum))
 
@@ -274,12 +274,12 @@ def _call(name: str, *arguments: Any, numbers: int = FEW_NUMBERS + 1) -> None:
 
 
 def address(values: np.ndarray) -> int:
-    """Where an int64 array lies, for a structure; TypeError for another one."""
+    """The address of an int64 array; TypeError for another array."""
     return _at(_int64(values, values.ndim))
 
 
 def _int64(values: np.ndarray, dimensions: int = 1) -> np.ndarray:
-    """The array, which the core may read as it lies."""
+    """The array itself; TypeError unless the core can read it as a contiguous int64 array."""
     is_array = isinstance(values, np.ndarray)
     if not is_array or values.dtype != np.int64 or not values.flags.c_contiguous or values.ndim != dimensions:
         what = f"{values.dtype} array of shape {values.shape}" if is_array else type(values).__name__
@@ -292,13 +292,13 @@ def _int64(values: np.ndarray, dimensions: int = 1) -> np.ndarray:
 def _at(values: np.ndarray) -> int:
     try:
         return ctypes.addressof(_NOTHING.from_buffer(values))  # several times faster than values.ctypes
-    except TypeError:  # an array that may not be written to
+    except TypeError:  # a read-only array
         return values.__array_interface__["data"][0]
 
 
 def rows_of_words(words: np.ndarray) -> tuple[int, int, int]:
-    """Where int64 `(num_ranks, n)` lies, the step from row to row, and n; ValueError unless rows are in one piece."""
+    """Address, row stride and n of an int64 array `(num_ranks, n)`; ValueError unless each row is contiguous."""
     is_table = words.dtype == np.int64 and words.ndim == 2 and words.strides[0] % 8 == 0
     if not is_table or (words.shape[1] > 1 and words.strides[1] != 8):
-        raise ValueError(f"words are {words.dtype} {words.shape}; ranks tell int64 (num_ranks, n): sizes do not match")
+        raise ValueError(f"words are {words.dtype} {words.shape}; they are int64 (num_ranks, n): sizes do not match")
     return _at(words[0]) if len(words) else 0, words.strides[0] // 8, words.shape[1]

@@ -1,4 +1,4 @@
-"""partition_grid: rows of several batches to steps and ranks, so that the steps together take as little as they can."""
+"""partition_grid: deals rows of several batches to steps and ranks so that the steps together take little time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from commons.perf_model.partitioner.result import Dealt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid(Dealt):
-    """Which step and which rank trains each sample; `imbalance` and `optimality_gap` are of `sum_of_largest`."""
+    """The step and the rank of each sample; `imbalance` and `optimality_gap` are those of `sum_of_largest`."""
 
     step: np.ndarray  # int64 `(n,)`, the step of each sample, in `[0, steps)`
     assignment: np.ndarray  # int64 `(n,)`, the rank of each sample, in `[0, ranks)`
     loads: np.ndarray  # int64 `(steps, ranks)`, the sum of the workloads of each rank in each step
-    lower_bound: int  # no plan of this kind has a smaller sum over the steps of the largest load; with speeds, time
-    speeds: np.ndarray | None = None  # int64 `(ranks,)`; None where all ranks are equally fast
+    lower_bound: int  # no such plan has a smaller sum over the steps of the largest load; with speeds, of times
+    speeds: np.ndarray | None = None  # int64 `(ranks,)`; None if all ranks are equally fast
 
     def __repr__(self) -> str:
         steps, ranks = self.loads.shape
@@ -44,39 +44,39 @@ def partition_grid(
     groups: Any = None,
     speeds: Any = None,
 ) -> Grid:
-    """Deal the samples of several batches to steps and ranks so that the steps together take little.
+    """Deal the samples of several batches to steps and ranks so that the steps together take little time.
 
-    Ranks wait for each other in every step, so a step takes as long as its largest load, and what is to be small is
-    the sum over the steps of the largest load. A very heavy sample makes one step slow on all ranks; the other ranks
-    then get the next heavy ones in the same step, so that the other steps are fast.
+    Ranks wait for each other in every step, so a step takes as long as its largest load; the plan minimises the sum
+    over the steps of the largest load. A very heavy sample makes one step slow on all ranks; the other ranks then get
+    further heavy samples in the same step, so that the other steps are fast.
 
     Deterministic: the same arguments give the same plan on every rank and every CPU. Ties go to the lower index, and
     all decisions are made in integers. With one step this is `partition`.
 
     Args:
-        workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
+        workloads: cost of each sample: list, array or CPU tensor `(n,)` of non-negative integers.
         ranks: number of ranks, at least 1.
         steps: number of steps, at least 1.
         method: "refined" (near-optimal), or "karmarkar_karp", "lpt" or "snake": partitions of that algorithm, sorted
-            by load and cut into steps; with speeds, those of each rank.
-        equal_size: ranks have equally many samples in all steps, to within one; otherwise the counts are free, but each
-            rank has a sample in each step if there are enough.
+            by load and cut into steps; with speeds, for each rank separately.
+        equal_size: whether the sample counts of all ranks and steps differ by at most one; otherwise counts are free,
+            but each rank has a sample in each step if there are enough.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a rank may hold in a step.
-        home: the rank each sample is on now, `(n,)`. Then few tokens leave their rank; between the steps of its rank a
-            sample moves at no cost.
-        home_step: the step each sample was loaded in, `(n,)`: its batch. Then the sum is never above that of
-            `partition` for each batch alone with the same arguments (with `home`, its `slack` counts for both);
-            without `home`, if those have the counts that `equal_size` says: batches of one size have, others may not.
-            With `home` too it is never above that of the samples as they were loaded either: where no plan lowers it,
-            that is the plan, even if its counts differ. Samples as loaded that break `max_tokens` are not protected.
+        home: the rank of each sample now, `(n,)`. Given, few tokens leave their rank; moving a sample between the steps
+            of its rank is free.
+        home_step: the step (batch) in which each sample was loaded, `(n,)`. Given, the sum is never above that of
+            `partition` for each batch separately with the same arguments (with `home`, `slack` applies to both).
+            Without `home` this holds only if those plans have the counts that `equal_size` requires, as with batches of
+            one size. With `home`, the sum is also never above that of the samples as they were loaded: if no plan
+            lowers it, they stay, even if their counts differ; unless the loaded samples break `max_tokens`.
         ranks_per_node: ranks `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
-        slack: with `home`, how far the sum may be above that of the plan without it, in [0, 1].
-        best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
-        seed: of the order of the steps, which is random so that slow steps are not always first. Samples that all stay
-            in the step they were loaded in keep its order.
-        groups: integers `(n,)`; samples with equal numbers are trained by one rank in one step, as one sample with the
-            sum of their workloads and tokens would be; see `partition`.
+        slack: with `home`, by which fraction the sum may exceed that of the plan without `home`, in [0, 1].
+        best_effort: if no plan keeps `max_tokens`, return the one found that exceeds it least.
+        seed: of the order of the steps, which is random so that slow steps are not always first. If all samples stay in
+            the step in which they were loaded, its order is kept.
+        groups: integers `(n,)`; samples with equal numbers stay on one rank and in one step, and are planned like one
+            sample with the sum of their workloads and tokens; see `partition`.
         speeds: positive integers `(ranks,)`, for "refined" and "lpt": a step takes as long as its largest load ÷ speed;
             see `partition`.
 
@@ -85,7 +85,7 @@ def partition_grid(
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
-            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it; groups of
+            keeps (the message names a sample that is too large, or the excess of the best plan found); groups of
             different sizes with `equal_size`; speeds as for `partition`.
 
     Examples:

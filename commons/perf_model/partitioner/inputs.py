@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to the planner: everything becomes int64, or one ValueError says what is wrong."""
+"""Checks of the planner's arguments: each becomes int64, or a ValueError names the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from commons.perf_model.partitioner import core
 
 INT64_MAX = 2**63 - 1
-# Most that workloads or tokens may sum up to: loads stay int64 when a slack of 1 doubles them.
+# Largest sum of workloads or tokens, so that loads fit into int64 even if a slack of 1 doubles them.
 MOST_LOAD = 2**62 - 1
 MOST_SPEED = 2**31 - 1
 
@@ -21,11 +21,11 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
 
     Args:
         values: list, array or CPU tensor `(n,)` of any integer type, or of floats without a fractional part.
-        name: what to call them in an error.
-        num_rows: the length they must have; any if not given.
+        name: of the argument, for messages.
+        num_rows: the required length; None for any.
 
     Returns:
-        int64 `(n,)`; shares memory with `values` where that already is a contiguous int64 array.
+        int64 `(n,)`; shares memory with `values` if that is a contiguous int64 array.
 
     Raises:
         ValueError: not one-dimensional, the wrong length, a value that is negative, NaN, infinite or has a fractional
@@ -66,7 +66,7 @@ def _as_int64(values: Any, name: str, num_rows: int | None) -> np.ndarray:
         _reject_first(array > INT64_MAX, array, name)
     elif kind == "f":
         array = array.astype(np.float64)
-        # 2**63 itself is a float, but no int64.
+        # 2**63 is a float, but not an int64.
         _reject_first(~((array >= 0) & (array < 2.0**63) & (np.floor(array) == array)), array, name)
     elif kind == "O":
         return _objects_as_int64(array, name)
@@ -87,12 +87,12 @@ def _as_array(values: Any, name: str) -> np.ndarray:
         return np.asarray(values)
     except (ValueError, OverflowError, TypeError) as error:
         raise ValueError(
-            f"{name} is no one-dimensional list of integers ({error}); pass one integer per row"
+            f"{name} is not a one-dimensional list of integers ({error}); pass one integer per row"
         ) from error
 
 
 def _objects_as_int64(array: np.ndarray, name: str) -> np.ndarray:
-    """Python integers beyond 64 bits arrive as objects; so does anything that is no number."""
+    """Convert an array of objects, which numpy makes of integers beyond 64 bits and of values that are not numbers."""
     result = np.empty(len(array), np.int64)
     for index, value in enumerate(array):
         try:
@@ -119,7 +119,7 @@ def _bad_value(name: str, index: int, value: Any) -> ValueError:
 
 
 def as_home(home: Any, num_rows: int, number: int, name: str = "home", place: str = "partition") -> np.ndarray:
-    """The partition (or step) each row is in now, as int64 `(n,)`; ValueError unless each lies in `[0, number)`."""
+    """The present partition (or step) of each row as int64 `(n,)`; ValueError unless each is in `[0, number)`."""
     array = _as_int64(home, name, num_rows)
     if not core.all_within(array, min(number - 1, INT64_MAX), INT64_MAX):
         index = int(np.argmax((array < 0) | (array >= number)))
@@ -131,7 +131,7 @@ def as_groups(groups: Any, num_rows: int) -> np.ndarray:
     """The group of each row as int64 `(n,)`: any integers, equal for rows that stay together.
 
     Raises:
-        ValueError: not one-dimensional, the wrong length, or a value that is no integer of 64 bits.
+        ValueError: not one-dimensional, the wrong length, or a value that is not a 64-bit integer.
     """
     array = _as_array(groups, "groups")
     if array.ndim != 1 or len(array) != num_rows:
@@ -149,13 +149,13 @@ def as_speeds(speeds: Any, number: int, workloads: np.ndarray, parts_name: str) 
 
     Args:
         speeds: positive integers below 2^31: list, array or CPU tensor.
-        number: partitions.
+        number: number of partitions.
         workloads: int64 `(n,)`, checked.
-        parts_name: what the partitions are called.
+        parts_name: name of the number of partitions, for messages.
 
     Raises:
-        ValueError: the wrong length, a value that is no positive integer below 2^31, or workloads so large that what
-            they take on the slowest does not fit 61 bits.
+        ValueError: the wrong length, a value that is not a positive integer below 2^31, or workloads whose time on the
+            slowest partition needs more than 61 bits.
     """
     array = _as_array(speeds, "speeds")
     if array.shape != (number,):

@@ -1,4 +1,4 @@
-"""padded_groups: rows into groups that are padded to their longest row."""
+"""padded_groups: deals rows to groups that are padded to their longest row."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def padded_groups(
 ) -> np.ndarray:
     """Deal rows to groups such that the costliest padded group is as cheap as possible.
 
-    A padded group computes every row as if it were its longest: it costs its number of rows times its heaviest
-    workload. The optimum is found, by bisection over that cost (parametric search; Pınar and Aykanat 2004, "Fast
-    optimal load balancing algorithms for 1D partitioning"), in O(n log n + k log(n · heaviest)).
+    In a padded group every row takes as long as the longest one: the group costs its number of rows times its heaviest
+    workload. Finds the optimum by bisection over that cost (parametric search; Pınar and Aykanat 2004, "Fast optimal
+    load balancing algorithms for 1D partitioning"), in O(n log n + k log(n · heaviest)).
 
     Args:
-        workloads: what each row costs without padding: list, array or CPU tensor `(n,)` of non-negative integers.
-        num_groups: number of groups, none of which is empty; the fewest within `max_cost` if not given.
+        workloads: cost of each row without padding: list, array or CPU tensor `(n,)` of non-negative integers.
+        num_groups: number of groups, none of them empty; None for the fewest within `max_cost`.
         max_cost: most that a group may cost.
         max_rows: most rows of a group.
-        steps: steps in which the groups are computed, `num_groups / steps` that follow one another in each. A step
-            takes as long as its costliest group: the sum over the steps of the costliest is lowered too, by moving rows
-            between neighbouring steps while no group becomes costlier than the optimum. The sum need not be the least.
+        steps: steps in which the groups are computed, each with `num_groups / steps` consecutive groups. A step takes
+            as long as its costliest group. The sum of these costs over the steps is lowered too, but not to its
+            minimum: rows move between neighbouring steps as long as no group becomes costlier than the optimum.
 
     Returns:
         int64 `(n,)`, the group of each row. Groups are contiguous in the rows sorted by workload, heaviest first; of
@@ -51,7 +51,7 @@ def padded_groups(
     if len(weights) == 0:
         raise ValueError("workloads is empty; a group has at least one row: leave out empty batches")
     if num_groups is None and max_cost is None:
-        raise ValueError("num_groups and max_cost are None; one of the two says how rows are grouped: give one")
+        raise ValueError("num_groups and max_cost are None; one of the two sets how rows are grouped: give one")
     groups = 0 if num_groups is None else as_count(num_groups, "num_groups", 1)
     cost = INT64_MAX if max_cost is None else min(as_count(max_cost, "max_cost", 1), INT64_MAX)
     steps = as_count(steps, "steps", 1)

@@ -1,4 +1,4 @@
-"""partition: from workloads to a plan."""
+"""partition, refine, karmarkar_karp and lower_bound: the public functions for the plan of one step."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ def partition(
     all decisions are made in integers.
 
     Args:
-        workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
+        workloads: cost of each sample: list, array or CPU tensor `(n,)` of non-negative integers.
         k_partitions: number of partitions, at least 1.
         method: "refined", "karmarkar_karp", "lpt" or "snake".
-        equal_size: sizes of partitions differ by one at most; otherwise they are free.
+        equal_size: whether sizes of partitions differ by at most one; otherwise they are free.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a partition may hold.
-        home: the partition each sample is in now, `(n,)`. Then as few tokens as possible leave it, and the largest
-            load is never above that of home: where no plan lowers it, home is the plan, even if its sizes differ. A
-            home that breaks `max_tokens` is not protected.
+        home: the partition of each sample now, `(n,)`. Given, few tokens leave their partition, and the largest load is
+            never above that of `home`: if no plan lowers it, `home` is the plan, even if its sizes differ. This does
+            not hold for a `home` that breaks `max_tokens`.
         ranks_per_node: partitions `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
-        slack: with `home`, how far the largest load may be above that of the plan without it, in [0, 1].
-        best_effort: where no plan keeps `max_tokens`, return the one found that exceeds it least.
-        groups: integers `(n,)`; samples with equal numbers stay together, as one sample with the sum of their workloads
-            and tokens would. Such a sample is at home where most of its tokens are. With `equal_size` all groups have
-            the same size, and partitions differ by one group at most.
-        speeds: positive integers `(k,)`; a partition takes its load ÷ its speed, and the largest of these times is to
-            be small, also compared with home. Only ratios count, and equal speeds change nothing. For "refined" and
-            "lpt", where the next sample goes to the partition that is done with it first; the other methods make equal
-            loads whatever the speeds, and are refused.
+        slack: with `home`, by which fraction the largest load may exceed that of the plan without `home`, in [0, 1].
+        best_effort: if no plan keeps `max_tokens`, return the one found that exceeds it least.
+        groups: integers `(n,)`; samples with equal numbers stay together, and are planned like one sample with the sum
+            of their workloads and tokens, whose home is where most of its tokens are. With `equal_size` all groups have
+            the same size, and the group counts of partitions differ by at most one.
+        speeds: positive integers `(k,)`; a partition takes the time load ÷ speed, and the plan minimises the largest
+            time, also compared with `home`. Only ratios matter, and equal speeds change nothing. Only for "refined" and
+            for "lpt", which gives the next sample to the partition that would finish it first.
 
     Returns:
         The plan, with its loads and a lower bound that proves how good it is. With speeds, times are counted in loads
@@ -61,8 +60,8 @@ def partition(
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
-            keeps, with the sample that breaks it alone or by how much the best plan found exceeds it; groups of
-            different sizes with `equal_size`; speeds that are no positive integers below 2^31, or too far apart for
+            keeps (the message names a sample that is too large, or the excess of the best plan found); groups of
+            different sizes with `equal_size`; speeds that are not positive integers below 2^31, or too far apart for
             workloads of this size.
 
     Examples:
@@ -102,13 +101,13 @@ def refine(
     tokens: Any = None,
     max_tokens: int | None = None,
 ) -> np.ndarray:
-    """Swap samples of a plan until its largest load is near the lower bound, or as far as swaps go.
+    """Swap samples of a plan until its largest load is near the lower bound, or no swap lowers it.
 
     Args:
-        workloads: what each sample costs, `(n,)`, as for `partition`.
-        assignment: the partition that each sample is in, `(n,)`; it keeps `equal_size` and `max_tokens`.
+        workloads: cost of each sample, `(n,)`, as for `partition`.
+        assignment: the partition of each sample, `(n,)`; must satisfy `equal_size` and `max_tokens`.
         k_partitions: number of partitions, at least 1.
-        equal_size: sizes of partitions differ by one at most, before and after.
+        equal_size: whether sizes of partitions differ by at most one, before and after.
         tokens: memory that each sample takes, `(n,)`.
         max_tokens: most tokens that a partition may hold, before and after.
 
@@ -116,7 +115,8 @@ def refine(
         int64 `(n,)`, the partition of each sample; the largest load is never above that of `assignment`.
 
     Raises:
-        ValueError: as for `partition`, a partition outside `[0, k)`, or an assignment that breaks what it has to keep.
+        ValueError: as for `partition`; a partition outside `[0, k)`; or an assignment that breaks `equal_size` or
+            `max_tokens`.
 
     Examples:
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
@@ -132,15 +132,15 @@ def refine(
     sizes = np.bincount(home, minlength=given.num_parts)
     if equal_size and int(sizes.max() - sizes.min()) > 1:
         raise ValueError(
-            f"assignment has partitions of {sizes.min()} and of {sizes.max()} samples, equal_size is True; sizes "
-            "differ by one at most before, too: pass such an assignment, or equal_size=False"
+            f"assignment has partitions of {sizes.min()} and of {sizes.max()} samples, equal_size is True; its sizes "
+            "must differ by at most one: pass such an assignment, or equal_size=False"
         )
     if weights is not None and given.has_cap:
         most = int(sum_by_rank(home, weights, given.num_parts).max())
         if most > given.max_tokens:
             raise ValueError(
-                f"assignment has a partition of {most} tokens, max_tokens is {given.max_tokens}; it is kept before, "
-                "too: pass such an assignment, or raise max_tokens"
+                f"assignment has a partition of {most} tokens, max_tokens is {given.max_tokens}; the assignment must "
+                "keep it: pass one that does, or raise max_tokens"
             )
     return core.refine(given, home)
 
@@ -149,13 +149,13 @@ def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[
     """Plain Karmarkar-Karp (largest differencing).
 
     Args:
-        workloads: what each sample costs: list, array or CPU tensor `(n,)` of non-negative integers.
+        workloads: cost of each sample: list, array or CPU tensor `(n,)` of non-negative integers.
         k_partitions: number of partitions, at least 1.
-        equal_size: sizes of partitions differ by one at most; otherwise they are free. Samples that the partitions do
-            not divide are no error, as they are in AReaL and verl.
+        equal_size: whether sizes of partitions differ by at most one; otherwise they are free. The number of samples
+            need not be a multiple of `k_partitions`, unlike in AReaL and verl.
 
     Returns:
-        `k` lists that hold every index once, ascending; the heaviest partition comes first.
+        `k` lists with every index once, each ascending; the heaviest partition comes first.
 
     Raises:
         ValueError: as for `partition`.
@@ -168,9 +168,9 @@ def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[
 
 
 def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> int:
-    """A load that the heaviest partition of every plan has at least.
+    """A lower bound of the largest load of every plan.
 
-    The best of the mean load, the heaviest sample with its lightest fillers, and the counting bound
+    The largest of the mean load, the heaviest sample with its lightest companions, and the counting bound
     (`native/bounds.hpp`).
 
     Raises:

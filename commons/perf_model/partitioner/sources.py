@@ -1,4 +1,4 @@
-"""Which C++ sources the native core is built from; setup.py runs this file too, before anything is installed."""
+"""The C++ sources of the native core, and their hash; setup.py also runs this file, before anything is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NATIVE = Path(__file__).parent / "native"
 
 
 def hash_of_sources(folder: Path = NATIVE) -> str:
-    """12 hexadecimal digits over the C++ in a folder, without its comments and blank lines."""
+    """A hash of the C++ files in a folder without comments and blank lines, 12 hexadecimal digits."""
     hashed = hashlib.blake2b(digest_size=6)
     for path in sorted(each for each in folder.iterdir() if each.suffix in (".cpp", ".hpp")):
         lines = (line.split("//")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())

@@ -49,14 +49,14 @@ def test_no_coefficient_is_negative():
     assert min(found.coefficients) >= 0
 
 
-def test_measurements_that_tell_too_little_are_refused():
+def test_measurements_that_show_too_little_are_refused():
     good = measured(make_calibration())
     with pytest.raises(ValueError, match="there are 15 measurements; a fit needs at least 16"):
         fit_calibration(good[:15], TASK, DEVICE)
-    with pytest.raises(ValueError, match="too alike to tell the cost"):
+    with pytest.raises(ValueError, match="too alike to separate the cost"):
         fit_calibration([good[0]] * 40, TASK, DEVICE)
     same_length = [StepMeasurement(n, 10 * n, 55 * n, 1.0 + n) for n in range(1, 40)]
-    with pytest.raises(ValueError, match="too alike to tell the cost"):
+    with pytest.raises(ValueError, match="too alike to separate the cost"):
         fit_calibration(same_length, TASK, DEVICE)
     noise = [dataclasses.replace(m, ms=5.0 + (index * 7919 % 11) / 10) for index, m in enumerate(good)]
     with pytest.raises(ValueError, match="explain -?[0-9]+% of the variation of the times; a fit needs 50%"):
@@ -81,8 +81,8 @@ def test_a_file_says_what_was_measured(tmp_path):
         (lambda text: text.replace("per_token", "per_word"), "lacks 'per_token'"),
         (lambda text: text.replace("per_token = 0.008", "per_token = -1"), "per_token is -1; a cost"),
         (lambda text: text.replace("per_token = 0.008", "per_token = nan"), "per_token is nan; a cost"),
-        (lambda text: text.replace("threads", "fibres"), "is no calibration"),
-        (lambda text: text[: len(text) // 2] + "[", "is no TOML"),
+        (lambda text: text.replace("threads", "fibres"), "is not a calibration"),
+        (lambda text: text[: len(text) // 2] + "[", "is not TOML"),
         (lambda text: "title = 'something else'", "has version None"),
     ],
 )

@@ -149,7 +149,7 @@ def test_values_up_to_the_limit_are_exact():
         (np.full(5, 2**62), r"the sum of workloads is 23058430092136939520; it must be below"),
         ([[1, 2], [3, 4]], r"workloads has shape \(2, 2\); one value per row is needed: flatten"),
         (7, r"workloads has shape \(\); one value per row"),
-        ([[1, 2], [3]], r"workloads is no one-dimensional list of integers"),
+        ([[1, 2], [3]], r"workloads is not a one-dimensional list of integers"),
         (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
         ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
         (torch.empty(3, device="meta"), r"workloads is on meta; the planner works on the CPU: pass workloads.cpu\(\)"),
