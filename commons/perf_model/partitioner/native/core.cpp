@@ -1,7 +1,7 @@
-// The plain C library: int64 arrays in, int64 arrays out. core.py beside this folder is the only caller.
+// The plain C library: functions on int64 arrays, called only by core.py beside this folder.
 //
-// Every function returns 0, or 1 and a message in `error`, which has room for kErrorSize bytes. It throws nothing, keeps
-// nothing and knows no Python, so that one file serves every Python and any number of threads.
+// Every function returns 0, or 1 with a message in `error`, of kErrorSize bytes. Functions throw nothing, keep no state and
+// do not use Python, so that one file serves every Python version and any number of threads.
 #include <cstdio>
 #include <new>
 #include <string>
@@ -45,7 +45,7 @@ void require_sizes(Weight num_rows, Weight num_parts) {
           "there must be at least one row and one partition, and fewer than 2^31 of either");
 }
 
-// The widths that core.py's structures have: pointers and int64 alone, and one double. arguments.py has checked these.
+// The fields of the structure in core.py: pointers, int64, and one double. arguments.py has checked them.
 struct PlanArguments {
   const Weight* workloads;
   const Weight* tokens;     // or null
@@ -60,7 +60,7 @@ struct PlanArguments {
   Weight has_cap;
   Weight max_tokens;
   Weight ranks_per_node;
-  Weight num_steps;  // 0 for a plan that is no grid
+  Weight num_steps;  // of a grid; 0 for the plan of a batch
   Weight seed;       // of the order of the steps
   double slack;
 };
@@ -99,7 +99,7 @@ struct OwnRows {
   Weight real_rows;
 };
 
-// The number of words; -1 where a number is not what it must be.
+// Encodes a rank's rows; returns the number of words, or -1 if a number is invalid.
 Weight encode(const OwnRows& own, Weight* words, Weight room) {
   require(0 <= own.real_rows && own.real_rows <= own.rows, "encode_rows: sizes do not match");
   if (!all_within(own.workloads, own.real_rows, INT64_MAX, kMostLoad)) return -1;
@@ -135,11 +135,11 @@ Weight encode(const OwnRows& own, Weight* words, Weight room) {
 
 extern "C" {
 
-// Which sources the library was built from, and by what.
+// The hash of the library's sources, and the compiler.
 const char* evenrank_sources() { return EVENRANK_SOURCES; }
 const char* evenrank_compiler() { return EVENRANK_COMPILER; }
 
-// out: assignment (num_rows,), loads (num_parts * max(1, num_steps),), and the bound and the most tokens.
+// Out: assignment (num_rows,), loads (num_parts * max(1, num_steps),), numbers (bound, most tokens).
 int evenrank_plan(const PlanArguments* given, Weight* assignment, Weight* loads, Weight* numbers, char* error) {
   return guarded(error, [&] {
     Request request = request_of(*given);
@@ -172,7 +172,7 @@ int evenrank_lower_bound(const Weight* workloads, Weight num_rows, Weight num_pa
   });
 }
 
-// Swaps rows of a plan until its largest load is near the bound; in and out: assignment (num_rows,).
+// Swaps rows of a plan until its largest load is near the bound. In and out: assignment (num_rows,).
 int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error) {
   return guarded(error, [&] {
     const Request request = request_of(*given);
@@ -185,8 +185,8 @@ int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error)
   });
 }
 
-// `costs` in descending order; out: the sizes of the groups, which follow one another, and their number. With
-// `num_groups` 0 it is the fewest whose cost is at most `max_cost`.
+// `costs` are in descending order. Out: the sizes of consecutive groups, and their number: `num_groups`, or for 0 the
+// fewest that cost at most `max_cost` each.
 int evenrank_padded_groups(const Weight* costs, Weight num_rows, Weight num_groups, Weight max_cost, Weight max_rows,
                            Weight steps, Weight* sizes, Weight* count, char* error) {
   return guarded(error, [&] {
@@ -199,7 +199,7 @@ int evenrank_padded_groups(const Weight* costs, Weight num_rows, Weight num_grou
   });
 }
 
-// out: the answer, see Shuffle; where it or the index array has no room, its head says how much there must be.
+// Out: the answer, see Shuffle; if its room or that of the index array does not suffice, its head has the sizes needed.
 int evenrank_shuffle(const ShuffleArguments* given, Weight* out, Weight room, Weight* indices, Weight index_room,
                      char* error) {
   return guarded(error, [&] { Shuffle(*given, out, room, indices, index_room).run(); });
@@ -209,7 +209,7 @@ int evenrank_encode_rows(const OwnRows* own, Weight* words, Weight room, Weight*
   return guarded(error, [&] { *num_words = encode(*own, words, room); });
 }
 
-// `pieces` are those that are read, then those that are written.
+// `pieces` are the arrays to read, then the arrays to write.
 int evenrank_permute_words(const Weight* lengths, Weight num_segments, const Index* order, Weight num_ordered,
                            const Piece* pieces, Weight num_read, Weight num_pieces, char* error) {
   return guarded(error, [&] {

@@ -1,8 +1,8 @@
 // Karmarkar-Karp, the largest differencing method.
 //
-// A state is a tentative plan of a few rows into k sets. The two states with the largest spread (largest set - smallest
-// set) are merged, the largest set of one with the smallest of the other and so on, until one state is left. Among
-// equal spreads the older state goes first, and equal sums keep their places, so that the plan is deterministic.
+// A state is a plan of some of the rows into k sets. The two states with the largest spread (largest set - smallest set)
+// are merged: the largest set of one with the smallest of the other, and so on; until one state is left. Of equal
+// spreads the older state comes first, and sets of equal sums keep their order, so that the plan is deterministic.
 //
 // Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113 (1982). For equal sizes: Michiels,
 // Korst, Aarts and van Leeuwen, "Performance ratios for the differencing method applied to the balanced number
@@ -15,12 +15,12 @@
 
 namespace evenrank {
 
-// The sets of every state are linked lists of rows, so merging two of them is one link.
+// The sets of all states as linked lists of rows, so that merging two sets takes one link.
 class RowLists {
  public:
   explicit RowLists(std::size_t num_rows) : next_(num_rows, kNone), last_(range(static_cast<Index>(num_rows))) {}
 
-  // Appends the list that begins at `other` to the one that begins at `head`.
+  // Appends the list with head `other` to the list with head `head`.
   void append(Index head, Index other) {
     next_[last_[head]] = other;
     last_[head] = last_[other];
@@ -33,16 +33,16 @@ class RowLists {
   Indices last_;  // valid at the head of a list
 };
 
-// One set of a state: the sum of its rows and the first of them, or kNone if it holds none.
+// One set of a state: the sum of its rows and the first row, kNone for an empty set.
 struct Set {
   Weight sum;
   Index head;
 };
 
-// The sets, heaviest first; with fewer than k, the rest are empty. Padding rows are sets without a row.
+// The sets, heaviest first; sets beyond the vector's size are empty. A padding row is a set without a row.
 using State = std::vector<Set>;
 
-// Appends the sets of `state` from `from` on whose sum is larger than `above`; of equal sums the later one first.
+// Appends the sets of `state` from `from` on that have a sum above `above`; of equal sums the later set first.
 inline void append_reversed_runs(const State& state, State& result, std::size_t& from, Weight above) {
   while (from < state.size() && state[from].sum > above) {
     std::size_t end = from;
@@ -52,7 +52,7 @@ inline void append_reversed_runs(const State& state, State& result, std::size_t&
   }
 }
 
-// The sets of `left` with those of `right` in reverse, sorted again; equal sums keep their places.
+// Merges the sets of `left` with those of `right` in reverse order, and sorts the result; equal sums keep their order.
 inline State merge(State&& left, const State& right, std::size_t num_parts, RowLists& lists) {
   const auto descends = [](const Set& a, const Set& b) { return a.sum > b.sum; };
   const auto join = [&lists](Set& set, const Set& other) {
@@ -64,7 +64,7 @@ inline State merge(State&& left, const State& right, std::size_t num_parts, RowL
     }
   };
   if (left.size() + right.size() <= num_parts) {
-    // The empty sets suffice: every set of one is merged with an empty set of the other.
+    // Every set of one state is merged with an empty set of the other.
     if (right.size() == 1 && left.back().sum >= right.front().sum) {
       left.push_back(right.front());
       return std::move(left);
@@ -126,10 +126,10 @@ inline State merge_all(std::vector<State> states, std::size_t num_parts, RowList
 
 // The partition of each row; `weights` descend, and partition 0 is the heaviest.
 //
-// Equal sizes: the first states are blocks of k consecutive rows, one row per set, the last block padded by rows of
-// weight zero. A merge joins each set of one state with one of the other, so every partition gets one row of each
-// block. Free sizes: the first states are single rows. Rows of weight zero change no sum; they go where the fewest rows
-// are.
+// Equal sizes: the first states are blocks of k consecutive rows, one row per set, the last block padded with empty sets.
+// A merge joins each set of one state with one of the other, so every partition gets one row of each block. Free sizes:
+// the first states are single rows. Rows of weight zero do not change sums; each goes to the partition with the fewest
+// rows.
 inline Indices differencing(const Weights& weights, Index num_parts, bool equal_size) {
   const std::size_t num_rows = weights.size();
   Indices parts(num_rows);

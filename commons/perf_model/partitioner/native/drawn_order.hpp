@@ -1,4 +1,4 @@
-// The steps of a grid in a random order, the same on every machine: heavy steps are not always first.
+// Puts the steps of a grid in a random order, the same on every machine, so that heavy steps are not always first.
 #pragma once
 
 #include "plan.hpp"
@@ -12,7 +12,7 @@ inline std::uint64_t mixed(std::uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// 2^64 over the golden ratio, by which splitmix64 counts.
+// 2^64 / golden ratio, the increment of splitmix64.
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
 
 // 0, 1, ..., size - 1 in a random order: Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable
@@ -28,7 +28,7 @@ inline Weights shuffled(Weight size, std::uint64_t seed) {
   return order;
 }
 
-// The plan of a grid with its steps in an order drawn from the seed; as they are where every row is in its `home_step`.
+// The plan of a grid with its steps in an order drawn from the seed; unchanged if every row is in its `home_step`.
 inline Plan in_drawn_order(Plan plan, Index steps, const Indices& home_step, std::uint64_t seed) {
   Indices step_of = range(static_cast<Index>(plan.loads.size()));
   for (Index& cell : step_of) cell %= steps;

@@ -1,35 +1,35 @@
-// What one call of the worker is given, and the rows of all ranks that it is about.
+// The arguments of the worker's call, and the rows of all ranks.
 //
-// A place is rank * steps + step: with one batch a rank, with a window a batch of a rank.
+// A place is a rank and a step, rank * steps + step; for one batch it is a rank.
 #pragma once
 
 #include "row_table.hpp"
 
 namespace evenrank {
 
-// What ranks say of their rows, or the rows as arrays, and what to do with them; see core.py.
+// The messages of all ranks or the rows as arrays, and the settings; see core.py.
 struct ShuffleArguments {
-  const Weight* messages;     // (num_ranks, stride): header and packed rows of every rank; or null, and then
+  const Weight* messages;     // (num_ranks, stride): header and packed rows of every rank; or null, and rows as arrays:
   const Weight* rows;         // (num_places,)
   const Weight* real_rows;    // (num_places,)
   const Weight* workloads;    // (num_rows,)
   const Weight* tokens;       // (num_rows,)
-  const Weight* first;        // (num_places,), of the packed rows in `words`
+  const Weight* first;        // (num_places,), where packed rows begin in `words`
   const Weight* words;        // (num_ranks, stride), or null
-  const Weight* destination;  // (num_rows,), a plan that has been made; or null
+  const Weight* destination;  // (num_rows,), a finished plan; or null
   const Weight* parts;        // (num_parts, 3), of the payload; or null for no exchange
   const Weight* speeds;       // (num_ranks,), or null
   Weight num_ranks;
   Weight steps;  // with messages, the most batches of a rank
   Weight stride;
   Weight num_words;
-  Weight capacity;  // words that a message has room for
+  Weight capacity;  // most words of a message
   Weight num_keys;
   Weight num_kept;
   Weight num_parts;
   Weight rank;
   Weight all_gather;
-  Weight has_plan;  // whether to go on behind the header
+  Weight has_plan;  // whether to plan, or only read the headers
   Weight method;
   Weight equal_size;
   Weight has_cap;
@@ -55,7 +55,7 @@ struct GatheredRows {
   const Weight* home;  // the place of every real row
   RowTable table;
 
-  // No division where steps is 1: divisions would be most of the time.
+  // Without a division if steps is 1, because divisions would take most of the time.
   Weight rank_of(Weight place) const { return steps == 1 ? place : place / steps; }
 };
 

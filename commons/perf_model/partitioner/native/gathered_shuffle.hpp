@@ -1,4 +1,4 @@
-// One call of the worker: from the messages of all ranks, or rows that are known, to the plan of all and the exchange of one.
+// The worker's call: reads the messages of all ranks (or rows as arrays), plans, and makes the exchange of one rank.
 #pragma once
 
 #include "routes.hpp"
@@ -10,27 +10,26 @@ constexpr const char* kNoSpeeds =
     "speeds are not positive integers below 2^31, or all workloads × the largest ÷ the smallest speed are 2^61 or more: "
     "scale them down";
 
-// The first numbers of the answer, in the order in which core.py names them.
+// The first numbers of the answer, in the order of SHUFFLE_HEAD in core.py.
 enum Head {
   kOtherSteps,  // whether ranks are at different steps
   kSteps,
   kMostWords,
   kNumRows,
-  kRoom,  // numbers of the whole answer
+  kRoom,  // size of the whole answer
   kIndexRoom,
   kBound,
   kGated,
   kExcessTokens,
   kDigest,
-  kChanges,   // whether a row is trained in another place
+  kChanges,   // whether a row is trained at another place
   kExchange,  // then those of Router::head()
   kHeadSize = kExchange + 6
 };
 
-// First numbers of a message: the step, the number of batches; then, for each batch, its rows, its real rows and its words.
+// A message begins with the step and the number of batches; then, for each batch, its rows, real rows and words.
 constexpr Weight kMessageNumbers = 2, kBatchNumbers = 3;
 
-// One call: from messages, or rows, to the plan of all ranks and the exchange of one.
 class Shuffle {
  public:
   Shuffle(const ShuffleArguments& given, Weight* out, Weight room, Weight* indices, Weight index_room)
@@ -48,8 +47,7 @@ class Shuffle {
     std::fill_n(out, kHeadSize, 0);
   }
 
-  // Writes the answer as far as it goes: the head alone where there is not room for it, where ranks are at different
-  // steps, or where a message had no room.
+  // Writes the answer; only its head if the room does not suffice, ranks are at different steps, or a message was cut off.
   void run() {
     if (!read_header()) return;
     const Weight num_places = given_.num_ranks * out_[kSteps], num_rows = out_[kNumRows];
@@ -91,11 +89,11 @@ class Shuffle {
  private:
   Weight* take(Weight size) { return std::exchange(at_, at_ + size); }
 
-  // The numbers of a rank's message, of which it has 2 and then 3 for every batch.
+  // The message of a rank.
   const Weight* message(Weight rank) const { return given_.messages + rank * given_.stride; }
   Weight header_size() const { return kMessageNumbers + kBatchNumbers * given_.steps; }
 
-  // False where the messages are not those of a step whose rows can be read.
+  // Reads the headers of the messages; returns whether there are rows to plan.
   bool read_header() {
     out_[kSteps] = given_.steps;
     if (given_.messages == nullptr) {
@@ -161,7 +159,7 @@ class Shuffle {
       std::copy_n(given_.workloads, num_rows, workloads);
       std::copy_n(given_.tokens, num_rows, tokens);
     } else {
-      read_columns(table, {0, 1}, num_rows, workloads);  // tokens lie behind workloads
+      read_columns(table, {0, 1}, num_rows, workloads);  // tokens follow workloads in memory
     }
     require(all_within(workloads, num_rows, INT64_MAX, kMostLoad) &&
                 all_within(tokens, num_rows, INT64_MAX, kMostLoad),
@@ -194,7 +192,7 @@ class Shuffle {
     out_[kExcessTokens] = planner.excess_tokens;
   }
 
-  // Regions, splits to and from every rank, own parts of every step, and of every result three numbers, parts and keys.
+  // The size of the exchange's numbers, see ShufflePlanner.exchange in shuffle_plan.py.
   Weight exchange_room() const {
     if (given_.parts == nullptr) return 0;
     return 3 + 2 * given_.num_ranks + out_[kSteps] * (2 * given_.num_parts + 4 + given_.num_keys);
@@ -210,7 +208,7 @@ class Shuffle {
 
   const ShuffleArguments& given_;
   Weight* out_;
-  Weight* at_;  // what comes next in the answer
+  Weight* at_;  // where the answer continues
   Weight room_;
   Weight* indices_;
   Weight index_room_;

@@ -1,9 +1,9 @@
-// Plans of a grid: rows to ranks * steps, so that the sum over the steps of the largest load is small.
+// Plans of a grid: deals rows to ranks * steps so that the sum over the steps of the largest load is small.
 //
-// A step that must hold a very heavy row has room below its load on all other ranks. Rows of other steps can fill it,
-// so that these take less. Every step therefore gets a limit of its own. Each cell of a step begins with the difference
-// between the largest limit and that of its step, so that one target serves all cells, and the starts and swaps for one
-// batch do the rest. The cell of rank r and step s is r * num_steps + s.
+// A step with a very heavy row has room on all other ranks. Rows of other steps can fill it, which makes those steps
+// shorter. So every step gets its own limit. The base of a cell is the difference between the largest limit and that of
+// its step; then one target serves all cells, and the algorithms for one batch can be used. The cell of rank r and step s
+// is r * num_steps + s.
 #pragma once
 
 #include "grid_bound.hpp"
@@ -13,12 +13,12 @@
 
 namespace evenrank {
 
-// A sum within 1 / kGridTolerance of the bound cannot be told from an ideal one; half of that is room in the limits of
-// the steps, half is room above them.
+// A sum within 1 + 1 / kGridTolerance of the bound is good enough. Half of this tolerance is room in the limits of the
+// steps, half is room above them.
 constexpr Weight kGridTolerance = 1000;
 
-// Tries at a lower limit of a step, for grids of up to `most` rows times cells: every try takes a part of the time that
-// the plan takes, so large grids get fewer.
+// How many lower limits of a step to try, for grids of up to `most` rows times cells; fewer for large grids, where a try
+// takes longer.
 struct Tries {
   Weight most;
   int number;
@@ -27,13 +27,13 @@ constexpr std::array<Tries, 3> kTries = {{{1 << 21, 24}, {1 << 24, 8}, {1 << 27,
 
 struct Candidate {
   Indices cells;       // by sample
-  Weights largest;     // the largest load, with speeds the largest time, of each step
+  Weights largest;     // the largest load of each step; with speeds, the largest time
   Weight most_tokens;  // of a cell; see Request
 
-  // The sum over the steps of the largest load: what a plan minimises.
+  // The objective: the sum over the steps of the largest load.
   Weight total() const { return sum_of(largest); }
 
-  // Fewer tokens above the cap, or as many and a smaller sum.
+  // Whether it has fewer tokens above the cap, or as many and a smaller sum.
   bool beats(const Candidate& other) const {
     return most_tokens != other.most_tokens ? most_tokens < other.most_tokens : total() < other.total();
   }
@@ -50,13 +50,14 @@ class GridPlanner {
                              Speeds(request.speeds, request.num_steps))),
         bound_(bound_within(limits_)) {}
 
-  // The best of the grid, every batch alone, and the rows as they were loaded; then one in which few rows change rank.
+  // The best of three plans: of the grid, of each batch separately, and the rows as they were loaded. If a home is given,
+  // then a plan nearly as good in which few rows change rank.
   Plan plan() const {
     std::optional<Candidate> near = near_ranks_of_many();
     Candidate chosen = near ? std::move(*near) : choose(free_plan());
     Weight total = bound_.total;
     if (!problem_.keeps_limits(chosen.cells)) {
-      // Rows as they were loaded, or batches of different sizes: only the bound for free sizes holds for these.
+      // Only the bound for free sizes holds for loaded rows, or separate batches, of different sizes.
       const Weight num_rows = static_cast<Weight>(problem_.weights.size());
       total = bound_within({0, num_rows}).total;
     }
@@ -69,17 +70,17 @@ class GridPlanner {
     return grid_bound(problem_.weights, request_.num_parts, request_.num_steps, limits, speeds_, problem_.speeds);
   }
 
-  // `best`, or what it does not beat; with a home, a plan near it within the slack.
+  // `best`, or a plan that it does not beat; with a home, a plan near home within the slack.
   Candidate choose(Candidate best) const {
     std::optional<Candidate> loaded = as_loaded();
     std::optional<Candidate> alone;
     if (!request_.home_step.empty() && !(keeps_cap(best) && is_below_batches(best.total()))) alone = batches_alone();
-    // Batches of different sizes have other counts than were asked for; home wins over equal counts.
+    // Separate plans of batches of different sizes break equal counts, which only a home justifies.
     if (alone && request_.home.empty() && !problem_.keeps_limits(alone->cells)) alone.reset();
     if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
     if (request_.home.empty()) return best;
     Weight most = with_slack(best.total(), request_.slack);
-    // The batches alone had the slack too, so nothing worse than them is worth its moves.
+    // The separate plans have used the slack already: a worse plan is not worth its moves.
     if (alone) most = std::min(most, std::max(alone->total(), best.total()));
     if (loaded) {
       const bool even = problem_.keeps_limits(loaded->cells);
@@ -89,7 +90,7 @@ class GridPlanner {
     return near_ranks(best, most);
   }
 
-  // Equal counts, or free ones down to a row per cell: a step without rows would be one batch less.
+  // Equal counts, or free counts with at least one row per cell if possible, because every step needs a batch.
   static Limits limits_of(const Request& request) {
     const Weight num_rows = static_cast<Weight>(request.workloads.size());
     const Weight num_cells = static_cast<Weight>(request.num_parts) * request.num_steps;
@@ -109,7 +110,7 @@ class GridPlanner {
 
   bool keeps_cap(const Candidate& plan) const { return !request_.max_tokens || plan.most_tokens <= *request_.max_tokens; }
 
-  // `cells`, changed until they keep the cap, if there is one.
+  // `cells`, changed to keep the cap, if there is one.
   Indices capped(const Problem& problem, Indices cells, Weight target) const {
     if (!request_.max_tokens) return cells;
     const bool at_speeds = problem.base.empty() && !speeds_.empty();
@@ -117,18 +118,18 @@ class GridPlanner {
                      : under_cap(problem, std::move(cells), target, request_.cap());
   }
 
-  // The problem in which one target serves the limits of all steps.
+  // The problem with the bases for the limits of the steps, so that the largest limit is the target of all cells.
   Problem above(const Weights& largest) const {
     Problem problem = problem_;
     problem.base = bases_of(largest, num_cells_, problem_.speeds);
     return problem;
   }
 
-  // The best plan that does not look at where rows are.
+  // The best plan without regard to home.
   //
-  // The refined method first tries limits that sum up to the bound, unless all steps have the same. Then come even
-  // partitions, sorted by load and cut into steps. The refined method improves the better of both step by step; if the
-  // halves of the batches, each as a grid of its own, are better still, it goes on from these.
+  // The refined method first tries limits that add up to the bound, unless they are equal for all steps. Then all methods
+  // make even partitions, sorted by load and cut into steps. The refined method improves the better of both step by step;
+  // if the two halves of the batches, each planned as a grid, are better, it improves these.
   Candidate free_plan() const {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
@@ -150,9 +151,9 @@ class GridPlanner {
     return halves && halves->beats(*best) ? lower_steps(std::move(*halves)) : std::move(*best);
   }
 
-  // The batches [0, steps / 2) and the others, each planned as a grid of its own; none where they are not known, where
-  // the counts would differ, or where `best` keeps the cap and is not above the sum of their lower bounds. So a window
-  // is never worse than two of half as many batches, unless it is within the tolerance of its bound.
+  // The batches [0, steps / 2) and the others, each planned as a grid, so that a window is never worse than two windows of
+  // half as many batches. Nothing if `best` is within the tolerance of its bound; if it keeps the cap and is not above the
+  // sum of the halves' bounds; if batches are not known; or if counts would differ.
   std::optional<Candidate> in_halves(const Candidate& best) const {
     if (request_.home_step.empty() || best.total() <= good(bound_.total)) return std::nullopt;
     const Index middle = request_.num_steps / 2;
@@ -180,8 +181,8 @@ class GridPlanner {
     return candidate(std::move(cells));
   }
 
-  // Takes half of what is left above the bound off the largest load of one step after the other, where swaps can, until
-  // the sum is good, no step gives way, or the tries are used up.
+  // Lowers the largest load of one step after another by swaps, each time by half of the sum's excess above the bound,
+  // until the sum is good, no step can be lowered, or the tries are used up.
   Candidate lower_steps(Candidate best) const {
     Index failed = 0;
     Index step = 0;
@@ -216,7 +217,7 @@ class GridPlanner {
     return 0;
   }
 
-  // LPT and swaps towards a largest load per step.
+  // A plan by LPT and swaps, with a limit for each step.
   Candidate within(const Weights& largest) const {
     const Problem problem = above(largest);
     const Weight target = largest_of(largest) + half(sum_of(largest)) / request_.num_steps;
@@ -232,7 +233,7 @@ class GridPlanner {
     const Weights loads = sum_by_rank(cells, request_.workloads, num_cells_);
     Indices ranked = range(num_cells_);
     Indices place(num_cells_);
-    if (!speeds_.empty()) {  // the cells of a rank, which are equally fast, go to the steps
+    if (!speeds_.empty()) {  // sort the cells of each rank, because only these are equally fast
       for (Index first = 0; first < num_cells_; first += request_.num_steps) {
         const auto begin = ranked.begin() + first;
         std::sort(begin, begin + request_.num_steps, ByLoad{loads});
@@ -247,7 +248,7 @@ class GridPlanner {
     return candidate(take(place, cells));
   }
 
-  // The rows where they are, if that is known and keeps the cap.
+  // The rows as they were loaded, if that is known and keeps the cap.
   std::optional<Candidate> as_loaded() const {
     if (request_.home.empty() || request_.home_step.empty()) return std::nullopt;
     Indices cells(request_.home.size());
@@ -259,7 +260,7 @@ class GridPlanner {
     return plan;
   }
 
-  // The rows of each batch, but for empty ones.
+  // The rows of each batch that is not empty.
   std::vector<Indices> rows_of_batches() const {
     std::vector<Indices> batches(request_.num_steps);
     for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
@@ -270,7 +271,7 @@ class GridPlanner {
     return batches;
   }
 
-  // Whether `total` is below what the batches take, each by itself, by their counting bounds.
+  // Whether `total` is below the sum of the bounds of the batches, so that separate plans cannot be better.
   bool is_below_batches(Weight total) const {
     std::vector<Weights> batches(request_.num_steps);
     for (std::size_t row = 0; row < problem_.order.size(); ++row) {  // heaviest first, so that no batch is sorted again
@@ -284,7 +285,7 @@ class GridPlanner {
     return total < 0;
   }
 
-  // Each batch planned by itself.
+  // A separate plan for each batch.
   const Candidate& batches_alone() const {
     if (alone_) return *alone_;
     Indices cells(request_.workloads.size());
@@ -300,9 +301,9 @@ class GridPlanner {
     return *alone_;
   }
 
-  // With many ranks: as they were loaded, or a plan within 1 + slack of the bound with few tokens that change rank, which
-  // begins with the rows at home; its time grows with the rows that move. None where swaps do not find one, where what
-  // it would be compared with is no worse, or where the slack leaves too little room for swaps.
+  // With many ranks: the rows as they were loaded, or a plan within 1 + slack of the bound in which few tokens change rank.
+  // Starts with the rows at home; its time grows with the number of rows that move. Nothing if swaps find no such plan, if
+  // the separate plans of batches are no worse, or if the slack leaves too little room for swaps.
   std::optional<Candidate> near_ranks_of_many() const {
     Weight most = with_slack(bound_.total, request_.slack);
     if (request_.method != Method::kRefined || request_.num_parts < kMany || request_.home.empty()) return std::nullopt;
@@ -329,7 +330,7 @@ class GridPlanner {
     return near_ranks_of_many(*largest, most);
   }
 
-  // A plan near home within the limits of the steps, none where swaps do not find one.
+  // A plan near home within the limits of the steps; nothing if swaps find none.
   std::optional<Candidate> near_ranks_of_many(const Weights& largest, Weight most) const {
     std::optional<Indices> cells = evenrank::near_ranks_of_many(request_, above(largest), largest_of(largest));
     if (!cells || !problem_.keeps_limits(*cells)) return std::nullopt;
@@ -338,7 +339,7 @@ class GridPlanner {
     return found;
   }
 
-  // A plan whose sum is at most `most`, which is at least that of `best`, with few tokens that change rank.
+  // A plan with a sum of at most `most` in which few tokens change rank; `most` is at least the sum of `best`.
   Candidate near_ranks(const Candidate& best, Weight most) const {
     const Weights largest = with_room(best.largest, most);
     if (request_.method == Method::kRefined && request_.num_parts >= kMany) {
@@ -360,7 +361,7 @@ class GridPlanner {
   Speeds speeds_;  // of the ranks
   Problem problem_;
   GridBound bound_;
-  mutable std::optional<Candidate> alone_;  // batches_alone(), once it is known
+  mutable std::optional<Candidate> alone_;  // the result of batches_alone()
 };
 
 inline Plan plan_grid(const Request& request) { return GridPlanner(request).plan(); }

@@ -1,4 +1,4 @@
-// A lower bound of what the steps of a grid take together: the sum over the steps of the largest load.
+// A lower bound of a grid's objective: the sum over the steps of the largest load.
 #pragma once
 
 #include "level_bound.hpp"
@@ -10,8 +10,8 @@ struct GridBound {
   Weights largest;  // a largest load per step, heaviest step first; together at most `total`
 };
 
-// A largest load per step where one of `level`'s heavy rows goes to every cell of as few steps as it takes: its first
-// heavy row and the fillers; the rest of `level.total` in the other steps. `others`, if these steps are too few.
+// Largest loads of steps if the heavy rows of `level` go to as few steps as possible, one to each cell: the heaviest row
+// of the step and the fillers; zeros for the other steps. `others` if the steps do not suffice, or exceed level.total.
 inline Weights level_loads(const Weights& weights, Weight num_ranks, Weight num_steps, const LevelBound& level,
                            Weights others) {
   if (level.num_heavy > num_steps * num_ranks) return others;
@@ -26,25 +26,25 @@ inline Weights level_loads(const Weights& weights, Weight num_ranks, Weight num_
   return loads;
 }
 
-// With W ranks and T steps, follow the steps of any plan from the one with the largest largest load to the one with the
-// smallest. Let M_1 >= M_2 >= ... >= M_T be these loads, P_i = M_1 + ... + M_i, and S_r the sum of the r heaviest rows.
-// M_1 is at least the counting bound for all rows in all T * W cells. Number rows from 0, and let r be the first
-// (heaviest) row that the first i - 1 steps do not hold.
+// Consider any plan with W ranks and T steps, its steps sorted by their largest loads M_1 >= M_2 >= ... >= M_T. Let
+// P_i = M_1 + ... + M_i, w_r the weight of row r (numbered from 0), and S_r the sum of the r heaviest rows. M_1 is at
+// least the counting bound for all rows in all T * W cells. For a step i, let r be the heaviest row that is not in the
+// first i - 1 steps.
 //
-// - It is in a later step, so M_i >= w_r.
-// - The first i - 1 steps hold all rows before it, and at least (i-1) * W * min_count in all. No cell of step j holds
-//   more than M_j, so W * P_(i-1) >= S_r + the lightest rows (fillers) that make up this number.
-// - They hold at most c = (i-1) * W * max_count rows, so r <= c, and the others hold no less than the rows from c on,
-//   whichever these steps hold. Of the q * m + 1 heaviest of these, in the m = (T-i+1) * W cells of the other steps,
-//   some cell has q + 1, so M_i is at least L_i, the lightest q + 1 of them, for the best q.
+// - Row r is in a later step, so M_i >= w_r.
+// - The first i - 1 steps have all rows before r, and at least (i-1) * W * min_count rows. No cell of step j has a load
+//   above M_j, so W * P_(i-1) >= S_r + the lightest rows (fillers) up to this number.
+// - The first i - 1 steps have at most c = (i-1) * W * max_count rows. So r <= c, and the rows of the other steps weigh,
+//   rank by rank, at least as much as the rows from c on. Of the q * m + 1 heaviest of these, in the m = (T-i+1) * W cells
+//   of the other steps, some cell has q + 1. So M_i is at least L_i, the sum of the lightest q + 1 of them, for the best q.
 //
-// So from any lower bound P of P_(i-1), P_i >= max(P, ceil((S_r + fillers) / W)) + max(w_r, L_i) for some r, and the
-// smallest over all r is a lower bound of P_i. For every i the steps after the first i hold what the i * W * max_count
-// heaviest rows leave over, so the sum is at least P_i + ceil(rest / W). The best over all i counts; i = 0 is the mean
-// load, i = T the last P_i.
+// So if P is a lower bound of P_(i-1), then P_i >= max(P, ceil((S_r + fillers) / W)) + max(w_r, L_i) for some r, and the
+// smallest value over all r is a lower bound of P_i. Further, for every i the steps after the first i have at least the
+// rows behind the i * W * max_count heaviest ones, so the sum is at least P_i + ceil(rest / W). The result is the largest
+// of these bounds over all i; i = 0 gives the mean load, i = T the last P_i.
 //
-// With speeds, W is the sum of the speeds ÷ the largest: what all ranks together hold within a time of 1; and M_1 is at
-// least the bound of all cells with their speeds. Loads are at most times, so all else stays true.
+// With speeds, W is the sum of the speeds ÷ the largest speed, the load that all ranks together do within a time of 1; and
+// M_1 is at least the bound of all cells with their speeds. Times are at least loads, so the other statements hold too.
 inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num_steps, const Limits& limits,
                             const Speeds& of_ranks = {}, const Speeds& of_cells = {}) {
   const auto share = [&](Weight load) {
@@ -57,18 +57,18 @@ inline GridBound grid_bound(const Weights& weights, Weight num_ranks, Weight num
   for (Weight step = 1; step < num_steps; ++step) {
     const Weight most_rows = std::min(step * num_ranks * limits.max_count, num_rows);
     bound.total = std::max(bound.total, reached + share(sums.last(num_rows - most_rows)));
-    // L_i: one cell has q + 1 rows, of which the lightest possible end with `last`.
+    // L_i: some cell has q + 1 rows, the lightest possible ones end with row `last`.
     Weight least = 0;
     for (Weight q = 0, last = most_rows; last < num_rows; ++q, last += (num_steps - step) * num_ranks) {
       least = std::max(least, sums.between(last - q, last + 1));
     }
-    // S_r + fillers; it does not fall as r grows, and load() does not rise.
+    // S_r + fillers. As r grows, it does not fall, and load() does not rise.
     const auto before = [&](Weight rows) {
       return sums.first(rows) + sums.last(step * num_ranks * limits.min_count - rows);
     };
     const auto load = [&](Weight rows) { return std::max(rows < num_rows ? weights[rows] : 0, least); };
-    // As long as before() is within what the first steps have reached anyway, a larger r only lowers the load: search
-    // for the largest such r, and begin there.
+    // While before() is below the bound of the first steps, a larger r only lowers the load. So begin with the largest
+    // such r, found by bisection.
     Weight most = 0;
     for (Weight above = most_rows + 1; above - most > 1;) {
       const Weight middle = most + (above - most) / 2;

@@ -1,4 +1,4 @@
-// Rows that stay together: a group is planned as one row, with the sums of the workloads and tokens of its rows.
+// Groups of rows that stay together: each is planned like one row, with the sums of its rows' workloads and tokens.
 #pragma once
 
 #include <stdexcept>
@@ -11,7 +11,7 @@ namespace evenrank {
 
 class RowGroups {
  public:
-  // Those of int64 (num_rows,) numbers; none of null.
+  // The groups of int64 (num_rows,) numbers; nothing for null.
   static std::optional<RowGroups> of(const Weight* numbers, Weight num_rows) {
     return numbers ? std::optional(RowGroups(numbers, num_rows)) : std::nullopt;
   }
@@ -27,7 +27,7 @@ class RowGroups {
     }
   }
 
-  // With equal counts of rows, groups must have equal sizes: then partitions differ by one group at most.
+  // Throws unless all groups have the same size, which equal counts of rows require.
   void require_equal_sizes() const {
     if (sizes_.empty()) return;
     const auto [least, most] = std::minmax_element(sizes_.begin(), sizes_.end());
@@ -37,7 +37,7 @@ class RowGroups {
                                 "equal_size=False, or groups of one size");
   }
 
-  // The request with a row for each group.
+  // The request with one row for each group.
   Request merged(Request request) const {
     if (!request.home.empty() || !request.home_step.empty()) bring_home(request);
     request.workloads = sums(request.workloads);
@@ -45,10 +45,10 @@ class RowGroups {
     return request;
   }
 
-  // What each row has of its group.
+  // Converts values by group to values by row.
   Indices by_row(const Indices& by_group) const { return take(by_group, group_of_); }
 
-  // Whether every group has its rows at one place, of int64 (num_rows,).
+  // Whether all rows of every group are at one place; `place` is int64 (num_rows,).
   bool are_together(const Weight* place) const {
     Weights first(sizes_.size(), -1);
     for (std::size_t row = 0; row < group_of_.size(); ++row) {
@@ -60,7 +60,7 @@ class RowGroups {
   }
 
  private:
-  // Sums of the values by group; none of none.
+  // The sums of the values by group; empty for empty values.
   Weights sums(const Weights& values) const {
     if (values.empty()) return values;
     Weights sums(sizes_.size(), 0);
@@ -68,7 +68,7 @@ class RowGroups {
     return sums;
   }
 
-  // A group is at home where most of what it costs to move lies; of several such places, at the first.
+  // Sets the home of each group: the place with the largest cost of moving its rows, the first one in a tie.
   void bring_home(Request& request) const {
     const Weights costs = sizes_of(request);
     const bool has_home = !request.home.empty(), has_steps = !request.home_step.empty();

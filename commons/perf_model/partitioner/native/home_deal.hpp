@@ -1,4 +1,4 @@
-// A start for the repair of a grid: the rows of each rank dealt to its own steps, but for those that do not fit.
+// A start for the repair of a grid: deals the rows of each rank to its own steps, except for rows that do not fit.
 #pragma once
 
 #include "locality.hpp"
@@ -6,16 +6,15 @@
 
 namespace evenrank {
 
-// A row of less than 1 / kLarge of what the lightest step may hold goes home even where it is too much there: swaps find
-// better rows to give away for it. A larger row seldom leaves by a swap.
+// A row below 1 / kLarge of the smallest limit of a step goes home even if it exceeds the limit there: swaps will find a
+// better row to give away. A larger row seldom leaves by a swap.
 constexpr Weight kLarge = 8;
 
 // LPT that prefers the cells of a row's own rank, then those of its node. Returns the cell of each row.
 //
-// Among the cells that a row prefers it goes to the lightest one with room for one more row. A large row that would
-// take that above the limit goes to its node's lightest, or the lightest of all, if it fits there. Rows beyond the
-// number that the cells of a rank may take go the same way. A row is large from 1 / `fraction` of what the lightest
-// step may hold on.
+// A row goes to the lightest cell of its rank that may take a row. A large row that would exceed the limit there goes to
+// the lightest cell of its node, or of all, if it fits there; so do rows for which the cells of their rank have no room. A
+// row is large if it weighs at least 1 / `fraction` of the smallest limit of a step.
 inline Indices deal_at_home(const Problem& problem, const Home& home, Weight limit, Weight fraction = kLarge) {
   FillingParts cells(problem);
   const Index steps = home.steps;

@@ -1,29 +1,28 @@
-// Locality: reach a load as good as the refined one while most rows stay where they are.
+// Locality: plans with loads as good as refined ones in which most rows stay where they are.
 //
-// A plan is repaired from home: every partition starts with the rows that are there now, and those that are too heavy
-// swap rows with others. The swap chosen is the one that takes off most load per token moved. A token that crosses
-// nodes counts kNodeCost times.
+// A repair starts from home, where every partition has its present rows. Partitions above the limit swap rows with others;
+// the best swap removes the most load per moved token. A token that leaves its node counts kNodeCost times.
 #pragma once
 
 #include "swaps.hpp"
 
 namespace evenrank {
 
-// A token over the network between nodes costs as much as this many within a node.
+// The cost of moving a token to another node, relative to one within a node.
 constexpr Weight kNodeCost = 4;
-// Rows of the light partition looked at for each row: the lightest that brings enough back makes the cheapest swap,
-// unless one of the next is away from home.
+// Candidates of the light partition for each row. The lightest row that is heavy enough costs least, unless one of the
+// next heavier rows is away from home.
 constexpr Weight kHomeReach = 4;
-// Every round lowers the sum of all excess loads, and these are far more rounds than plans need.
+// More rounds than plans need; every round lowers the sum of excess loads, so that the loop ends anyway.
 constexpr int kMaxRounds = 64;
-// With several steps, go on to larger groups when this many rounds have not taken a quarter off the excess loads.
+// With several steps, continue with larger groups when this many rounds have lowered excess loads by less than a quarter.
 constexpr int kRepairPatience = 4;
-// Efficiency is (load taken off) * 2^31 / (cost), both reduced to 31 bits: an integer, and the same on every CPU.
+// The efficiency of a swap is (removed load) * 2^31 / cost, both reduced to 31 bits: an integer, the same on every CPU.
 constexpr int kBits = 31;
-// A swap that costs nothing, or brings rows home, is worth more than any other: all others are below 2^62.
+// Added to the efficiency of a swap that costs nothing or brings rows home, which is above all others (below 2^62).
 constexpr Weight kFree = Weight{1} << 62;
 
-// Where a partition is, found once for many rows: divisions are most of what a cost takes.
+// The rank and node of a partition, computed once for many rows, because divisions would take most of the time.
 struct Place {
   Index rank;
   Index first;  // rank of its node
@@ -42,22 +41,22 @@ struct Place {
     return static_cast<std::uint32_t>(other_rank - first) < static_cast<std::uint32_t>(ranks_per_node);
   }
 
-  // Cost of a token here: 0 at home, 1 within the node, kNodeCost beyond. No branches: they could not be predicted.
+  // The cost of a token here: 0 at home, 1 within its node, else kNodeCost. Without branches, which would be mispredicted.
   Weight cost(Index home) const { return (home != rank) + (kNodeCost - 1) * !has(home); }
 };
 
-// Where rows are now, and what it costs to move them.
+// Where rows are now, and the cost of moving them.
 struct Home {
   Indices parts;  // the rank of each row; rank r has the partitions [r * steps, r * steps + steps)
   Weights sizes;  // tokens of each row; their sum is below 2^60, so that costs fit into an int64
   Index ranks_per_node;
   Index steps = 1;  // partitions per rank, between which rows move at no cost
-  bool alike = true;  // whether all ranks are equally fast, so that they can exchange all their rows
+  bool alike = true;  // whether all ranks are equally fast, so that two of them can exchange all their rows
 
   Place place_of(Index part) const { return Place::of(part, steps, ranks_per_node); }
   Weight cost_at(Index row, const Place& place) const { return place.cost(parts[row]) * sizes[row]; }
 
-  // Cost of a whole plan.
+  // The cost of a whole plan.
   Weight cost(const Indices& plan) const {
     Weight sum = 0;
     for (std::size_t row = 0; row < plan.size(); ++row) sum += cost_at(static_cast<Index>(row), place_of(plan[row]));
@@ -65,7 +64,7 @@ struct Home {
   }
 };
 
-// Load taken off per cost of a swap; shifts reduce both to 31 bits.
+// Computes the efficiency of swaps; shifts reduce load and cost to 31 bits.
 struct Efficiency {
   int gain_shift;
   int cost_shift;
@@ -73,7 +72,7 @@ struct Efficiency {
   static Efficiency of(Weight heaviest, const Weights& sizes) {
     return {std::max(0, bit_length(heaviest) - kBits), std::max(0, bit_length(2 * kNodeCost * largest_of(sizes)) - kBits)};
   }
-  // The efficiency of a swap if it is above `least`, else -1. Most are not: a product shows that without a division.
+  // The efficiency of a swap if it is above `least`, else -1. A product excludes most swaps without a division.
   Weight above(Weight least, Weight gain, Weight cost) const {
     gain >>= gain_shift;
     if (cost <= 0) return kFree + gain > least ? kFree + gain : -1;
@@ -84,17 +83,17 @@ struct Efficiency {
   }
 };
 
-// The goal of a repair.
+// The settings of a repair.
 struct Repair {
   const Home& home;
   Weight limit;
   Efficiency efficiency;
 };
 
-// Carries out the most efficient swap of `heavy` with its share of the others; returns whether there was one.
+// Carries out the most efficient swap of `heavy` with a partition of its share; returns whether there was one.
 //
-// No swap takes the light partition above the limit: it takes at most `room` off the heavy one. So the lightest row
-// that may come back weighs at least (weight of the row) - room. Load taken off beyond the excess is no gain.
+// The light partition must stay within the limit, so a swap removes at most `room` from the heavy one, and the row that
+// comes back weighs at least (weight of the row) - room. Load removed beyond the excess is no gain.
 inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, const Repair& repair) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
@@ -104,7 +103,7 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
   for (Index at_light = 0; at_light < share.size(); ++at_light) {
     const Index light = share[at_light];
     const Weight room = repair.limit - loads[light];
-    // The others are heavier: none of them can take more.
+    // The remaining partitions of the share are heavier: none has more room.
     if (room <= 0 || best.value >= kFree + (std::min(room, excess) >> repair.efficiency.gain_shift)) break;
     const std::vector<Item>& others = plan.items(light);
     const Weight num_others = static_cast<Weight>(others.size());
@@ -133,7 +132,7 @@ inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, con
   return plan.apply(heavy, best);
 }
 
-// One round within each group of partitions.
+// The result of one round within each group of partitions.
 struct Round {
   bool any_over = false;
   bool any_found = false;
@@ -158,7 +157,7 @@ inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups
   return round;
 }
 
-// Partitions of a rank, of a node and of all. Ranks of one partition, and sizes equal to the next, are left out.
+// Group sizes of a repair: the partitions of a rank, of a node, and all. A size of one, or equal to the next, is left out.
 inline Weights group_sizes(const Home& home, Index num_parts) {
   const Weight rank = home.steps;
   const Weight node = rank * home.ranks_per_node;
@@ -175,9 +174,9 @@ inline Weight excess_of(const Weights& loads, Weight limit) {
   return sum;
 }
 
-// Takes the load above `limit` off every partition by swaps that move few tokens: first within ranks, then within
-// nodes, then between all partitions. A swap takes no partition above the limit, so it may end with some that still are
-// above it. `parts`, by row, keeps the limits; a swap takes no partition above the cap.
+// Lowers every load to `limit` by swaps that move few tokens: first within ranks, then within nodes, then between all
+// partitions. A swap brings no partition above the limit or the cap. Some partitions may remain above the limit, if no
+// swap is left. `parts`, by row, keeps the limits of sizes.
 inline Indices repair(const Problem& problem, Indices parts, Weight limit, const Home& home, const Cap& cap = {}) {
   const Index num_parts = problem.num_parts;
   WorkingPartition plan(problem, std::move(parts), cap);
@@ -209,11 +208,11 @@ inline Indices repair(const Problem& problem, Indices parts, Weight limit, const
   return plan.release();
 }
 
-// Starts from home, and moves as few and as light rows as make the counts keep their limits.
+// Starts from home, and moves few and light rows so that counts keep their limits.
 //
-// The fullest partitions keep the most rows. One with too many gives up consecutive rows by weight: the lightest, or if
-// that leaves it above `limit`, the lightest that do not. A row given up goes to the lightest partition with room in
-// its node if it fits there, else to the lightest of all.
+// The fullest partitions keep the most rows. A partition with too many gives away rows that are consecutive by weight:
+// the lightest ones that leave its load within `limit`, or else the heaviest. A row that is given away goes to the lightest
+// partition of its node that needs rows, if it fits there, else to the lightest of all that need rows.
 inline Indices even_counts(const Problem& problem, Weight limit, const Home& home) {
   const Weights& weights = problem.weights;
   const Index num_parts = problem.num_parts;
@@ -226,7 +225,7 @@ inline Indices even_counts(const Problem& problem, Weight limit, const Home& hom
     quota[part] = static_cast<Index>(std::clamp<Weight>(counts[part], limits.min_count, limits.max_count));
     surplus += quota[part];
   }
-  // Quotas must add up to the number of rows: the emptiest partitions lower theirs, or the fullest raise theirs.
+  // Quotas must add up to the number of rows: lower those of the emptiest partitions, or raise those of the fullest.
   Indices fullest = range(num_parts);
   std::stable_sort(fullest.begin(), fullest.end(), [&](Index a, Index b) { return counts[a] > counts[b]; });
   for (auto part = fullest.rbegin(); part != fullest.rend() && surplus > 0; ++part) {
@@ -243,7 +242,7 @@ inline Indices even_counts(const Problem& problem, Weight limit, const Home& hom
     const Indices& rows = rows_of[part];
     const std::ptrdiff_t num_given = counts[part] - quota[part];
     if (num_given <= 0) continue;
-    // Slide from the lightest rows to heavier ones until enough is given up; if nothing is enough, the heaviest.
+    // Slide the range from the lightest rows to heavier ones until the load is within the limit, or it cannot slide.
     std::ptrdiff_t first = static_cast<std::ptrdiff_t>(rows.size()) - num_given;
     Weight given_load = 0;
     for (std::ptrdiff_t at = first; at < first + num_given; ++at) given_load += weights[rows[at]];
@@ -277,10 +276,10 @@ inline Indices even_counts(const Problem& problem, Weight limit, const Home& hom
   return parts;
 }
 
-// Names the partitions of a finished plan so that many tokens are at home: the largest saving first. Returns for each
-// of `rows` one of `names`; `parts` is its partition in the plan, from 0 to names.size() - 1. With several partitions
-// per rank, only those of one step exchange their names: names[part] says whose step it is. With ranks of different
-// speeds none does.
+// Renames the partitions of a finished plan so that many tokens are at home, greedily by the largest saving. `parts` is
+// the partition of each of `rows` in the plan, from 0 to names.size() - 1; returns one of `names` for each row. With
+// several partitions per rank, only partitions of one step exchange names, where partition p is of the step of names[p].
+// With ranks of different speeds, names stay as they are.
 inline Indices relabel(const Indices& parts, const Indices& rows, const Indices& names, const Home& home) {
   if (!home.alike) return take(names, parts);
   const Weight num_names = static_cast<Weight>(names.size());
@@ -313,7 +312,7 @@ inline Indices relabel(const Indices& parts, const Indices& rows, const Indices&
 
   const Weight num_nodes = last / home.ranks_per_node + 1;
   if (num_nodes > 1) {
-    // Rows that only stay in their node are saved too: from the higher cost of crossing nodes.
+    // A row that stays in its node saves the higher cost of leaving it.
     Weights node_sizes(num_names * num_nodes, 0);
     for (std::size_t at = 0; at < rows.size(); ++at) {
       node_sizes[parts[at] * num_nodes + home.parts[rows[at]] / home.ranks_per_node] += home.sizes[rows[at]];
@@ -335,7 +334,7 @@ inline Indices relabel(const Indices& parts, const Indices& rows, const Indices&
     named[part] = names[at];
     taken[at] = true;
   }
-  // As many names of each step are left as partitions.
+  // The other partitions get the remaining names of their steps, of which there are equally many.
   std::vector<std::size_t> next(steps, 0);
   for (std::size_t part = 0; part < named.size(); ++part) {
     if (named[part] != kNone) continue;

@@ -1,8 +1,9 @@
-// Plans near home for many partitions, in a time that grows with the rows that have to move.
-// The lower bound says how low the loads may go. As long as one is above that, the heaviest partition swaps a row with
-// the lightest one. repair() makes plans as good, but each of its dozens of rounds looks at all partitions: it gets
-// only what these swaps leave above the limit. A few left of thousands are dealt anew instead, with the lightest of
-// all. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
+// Plans near home for many partitions, in a time that grows with the number of rows that have to move.
+//
+// While a load is above the limit, which follows from the lower bound, the heaviest partition swaps a row with one of the
+// lightest. repair() makes equally good plans, but each of its dozens of rounds visits all partitions, so it is used only
+// for partitions that these swaps leave above the limit. If these are few, they are replanned together with the lightest
+// partitions instead. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
 #pragma once
 
 #include "home_deal.hpp"
@@ -11,13 +12,13 @@
 namespace evenrank {
 
 constexpr Index kMany = 512;            // from this many partitions on, plans are made here first
-constexpr std::size_t kMostTried = 64;  // partitions that may fail to swap with a heavy one before it is left as it is
-constexpr std::size_t kFewTried = 16;   // the same for cells of a grid, which are many more
+constexpr std::size_t kMostTried = 64;  // partitions to try for a swap with a heavy one before giving it up
+constexpr std::size_t kFewTried = 16;   // the same for cells of a grid, of which there are more
 constexpr std::size_t kMostSwaps = 2;   // swaps per row, far more than plans need
-constexpr Weight kMedium = 64;          // the same as kLarge, for rows of medium weight
-constexpr Index kFewLeft = 4096;        // one partition of so many left above the limit is dealt anew,
-constexpr Weight kFewMoved = 32;        // which may cost as much as moving one of so many tokens
-constexpr Index kFewCells = 64;         // one cell of a grid of so many left above the limit is dealt anew
+constexpr Weight kMedium = 64;          // like kLarge, for rows of medium weight
+constexpr Index kFewLeft = 4096;        // replan up to 1 / kFewLeft of the partitions, if they remain above the limit,
+constexpr Weight kFewMoved = 32;        // at a cost of at most 1 / kFewMoved of moving all tokens
+constexpr Index kFewCells = 64;         // deal a grid again if more than 1 / kFewCells of its cells remain above the limit
 
 // The partition of each sample, and the loads of the partitions.
 struct LoadedParts {
@@ -25,13 +26,13 @@ struct LoadedParts {
   Weights loads;
 };
 
-// Lets the heaviest partition swap a row with the lightest one until no load is above the limit, if it can.
+// Lowers loads by swaps of the heaviest partition with a light one, until no load is above the limit or no swap is found.
 //
-// The swap is the one that takes off most load per token moved and leaves the lightest within the limit. The lightest
-// of the rank and of the node are tried first, then up to kMostTried of the lightest of all. Where none of them can
-// swap, as with two rows that each fill a partition, the lightest of all may once rise above the limit and pass the rest
-// on. Before all that, while there is room, partitions with a row that almost fills them swap the rest of theirs for the
-// lightest of all.
+// The swap removes the most load per moved token and leaves the light partition within the limit. Candidates are the
+// lightest partition of the rank, then of the node, then up to kMostTried of the lightest of all. If none of them can
+// swap, for example because two rows each fill a partition, the lightest of all may rise above the limit, once per heavy
+// partition, and swaps the excess on. First of all, while there is room, a partition with a row that almost fills it swaps
+// its other rows for the lightest rows of all.
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, const Indices& parts, const Weights& sizes,
@@ -57,7 +58,7 @@ class HeaviestLowered {
         efficiency_(Efficiency::of(problem.weights.front(), sizes)) {}
 
   LoadedParts run() {
-    const Weight large = limit_ - largest_of(base_);  // no lighter row is large in any step
+    const Weight large = limit_ - largest_of(base_);  // a row is large in no step unless it exceeds half of this
     Index num_large = 0;
     for (const Index sample : order_) {
       if (request_.workloads[sample] <= large - request_.workloads[sample]) break;
@@ -95,10 +96,10 @@ class HeaviestLowered {
   struct Swap {
     Weight efficiency = -1;
     Index light = kNone;
-    Index row = kNone;   // position among the rows of the heavy one
-    Index back = kNone;  // position among the rows of the light one; kNone for a move
+    Index row = kNone;   // number among the rows of the heavy partition
+    Index back = kNone;  // number among the rows of the light partition; kNone for a move
   };
-  // Gives a partition with one large row the lightest rows of all for others; returns whether its load fell.
+  // Swaps the other rows of a partition with one large row for the lightest rows of all; returns whether its load fell.
   bool leave_lightest(Index heavy) {
     const std::vector<SortedRows::Row>& own = rows_.of(heavy);
     if (own.empty() || !is_large(own[0].weight, heavy)) return false;
@@ -110,7 +111,7 @@ class HeaviestLowered {
     const Index last = std::max(num_light_ - looked, 0);
     for (Index at = num_light_; at > last && failed < most_tried_ && loads_[heavy] > limit_; --at) {
       const Index light = parts_[order_[at - 1]];
-      if ((light == heavy) | has_large_[light] | (loads_[light] >= limit_)) {  // one branch, for most rows are such
+      if ((light == heavy) | has_large_[light] | (loads_[light] >= limit_)) {  // one branch: true for most rows
         if (at == num_light_) --num_light_;
         continue;
       }
@@ -123,7 +124,7 @@ class HeaviestLowered {
     }
     return loads_[heavy] < load;
   }
-  // Whether no second row of this weight fits beside it.
+  // Whether two rows of this weight do not fit into a partition.
   bool is_large(Weight weight, Index part) const { return weight > limit_ - base_[part] - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
@@ -134,22 +135,22 @@ class HeaviestLowered {
       held_.give(swap.light, heavy, back.sample, back.weight);
     }
     rows_.swap(heavy, swap.row, swap.light, swap.back);
-    // One above the limit is never a light one, and one within it never a heavy one: only the order that is read is kept
-    // up to date. What is left as it was stays on the same side of the limit.
+    // Partitions above the limit are used only in heaviest_, others only in lightest_, so only that one is updated. The
+    // outdated load in the other one is on the same side of the limit.
     for (const Index part : {heavy, swap.light}) {
       const bool is_above = loads_[part] > limit_;
       if ((is_above || part == heavy) && heaviest_.takes_part(part)) heaviest_.enter(part, loads_[part]);
       if (!is_above || part == swap.light) lightest_.changed(part);
     }
   }
-  // A swap with the lightest of the rank, else of the node; none where those have failed before.
+  // A swap with the lightest partition of the rank, else of the node, unless these have failed for `heavy` before.
   Swap nearby(Index heavy) {
     const Index steps = request_.num_steps;
     const Swap swap = within(heavy, places_[heavy].rank * steps, steps, left_rank_);
     if (swap.efficiency >= 0) return swap;
     return within(heavy, places_[heavy].first * steps, request_.ranks_per_node * steps, left_node_);
   }
-  // A swap with the lightest of `size` partitions from `first` on; if there is none, `heavy` has left them.
+  // A swap with the lightest of `size` partitions from `first` on; if there is none, sets left[heavy].
   Swap within(Index heavy, Index first, Index size, std::vector<bool>& left) {
     if (left[heavy]) return {};
     const Index end = std::min(first + size, static_cast<Index>(loads_.size()));
@@ -159,7 +160,7 @@ class HeaviestLowered {
     if (swap.efficiency < 0) left[heavy] = true;
     return swap;
   }
-  // A swap with the lightest of the rank, the node or of all; efficiency is -1 if there is none.
+  // A swap with a light partition of the rank, the node or of all; efficiency is -1 if there is none.
   Swap find_swap(Index heavy) {
     Swap swap = nearby(heavy);
     if (swap.efficiency >= 0) return swap;
@@ -179,7 +180,8 @@ class HeaviestLowered {
   }
   // The best swap that leaves `light` within the limit.
   Swap best_within(Index heavy, Index light) { return best(heavy, light, limit_ - loads_[light]); }
-  // The most efficient swap that takes at most `room` off `heavy`: each row for the lightest that suffices, or none.
+  // The most efficient swap that moves at most `room` from `heavy`: of each row for the lightest row that is heavy enough,
+  // or for none.
   Swap best(Index heavy, Index light, Weight room) {
     Swap best;
     if (room <= 0) return best;
@@ -191,8 +193,8 @@ class HeaviestLowered {
     const Weight excess = loads_[heavy] - limit_;
     const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count && num_others < limits_.max_count;
     const Weight most_moved = may_move ? room : 0;
-    const Weight too_light = may_move ? -1 : others.empty() ? kMax : others.back().weight;  // for a swap
-    Index enough = 0;  // so many of the others bring enough back
+    const Weight too_light = may_move ? -1 : others.empty() ? kMax : others.back().weight;  // rows up to it cannot swap
+    Index enough = 0;  // number of the other rows that are heavy enough to come back
     for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
       const SortedRows::Row& row = rows[at];
       if (row.weight <= too_light) break;
@@ -217,7 +219,7 @@ class HeaviestLowered {
 
   const Request& request_;
   const Indices& order_;
-  Index num_light_;  // rows of order_ from this one on are in partitions without room
+  Index num_light_;  // the rows of order_ from this one on are known to be in partitions without room
   Limits limits_;
   Weight limit_;
   std::size_t most_tried_;
@@ -230,11 +232,11 @@ class HeaviestLowered {
   SortedRows rows_;
   Tournament<true> heaviest_;
   LightestParts lightest_;
-  std::vector<bool> left_rank_;      // partitions that found no swap with the lightest of their rank,
-  std::vector<bool> left_node_;      // those that found none with the lightest of their node,
-  std::vector<bool> left_lightest_;  // and those that found none with the lightest of all
-  std::vector<bool> forced_;         // those that have tried to bring another above the limit
-  std::vector<char> has_large_;      // those with a row that no second one of its size fits beside
+  std::vector<bool> left_rank_;      // partitions without a swap with the lightest of their rank,
+  std::vector<bool> left_node_;      // of their node,
+  std::vector<bool> left_lightest_;  // and of all
+  std::vector<bool> forced_;         // partitions that have tried to bring another one above the limit
+  std::vector<char> has_large_;      // partitions with a large row, see is_large()
   Efficiency efficiency_;
 };
 
@@ -242,8 +244,8 @@ inline Index num_above(const Weights& loads, Weight limit) {
   return static_cast<Index>(std::count_if(loads.begin(), loads.end(), [&](Weight load) { return load > limit; }));
 }
 
-// Whether nearly every cell above the limit has a row of medium weight that is alone more than what is too much there:
-// such rows do not fit beside the large ones that they are with, and should have been dealt to other cells.
+// Whether nearly every cell above the limit has a row of medium weight that weighs more than the cell's excess: such rows
+// do not fit beside the large rows of their cells, and should have been dealt to other cells.
 inline bool has_misplaced(const Problem& problem, const LoadedParts& plan, Weight limit) {
   const Weight room = limit - largest_of(problem.base);
   std::vector<bool> counted(problem.num_parts, false);
@@ -260,8 +262,8 @@ inline bool has_misplaced(const Problem& problem, const LoadedParts& plan, Weigh
   return above > problem.num_parts / kFewCells && misplaced > above - above / 4;
 }
 
-// A plan of the cells of a grid, none of which is above `limit`, that leaves many rows on their rank; by sample. The
-// rows of each rank begin in its own steps. None where swaps find no such plan.
+// A plan of a grid with no cell above `limit`, in which many rows stay on their rank; by sample. Starts with the rows of
+// each rank in its own steps. Nothing if swaps find no such plan.
 inline std::optional<Indices> near_ranks_of_many(const Request& request, const Problem& problem, Weight limit) {
   const Weights sizes = sizes_of(request);
   const Home home = home_by_row(request, problem.order, sizes);
@@ -282,8 +284,8 @@ inline std::optional<Indices> near_ranks_of_many(const Request& request, const P
   return problem.by_sample(*repaired);
 }
 
-// A plan within 1 + slack of the bound that leaves many rows at home; by sample. None where no such plan is found, or
-// is better sought otherwise: a slack below what plans are refined to, or a home above the cap.
+// A plan within 1 + slack of the bound in which many rows stay at home; by sample. Nothing if no such plan is found, or
+// another algorithm suits better: if the slack is below the tolerance of refined plans, or home breaks the cap.
 inline std::optional<Indices> near_home_of_many(const Request& request, Problem& problem, Weight bound) {
   const Index num_parts = request.num_parts;
   Weight limit = with_slack(bound, request.slack);

@@ -1,17 +1,17 @@
-// What plans for many partitions keep in order: which partition is the heaviest or the lightest, and the rows of each.
+// Ordered structures for plans with many partitions: the lightest partitions, and the rows of each partition.
 #pragma once
 
 #include "plan.hpp"
 
 namespace evenrank {
 
-// The partitions, lightest first. The first ones are kept in order until loads change: those that a heavy partition cannot
-// swap with are tried by the next one too.
+// The partitions, lightest first. Those taken from the tournament are kept in order, because the next heavy partition
+// tries the same ones.
 class LightestParts {
  public:
   explicit LightestParts(const Weights& loads) : loads_(loads), others_(loads) {}
 
-  // The one that `position` others are before; kNone if there are not so many.
+  // The partition at a position of the order; kNone behind its end.
   Index at(std::size_t position) {
     if (position == 0 && first_.empty()) return others_.winner();
     while (first_.size() <= position) {
@@ -22,7 +22,7 @@ class LightestParts {
     }
     return first_[position];
   }
-  // The load of a partition has changed; it, and those that it is before now, are no longer among the first ones.
+  // Updates the load of a partition; returns it, and the kept partitions that now follow it, to the tournament.
   void changed(Index part) {
     if (!others_.takes_part(part)) first_.erase(std::find(first_.begin(), first_.end(), part));
     while (!first_.empty() && std::pair(loads_[part], part) < std::pair(loads_[first_.back()], first_.back())) {
@@ -38,17 +38,17 @@ class LightestParts {
   Tournament<false> others_;
 };
 
-// The rows of every partition, heaviest first, ties by sample. Few partitions are ever looked at, so each is read then.
+// The rows of every partition, heaviest first, ties by sample. Reads a partition at its first use: most are never used.
 class SortedRows {
  public:
   struct Row {
     Weight weight;
     Weight size;
-    Weight cost;  // of being where it is
+    Weight cost;  // at its present place
     Index sample;
     Index home;
 
-    // What it costs more to have it at another place.
+    // The additional cost of the row at another place.
     Weight cost_to(const Place& place) const { return size * place.cost(home) - cost; }
     void move_to(const Place& place) { cost += cost_to(place); }
     bool before(const Row& other) const {
@@ -56,7 +56,7 @@ class SortedRows {
     }
   };
 
-  // `order` has the samples, heaviest first.
+  // `order` is the samples, heaviest first.
   SortedRows(const Request& request, const Indices& order, const Indices& parts, const std::vector<Place>& places,
              const Weights& sizes)
       : request_(request), places_(places), sizes_(sizes), samples_(parts.size()),
@@ -71,7 +71,7 @@ class SortedRows {
     if (counts_[part] > 0) read(part);
     return rows;
   }
-  // Moves the row at `row` of `from` to `to`, and the one at `back` there, if it is one, the other way.
+  // Moves row number `row` of `from` to `to`, and row number `back` of `to`, unless it is kNone, to `from`.
   void swap(Index from, Index row, Index to, Index back) {
     std::vector<Row>& source = rows_[from];
     std::vector<Row>& target = rows_[to];
@@ -100,7 +100,7 @@ class SortedRows {
     }
   }
 
-  // Brings the row at `at` to its place among the others, which are in order.
+  // Moves row number `at` to its position; the other rows are in order.
   static void sink(std::vector<Row>& rows, std::size_t at) {
     const Row row = rows[at];
     const auto begin = rows.begin(), place = begin + at;
@@ -119,9 +119,9 @@ class SortedRows {
   const Request& request_;
   const std::vector<Place>& places_;  // of the partitions
   const Weights& sizes_;
-  Indices samples_;  // by partition
-  Indices counts_;   // of each partition; 0 once its rows have been read
-  Indices ends_;     // of each partition among them
+  Indices samples_;  // partition by partition
+  Indices counts_;   // samples of each partition; 0 after it was read
+  Indices ends_;     // where each partition ends in samples_
   std::vector<std::vector<Row>> rows_;
 };
 

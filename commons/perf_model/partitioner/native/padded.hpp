@@ -1,10 +1,10 @@
-// Groups of rows that are padded to their longest: a group costs its number of rows times the cost of its heaviest row.
+// Groups of rows that are padded to their longest row: a group costs its number of rows times the cost of its heaviest row.
 //
-// Some best grouping is contiguous in the rows sorted by cost, heaviest first: exchanging rows so that a group takes the
-// next heaviest ones raises no group's heaviest row. For a limit on the cost of a group, taking as many rows as it allows
-// gives the fewest groups, and the fewest groups never become more with a higher limit. So the least limit for a number
-// of groups is found by bisection (parametric search; Pınar and Aykanat 2004, "Fast optimal load balancing algorithms
-// for 1D partitioning").
+// Some optimal grouping is contiguous in the rows sorted by cost, heaviest first: exchanging rows so that a group takes the
+// next heaviest ones raises the heaviest row of no group. For a limit on the cost of a group, filling each group up to the
+// limit gives the fewest groups, and this number does not grow with the limit. So bisection finds the least limit for a
+// number of groups (parametric search; Pınar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D
+// partitioning").
 #pragma once
 
 #include <queue>
@@ -24,11 +24,11 @@ class PaddedGroups {
     for (Weight row = 0; row < num_rows; ++row) sums_[row + 1] = sums_[row] + static_cast<Sum>(costs[row]);
   }
 
-  // Fewest groups of which none costs more than `limit`, which is at least the heaviest row.
+  // The sizes of the fewest groups that cost at most `limit` each; `limit` is at least the cost of the heaviest row.
   Weight fewest(Weight limit) const { return fewest_of({0, num_rows_}, limit, num_rows_); }
 
-  // Sizes of `num_groups` groups whose costliest is the cheapest possible; there are such groups within `high`. With
-  // several `steps`, each of as many groups, the sum of their costliest groups is made small too.
+  // The sizes of `num_groups` groups whose largest cost is minimal; `high` is a limit that such groups keep. With several
+  // `steps` of equally many groups, also lowers the sum of the steps' largest costs.
   Weights of_least_cost(Weight num_groups, Weight high, Weight steps) const {
     const Weight limit = least_limit({0, num_rows_}, num_groups, high), per_step = num_groups / steps;
     Weights sizes = sizes_within({0, num_rows_}, limit, num_groups);
@@ -64,8 +64,8 @@ class PaddedGroups {
     Weight end;
   };
 
-  // Where steps end that take as many rows as groups within the threshold, or their heaviest row, have room for; every
-  // later group is left a row.
+  // The ends of steps that take as many rows as their groups have room for within the threshold, or the cost of their
+  // heaviest row if that is more; leaves one row for every later group.
   Weights ends_at(Weight threshold, Weight steps, Weight per_step) const {
     Weights ends;
     Weight end = 0;
@@ -77,8 +77,8 @@ class PaddedGroups {
     return ends;
   }
 
-  // Moves the ends of steps, one after the other, as long as that lowers the sum of their costliest groups. Between its
-  // neighbours an end is tried on a grid, then on finer ones about the best.
+  // Moves the ends of steps, one after another, as long as that lowers the sum of the steps' largest costs. Tries an end on
+  // a grid between its neighbours, then on finer grids around the best value.
   void lower_sum(Weights& ends, Weight per_step, Weight limit) const {
     constexpr int kRounds = 8;
     constexpr Weight kPoints = 32;
@@ -87,7 +87,7 @@ class PaddedGroups {
       improves = false;
       for (std::size_t at = 0; at + 1 < ends.size(); ++at) {
         const Weight begin = at == 0 ? 0 : ends[at - 1], end = ends[at + 1];
-        // The sum with an end, kNone if it is above `most`: each part is searched within what the other leaves of that.
+        // The sum for an end, kNone if it is above `most`; each part is searched only up to what the other leaves of it.
         const auto sum_within = [&](Weight middle, Sum most) {
           const auto left = [&](Weight other) { return static_cast<Weight>(std::min<Sum>(limit, most - other)); };
           const Weight least_other = at_least({middle, end}, per_step);
@@ -107,7 +107,7 @@ class PaddedGroups {
             if (sum > least) continue;
             improves = improves || sum < least;
             least = sum;
-            best = middle;  // at the same cost the later end: its rows leave the next step for nothing
+            best = middle;  // of equal costs the later end, which takes rows from the next step at no cost
           }
           ends[at] = best;
           first = std::max(begin + per_step, best - stride);
@@ -124,20 +124,20 @@ class PaddedGroups {
     return sum;
   }
 
-  // The costliest of as many groups of a range, kMax where it is above the limit.
+  // The largest cost if a range is divided into `num_groups` groups; kMax if it is above the limit.
   Weight cost_of(const Range& rows, Weight num_groups, Weight limit) const {
     const bool fits = rows.end - rows.begin >= num_groups && fewest_of(rows, limit, num_groups) <= num_groups;
     return fits ? least_limit(rows, num_groups, limit) : kMax;
   }
 
-  // What the costliest of as many groups of a range costs at least: its heaviest row, and the mean of the groups.
+  // A lower bound of the largest cost of groups of a range: its heaviest row, and the mean.
   Weight at_least(const Range& rows, Weight num_groups) const {
     const Sum mean = (sums_[rows.end] - sums_[rows.begin]) / static_cast<Sum>(num_groups);
     return std::max(costs_[rows.begin], static_cast<Weight>(std::min(mean, Sum{kMax})));
   }
 
-  // The least limit for this number of groups. Between the costs that groups have and would have with one more row,
-  // nothing changes: the bisection goes from one to the next.
+  // The least limit for this number of groups. The number of groups changes only at costs that a group has, or would have
+  // with one more row, so the bisection moves from one such cost to another.
   Weight least_limit(const Range& rows, Weight num_groups, Weight high) const {
     Weight low = std::min(high, at_least(rows, num_groups));
     while (low < high) {
@@ -158,7 +158,7 @@ class PaddedGroups {
     return high;
   }
 
-  // Of a range; stops behind `most` groups.
+  // Visits the groups of a range within a limit; stops after more than `most` groups.
   Weight fewest_of(const Range& rows, Weight limit, Weight most) const {
     Weight groups = 0;
     for (Weight begin = rows.begin; begin < rows.end && groups <= most; begin += most_from(begin, rows.end, limit)) {
@@ -172,7 +172,7 @@ class PaddedGroups {
     return costs_[begin] == 0 ? rest : std::min(rest, limit / costs_[begin]);
   }
 
-  // The fewest groups, of which the costliest are halved until there are `num_groups`.
+  // The fewest groups within a limit; the costliest are halved until there are `num_groups`.
   Weights sizes_within(const Range& rows, Weight limit, Weight num_groups) const {
     std::priority_queue<std::tuple<Weight, Weight, Weight>> divisible;  // cost, begin, size
     std::vector<std::pair<Weight, Weight>> groups;                      // begin, size
@@ -205,7 +205,7 @@ class PaddedGroups {
   const Weight* costs_;
   Weight num_rows_;
   Weight max_rows_;
-  std::vector<Sum> sums_;  // of the first 0 … n rows
+  std::vector<Sum> sums_;  // prefix sums of the costs
 };
 
 }  // namespace evenrank

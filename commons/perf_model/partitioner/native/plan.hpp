@@ -1,4 +1,4 @@
-// What plans are made of: a request, the default algorithm, plans under a cap on tokens, and plans that keep rows home.
+// The request of a plan, the default algorithm, plans under a cap on tokens, and plans that keep rows at home.
 #pragma once
 
 #include <cmath>
@@ -9,14 +9,14 @@
 
 namespace evenrank {
 
-// While tokens are lowered, loads may rise by 2^-8 of the largest, if that is not enough by more; at last by any
-// amount.
+// While tokens are lowered, loads may rise by 2^-8 of the largest load; if that is not enough, by 2^-6, and so on, and
+// finally without a limit.
 constexpr std::array<int, 7> kLoadRoom = {8, 6, 5, 4, 3, 2, 1};
 
 enum class Method { kKarmarkarKarp, kLpt, kRefined, kSnake };
 
-// floor(load * (1 + slack)) for a slack in [0, 1]. Exact: a float times a load of 60 bits would round, and rounding
-// must not decide. A float is 53 bits and a power of two.
+// floor(load * (1 + slack)) for a slack in [0, 1], computed exactly: a float times a load of 60 bits would be rounded,
+// and a plan must not depend on rounding. A double is a 53-bit integer times a power of two.
 inline Weight with_slack(Weight load, double slack) {
   int exponent;
   const auto mantissa = static_cast<std::uint64_t>(std::ldexp(std::frexp(slack, &exponent), 53));
@@ -29,33 +29,32 @@ struct Request {
   Weights workloads;  // at least one
   Index num_parts;
   Method method;
-  bool equal_size;                   // whether sizes of partitions differ by one at most
-  Weights tokens;                    // empty if there are none
-  std::optional<Weight> max_tokens;  // most tokens that a partition may hold; there are tokens if it is given
-  Indices home;                      // the partition each sample is in now; empty if there is none
+  bool equal_size;                   // whether sizes of partitions differ by at most one
+  Weights tokens;                    // empty if not given
+  std::optional<Weight> max_tokens;  // most tokens of a partition; needs tokens
+  Indices home;                      // the present partition of each sample; empty if not given
   Index ranks_per_node;              // partitions per node
-  double slack;                      // balance given up for staying home, as a fraction
-  Index num_steps = 1;  // of a grid: its partitions are ranks, and the cell of rank r, step s is r * num_steps + s
-  Indices home_step{};  // the step each sample was loaded in; empty if it is not known
-  Weights speeds{};     // of the partitions, of a grid of the ranks; empty if all are equally fast
+  double slack;                      // fraction by which the largest load may exceed the best one, to keep rows at home
+  Index num_steps = 1;  // of a grid, whose partitions are ranks; the cell of rank r, step s is r * num_steps + s
+  Indices home_step{};  // the step in which each sample was loaded; empty if not given
+  Weights speeds{};     // of the partitions, in a grid of the ranks; empty if all are equally fast
 
-  // The same request for some samples alone.
+  // The request for a subset of the samples.
   Request of_rows(const Indices& rows) const {
     const auto some = [&](const auto& values) { return values.empty() ? values : take(values, rows); };
     return {some(workloads), num_parts,      method, equal_size, some(tokens),   max_tokens,
             some(home),      ranks_per_node, slack,  num_steps,  some(home_step), speeds};
   }
-  // The most tokens of a plan: of the fullest partition, or the cap if that is more; 0 without a cap.
+  // The tokens of a plan's fullest partition, but at least the cap; 0 without a cap.
   Weight most_tokens(const Indices& parts, Index number) const {
     return max_tokens ? std::max(*max_tokens, largest_load(tokens, parts, number)) : 0;
   }
-  // The cap on tokens, if there is one; by row, in the order of a problem.
+  // The cap on tokens, if any; by sample, and by row in the order of a problem.
   Cap cap() const { return max_tokens ? Cap{tokens, *max_tokens} : Cap{}; }
   Cap cap_by_row(const Indices& order) const { return max_tokens ? Cap{take(tokens, order), *max_tokens} : Cap{}; }
 };
 
-// What it costs to move each sample; the sum, kNodeCost times, fits into an int64. Costs are compared, so a common scale
-// changes nothing.
+// The cost of moving each sample, scaled so that kNodeCost times the sum fits into an int64. Only ratios matter.
 inline Weights sizes_of(const Request& request) {
   Weights sizes = request.tokens.empty() ? request.workloads : request.tokens;
   const int shift = std::max(0, bit_length(sum_of(sizes)) - 60);
@@ -69,18 +68,18 @@ inline Home home_by_row(const Request& request, const Indices& order, const Weig
 }
 
 struct Plan {
-  Indices assignment;  // the partition (of a grid: the cell) of each sample
+  Indices assignment;  // the partition (in a grid, the cell) of each sample
   Weights loads;       // sum of workloads per partition
-  Weight bound;        // lower bound of the largest time of such a plan; of a grid, of the sum over the steps
+  Weight bound;        // lower bound of the largest time; in a grid, of its sum over the steps
   Weight most_tokens;  // see Request
 };
 
-// The better of several starts, then swaps until the largest load is at most `target`. LPT alone, if it is at most
-// `bound`.
+// Makes several starts, and improves the best by swaps until the largest load is at most `target`. Returns LPT's plan if
+// its largest load is at most `bound`.
 //
-// The starts are LPT, LPT on either side of the split at which the bound is attained, and Karmarkar-Karp where its
-// merges are cheap: with equal sizes, or few rows. Swaps improve the start with the smallest load; with few rows also
-// the second one, if the first ends above the target. So the largest load is never above that of any of the starts.
+// The starts are LPT; LPT on each side of the split at which the bound is attained; and Karmarkar-Karp if its merges are
+// cheap, with equal sizes or few rows. Swaps improve the start with the smallest largest load. With few rows they also
+// improve the second one, if the first remains above the target. So the result is at least as good as every start.
 inline Indices refined_to(const Problem& problem, Weight bound, Weight target, const std::optional<Split>& split) {
   struct Start {
     Weight load;
@@ -113,12 +112,12 @@ inline Indices refined(const Problem& problem, const Bound& bound) {
   return refined_to(problem, bound.load, near(bound.load), bound.split);
 }
 
-// Changes a plan until no partition holds more tokens than the cap allows, then balances its loads under it. The plan
-// and `cap.weights` are by sample.
+// Changes a plan until it keeps the cap on tokens, then balances its loads under the cap. The plan and `cap.weights` are
+// by sample.
 //
-// Tokens are lowered by the same swaps as loads, while a growing limit on the loads (kLoadRoom) is the cap. If those do
-// not get there, a plan that balances tokens alone may. If that does not either, the loads are balanced under the least
-// tokens reached; it is for the caller to see whether the plan keeps the cap.
+// Swaps lower tokens as they lower loads elsewhere, with a growing limit on loads (kLoadRoom) in the role of the cap. If
+// the plan still breaks the cap, a plan that balances only tokens is tried. If that breaks it too, loads are balanced
+// under the least tokens reached; the caller checks whether the plan keeps the cap.
 inline Indices under_cap(const Problem& problem, Indices assignment, Weight target, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Problem tokens = Problem::of(cap.weights, num_parts, problem.equal_size, problem.limits);
@@ -144,7 +143,7 @@ inline Indices under_cap(const Problem& problem, Indices assignment, Weight targ
   return problem.by_sample(refine(problem, std::move(parts), target, by_row));
 }
 
-// The same for partitions of different speeds, whose time is brought near the bound.
+// under_cap() for partitions of different speeds, whose largest time is lowered near the bound.
 inline Indices under_cap_at_speeds(Problem problem, Indices assignment, Weight bound, const Cap& cap) {
   const auto time = [&] { return problem.time(take(assignment, problem.order)); };
   problem.aim(std::max(near(bound), time()));
@@ -155,8 +154,8 @@ inline Indices under_cap_at_speeds(Problem problem, Indices assignment, Weight b
   return problem.by_sample(lower_time(problem, take(assignment, problem.order), bound, targets, by_row));
 }
 
-// Plans the partitions still above the limit afresh, together with as many of the lightest as it takes; their number
-// doubles until it is enough. None if that would be all partitions. By row.
+// Replans the partitions above the limit, together with equally many of the lightest ones; doubles their number until
+// the new plan is within the limit. Nothing if that would need all partitions. By row.
 inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices parts, const Home& home,
                                               Weight load_limit, const Cap& cap) {
   const Index num_parts = problem.num_parts;
@@ -191,7 +190,7 @@ inline std::optional<Indices> redeal_heaviest(const Problem& problem, Indices pa
   return std::nullopt;
 }
 
-// Brings tokens under the cap by swaps, first with few tokens moved, then whatever moves. By row.
+// Lowers tokens to the cap by swaps that move few tokens, then by any swaps. By row.
 inline Indices repair_tokens(const Problem& problem, const Indices& parts, const Home& home, const Cap& cap) {
   const Problem tokens = Problem::of(cap.weights, problem.num_parts, problem.equal_size, problem.limits);
   const Home by_tokens{take(home.parts, tokens.order), take(home.sizes, tokens.order), home.ranks_per_node, home.steps,
@@ -201,7 +200,7 @@ inline Indices repair_tokens(const Problem& problem, const Indices& parts, const
 }
 
 // Repairs `parts`, by row, first for the cap, then for the limit of the loads: by repair(), then by refine(), which
-// ignores where rows are, then by redeal_heaviest(). None if that does not get within the limits.
+// ignores where rows are, then by redeal_heaviest(). Nothing if the result is not within the limits.
 inline std::optional<Indices> repair_start(const Problem& problem, Indices parts, const Home& home, Weight load_limit,
                                            const Cap& cap) {
   if (!cap.keeps(parts, problem.num_parts)) {
@@ -213,10 +212,10 @@ inline std::optional<Indices> repair_start(const Problem& problem, Indices parts
   return redeal_heaviest(problem, std::move(parts), home, load_limit, cap);
 }
 
-// Repairs `start` until no load is above the limit; all by row. `plan` is within the limit; if the repair fails, or
-// moves more tokens than `plan` does with well-chosen names, the result is `plan` with these. Repair moves least by
-// far, unless home is so uneven that almost everything has to move, so names are tried only where it moves over half of
-// all tokens.
+// Repairs `start` until no load is above the limit; all by row. `plan` is within the limit. If the repair fails, or
+// moves more tokens than `plan` with its partitions renamed (see relabel()), the result is the renamed `plan`. A repair
+// moves far fewer tokens, unless almost all rows have to move, so renaming is tried only if it moves over half of all
+// tokens.
 inline Indices near_home(const Problem& problem, const Indices& plan, Indices start, const Home& home,
                          Weight load_limit, const Cap& cap) {
   std::optional<Indices> repaired = repair_start(problem, std::move(start), home, load_limit, cap);
@@ -227,10 +226,10 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
   return std::move(*repaired);
 }
 
-// A plan within 1 + slack of the largest load of `assignment` that leaves many rows at home; by sample.
+// A plan whose largest load is within 1 + slack of that of `assignment`, with many rows at home; by sample.
 //
-// Never worse than home: if `assignment` does not lower the largest load of a home that keeps the cap, the result is
-// home itself, whatever its counts. `assignment` keeps the cap unless home alone does.
+// Never worse than home: if home keeps the cap and `assignment` does not lower its largest load, or breaks the cap, the
+// result is home itself, whatever its counts.
 inline Indices keep_rows_home(Problem& problem, Indices assignment, const Request& request, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.time(take(assignment, problem.order));
@@ -249,7 +248,7 @@ inline Indices keep_rows_home(Problem& problem, Indices assignment, const Reques
                                      cap.in_order(problem.order)));
 }
 
-// The partition of each row by one of the algorithms. Their order in Method is that of METHODS in core.py.
+// The partition of each row by one of the algorithms, which Method lists in the order of METHODS in core.py.
 inline Indices by_method(Method method, const Problem& problem, const Bound& bound) {
   const bool has_speeds = !problem.speeds.empty();
   switch (method) {

@@ -1,8 +1,8 @@
-// Workloads in the form that every algorithm works on, sorted once.
+// The problem that every algorithm solves: workloads sorted once, and the constraints.
 //
-// Algorithms see rows: row 0 is the heaviest sample, ties in the order of the samples. They return `parts`, the
-// partition of each row. A plan by sample is an `assignment`. All numbers are integers, so that plans are the same on
-// every CPU.
+// Algorithms number rows by weight: row 0 is the heaviest sample, ties in the order of the samples. They return `parts`,
+// the partition of each row; a plan by sample is an `assignment`. All numbers are integers, so that plans are the same
+// on every CPU.
 #pragma once
 
 #include <algorithm>
@@ -20,12 +20,12 @@ using Indices = std::vector<Index>;
 constexpr Weight kMax = INT64_MAX;
 constexpr Index kNone = -1;  // no row, or no partition
 
-// Fewest and most rows that a partition may have.
+// The fewest and the most rows of a partition.
 struct Limits {
   Weight min_count;
   Weight max_count;
 
-  // Within one of each other with equal sizes, anything otherwise.
+  // Counts that differ by at most one with equal sizes; any counts otherwise.
   static Limits of(Weight num_rows, Weight num_parts, bool equal_size) {
     if (!equal_size) return {0, num_rows};
     return {num_rows / num_parts, num_rows / num_parts + (num_rows % num_parts > 0)};
@@ -38,7 +38,7 @@ struct Limits {
   }
 };
 
-// Sums of the first of some values.
+// Sums of the first n of some values, for every n.
 class PrefixSums {
  public:
   explicit PrefixSums(const Weights& values) : sums_(values.size() + 1, 0) {
@@ -48,15 +48,15 @@ class PrefixSums {
   Weight total() const { return sums_.back(); }
   Weight first(Weight count) const { return sums_[count]; }
   Weight between(Weight begin, Weight end) const { return sums_[end] - sums_[begin]; }
-  // Of the last ones; 0 for a negative number.
+  // The sum of the last `count` values; 0 for a negative count.
   Weight last(Weight count) const { return sums_.back() - sums_[sums_.size() - 1 - std::max<Weight>(count, 0)]; }
 
  private:
   Weights sums_;
 };
 
-// Adds `value(row)` of all rows to the sum of the partition of each. Neighbours are often in one partition: then their sum
-// does not go through memory row by row.
+// Adds `value(row)` of every row to the sum of its partition. Neighbouring rows are often in one partition; a block of
+// such rows is added at once, without a store per row.
 template <typename Part, typename Value, typename Sum>
 void add_by_part(const Part* parts, std::size_t num_rows, const Value& value, Sum* sums) {
   constexpr std::size_t kBlock = 8;
@@ -79,7 +79,7 @@ inline Weight largest_of(const Weights& values) {
   return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
 }
 
-// Sum of the weights in each partition, on top of `base`.
+// The sum of the weights in each partition, plus `base`.
 inline Weights sum_by_rank(const Indices& parts, const Weights& weights, Index num_parts, const Weights& base = {}) {
   Weights loads = base.empty() ? Weights(num_parts, 0) : base;
   add_by_part(parts.data(), parts.size(), [&](std::size_t row) { return weights[row]; }, loads.data());
@@ -97,7 +97,7 @@ inline Indices count_per_part(const Indices& parts, Index num_parts) {
   return counts;
 }
 
-// Bits that a number takes, not negative.
+// The bits of a number that is not negative.
 inline int bit_length(Weight value) {
   int bits = 0;
   for (; value > 0; value >>= 1) ++bits;
@@ -111,9 +111,9 @@ inline Indices range(Index size) {
   return result;
 }
 
-// Sorts keys by the bits from `first` to `last`: a radix sort, lowest digit first. Keys that are equal there stay in order.
+// Sorts keys by their bits [first, last): a stable radix sort, lowest digit first.
 inline void radix_sort(std::vector<std::uint64_t>& keys, int first, int last) {
-  const int most = keys.size() < 4096 ? 8 : 11;  // bits of a digit: the counters of few keys are few too
+  const int most = keys.size() < 4096 ? 8 : 11;  // bits of a digit: few keys should not need many counters
   const int num_digits = (last - first + most - 1) / most;
   std::vector<std::uint64_t> sorted(keys.size());
   std::array<Index, 1 << 11> ends;
@@ -131,7 +131,7 @@ inline void radix_sort(std::vector<std::uint64_t>& keys, int first, int last) {
 
 inline Weight sum_of(const Weights& values) { return std::accumulate(values.begin(), values.end(), Weight{0}); }
 
-// Positions of `values`, not negative, in descending order of value, ties in ascending order of position.
+// The positions of `values` (not negative) in descending order of value, ties in ascending order of position.
 inline Indices descending(const Weights& values) {
   const Weight size = static_cast<Weight>(values.size());
   Weight largest = 0, bits = 0;
@@ -139,11 +139,11 @@ inline Indices descending(const Weights& values) {
     largest = std::max(largest, value);
     bits |= value;
   }
-  // Workloads are often multiples of a power of two: without it, the value and the position fit into one key.
+  // A key has the value and the position. Workloads are often multiples of a power of two, which is divided out.
   const int zeros = bits > 0 ? bit_length(bits & -bits) - 1 : 0;
   const int value_bits = bit_length(largest >> zeros), place_bits = bit_length(size);
   Indices order = range(static_cast<Index>(size));
-  if (value_bits + place_bits > 64 || size <= 64) {  // a radix sort of few keys fills more counters than there are keys
+  if (value_bits + place_bits > 64 || size <= 64) {  // the key is too small, or a radix sort would not pay
     std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return values[a] > values[b]; });
     return order;
   }
@@ -166,29 +166,29 @@ Values take(const Values& values, const Indices& at) {
   return taken;
 }
 
-// A second weight, such as tokens, of which no partition may hold more than `limit`; without weights there is no cap.
+// A cap: no partition may have more than `limit` of a second weight, such as tokens. Empty weights mean no cap.
 struct Cap {
   Weights weights{};
   Weight limit = 0;
-  Weights base{};  // what each partition holds before it has any rows; empty for nothing
+  Weights base{};  // the second weight of each partition without rows; empty for zeros
 
   bool exists() const { return !weights.empty(); }
-  // The same for rows in another order.
+  // The cap for rows in another order.
   Cap in_order(const Indices& order) const { return exists() ? Cap{take(weights, order), limit} : Cap{}; }
   bool keeps(const Indices& parts, Index num_parts) const {
     return !exists() || largest_load(weights, parts, num_parts) <= limit;
   }
 };
 
-// Sorted workloads and what a plan has to keep.
+// Sorted workloads, and the constraints of a plan.
 struct Problem {
   Weights weights;  // descending
-  Indices order;    // the sample that each row is
+  Indices order;    // the sample of each row
   Index num_parts;
-  bool equal_size;  // whether sizes of partitions differ by one at most
-  Limits limits;    // the same as fewest and most rows, unless a caller gave others
-  Weights base{};   // the load of each partition before it has any rows; empty if all begin with nothing
-  Speeds speeds{};  // of the partitions; loads, the largest too, do not count them, but for the base that aim() gives
+  bool equal_size;  // whether sizes of partitions differ by at most one
+  Limits limits;    // of the sizes; follow from `equal_size` unless the caller gives others
+  Weights base{};   // the load of each partition without rows; empty for zeros
+  Speeds speeds{};  // of the partitions; loads ignore them, except for the base that aim() sets
 
   static Problem of(const Weights& workloads, Index num_parts, bool equal_size,
                     const std::optional<Limits>& limits = std::nullopt, Speeds speeds = {}) {
@@ -198,7 +198,7 @@ struct Problem {
     return {std::move(weights), std::move(order), num_parts, equal_size, kept, {}, std::move(speeds)};
   }
 
-  // Turns values by row into values by sample.
+  // Converts values by row to values by sample.
   template <typename Values>
   Values by_sample(const Values& by_row) const {
     Values result(by_row.size());
@@ -206,21 +206,21 @@ struct Problem {
     return result;
   }
 
-  // Load of every partition, by row, and of the heaviest.
+  // The load of every partition, and the largest load; `parts` are by row.
   Weights loads(const Indices& parts) const { return sum_by_rank(parts, weights, num_parts, base); }
   Weight largest(const Indices& parts) const { return largest_load(weights, parts, num_parts, base); }
-  // What the slowest partition takes; the largest load, if all are equally fast.
+  // The time of the slowest partition; the largest load, if all are equally fast.
   Weight time(const Indices& parts) const {
     if (speeds.empty()) return largest(parts);
     const Weights loads = sum_by_rank(parts, weights, num_parts);
     return speeds.largest_time(loads.data(), loads.size());
   }
-  // Makes a load of `target`, with its base, a time of `target`.
+  // Sets bases such that a partition's base and load reach `target` exactly when its time does.
   Problem& aim(Weight target) {
     if (!speeds.empty()) base = speeds.bases(target);
     return *this;
   }
-  // Load of every partition before it has any rows.
+  // The load of every partition without rows.
   Weights first_loads() const { return base.empty() ? Weights(num_parts, 0) : base; }
   // Whether the sizes of partitions, by row or by sample, are within the limits.
   bool keeps_limits(const Indices& parts) const { return limits.keep(count_per_part(parts, num_parts)); }

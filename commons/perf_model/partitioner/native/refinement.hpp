@@ -5,26 +5,26 @@
 
 namespace evenrank {
 
-// Swaps stop this near the lower bound: one part in ten thousand is far below what a step time can show.
+// Swaps stop at 1 + 1 / kTolerance of the lower bound, a difference too small to measure in step times.
 constexpr Weight kTolerance = 10'000;
-// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums that
-// Karmarkar-Karp takes with free sizes.
+// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums of
+// Karmarkar-Karp with free sizes.
 constexpr Weight kFew = 1 << 16;
-// Give up when this many rounds have not taken a quarter off what is left above the target.
+// Swaps stop when this many rounds have reduced the excess above the target by less than a quarter.
 constexpr int kPatience = 16;
-// Rows looked at on either side of the best difference. A cap rules many of them out, so then it is more.
+// Candidates on each side of the best difference; more with a cap, which excludes many of them.
 constexpr Weight kReach = 1;
 constexpr Weight kReachWithCap = 16;
 
 // The largest load at which a plan is good enough, given a lower bound of it.
 inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 
-// Carries out the best swap of `heavy` with its share of the others; returns whether there was one.
+// Carries out the best swap of `heavy` with a partition of its share; returns whether there was one.
 //
-// A swap takes d = weight of the row - weight of the one that comes back off the heavy load H and adds it to the light
-// load L. The larger of both loads falls by min(d, H - L - d), which is most for d = (H - L) / 2. So for each row of
-// the heavy partition the candidates are the rows of the light one next to its weight - (H - L) / 2. Rows are sorted by
-// weight on both sides, so one pass over both finds them all.
+// A swap moves d = (weight of the row) - (weight of the row that comes back) from the heavy load H to the light load L.
+// The larger of the two loads falls by min(d, H - L - d), which is largest for d = (H - L) / 2. So the candidates for
+// each row of the heavy partition are the rows of the light one whose weights are next to (its weight) - (H - L) / 2.
+// Both sides are sorted by weight, so one pass finds all candidates.
 inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weight reach) {
   const Weights& loads = plan.loads();
   const std::vector<Item>& rows = plan.items(heavy);
@@ -45,7 +45,7 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
     const Weight lightest = may_move || others.empty() ? 0 : others.back().weight;
     Weight below = 0;
     for (const Item& row : rows) {
-      if (row.weight - lightest <= best.value) break;  // neither this row nor a lighter one can take off more
+      if (row.weight - lightest <= best.value) break;  // neither this row nor a lighter one makes a better swap
       const Weight threshold = row.weight - gap / 2;
       while (below < num_others && others[below].weight >= threshold) ++below;
       const Weight end = std::min(below + reach, num_others);
@@ -56,11 +56,12 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
   return plan.apply(heavy, best);
 }
 
-// Lowers the largest load to `target`, or as far as swaps go; it never rises. `parts` keeps the limits and the cap.
+// Lowers the largest load to `target`, or until no swap lowers it; it never rises. `parts` keeps the limits and the cap,
+// before and after.
 //
-// In each round the partitions above the target share the others out among them (swaps.hpp), and each carries out its
-// best swap. If the heaviest finds none, half as many heavy partitions look among all others in the next round, at last
-// the heaviest alone; after a round in which it finds one, twice as many again.
+// In each round the other partitions are shared out among those above the target (Share), and each of these carries out
+// its best swap. If the heaviest finds none, the next round has half as many heavy partitions with larger shares,
+// finally only the heaviest; after a round in which it finds a swap, the number doubles again (Level).
 inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap& cap = {}) {
   const Index num_parts = problem.num_parts;
   if (num_parts == 1) return parts;

@@ -1,19 +1,19 @@
-// From a plan to one rank's index array: which segment of which row lies where, who gets it, and how long it is.
-// commons/distributed/exchange/row_exchange.py names the results.
+// One rank's index array for a plan: the position, receiver and length of every segment that the rank exchanges.
+// commons/distributed/exchange/row_exchange.py uses it.
 //
 // The rank exchanges rows through a buffer of 4-byte words. A segment is the words of one key (or of a dense part) of
 // one row. The buffer has three regions:
-//   own        per batch that the rank brought: the segments of all its rows, padding included, key by key; then a
-//              segment that aligns the next batch
-//   received   the rows that arrive, by sender, row by row; in an all-gather what every rank sends, a block per sender
-//              that ends in a segment that pads it to the largest sender
+//   own        for each batch of the rank: the segments of all its rows, padding included, key by key; then a segment that
+//              aligns the next batch
+//   received   the rows from other ranks, by sender, row by row; in an all-gather the rows that each rank sends, in a block
+//              per sender, which ends in a segment that pads it to the largest sender
 //   zero row   one row of padding
-// Sent rows are sorted by sender, receiver and row, on every rank alike.
+// Sent rows are sorted by sender, receiver and row, in the same way on every rank.
 //
-// The index array holds, one after another: the words of every segment of the buffer; by result (a batch that the rank
-// trains) the lengths (num_keys, rows) and what else the host keeps of its rows (num_kept, rows); then, as int32, the
-// segments of the own region that are sent and, by result, the segments of the buffer that it is made of. Only the lengths
-// of rows that concern this rank are read.
+// The index array consists of the words of every segment of the buffer; for each result (a batch that the rank trains) the
+// lengths (num_keys, rows) and host values (num_kept, rows) of its rows; then, as int32, the segments of the own region
+// that are sent and, for each result, the segments of the buffer that make it up. Only the lengths of this rank's rows,
+// before and after the exchange, are read.
 #pragma once
 
 #include "gathered_rows.hpp"
@@ -25,8 +25,7 @@ constexpr Weight kAlignedWords = 4;
 
 class Router {
  public:
-  // Of `rows`, which `destination` (num_rows,) says where they are trained; real_after (num_places,) are those trained at
-  // each place.
+  // `destination` (num_rows,) is the place that trains each row, real_after (num_places,) the number of rows of each place.
   Router(const GatheredRows& rows, const Weight* destination, const Weight* real_after, const ShuffleArguments& given)
       : rows_(rows), destination_(destination), real_after_(real_after), rank_(given.rank),
         num_keys_(given.num_keys), num_columns_(given.num_keys + given.num_kept - (given.has_groups != 0)),
@@ -44,10 +43,10 @@ class Router {
     find_moved();
   }
 
-  // Numbers of the index array: the int64 ones, then two int32 in each.
+  // The size of the index array in int64 numbers; the int32 part has two numbers in each.
   Weight room() const { return num_lengths() + (num_orders() + 1) / 2; }
 
-  // Writes the index array, which has `room()` numbers.
+  // Writes the index array, of size `room()`.
   void write(Weight* indices) {
     begin_ = at_ = indices;
     order_at_ = reinterpret_cast<Index*>(indices + num_lengths());
@@ -59,10 +58,9 @@ class Router {
     write_results();
   }
 
-  // The numbers beside the index array, once it is written; see core.py.
+  // The further numbers of the answer, see core.py; call it after write().
   Weights head() const {
-    // Whether a collective is needed, the same on all ranks: only in an all-gather does a rank know the words of all rows
-    // that move.
+    // Whether a collective is needed; equal on all ranks. Only in an all-gather has a rank the words of all moved rows.
     const bool moves = all_gather_ ? block_words_ > 0 : any_moved_ && num_segments() > 0;
     return {moves, block_words_, sum_of(input_splits_), own_segments_, buffer_segments_, sent_segments_};
   }
@@ -76,10 +74,10 @@ class Router {
 
  private:
   static constexpr Weight kNoKey = -1;
-  static constexpr Weight kPadding = -1;  // the slot of a row of no elements
+  static constexpr Weight kPadding = -1;  // the slot of a padding row
   struct Segment {
     Weight key;    // kNoKey for a dense part
-    Weight words;  // of an element; of a dense part, of a row
+    Weight words;  // of an entry; in a dense part, of a row
     Weight part;
   };
   struct Moved {
@@ -89,7 +87,7 @@ class Router {
     Weight receiver;
     Weight words;
   };
-  // Where the segments of a row are in the buffer: the first one, and how far it is to the next.
+  // The position of a row's segments in the buffer: the first one, and the distance between them.
   struct Place {
     Weight first;
     Weight stride;
@@ -107,7 +105,7 @@ class Router {
   Weight end_place() const { return first_place() + rows_.steps; }
   Weight first_own() const { return first_of_place_[first_place()]; }
   Weight num_own() const { return first_of_place_[end_place()] - first_own(); }
-  // Rows of a place when they are where they are trained, with padding.
+  // The rows of a place after the exchange, padding included.
   Weight result_rows(Weight place) const {
     return pads_ ? std::max({Weight{1}, rows_.rows[place], real_after_[place]}) : real_after_[place];
   }
@@ -125,7 +123,7 @@ class Router {
   }
 
   Weight num_lengths() const {
-    Weight numbers = num_segments() + rows_.steps;  // the zero row, and what aligns own batches
+    Weight numbers = num_segments() + rows_.steps;  // the zero row, and the segments that align own batches
     for (Weight place = first_place(); place < end_place(); ++place) {
       numbers += rows_.rows[place] * num_segments() + result_rows(place) * num_columns_;
     }
@@ -138,14 +136,14 @@ class Router {
     return rows * num_segments();
   }
 
-  // The segment of the buffer that comes next.
+  // The number of the next segment of the buffer.
   Weight next_segment() const { return at_ - begin_; }
   Weight append(Weight words) { return *at_++ = words; }
   void append_order(const Place& place, Weight segment) {
     *order_at_++ = static_cast<Index>(place.first + segment * place.stride);
   }
 
-  // Finds the rows that concern this rank, and those of them that move, by sender and row.
+  // Collects this rank's rows before and after the exchange (near_), and the moved ones among them, by sender and row.
   void find_moved() {
     for (Weight sender = 0; sender < rows_.num_ranks; ++sender) {
       const bool own = sender == rank_;
@@ -155,7 +153,7 @@ class Router {
         const Weight receiver = rows_.rank_of(destination_[row]);
         const bool moved = receiver != sender;
         any_moved_ |= moved;
-        // Most rows concern other ranks. Whether these move cannot be predicted, so that no branch depends on it.
+        // Most rows are of other ranks; no branch depends on whether these move, because it would be mispredicted.
         if (receiver != rank_ && !own && !(all_gather_ && moved)) continue;
         num_sent_ += moved && own;
         num_arrived_ += moved && receiver == rank_;
@@ -165,7 +163,7 @@ class Router {
     }
   }
 
-  // Reads the lengths of the rows that concern this rank; with many ranks these are few of all rows.
+  // Reads the lengths of the rows in near_, which are few of all rows with many ranks.
   void read_lengths() {
     lengths_.resize(near_.size() * num_columns_);
     if (num_columns_ > 0) {
@@ -178,7 +176,7 @@ class Router {
     });
   }
 
-  // The own region. Real rows come first in their batch, then padding.
+  // Writes the own region. In a batch, real rows come before padding.
   void write_own() {
     place_of_own_.reserve(num_own());
     for (Weight place = first_place(); place < end_place(); ++place) {
@@ -199,7 +197,7 @@ class Router {
     own_segments_ = next_segment();
   }
 
-  // The received region, and the words to and from every rank.
+  // Writes the received region, and computes the words to and from every rank.
   void write_received() {
     input_splits_.assign(rows_.num_ranks, 0);
     output_splits_.assign(rows_.num_ranks, 0);
@@ -222,7 +220,7 @@ class Router {
     }
   }
 
-  // The zero row, and the order in which own segments are sent.
+  // Writes the zero row, and the order in which own segments are sent.
   void write_zero_row() {
     first_zero_ = next_segment();
     for (const Segment& segment : segments_) regions_[2] += append(words_of(segment, kPadding));
@@ -236,7 +234,7 @@ class Router {
     sent_segments_ = num_sent_ * num_segments();
   }
 
-  // By result, its lengths and the segments of the buffer that it is made of; padding is the zero row.
+  // Writes for each result its lengths, and the segments of the buffer that make it up; padding is the zero row.
   void write_results() {
     for (Weight own = 0; own < num_own(); ++own) {
       const Weight row = first_own() + own;
@@ -279,13 +277,13 @@ class Router {
   const Weight* real_after_;
   Weight rank_;
   Weight num_keys_;
-  Weight num_columns_;  // keys, and what else the host keeps
+  Weight num_columns_;  // keys and host values
   Weight num_parts_;
-  bool all_gather_;  // whether every rank receives all rows that move, else only those it trains
-  bool pads_;        // whether results are padded to the rows of their place, or one
+  bool all_gather_;  // whether every rank receives all moved rows, else only those that it trains
+  bool pads_;        // whether results are padded to the rows of their place, or to one row
   Weights first_of_place_;
   std::vector<Segment> segments_;
-  Weights near_;               // own rows, and those that this rank gets; in an all-gather, all that move
+  Weights near_;               // own rows, and rows that this rank receives: in an all-gather, all moved rows
   Weight first_own_slot_ = 0;  // a slot is an index into near_
   Weights lengths_;            // (slots, num_columns_)
   std::vector<Moved> moved_;
@@ -293,7 +291,7 @@ class Router {
   std::vector<Trained> trained_;
   bool any_moved_ = false;
   Weight num_sent_ = 0;     // own rows that leave the rank
-  Weight num_arrived_ = 0;  // rows that come to it
+  Weight num_arrived_ = 0;  // rows of other ranks that this rank trains
   Weight block_words_ = 0;
   Weight own_segments_ = 0;
   Weight buffer_segments_ = 0;
@@ -305,30 +303,30 @@ class Router {
   Weights own_parts_;
   Weights result_sizes_;
   Weight* begin_ = nullptr;  // the index array
-  Weight* at_ = nullptr;     // where its next length goes
+  Weight* at_ = nullptr;     // where its next length is written
   Index* order_at_ = nullptr;
 };
 
 constexpr const char* kNoPieces = "permute_words: sizes do not match";
 
-// Words on the host.
+// An array of words on the host.
 struct Piece {
   std::int32_t* first;
   Weight words;
 };
 
-// Pieces that count as one after another.
+// A position in several pieces, as if they were concatenated.
 struct Pieces {
   const Piece* piece;
   const Piece* end;
-  Weight used = 0;  // words of the piece
+  Weight used = 0;  // words before the position in its piece
 
   // Whether no words are left.
   bool at_end() {
     for (; piece != end && used == piece->words; ++piece) used = 0;
     return piece == end;
   }
-  // Where the next segment of so many words lies, which is within one piece.
+  // The address of the next segment of `words` words, which must be within one piece; moves the position behind it.
   std::int32_t* next(Weight words) {
     require(words == 0 || (!at_end() && words > 0 && words <= piece->words - used), kNoPieces);
     if (words == 0) return nullptr;

@@ -1,4 +1,4 @@
-// What is counted and summed over all rows of a global batch, each in one pass.
+// Counts and sums over all rows of a global batch, each in one pass.
 #pragma once
 
 #include "drawn_order.hpp"
@@ -6,10 +6,10 @@
 
 namespace evenrank {
 
-// Most that workloads or tokens may sum up to: loads stay an int64 when a slack of 1 doubles them.
+// The largest sum of workloads or tokens, so that loads fit into int64 even if a slack of 1 doubles them.
 constexpr Weight kMostLoad = (Weight{1} << 62) - 1;
 
-// Whether all values lie in [0, largest], and their sum is at most largest_sum; the sum cannot overflow.
+// Whether all values are in [0, largest] and their sum is at most largest_sum; computed without overflow.
 inline bool all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {
   unsigned __int128 sum = 0;
   bool within = true;
@@ -20,8 +20,8 @@ inline bool all_within(const Weight* values, Weight size, Weight largest, Weight
   return within && sum <= static_cast<unsigned __int128>(largest_sum);
 }
 
-// Whether speeds lie in [1, kMostSpeed], and all loads together take less than 2^61 on the slowest: so a base and the load
-// on it are an int64 too.
+// Whether speeds are in [1, kMostSpeed] and the time of all loads on the slowest rank is below 2^61, so that a base plus a
+// load fits into int64.
 inline bool are_speeds_of(const Weight* speeds, Weight size, const Weight* loads, Weight num_loads) {
   const auto [slowest, fastest] = std::minmax_element(speeds, speeds + size);
   if (size == 0 || *slowest < 1 || *fastest > kMostSpeed) return false;
@@ -29,16 +29,16 @@ inline bool are_speeds_of(const Weight* speeds, Weight size, const Weight* loads
   return sum * *fastest / *slowest < kMostLoad / 2;
 }
 
-// Sums of `values` by place; null counts rows.
+// The sums of `values` by place; for null, the numbers of rows.
 inline void sum_at(const Weight* place, const Weight* values, Weight num_rows, Weight num_places, Weight* sums) {
   std::fill_n(sums, num_places, 0);
   const auto value = [&](std::size_t row) { return values ? values[row] : Weight{1}; };
   add_by_part(place, static_cast<std::size_t>(num_rows), value, sums);
 }
 
-// What moves, by the step in which it is trained: `destination` is the place that trains each row. counts (6, steps): rows
-// and their tokens, those that change rank and theirs, those that leave their node and theirs. rows_at (num_places,):
-// rows where they are trained.
+// Counts moved rows by the step that trains them; `destination` is the place that trains each row. Out: counts (6, steps),
+// the rows and tokens of all rows, of those that change rank, and of those that leave their node; rows_at (num_places,),
+// the number of rows of each place.
 inline void count_moves(const GatheredRows& rows, const Weight* destination, Weight ranks_per_node, Weight* rows_at,
                         Weight* counts) {
   std::fill_n(counts, 6 * rows.steps, 0);
@@ -63,8 +63,8 @@ inline void count_moves(const GatheredRows& rows, const Weight* destination, Wei
   }
 }
 
-// 63 bits over numbers: the sum of them, each mixed with its position. It tells apart what differs by accident, not by
-// design. As in splitmix64, a position counts times kGolden.
+// A 63-bit digest of numbers: the sum of their hashes, each mixed with its position times kGolden, as in splitmix64. It
+// detects accidental differences, not deliberate ones.
 class Digest {
  public:
   void add(const Weight* values, Weight size) {

@@ -1,9 +1,9 @@
-// Rows as they cross the ranks: columns of numbers, each as narrow as the batch allows, read where they are needed.
+// Packed rows, as ranks send them: columns of numbers, each as narrow as possible, decoded only where they are needed.
 //
 // The rows of one batch are a block of bytes, empty without rows: a code of one byte for every column, then the
 // columns. A code is the width of the column's numbers, 1, 2, 4 or 8 bytes, unsigned but for the last, plus kSameForAll
-// where all rows have the same number, which is written once. Zeros fill the last word of eight bytes. Bytes are in the
-// order of the machine. commons/perf_model/shuffle_plan.py says how the ranks use them.
+// if all rows have the same number, which is then written once. Zeros fill the last word of eight bytes. Bytes are in the
+// machine's order. See GatheredRows in commons/perf_model/shuffle_plan.py.
 #pragma once
 
 #include <cstring>
@@ -16,15 +16,14 @@ namespace evenrank {
 using Byte = unsigned char;
 
 constexpr Byte kSameForAll = 16;
-// The columns are workload and tokens, then the lengths of every key, then what else the host keeps of a row.
+// The columns are workload and tokens, then the lengths of every key, then host values.
 constexpr Weight kLengthsFrom = 2;
 
 inline void require(bool holds, const char* otherwise) {
   if (!holds) throw std::invalid_argument(otherwise);
 }
 
-// How many rows all places have; -1 where a count is negative, or where there are more than a plan can be for, whose sum
-// could overflow.
+// The number of rows of all places; -1 if a count is negative, or the sum is above the most rows of a plan.
 inline Weight total_of(const Weight* counts, Weight num_places) {
   Weight total = 0;
   for (Weight place = 0; place < num_places; ++place) {
@@ -34,13 +33,13 @@ inline Weight total_of(const Weight* counts, Weight num_places) {
   return total;
 }
 
-// Bytes that hold numbers whose bits are these together.
+// The width in bytes of numbers whose bitwise OR is `bits`.
 inline Weight width_of(Weight bits) {
   if (bits < 0) return 8;
   return bits <= UINT8_MAX ? 1 : bits <= UINT16_MAX ? 2 : bits <= UINT32_MAX ? 4 : 8;
 }
 
-// Calls `work` with a number of so many bytes, of the type that a column has.
+// Calls `work` with a number of the type of a column of this width.
 template <typename Work>
 auto with_number(Weight width, const Work& work) {
   switch (width) {
@@ -51,7 +50,7 @@ auto with_number(Weight width, const Work& work) {
   }
 }
 
-// The block of a batch's rows, in words of eight bytes; none without rows.
+// The block of a batch's rows, in words of eight bytes; empty without rows.
 inline Weights encode_columns(const std::vector<const Weight*>& columns, Weight rows) {
   if (rows == 0) return {};
   std::vector<Byte> codes;
@@ -110,26 +109,26 @@ struct Column {
 
 constexpr const char* kNoTable = "a gathered table: a size or column is out of its range";
 
-// The packed rows of all ranks. Every rank has the same number of places (batches), and each place one block.
+// The packed rows of all ranks. Every rank has the same number of places (batches), and every place one block.
 struct RowTable {
-  const Weight* words;      // (num_ranks, num_words): the blocks of each rank's places, then anything
-  const Weight* first;      // where the block of every place begins among its rank's words
+  const Weight* words;      // (num_ranks, num_words): the blocks of each rank's places, then unused words
+  const Weight* first;      // where the block of every place begins in its rank's words
   const Weight* real_rows;  // rows of every place, without padding
   Weight num_ranks;
-  Weight stride;     // from one rank's words to the next one's
+  Weight stride;     // from one rank's words to the next rank's
   Weight num_words;  // of a rank
   Weight num_places;
   Weight num_columns;
 
-  // Refuses sizes that do not match.
+  // Throws if sizes do not match.
   void require_sizes() const {
     require(num_places >= 0 && num_places <= INT32_MAX && num_columns >= 0 && num_columns <= INT32_MAX && num_words >= 0 &&
                 (num_places == 0 || (num_ranks > 0 && num_places % num_ranks == 0)) && total_of(real_rows, num_places) >= 0,
             "a gathered table: sizes do not match");
   }
 
-  // The first `count` columns of a place with rows, which must lie within its rank's words. Words come from other ranks, so
-  // every size is checked.
+  // Opens the first `count` columns of a place that has rows. Words come from other ranks, so every size is checked against
+  // the rank's words.
   void open(Weight place, Weight count, std::vector<Column>& columns) const {
     columns.clear();
     const Weight offset = first[place];

@@ -1,7 +1,7 @@
-// Where the rows of a global batch, or of a window of batches, are trained: the plan, and the gates that leave rows where
-// they are. commons/perf_model/shuffle_plan.py says what the options mean.
+// Plans where the rows of a global batch, or of a window of batches, are trained, and decides whether the gain is worth
+// moving rows. commons/perf_model/shuffle_plan.py explains the options.
 //
-// A place is rank * steps + step: with one batch a rank, with a window a batch of a rank.
+// A place is a rank and a step, rank * steps + step; for one batch it is a rank.
 #pragma once
 
 #include "gathered_rows.hpp"
@@ -11,14 +11,14 @@
 
 namespace evenrank {
 
-// The speeds of the ranks, each for `steps` places; none if all are equally fast.
+// The speeds of the ranks, each with `steps` places; empty if all are equally fast.
 inline Speeds speeds_of(const ShuffleArguments& given, Weight steps = 1) {
   return given.speeds ? Speeds({given.speeds, given.speeds + given.num_ranks}, steps) : Speeds();
 }
 
 class ShufflePlanner {
  public:
-  // `groups` (num_rows,), or null for none.
+  // `groups` is (num_rows,), or null.
   ShufflePlanner(const GatheredRows& rows, const Weight* groups, const ShuffleArguments& options)
       : rows_(rows), options_(options), groups_(RowGroups::of(groups, rows.num_rows)),
         speeds_(speeds_of(options, rows.steps)) {
@@ -28,13 +28,13 @@ class ShufflePlanner {
 
   Weight bound = 0;
   bool gated = false;
-  Weights loads;  // of the places under the plan, carried out or not
+  Weights loads;  // of the places under `planned`
   Weight excess_tokens = 0;
 
-  // Plans; in: the loads of the places as the rows are. Returns whether the plan is carried out. `planned` is what
-  // balancing alone asks for, `destination` what is carried out: never worse than home, and home where the gain is below
-  // the gate. Only a cap on tokens that home breaks, a group that home splits, and a rank that may not be padded and has no
-  // row of its own, can move rows at the price of a larger load.
+  // Plans; `before` is the loads of the places at home. Returns whether the plan is carried out. Out: `planned`, the best
+  // plan, and `destination`, which is `planned` if it is carried out and else home. It is never worse than home, and it is
+  // home if the gain is below min_gain. Only three reasons can move rows at the price of a larger load: home breaks the cap
+  // on tokens, home splits a group, or a rank without rows cannot be padded.
   bool plan(const Weight* before, Weight* planned, Weight* destination) {
     const bool alone = rows_.num_rows == 0 || (rows_.num_ranks == 1 && !splits_);
     if (alone) {
@@ -57,12 +57,12 @@ class ShufflePlanner {
     loads.assign(before, before + rows_.num_places);
   }
 
-  // Plans, goes back to home where nothing is gained, and tells whether what is gained is above the gate.
+  // Plans, with home as the plan if nothing is gained; returns whether the gain reaches min_gain.
   bool is_worth_it(const Weight* loads_before, Weight* planned) {
     Plan plan = rows_.steps == 1 ? make_plan(request(options_.equal_size, true)) : plan_window();
     write(plan.assignment, planned);
     if (!options_.pads && rows_.steps == 1 && !has_rows_at(planned)) {
-      // Near home a rank may stay without rows; of equal counts none does, as long as there are enough.
+      // A plan near home may leave a rank without rows; one with equal counts does not, if there are enough rows.
       plan = make_plan(request(true, false));
       write(plan.assignment, planned);
     }
@@ -77,7 +77,7 @@ class ShufflePlanner {
     return gain <= 0 || static_cast<double>(gain) / static_cast<double>(before) >= options_.min_gain;
   }
 
-  // The plan of the request, by row.
+  // Writes an assignment of the request's samples, by row.
   void write(const Indices& assignment, Weight* planned) const {
     const Indices by_row = groups_ ? groups_->by_row(assignment) : assignment;
     std::copy(by_row.begin(), by_row.end(), planned);
@@ -97,7 +97,7 @@ class ShufflePlanner {
     request.speeds = speeds_of(options_).by_part();
     request.home.reserve(near_home ? rows_.num_rows : 0);
     request.home_step.reserve(near_home ? rows_.num_rows : 0);
-    for (Weight place = 0; near_home && place < rows_.num_places; ++place) {  // divisions by row would be most of the time
+    for (Weight place = 0; near_home && place < rows_.num_places; ++place) {  // by place, to avoid a division per row
       const auto rank = static_cast<Index>(place / rows_.steps), step = static_cast<Index>(place % rows_.steps);
       request.home.insert(request.home.end(), rows_.real_rows[place], rank);
       request.home_step.insert(request.home_step.end(), rows_.real_rows[place], step);
@@ -105,7 +105,7 @@ class ShufflePlanner {
     return groups_ ? groups_->merged(std::move(request)) : request;
   }
 
-  // The steps of a window come in an order drawn from the workloads: the same whenever the same rows are planned again.
+  // Plans a window; its steps are in a random order that depends only on the workloads.
   Plan plan_window() const {
     const Request window = request(options_.equal_size, true);
     Digest drawn_from;
@@ -114,7 +114,7 @@ class ShufflePlanner {
                           static_cast<std::uint64_t>(drawn_from.value()));
   }
 
-  // Sum over the steps of what the slowest rank takes.
+  // The sum over the steps of the largest time.
   Weight time_of(const Weight* loads) const {
     Weight time = 0;
     for (Weight step = 0; step < rows_.steps; ++step) {
@@ -123,7 +123,7 @@ class ShufflePlanner {
     return time;
   }
 
-  // How far the fullest place is above the cap on tokens.
+  // By how many tokens the fullest place exceeds the cap.
   Weight excess_of(const Weight* place) const {
     if (!options_.has_cap || rows_.num_rows == 0) return 0;
     Weights sums(rows_.num_places);

@@ -5,8 +5,8 @@
 
 namespace evenrank {
 
-// Time is that of speeds.hpp. What some partitions hold takes them at least what it takes when they share it in proportion
-// to their speeds.
+// For time see speeds.hpp. The largest time of some partitions is at least the time of their total load when they share
+// it in proportion to their speeds.
 class SpeedBound {
  public:
   // `weights` descend.
@@ -15,19 +15,20 @@ class SpeedBound {
         power_(fastest_), num_rows_(static_cast<Weight>(weights.size())),
         num_parts_(static_cast<Weight>(fastest_.size())) {}
 
-  // The largest of what follows from these, each true of every plan that keeps the limits.
+  // The largest of four bounds; each follows from a statement about every plan that keeps the limits.
   //
-  // - All rows are on all partitions.
-  // - The lightest rows that fill up the j slowest partitions to min_count are on these.
-  // - Within the time, all partitions have places for the T heaviest rows, for every T.
-  // - Either one partition, at best the fastest, has two of the T heaviest rows. Or T partitions have one each, and the i
-  //   slowest of these, no faster than T partitions could be, have i of them and the lightest rows that fill them up.
+  // - All partitions together have all rows.
+  // - The j slowest partitions have at least j * min_count rows, so at least the load of the lightest ones.
+  // - Within the time of the plan, the partitions have places for the T heaviest rows, for every T.
+  // - Either some partition, at best the fastest, has two of the T heaviest rows. Or T partitions have one each. Then the
+  //   i slowest of these, which are at most as fast as the i slowest of the T fastest, have i of the T heaviest rows, and
+  //   the lightest rows as fillers.
   Weight best() const {
     Weight bound = speeds_.mean_time(sums_.total());
     for (Weight slow = 1; slow < num_parts_; ++slow) {
       bound = std::max(bound, speeds_.time(sums_.last(slow * limits_.min_count), power_.last(slow)));
     }
-    // There are not fewer places for more rows: where there are some more than rows, these need not be looked at.
+    // places() does not fall as T grows: if it is above T, the values of T up to it satisfy the statement too.
     for (Weight rows = 1; rows <= num_rows_ - limits_.min_count;) {
       Weight held = places(rows, bound);
       if (held < rows) {
@@ -56,7 +57,7 @@ class SpeedBound {
     return values;
   }
 
-  // The last one for T = `tops`, where it can be above the bound.
+  // The last bound for T = `tops`; 0 if it cannot be above `bound`.
   Weight of_one_each(Weight tops, Weight bound) const {
     const auto time_of_slow = [&](Weight slow) {
       return speeds_.time(sums_.between(tops - slow, tops) + sums_.last(slow * (limits_.min_count - 1)),
@@ -69,15 +70,15 @@ class SpeedBound {
     return std::min(most, speeds_.time(of_two, fastest_[0]));
   }
 
-  // Most of the `tops` heaviest rows that partitions can hold within a time, or num_rows if that is less. One that holds q
-  // of them has the q lightest of these at least, and the lightest rows that fill it up.
+  // How many of the `tops` heaviest rows the partitions can have within a time; stops counting at num_rows. A partition
+  // with q of them has at least the load of the q lightest of them and of the lightest fillers.
   Weight places(Weight tops, Weight time) const {
     Weight held = 0;
     for (Weight q = 1; q <= std::min(limits_.max_count, tops) && held < num_rows_; ++q) {
       const Weight load = sums_.between(tops - q, tops) + sums_.last(limits_.min_count - q);
       const Weight least = speeds_.least_speed(load, time);
       const auto can = std::partition_point(fastest_.begin(), fastest_.end(), [&](Weight speed) { return speed >= least; });
-      if (can == fastest_.begin()) break;  // nor can any hold more
+      if (can == fastest_.begin()) break;  // no partition can have q or more
       held += can - fastest_.begin();
     }
     return held;
@@ -87,12 +88,12 @@ class SpeedBound {
   Limits limits_;
   Weights fastest_;   // speeds, descending
   PrefixSums sums_;   // of the weights
-  PrefixSums power_;  // of these speeds
+  PrefixSums power_;  // of fastest_
   Weight num_rows_;
   Weight num_parts_;
 };
 
-// The bound of the largest time: of the largest load, where all partitions are equally fast.
+// The bound of the largest time; of the largest load, if all partitions are equally fast.
 inline Bound bound_of(const Weights& weights, Index num_parts, const Limits& limits, const Speeds& speeds) {
   if (speeds.empty()) return counting_bound(weights, num_parts, limits);
   return {SpeedBound(weights, speeds, limits).best(), std::nullopt};

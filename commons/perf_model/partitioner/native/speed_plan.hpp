@@ -1,5 +1,5 @@
-// Plans for partitions of different speeds: the algorithms for equal ones towards a target time (speeds.hpp), and a search
-// for the least target that they reach.
+// Plans for partitions of different speeds: runs the algorithms for equal speeds with a target time (speeds.hpp), and
+// searches for the least target that they reach.
 #pragma once
 
 #include "refinement.hpp"
@@ -7,17 +7,17 @@
 
 namespace evenrank {
 
-// The time at which a plan is good enough, given a lower bound of it. Measured speeds are known to a few percent: what
-// near() would still gain costs more than it brings.
+// The time at which a plan is good enough, given a lower bound. Coarser than near(): measured speeds are accurate to a few
+// percent.
 constexpr Weight kTimeTolerance = 2'000;
 inline Weight near_time(Weight bound) { return bound + bound / kTimeTolerance; }
 
-// Targets tried below a time that is above the bound; with few rows more are worth their time.
+// How many targets to try below a time that is above the bound; more with few rows, which take little time.
 constexpr int kTargets = 2, kTargetsOfFew = 12;
 
-// LPT for uniform processors: the next heaviest row goes to the partition, of those that may take it, that is done with
-// it first, ties by index (Gonzalez, Ibarra and Sahni, "Bounds for LPT schedules on uniform processors", SIAM J. Comput. 6,
-// 1977). Limits as in lpt().
+// LPT for uniform processors: the next heaviest row goes to the partition that would finish it first, among those that
+// may take it, ties by index (Gonzalez, Ibarra and Sahni, "Bounds for LPT schedules on uniform processors", SIAM J.
+// Comput. 6, 1977). Limits as in lpt().
 inline Indices lpt_at_speeds(const Problem& problem) {
   const Weights& speed = problem.speeds.by_part();
   FillingParts filling(problem, Weights(problem.num_parts, 0));
@@ -37,8 +37,8 @@ inline Indices lpt_at_speeds(const Problem& problem) {
   return parts;
 }
 
-// Lowers the time of a plan, by row, towards the bound; it never rises. Every target is half way between what swaps have
-// reached and what they could not, or the bound.
+// Lowers the time of a plan, by row, towards the bound; it never rises. Bisection: every target is half way between the
+// time reached and the last target that was missed, at first the bound.
 inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targets, const Cap& cap = {}) {
   Weight time = problem.time(parts);
   for (Weight failed = bound; targets > 0 && time > near_time(failed); --targets) {
@@ -57,8 +57,8 @@ inline bool is_few(const Problem& problem) {
   return static_cast<Weight>(problem.weights.size()) * problem.num_parts <= kFew;
 }
 
-// The default algorithm: LPT by the room that is left under the bound, then swaps; with few rows also from the plan of
-// lpt_at_speeds(), if that is not enough.
+// The default algorithm: LPT with the bases of a target near the bound, then swaps and lower_time(); with few rows also
+// from the plan of lpt_at_speeds(), if the time is still above the target.
 inline Indices refined_at_speeds(Problem problem, Weight bound) {
   const Weight target = near_time(bound);
   problem.aim(target);

@@ -1,4 +1,4 @@
-// Plans to begin with: LPT, snake order, and LPT on either side of a split.
+// Starting plans: LPT, snake order, and LPT on each side of a split.
 #pragma once
 
 #include <optional>
@@ -7,9 +7,8 @@
 
 namespace evenrank {
 
-// The partition with the largest (or smallest) load, ties by fewest rows, then by index: a tournament over those that take
-// part. Matches compare keys that lie in the tree, so that a path is read ahead of its matches, and none of them is a
-// branch.
+// A tournament tree that gives the partition with the largest (or smallest) load, ties by fewest rows, then by index.
+// Keys are stored in the tree, so that a path can be prefetched, and comparisons need no branches.
 template <bool largest>
 class Tournament {
  public:
@@ -23,12 +22,12 @@ class Tournament {
   }
   Index winner() const { return winners_[1] == kNobody ? kNone : ~static_cast<std::uint32_t>(winners_[1]); }
   bool takes_part(Index part) const { return winners_[first_ + part] != kNobody; }
-  // Lets a partition take part with a load and a number of rows; returns whether it did not with these before.
+  // Adds or updates a partition with its load and number of rows; returns whether that changes it.
   bool enter(Index part, Weight load, Index count = 0) { return set(part, key(part, load, count)); }
   void leave(Index part) { set(part, kNobody); }
 
  private:
-  // The load, what rows are not there, and then the index, so that the winner has the largest key.
+  // The load, the complement of the count and the complement of the index: the winner has the largest key.
   using Key = unsigned __int128;
   static constexpr Key kNobody = 0;
 
@@ -36,7 +35,7 @@ class Tournament {
     const auto low = static_cast<std::uint64_t>(~static_cast<std::uint32_t>(count)) << 32 | ~static_cast<std::uint32_t>(part);
     return static_cast<Key>(largest ? load : kMax - load) << 64 | low;
   }
-  // Replays the matches of `part`, up to one with the same outcome.
+  // Updates the path of `part` up to the first node that does not change.
   bool set(Index part, Key winner) {
     std::size_t at = first_ + part;
     if (winners_[at] == winner) return false;
@@ -52,8 +51,8 @@ class Tournament {
   std::vector<Key> winners_;
 };
 
-// Loads and counts of the partitions while they fill, and which of them may take one more row: one with fewer than
-// min_count, or one with fewer than max_count while there are rows to spare. Of these there are n - k * min_count.
+// Loads and counts of partitions while they are filled. A partition may take one more row if it has fewer than min_count,
+// or fewer than max_count while spare rows are left; of n rows in k partitions, n - k * min_count are spare.
 class FillingParts {
  public:
   explicit FillingParts(const Problem& problem) : FillingParts(problem, problem.first_loads()) {}
@@ -70,7 +69,7 @@ class FillingParts {
     return counts_[part] < (spare_ > 0 ? limits_.max_count : limits_.min_count);
   }
 
-  // The lightest of [first, last) with room for a row, ties by fewest rows, then by index; kNone if all are full.
+  // The lightest partition in [first, last) that may take a row, ties by fewest rows, then by index; kNone if all are full.
   Index lightest(Index first, Index last) const {
     Index best = kNone;
     for (Index part = first; part < last; ++part) {
@@ -79,7 +78,7 @@ class FillingParts {
     return best;
   }
 
-  // The same among all partitions, one of which has room.
+  // The lightest of all partitions that may take a row; there must be one.
   Index lightest_of_all() {
     while (true) {
       const Index part = lightest_.winner();
@@ -104,7 +103,7 @@ class FillingParts {
   Weights loads_;
   Indices counts_;
   Weight spare_;
-  Tournament<false> lightest_;  // partitions as they were when each last won: they have only become heavier since
+  Tournament<false> lightest_;  // with loads that may be outdated, but never too large: loads only grow
 };
 
 // LPT, longest processing time first: the next heaviest row goes to the lightest partition that may take it, ties by
@@ -123,8 +122,8 @@ inline Indices lpt(const Problem& problem) {
   return parts;
 }
 
-// Snake order: rows go to partitions 0, 1, ..., k-1, k-1, ..., 1, 0, 0, ... in turn. The cheapest plan, and a weak one;
-// sizes differ by one at most.
+// Snake order: rows go to partitions 0, 1, ..., k-1, k-1, ..., 1, 0, 0, ... in turn. Cheap but weak; sizes differ by at
+// most one.
 inline Indices snake(Index num_rows, Index num_parts) {
   Indices parts(num_rows);
   for (Index row = 0; row < num_rows; ++row) {
@@ -134,9 +133,9 @@ inline Indices snake(Index num_rows, Index num_parts) {
   return parts;
 }
 
-// LPT within the partitions that the counting bound is about, and within the others, each with the rows that the bound
-// gives them. LPT over all partitions cannot see that some of them must hold one large row more, and so only the
-// lightest others. None where these rows do not exist or do not keep the limits.
+// LPT within the partitions of a split (see Split) and within the others, with the rows that attain the bound. LPT over
+// all partitions does not consider that some of them must have one large row more, and therefore only the lightest other
+// rows. Nothing if these rows do not exist or break the limits.
 inline std::optional<Indices> split_start(const Problem& problem, const Split& split) {
   const Weight num_rows = static_cast<Weight>(problem.weights.size());
   const Weight rest = problem.num_parts - split.num_parts;

@@ -1,4 +1,4 @@
-// What the steps of a grid share out among them: a largest load for each, before any row has a place.
+// Limits of the steps of a grid: how to share a sum of largest loads among the steps, before rows are placed.
 #pragma once
 
 #include "locality.hpp"
@@ -6,11 +6,11 @@
 
 namespace evenrank {
 
-constexpr Weight kLike = 64;         // rows within one part in so many of the heaviest count as alike
-constexpr Weight kLargeRow = 16;     // rows of at least one part in so many of a limit are large
-constexpr Weight kMisplaced = 2048;  // of these, one part in so many of all that cells may hold finds places by swaps
+constexpr Weight kLike = 64;         // rows within 1 / kLike of the heaviest row count as equally heavy
+constexpr Weight kLargeRow = 16;     // a row is large from 1 / kLargeRow of a limit on
+constexpr Weight kMisplaced = 2048;  // swaps find places for up to 1 / kMisplaced of the cells' capacity
 
-// A largest load per step, heaviest first: `total` in even shares, but no step below its part of the bound.
+// Shares `total` evenly among the steps, heaviest first, but gives no step less than its part of the bound.
 // share_out(20, {11, 4, 2}) is {11, 5, 5}.
 inline Weights share_out(Weight total, const Weights& largest) {
   Weights shares;
@@ -27,8 +27,8 @@ inline Weights share_out(Weight total, const Weights& largest) {
   return shares;
 }
 
-// Largest loads of the steps with a sum of at most `most`: half of the room above `largest` in proportion to the load,
-// half in equal parts, because beside a very heavy step the others have little of their own.
+// Raises the limits of the steps to a sum of at most `most`: half of the room in proportion to the limits, half in equal
+// parts, because otherwise the other steps would get little beside a very heavy one.
 inline Weights with_room(Weights largest, Weight most) {
   const Weight sum = sum_of(largest);
   const Weight room = most - sum, num_steps = static_cast<Weight>(largest.size());
@@ -39,8 +39,8 @@ inline Weights with_room(Weights largest, Weight most) {
   return largest;
 }
 
-// What every cell begins with: the difference between the largest limit and that of its step, or what the cell may hold
-// within it.
+// The base of every cell: the difference between the largest limit and the limit of its step; with speeds, the largest
+// load of the cell within that limit.
 inline Weights bases_of(const Weights& largest, Index num_cells, const Speeds& speeds) {
   const Weight most = largest_of(largest);
   Weights bases(num_cells);
@@ -51,7 +51,7 @@ inline Weights bases_of(const Weights& largest, Index num_cells, const Speeds& s
   return bases;
 }
 
-// Whether LPT keeps the limits of the steps with the large rows alone, or nearly so: swaps do the rest.
+// Whether LPT of only the large rows keeps the limits of the steps, or exceeds them so little that swaps suffice.
 inline bool has_places(const Problem& problem, const Weights& largest) {
   const Weight limit = largest_of(largest);
   const auto is_large = [&](Weight weight) { return weight >= limit / kLargeRow; };
@@ -62,8 +62,8 @@ inline bool has_places(const Problem& problem, const Weights& largest) {
   return large.weights.empty() || excess_of(large.loads(lpt(large)), limit) / num_cells <= limit / kMisplaced;
 }
 
-// Shares for many rows that weigh as much as the heaviest, such as histories cut at a maximum: as many steps as it takes
-// have room for one more of them in every cell, with its fillers. None where there are not places for all large rows.
+// Shares for many rows about as heavy as the heaviest, such as histories cut at a maximum length: as many steps as
+// necessary have room for one more of these rows, with its fillers, in every cell. Nothing if not all large rows fit.
 inline std::optional<Weights> shares_by_level(const Problem& problem, Weight num_steps, Weight total) {
   const Weights& weights = problem.weights;
   const Weight heaviest = weights.front(), num_ranks = problem.num_parts / num_steps;

@@ -1,15 +1,14 @@
 // Swaps of rows between partitions, for refinement and repair.
 //
-// A round pairs the heaviest partitions with others and carries out the best swap of each of them. Every partition
-// takes part in one swap of a round at most, so that the swaps do not disturb one another. A swap gives one row for
-// one, or for none: then it is a move.
+// A round pairs each of the heaviest partitions with others, and carries out its best swap. Every partition is in at most
+// one swap of a round, so that swaps are independent. A swap exchanges one row for one row, or moves one row.
 #pragma once
 
 #include "problem.hpp"
 
 namespace evenrank {
 
-// A row and its weight; {0, kNone} is what comes back for a move.
+// A row and its weight; {0, kNone} is the row that comes back in a move.
 struct Item {
   Weight weight;
   Index row;
@@ -23,7 +22,7 @@ struct ByLoad {
 
 inline void rank_by_load(const Weights& loads, Indices& parts) { std::sort(parts.begin(), parts.end(), ByLoad{loads}); }
 
-// What partitions hold while rows go from one to another; rows in any order, that of `weights` in the cap.
+// The loads of partitions, updated while rows move between them; rows are in any order, but in that of `cap.weights`.
 struct HeldRows {
   Indices parts;
   Weights loads;
@@ -52,7 +51,7 @@ struct HeldRows {
   }
 };
 
-// A swap of a heavy partition with a light one; larger values are better.
+// A swap of a heavy partition with a light one; a larger value is better.
 struct Swap {
   Weight value;
   Index light = kNone;
@@ -60,7 +59,7 @@ struct Swap {
   Item back{};
 };
 
-// A plan that swaps change in place.
+// A plan that is changed in place by swaps.
 class WorkingPartition {
  public:
   WorkingPartition(const Problem& problem, Indices parts, const Cap& cap)
@@ -81,17 +80,18 @@ class WorkingPartition {
   const std::vector<Item>& items(Index part) const { return items_[part]; }
   Indices release() { return std::move(rows_.parts); }
 
-  // Sorts some partitions by load, heaviest first; those whose load has not changed since the last call are in order.
+  // Sorts partitions by load, heaviest first. Partitions whose loads have not changed since the last call must be in
+  // order, so only the others are sorted and merged.
   void rank(Indices& parts) {
     const auto first = std::stable_partition(parts.begin(), parts.end(), [&](Index part) { return !changed_[part]; });
     std::sort(first, parts.end(), ByLoad{loads()});
     for (auto part = first; part != parts.end(); ++part) changed_[*part] = false;
     std::inplace_merge(parts.begin(), first, parts.end(), ByLoad{loads()});
   }
-  // For rank() of others than in the call before.
+  // Call it before rank() with other partitions than in the last call.
   void forget_order() { changed_.assign(changed_.size(), true); }
 
-  // Whether the counts allow a move.
+  // Whether the limits of sizes allow a move.
   bool may_move(Index heavy, Index light) const {
     return static_cast<Weight>(items_[heavy].size()) > limits_.min_count &&
            static_cast<Weight>(items_[light].size()) < limits_.max_count;
@@ -101,7 +101,7 @@ class WorkingPartition {
     return rows_.keeps_cap(heavy, light, row.row, back.row);
   }
 
-  // Carries out a swap of `heavy`; returns whether there is one.
+  // Carries out a swap of `heavy`, if it is one; returns whether it is.
   bool apply(Index heavy, const Swap& swap) {
     if (swap.light == kNone) return false;
     give(heavy, swap.light, swap.row);
@@ -126,8 +126,8 @@ class WorkingPartition {
   Limits limits_;
 };
 
-// The partitions that one of the heavy ones may swap with. The others are dealt to the `num_heavy` heaviest of `ranked`
-// in turn, lightest first; those left over take no part.
+// The partitions with which one of the heavy partitions may swap. All but the `num_heavy` heaviest of `ranked` are dealt
+// to these in turn, lightest first; a remainder is left out.
 class Share {
  public:
   Share(const Indices& ranked, Index num_heavy, Index heavy)
@@ -142,15 +142,16 @@ class Share {
   Index heavy_;
 };
 
-// How many partitions above the limit look for a swap in a round: at most half of all, and half as many at each further
-// level.
+// How many of the partitions above the limit look for a swap in a round: at most half of all partitions, and half as
+// many at each higher level.
 class Level {
  public:
   Index num_heavy(Index num_over, std::size_t num_parts) const {
     return std::max(1, std::min(num_over, static_cast<Index>(num_parts / 2)) >> level_);
   }
 
-  // After a round with a swap twice as many look, after one without half as many; false where only one did.
+  // Doubles the number after a round in which the heaviest found a swap, halves it otherwise; false if it cannot be
+  // halved.
   bool next(bool found, Index num_heavy) {
     level_ = found ? std::max(level_ - 1, 0) : level_ + 1;
     return found || num_heavy > 1;

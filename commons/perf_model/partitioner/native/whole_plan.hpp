@@ -1,12 +1,12 @@
-// A whole plan: the algorithm of the request, then the cap on tokens, then rows kept home.
+// A whole plan: the algorithm of the request, then the cap on tokens, then rows kept at home.
 #pragma once
 
 #include "many_parts.hpp"
 
 namespace evenrank {
 
-// Plans as if rows were nowhere, then brings tokens under the cap and rows home; by sample. Where the plan
-// does not keep the cap, its most tokens, or those of home if they are less, are the cap for bringing rows home.
+// Plans without regard to home, then lowers tokens to the cap, then brings rows home; by sample. If the plan breaks the
+// cap, the smaller of its and home's most tokens becomes the cap for bringing rows home.
 inline Indices plan_freely(const Request& request, Problem& problem, const Bound& bound) {
   const Index num_parts = request.num_parts;
   Indices assignment = problem.by_sample(by_method(request.method, problem, bound));
@@ -23,7 +23,7 @@ inline Indices plan_freely(const Request& request, Problem& problem, const Bound
 }
 
 // The plan of one batch. With the refined method, many partitions and a home, a plan near home is tried first
-// (many_parts.hpp): it takes a time that grows with the rows that have to move, not with all rows.
+// (many_parts.hpp), whose time grows with the number of rows that have to move, not with all rows.
 inline Plan make_plan(const Request& request) {
   const Index num_parts = request.num_parts;
   Problem problem =
@@ -33,7 +33,7 @@ inline Plan make_plan(const Request& request) {
   if (request.method == Method::kRefined && num_parts >= kMany) parts = near_home_of_many(request, problem, bound.load);
   if (!parts) parts = plan_freely(request, problem, bound);
   if (!request.home.empty() && !problem.keeps_limits(*parts)) {
-    // Home won over equal sizes, so only the bound for free sizes holds for it.
+    // The result is a home with unequal sizes, for which only the bound for free sizes holds.
     const Limits free = Limits::of(static_cast<Weight>(problem.weights.size()), num_parts, false);
     bound = bound_of(problem.weights, num_parts, free, problem.speeds);
   }
