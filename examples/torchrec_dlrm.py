@@ -129,7 +129,7 @@ def main() -> None:
             loss = pipeline.progress(batches)  # ranks may run out of data at different steps
         except StopIteration:
             break
-        stats, loss = pipeline.last_stats, mean_over_ranks(loss)  # that of the global batch, on all ranks
+        stats, loss = pipeline.last_stats, mean_over_ranks(loss)  # the loss of the global batch, on all ranks
         if dist.get_rank() == 0:
             print(f"loss {loss:.4f}, imbalance {stats.imbalance_before:.1%} → {stats.imbalance_after:.1%}")
 
