@@ -181,7 +181,9 @@ class EventFiles:
         ]
         is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0" if self._is_lists else "false"
         values += [f"filename AS {_FILE}", f"file_row_number AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
-        rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], union_by_name=true))"  # noqa: S608
+        # Folders such as "day=1" are names: their values would replace those of a column.
+        options = "union_by_name=true, hive_partitioning=false"
+        rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], {options}))"  # noqa: S608
         try:
             store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
         except duckdb.Error as error:

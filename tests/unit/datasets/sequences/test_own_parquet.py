@@ -105,7 +105,7 @@ class TestPreprocess:
     @settings(max_examples=12)
     def test_equals_a_slow_sort(self, tmp_path_factory, rows, files, rows_per_shard, rows_per_read, as_lists, swap):
         folder = tmp_path_factory.mktemp("own")
-        source = folder / "source" / "deep"
+        source = folder / "source" / "gender=n"  # a name, not a value
         source.mkdir(parents=True)
         columns = EventColumns("uid", "iid", "ts", "s", ("click",), ("gender",))
         if swap:  # users are strings, items integers
