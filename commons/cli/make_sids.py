@@ -14,6 +14,7 @@ from commons.cli.outputs import require_output
 from commons.console import print_summary
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.file import SequenceFile
+from commons.datasets.sequences.own_parquet import stored_schema
 from commons.datasets.sids.assignment import assign_sids
 from commons.datasets.sids.histories import (
     DEFAULT_HISTORY_COLUMN,
@@ -39,10 +40,11 @@ class MakeSids:
     dataset_name: tyro.conf.Positional[
         Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
     ]
-    """A data set of `evenrank preprocess`, or any parquet file with a list column of item ids."""
+    """A data set of `evenrank preprocess`; parquet for files of your own, preprocessed or one with a list column of
+    item ids."""
 
     source: Path
-    """The folder of the preprocessed data set; or the parquet file."""
+    """The folder of the preprocessed data set; or a parquet file."""
 
     output: Path
     """The map: a .parquet file."""
@@ -90,11 +92,12 @@ class MakeSids:
 
     def _open(self) -> tuple[Histories, np.ndarray]:
         """Histories to learn from, and all items."""
-        if self.dataset_name == "parquet":
+        is_own = self.dataset_name == "parquet"
+        if is_own and not self.source.is_dir():
             everyone = ParquetHistories(self.source, self.history_column, "test")
             learned = ParquetHistories(self.source, self.history_column, "train")
             return learned, np.union1d(_items_of(everyone), _items_of(learned))
-        schema = PUBLIC_DATASETS[self.dataset_name].schema
+        schema = stored_schema(self.source) if is_own else PUBLIC_DATASETS[self.dataset_name].schema
         sizes = SequenceFile(self.source, self.dataset_name, []).metadata.vocabulary_sizes
         return PreprocessedHistories(self.source, schema, "train"), np.arange(sizes[schema.item_feature_name])
 

@@ -110,7 +110,10 @@ class BlockPacking:
                 that does not balance, or no packing.
         """
         if len(lengths) == 0:
-            raise ValueError("the batch has no rows; every micro-batch has at least one: leave out empty batches")
+            raise ValueError(
+                "the batch has no rows; every micro-batch has at least one: take rows of other ranks with joint=True, "
+                "or leave such batches out on all ranks"
+            )
         tokens = tokens_of(spec, blocks, lengths, workloads is not None)
         _require_blocks(spec, blocks)
         costs = None if workloads is None else blocks.sums(workloads)

@@ -192,7 +192,9 @@ def _count_events(path: Path, column: str) -> np.ndarray:
     found = _fetch(path, counted.order("first"))
     if found["unknown"].any():
         row = found["first"][found["unknown"].argmax()]
-        raise ValueError(f"{what} has no value in row {row}; every event has one of the users: leave such rows out")
+        raise ValueError(
+            f"{what} has no value in row {row}, counted from 1; every event has one of the users: leave such rows out"
+        )
     return found["events"].astype(np.int64)
 
 
@@ -298,7 +300,8 @@ def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndar
         path, number = place or (path, row + 1)
         shown = "no value" if value is None else repr(value)[:42]
         raise ValueError(
-            f"column {name!r} of {path} holds {shown} in row {number}; a {name if name == 'count' else 'length'} is "
-            f"an integer from 0 to {_MOST:,}: correct it, or choose another column"
+            f"column {name!r} of {path} holds {shown} in row {number}, counted from 1; a "
+            f"{name if name == 'count' else 'length'} is an integer from 0 to {_MOST:,}: correct it, or choose another "
+            "column"
         )
     return numbers.astype(np.int64)

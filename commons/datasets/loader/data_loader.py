@@ -17,10 +17,10 @@ from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribu
 from commons.datasets.samplers.epoch import BatchOrderSampler, EpochSampler, ShardedBatchSampler
 from commons.datasets.sequences.dataset import SequenceDataset
 from commons.datasets.sequences.event_columns import EventColumns
-from commons.datasets.sequences.file import SequenceFile, SequenceSchema
+from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.metadata import MANIFEST
 from commons.datasets.sequences.own_parquet import DATASET_NAME as OWN_DATASET
-from commons.datasets.sequences.own_parquet import columns_of, schema_of
+from commons.datasets.sequences.own_parquet import stored_schema
 from commons.datasets.sids.dataset import SIDDataset
 from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN, Histories, ParquetHistories, PreprocessedHistories
 from commons.datasets.sids.map import SIDMap
@@ -29,7 +29,7 @@ BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDatas
 # By the kind of their batches: HSTUBatch and GPTSIDBatch; of the latter random items, any parquet file of item-id
 # histories, and preprocessed data sets.
 HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
-SID_DATASETS = ("sid-random", "sid", *(f"sid-{name}" for name in PUBLIC_DATASETS))
+SID_DATASETS = ("sid-random", "sid", *(f"sid-{name}" for name in (*PUBLIC_DATASETS, OWN_DATASET)))
 
 
 def _make_sequences(
@@ -46,7 +46,7 @@ def _make_sequences(
             f"dataset_path is not set; {name!r} is read from files: set dataset_path to the output folder of `evenrank "
             f"preprocess {name}`"
         )
-    schema = _own_schema(Path(path), columns or EventColumns()) if name == OWN_DATASET else PUBLIC_DATASETS[name].schema
+    schema = _schema(name, Path(path), columns)
     if contextual_feature_names is not None:
         # A name given twice would be two tokens of one feature.
         names = tuple(dict.fromkeys(contextual_feature_names))
@@ -54,8 +54,11 @@ def _make_sequences(
     return SequenceDataset(path, schema, split=split, **options)
 
 
-def _own_schema(path: Path, given: EventColumns) -> SequenceSchema:
-    """The schema of a user's own data set; ValueError for raw parquet files, with the command that makes it of them."""
+def _schema(name: str, path: Path, given: EventColumns | None = None) -> SequenceSchema:
+    """The schema of a data set; ValueError for raw parquet files, with the command that makes one of them."""
+    if name != OWN_DATASET:
+        return PUBLIC_DATASETS[name].schema
+    given = given or EventColumns()
     is_made = any((own / MANIFEST).is_file() for own in (path, path / f"{OWN_DATASET}.parquet"))
     if not is_made and (path.is_file() or any(path.rglob("*.parquet"))):
         raise ValueError(
@@ -63,9 +66,7 @@ def _own_schema(path: Path, given: EventColumns) -> SequenceSchema:
             f"`evenrank preprocess parquet --source {path} --output FOLDER {given.as_flags()}".rstrip()
             + "` and give FOLDER as dataset_path"
         )
-    file = SequenceFile(path, OWN_DATASET, [])
-    made_with, timestamps_per_second = columns_of(file.metadata)
-    return schema_of(given.chosen_from(made_with, str(file.path)), made_with, timestamps_per_second)
+    return stored_schema(path, given)
 
 
 def _make_sids(
@@ -102,11 +103,11 @@ def _make_sids(
     if path is None:
         made_by = "holds a list column of item ids" if name == "sid" else "is written by `evenrank preprocess`"
         raise ValueError(f"dataset_path is not set; histories are read from a parquet file that {made_by}: set it")
-    histories: Histories = (
-        ParquetHistories(path, history_column, split)
-        if name == "sid"
-        else PreprocessedHistories(path, PUBLIC_DATASETS[name.removeprefix("sid-")].schema, split)
-    )
+    histories: Histories
+    if name == "sid":
+        histories = ParquetHistories(path, history_column, split)
+    else:
+        histories = PreprocessedHistories(path, _schema(name.removeprefix("sid-"), Path(path)), split)
     return SIDDataset(histories, sid_map, **sizes, **options)
 
 

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from commons.console import reason_of
 from commons.datasets.sequences.event_columns import ACTIONS, Action, EventColumns
 from commons.datasets.sequences.event_store import EventStore, plain_array, sql_name, sql_text
-from commons.datasets.sequences.file import SequenceSchema
+from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.metadata import SequenceFileMetadata
 from commons.datasets.sequences.writer import SequenceSource, preprocess
 
@@ -59,7 +59,7 @@ def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | 
     return preprocess(DATASET_NAME, partial(_read, columns), source, output, **options)
 
 
-def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_second: int | None) -> SequenceSchema:
+def _schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_second: int | None) -> SequenceSchema:
     """The schema of an own data set, as a model sees it.
 
     `columns` are those given, `made_with` what the files were made with: an action's bit is its place there.
@@ -76,7 +76,25 @@ def schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_sec
     )
 
 
-def columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None]:
+def stored_schema(path: str | Path, given: EventColumns | None = None) -> SequenceSchema:
+    """The schema of a data set that `preprocess_parquet` has written, as a model sees it.
+
+    Args:
+        path: the output folder, or the data set in it.
+        given: what has to agree with what the files were made with; actions and context choose among theirs.
+
+    Raises:
+        FileNotFoundError: no such data set.
+        ValueError: a damaged one, or columns that do not agree.
+    """
+    file = SequenceFile(path, DATASET_NAME, [])
+    made_with, timestamps_per_second = _columns_of(file.metadata)
+    return _schema_of(
+        (given or EventColumns()).chosen_from(made_with, str(file.path)), made_with, timestamps_per_second
+    )
+
+
+def _columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None]:
     """What the files of a data set were made with, and what a second counts in them; ValueError where damaged."""
     try:
         stated = dict(metadata.options["columns"])
@@ -103,7 +121,7 @@ def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSou
         if len(found) >= 2**31:
             raise ValueError(f"{source} has {len(found):,} {name}; ids have 31 bits: keep fewer of them")
     latest = store.latest(list(files.context.values())) if files.context else {}
-    schema = schema_of(columns, columns, files.timestamps_per_second)
+    schema = _schema_of(columns, columns, files.timestamps_per_second)
     return SequenceSource(
         schema=dataclasses.replace(schema, action_feature_name=ACTIONS),
         users=users,
@@ -123,7 +141,7 @@ class EventFiles:
         self.source = source
         self._columns = columns
         self._paths = _find(source)
-        first = _schema_of(self._paths[0])
+        first = _file_schema(self._paths[0])
         columns.require_complete(first.names, str(source))
         self._actions = columns.parse_actions(first.names)
         # The users are a context too if they are named as one; the writer has their column already.
@@ -163,7 +181,9 @@ class EventFiles:
         ]
         is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0" if self._is_lists else "false"
         values += [f"filename AS {_FILE}", f"file_row_number AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
-        rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], union_by_name=true))"  # noqa: S608
+        # Folders such as "day=1" are names: their values would replace those of a column.
+        options = "union_by_name=true, hive_partitioning=false"
+        rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], {options}))"  # noqa: S608
         try:
             store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
         except duckdb.Error as error:
@@ -218,7 +238,7 @@ class EventFiles:
         if pa.types.is_floating(kind):
             # Fractions of a second are kept, others have none that matter.
             unit = max(stated, 1_000)
-            scaled = f"floor({value} * {unit // stated})"
+            scaled = f"floor({value}::DOUBLE * {unit // stated})"
             # DuckDB believes a file's statistics, which leave NaN out: isnan() would be false.
             late += f" OR {value} - {value} <> 0"
         found = f"' has the time ' || {value}"
@@ -279,7 +299,7 @@ class EventFiles:
 
     def _require_same(self, path: Path) -> None:
         """Raise ValueError where a file has other columns than the first one."""
-        schema = _schema_of(path)
+        schema = _file_schema(path)
         for name, kind in self._types.items():
             if name not in schema.names:
                 raise ValueError(
@@ -296,7 +316,8 @@ class EventFiles:
 
 def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
     """SQL of a value; where `wrong` is true, of an error that says what was `found` in which row, and the rule."""
-    head, where = sql_text(f"column {name!r} of "), f"' in row ' || {_ROW} || {sql_text('; ' + rule)}"
+    head = sql_text(f"column {name!r} of ")
+    where = f"' in row ' || {_ROW} + 1 || ', counted from 1; ' || {sql_text(rule)}"
     return f"CASE WHEN {wrong} THEN error({head} || {_FILE} || {found} || {where}) ELSE {value} END"
 
 
@@ -322,7 +343,7 @@ def _find(source: Path) -> list[Path]:
     return list(map(Path, files))
 
 
-def _schema_of(path: Path) -> pa.Schema:
+def _file_schema(path: Path) -> pa.Schema:
     """Columns of a file, dictionaries resolved."""
     try:
         schema = pq.read_schema(path)
@@ -353,8 +374,8 @@ def _family(kind: pa.DataType) -> str:
     families = {
         "integer": pa.types.is_integer(kind),
         "float": pa.types.is_floating(kind),
-        "text": pa.types.is_string(kind) or pa.types.is_large_string(kind),
-        "binary": pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind),
+        "text": str(kind) in ("string", "large_string", "string_view"),
+        "binary": str(kind) in ("binary", "large_binary", "binary_view") or pa.types.is_fixed_size_binary(kind),
         "timestamp": pa.types.is_timestamp(kind),
     }
     return next((name for name, holds in families.items() if holds), str(kind))

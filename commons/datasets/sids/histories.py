@@ -20,6 +20,7 @@ from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 DEFAULT_HISTORY_COLUMN = "item_id"
 SPLIT_COLUMN = "split"
 _SPLITS = ("train", "test")
+_OR_MAKE = "or make histories of any events with `evenrank preprocess parquet`"
 _USERS_PER_CHUNK = 2**16
 _ITEMS_PER_CHUNK = 2**21
 
@@ -115,7 +116,8 @@ class ParquetHistories:
 def _read(path: Path, column: str) -> pa.Table:
     if path.is_dir():
         raise IsADirectoryError(
-            f"{path} is a folder; item-id histories of your own are one parquet file, a row per user: give that file"
+            f"{path} is a folder; item-id histories of your own are one parquet file, a row per user: give that file, "
+            f"{_OR_MAKE}"
         )
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; it holds item-id histories: correct the path")
@@ -126,10 +128,14 @@ def _read(path: Path, column: str) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again") from None
     if column not in names:
-        raise ValueError(f"{path} has columns {names}, but no {column!r}: name the column of item-id histories")
+        raise ValueError(
+            f"{path} has columns {names}, but no {column!r}: name the column of item-id histories, {_OR_MAKE}"
+        )
     kind = table.schema.field(column).type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
-        raise ValueError(f"column {column!r} of {path} is of type {kind}; a history is a list of integers: convert it")
+        raise ValueError(
+            f"column {column!r} of {path} is of type {kind}; a history is a list of integers: convert it, {_OR_MAKE}"
+        )
     items = table[column].combine_chunks()
     if items.null_count or items.values.null_count:
         raise ValueError(f"column {column!r} of {path} has nulls; a user without items has an empty list: replace them")

@@ -107,6 +107,7 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
     except dacite.WrongTypeError as error:
         hint = error.field_type
         kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        kind = "true or false" if hint is bool else kind  # "yes" is a text in YAML 1.2
         value = textwrap.shorten(repr(error.value), 400, placeholder=" …")
         raise ValueError(f"{where}: {error.field_path} is {value}; it must be {kind}: correct it") from None
     except (ValueError, TypeError, KeyError) as error:

@@ -246,7 +246,7 @@ class StepSums:
 def of_all_ranks(value: float | None, device: torch.device) -> list[float | None]:
     """A positive number of every data-parallel rank, None for a rank without; called on all of them together."""
     own = torch.tensor([value or 0.0], dtype=torch.float64, device=device)
-    values = gather_numbers(own, "a number of every rank", group=resolve_process_group())
+    values = gather_numbers(own, "numbers of a line of the log", group=resolve_process_group())
     return [each if each > 0 else None for each in values[:, 0].tolist()]
 
 

@@ -123,13 +123,14 @@ def _report(error: Exception) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(message.split()) or type(error).__name__
+    travelled = re.match(r"rank \d+: ", line) is not None  # names its rank and type already
     # torch reports a broken group with the place in its sources, advice and perhaps forty lines of C++.
     in_gloo = type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
     if in_gloo or isinstance(error, dist.DistError):
         line = f"a collective of the training failed ({first_line(error)}); a rank exited or stalled: see its log"
-    elif not is_user_error:
+    elif not is_user_error and not travelled:
         line = f"{type(error).__name__}: {line}"
-    if dist.is_initialized() and not re.match(r"rank \d+: ", line):  # where it travelled it names its rank
+    if dist.is_initialized() and not travelled:
         line = f"rank {dist.get_rank()}: {line}"
     log_file = _write_traceback(error)
     if not is_user_error and log_file is not None:

@@ -105,7 +105,7 @@ class TestPreprocess:
     @settings(max_examples=12)
     def test_equals_a_slow_sort(self, tmp_path_factory, rows, files, rows_per_shard, rows_per_read, as_lists, swap):
         folder = tmp_path_factory.mktemp("own")
-        source = folder / "source" / "deep"
+        source = folder / "source" / "gender=n"  # a name, not a value
         source.mkdir(parents=True)
         columns = EventColumns("uid", "iid", "ts", "s", ("click",), ("gender",))
         if swap:  # users are strings, items integers
@@ -143,6 +143,7 @@ class TestPreprocess:
             (pa.array([30, 5, 10, 20, 1], pa.timestamp("ms", "Europe/Berlin")), "s", (1_000, [1, 5, 10, 20, 30])),
             (pa.array([30, 5, 10, 20, 1], pa.int32()), "ms", (1_000, [1, 5, 10, 20, 30])),
             (pa.array([30.5, 5.25, -10, 20, 1]), "s", (1_000, [-10_000, 1_000, 5_250, 20_000, 30_500])),
+            (pa.array([1.6e9] * 5, pa.float32()), "s", (1_000, [1_600_000_000_000] * 5)),
             (pa.array([30.5, 5.25, 10, 20, 1]), "us", (1_000_000, [1, 5, 10, 20, 30])),
             (pa.array([datetime.date(1970, 1, day) for day in (5, 2, 3, 4, 1)]), "s", (1, [0, 86_400, 172_800])),
         ],
@@ -164,8 +165,9 @@ class TestPreprocess:
         dictionary = pa.array(EVENTS["uid"]).dictionary_encode()
         write(tmp_path / "events.parquet", uid=dictionary, gender=pa.array(EVENTS["gender"]).dictionary_encode())
         assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
-        write(tmp_path / "events.parquet", uid=pa.array(EVENTS["uid"], pa.large_string()))
-        assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
+        for kind in (pa.large_string(), pa.string_view()):
+            write(tmp_path / "events.parquet", uid=pa.array(EVENTS["uid"], kind))
+            assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
         uuids = pa.array([name.encode() * 16 for name in EVENTS["uid"]], pa.binary(16))
         write(tmp_path / "events.parquet", uid=uuids, iid=pa.array([9, 8, 7, 9, 7], pa.uint8()))
         found = rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b"))

@@ -36,7 +36,7 @@ def error_of(source, columns=COLUMNS, kind=ValueError):
         (EventColumns("uid", "iid", "ts", actions=tuple(map(str, range(16)))), "16 entries"),
         (EventColumns("uid", "iid", "ts", actions=("iid",)), "column 'iid' of"),
         (EventColumns("uid", "iid", "ts", actions=("gender",)), "is of type string; an action is 0 or 1, or a"),
-        (EventColumns("uid", "iid", "ts", actions=("stars",)), "has a null in row 2; every event has a user"),
+        (EventColumns("uid", "iid", "ts", actions=("stars",)), "has a null in row 3, counted from 1;"),
         (EventColumns("uid", "iid", "ts", actions=("uid",)), "is of type string; an action is 0 or 1, or a condition"),
         (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), "cannot be compared as 'stars >= many' says"),
         (
@@ -58,17 +58,17 @@ def test_columns(tmp_path, columns, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"uid": ["b", "a", None, "b", "c"]}, "events.parquet has a null in row 2; every event has a user"),
+        ({"uid": ["b", "a", None, "b", "c"]}, "events.parquet has a null in row 3, counted from 1;"),
         ({"iid": [1, None, 3, 4, 5]}, "column 'iid' of"),
-        ({"ts": [1, 2, 3, None, 5]}, "has a null in row 3"),
-        ({"ts": [1.0, float("nan"), 3, 4, 5]}, "has the time nan in row 1; it is no number or lies beyond the year"),
-        ({"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 0; it is no number or lies"),
+        ({"ts": [1, 2, 3, None, 5]}, "has a null in row 4, counted from 1"),
+        ({"ts": [1.0, float("nan"), 3, 4, 5]}, "has the time nan in row 2, counted from 1;"),
+        ({"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 1, counted from 1;"),
         ({"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
         ({"ts": [-(2**62)] * 5}, "long before 1970"),
         ({"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
         ({"iid": [1.5] * 5}, "is of type double; such a column holds integers, strings or booleans"),
-        ({"iid": pa.array([2**63] * 5, pa.uint64())}, "has the integer 9223372036854775808 in row 0; ids are below"),
-        ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 0; an action is 0 or 1, or a condition"),
+        ({"iid": pa.array([2**63] * 5, pa.uint64())}, "has the integer 9223372036854775808 in row 1, counted from 1;"),
+        ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 1, counted from 1;"),
         ({"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
         ({"TS": [1] * 5}, "column 'TS' of"),
         ({name: [] for name in EVENTS} | {"uid": pa.array([], pa.string())}, "is of type null"),
@@ -83,8 +83,8 @@ def test_values(tmp_path, changes, message):
     [
         ({"ts": [[1], [2, 3]]}, "column 'ts' of"),
         ({"ts": [1, 2]}, "is of type int64; it is a list, as the items are"),
-        ({"iid": [[1, 2], None]}, "has a null in row 1"),
-        ({"iid": [[1, None], [2, 3]]}, "has a null in row 0"),
+        ({"iid": [[1, 2], None]}, "has a null in row 2, counted from 1"),
+        ({"iid": [[1, None], [2, 3]]}, "has a null in row 1, counted from 1"),
         ({"uid": [[1], [2]]}, "is a list, and one row per user with lists"),
     ],
 )

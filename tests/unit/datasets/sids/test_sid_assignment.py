@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 from benchmarks.raw_data.movielens import generate_movielens
 from commons import available_memory
 from commons.cli.main import main
+from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences
 from commons.datasets.sids.map import SIDMap
 from tests.helpers.datasets.sid_users import Users
+from tests.helpers.datasets.stored_users import vocabularies_of
 
 
 def grouped_users(num_groups=4, items_per_group=12, num_users=80, seed=0):
@@ -139,6 +143,27 @@ class TestCommand:
         command = ["make-sids", "parquet", "--source", str(tmp_path / "h.parquet"), "--history-column", "seen"]
         assert main([*command, "--output", str(tmp_path / "s.parquet"), "--codebook-sizes", "2", "2", "2"]) == 0
         assert SIDMap.load(tmp_path / "s.parquet", [2, 2, 2]).item_ids.tolist() == [10, 20, 30, 99]
+
+    def test_a_preprocessed_log_of_ones_own(self, tmp_path, capsys):
+        users = [[3, 5, 7, 11], [5, 7, 13], [3, 13, 5, 11]]
+        log = [(f"u{user}", f"i{item}", time) for user, items in enumerate(users) for time, item in enumerate(items)]
+        events = pa.table(dict(zip(("uid", "iid", "ts"), map(list, zip(*log)))))
+        pq.write_table(events, tmp_path / "log.parquet")
+        columns = EventColumns("uid", "iid", "ts")
+        path = preprocess_parquet(columns, tmp_path / "log.parquet", tmp_path / "data", test_fraction=0)
+        command = ["make-sids", "parquet", "--output", str(tmp_path / "s.parquet"), "--codebook-sizes", "2", "2", "2"]
+        assert main([*command, "--source", str(tmp_path / "data")]) == 0
+        sid_map = SIDMap.load(tmp_path / "s.parquet", [2, 2, 2])
+        sizes = {"batch_size": 3, "max_history_seqlen": 9, "max_num_candidates": 2}
+        (batch,) = get_data_loader("sid-parquet", dataset_path=tmp_path / "data", sid_map=sid_map, **sizes)
+        raw = vocabularies_of(path, "parquet")["iid"]
+        items = {tuple(codes): raw[item] for item, codes in zip(sid_map.item_ids, sid_map.codes.tolist())}
+        candidates = batch.labels.values().view(-1, 2, 3).tolist()
+        assert [[items[tuple(codes)] for codes in row] for row in candidates] == [
+            [f"i{item}" for item in row[-2:]] for row in users
+        ]
+        assert main([*command, "--source", str(tmp_path)]) == 2
+        assert "run `evenrank preprocess parquet" in capsys.readouterr().err
 
     def test_mistakes_are_one_line(self, tmp_path, capsys):
         assert main(["make-sids", "parquet", "--source", "no.parquet", "--output", str(tmp_path / "s.npy")]) == 2

@@ -186,6 +186,7 @@ def test_a_file_that_is_none(tmp_path):
         ("run.txt", "{}", r"run.txt ends in '.txt'; a config is a .toml, .yaml, .yml or .json file"),
         ("run.yaml", "a: [", "run.yaml is no valid YAML"),
         ("run.yaml", "[1]", "run.yaml holds list; a config holds fields"),
+        ("run.yaml", YAML.replace("slack: 0.5", "verify: yes"), "verify is 'yes'; it must be true or false"),
         ("run.yaml", YAML + "model: {}", r'run.yaml is no valid YAML \(found duplicate key "model" .*line 6'),
         ("run.yaml", "a: {b: {c: 1, c: 2}}", 'found duplicate key "c"'),
         ("run.json", '{"a": 1, "a": 2}', r"run.json is no valid JSON \(the key 'a' is there twice\)"),

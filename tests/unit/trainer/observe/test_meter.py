@@ -89,6 +89,8 @@ def main():
     log_to_file(folder)
     if case == "bug":
         raise RuntimeError("out of order")
+    if case == "travelled":
+        raise RuntimeError("rank 1: OSError: out of order")
     os.kill(os.getpid(), signal.SIGINT)
     print("goes on")
 for case in sys.argv[2:]:
@@ -110,6 +112,7 @@ def test_how_programs_end(tmp_path):
     cases = {
         "mistake": (2, "", "error: x is 3, the rule is another: correct it\n"),
         "bug": (1, "", f"error: RuntimeError: out of order (traceback in {tmp_path}/bug/rank0.log)\n"),
+        "travelled": (1, "", f"error: rank 1: OSError: out of order (traceback in {tmp_path}/travelled/rank0.log)\n"),
         "interrupted": (-signal.SIGINT, "", ""),  # a shell says 130
         "ignored": (0, "goes on\n", ""),
     }
