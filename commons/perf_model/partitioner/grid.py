@@ -60,7 +60,7 @@ def partition_grid(
         method: "refined" (near-optimal), or "karmarkar_karp", "lpt" or "snake": partitions of that algorithm, sorted
             by load and cut into steps; with speeds, those of each rank.
         equal_size: ranks have equally many samples in all steps, to within one; otherwise the counts are free, but each
-            rank has a sample in each step if there are enough.
+            rank has a sample in each of several steps if there are enough and they do not stay as they were loaded.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a rank may hold in a step.
         home: the rank each sample is on now, `(n,)`. Then few tokens leave their rank; between the steps of its rank a
