@@ -79,10 +79,8 @@ class ShufflerOptions:
             )
         _require_range("slack", self.slack, 0.0, 1.0)
         _require_range("min_gain", self.min_gain, 0.0, 1.0)
-        if isinstance(self.timeout, bool) or not (isinstance(self.timeout, (int, float)) and 0 < self.timeout <= 1e9):
-            raise ValueError(
-                f"timeout is {self.timeout!r}; it is a number of seconds above 0 and at most 1e9: correct it"
-            )
+        if (error := timeout_error(self.timeout)) is not None:
+            raise error
         for name in ("ranks_per_node", "max_tokens_per_rank"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63):
@@ -102,6 +100,14 @@ class ShufflerOptions:
     def to_json(self) -> str:
         """The options as sorted JSON, for the comparison between ranks."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def timeout_error(timeout: Any) -> ValueError | None:
+    """The error in a timeout in seconds, if any."""
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if is_number and 0 < timeout <= 1e9:
+        return None
+    return ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0 and at most 1e9: correct it")
 
 
 def reject_options_as(**arguments: Any) -> None:

@@ -19,6 +19,7 @@ from commons.micro_batching.fewest_groups import groups_of
 from commons.micro_batching.metrics import packing_metrics
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.partitioner import as_int64_workloads
+from commons.sequence_batch.open_batch import row_fields
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -211,8 +212,12 @@ def _label_values(batch: Any) -> np.ndarray | None:
     base_batch = getattr(sys.modules.get("commons.sequence_batch.batch"), "BaseBatch", ())
     if not isinstance(batch, base_batch) or batch.labels is None:
         return None
-    if not isinstance(batch.labels, torch.Tensor):
-        return batch.labels.lengths().view(-1, batch.batch_size).sum(0).to("cpu", torch.int64).numpy()
-    values = np.full(batch.batch_size, batch.labels[:1].numel(), np.int64)
-    values[batch.actual_batch_size :] = 0
+    values = np.zeros(batch.batch_size, np.int64)
+    for path, labels in row_fields(batch) if batch.batch_size else ():
+        if path[0] != "labels":
+            continue
+        if isinstance(labels, torch.Tensor):
+            values[: batch.actual_batch_size] += labels[:1].numel()
+        else:
+            values += labels.lengths().view(-1, batch.batch_size).sum(0).cpu().numpy()
     return values

@@ -117,7 +117,8 @@ def _lengths_of(batch: Any) -> np.ndarray | None:
         if lengths.device.type != "cpu":
             return None
         try:
-            rows = lengths.view(-1, value.stride()).sum(0) if isinstance(value, KeyedJaggedTensor) else lengths
+            keyed = isinstance(value, KeyedJaggedTensor)
+            rows = lengths.view(len(value.keys()), value.stride()).sum(0) if keyed else lengths
             total = rows.to(torch.int64) if total is None else total + rows
         except (RuntimeError, ValueError):  # several numbers of rows
             return None

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
+from commons.checks import as_count
+
 Path: TypeAlias = tuple[Any, ...]  # the keys that lead to a value in a batch
 B = TypeVar("B")
 
@@ -80,9 +82,14 @@ def stated_count(batch: Any, name: str) -> int | None:
     """What a dataclass says of its rows in one of ROW_COUNT_FIELDS; None where it says nothing.
 
     A `batch_size` below 0 says nothing, and is left as it is when rows move: it is the default of TorchEasyRec's Batch.
+
+    Raises:
+        ValueError: no integer.
     """
     count = getattr(batch, name, None)
-    return None if count is None or (name == "batch_size" and count < 0) else int(count)
+    if count is None or (name == "batch_size" and isinstance(count, int) and count < 0):
+        return None
+    return as_count(count, name, 0)
 
 
 def counts_rows(name: Any, value: Any) -> bool:

@@ -37,6 +37,7 @@ from commons.distributed.channel.groups import (
 )
 from commons.distributed.channel.store import is_beside_host
 from commons.distributed.errors import attempt, gather_strings, raise_first_difference, raise_on_all
+from commons.distributed.options import ShufflerOptions, timeout_error
 from commons.distributed.process_group import all_gather_single, resolve_process_group
 
 # States of a rank that agrees on a call; 0 is no error.
@@ -69,6 +70,9 @@ class ControlChannel(NamedCollectives):
         self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
     ) -> None:
         super().__init__(group)
+        # Raised by `agree`, on all ranks; raised here, it would leave the other ranks waiting.
+        self._problem = timeout_error(timeout)
+        timeout = timeout if self._problem is None else ShufflerOptions.timeout
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self._given, self._timeout, self._process = group, timeout, os.getpid()
@@ -169,7 +173,7 @@ class ControlChannel(NamedCollectives):
             RankMissingError: a rank did not join in time.
         """
         text, digest, problem = _without_options(call) if options == {} else _as_json(call, options)
-        error = error or problem
+        error = error or problem or self._problem
         state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
         last = 2 + len(numbers)
         own = np.zeros(max(last, 2 + room), dtype=np.int64)

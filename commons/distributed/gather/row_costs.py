@@ -130,17 +130,23 @@ class RowCosts:
             keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
             if unknown := [name for name in names if name not in keys]:
                 raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
+        groups = self._returned("get_groups", batch, schema) if self.has_groups else None
+        return self._returned("get_workloads", batch, schema), groups
+
+    def _returned(self, method: str, batch: Any, schema: BatchSchema) -> Any:
+        """The result of a method of the shuffler for a batch."""
         try:
-            return self.shuffler.get_workloads(batch), self.shuffler.get_groups(batch) if self.has_groups else None
+            values = getattr(self.shuffler, method)(batch)
         except KeyError as error:
             missing = str(error.args[0]) if error.args else ""
             keys = [key for field in schema.jagged for key in field.keys]
             if len(missing.split()) != 1 or missing in keys:
                 raise  # a sentence, or the key of another dict
             # batch.features["item"] raises only the key, which would explain nothing on the other ranks.
-            raise KeyError(
-                f"get_workloads reads {missing!r}; the batch's keys are {keys}: correct get_workloads"
-            ) from error
+            raise KeyError(f"{method} reads {missing!r}; the batch's keys are {keys}: correct {method}") from error
+        if values is None:
+            raise TypeError(f"{method} returned None; it returns an integer per row, padding included: return a tensor")
+        return values
 
     def _refused(self, error: Exception) -> ValueError:
         return ValueError(f"calibration {self._file!r}: {error}")

@@ -60,7 +60,7 @@ def partition_grid(
         method: "refined" (near-optimal), or "karmarkar_karp", "lpt" or "snake": partitions of that algorithm, sorted
             by load and cut into steps; with speeds, for each rank separately.
         equal_size: whether the sample counts of all ranks and steps differ by at most one; otherwise counts are free,
-            but each rank has a sample in each step if there are enough.
+            but each rank has a sample in each of several steps, if there are enough and they do not stay as loaded.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a rank may hold in a step.
         home: the rank of each sample now, `(n,)`. Given, few tokens leave their rank; moving a sample between the steps

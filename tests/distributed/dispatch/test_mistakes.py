@@ -116,6 +116,7 @@ MISTAKES = {
         (lambda rank: {"rows": 4, "everywhere": True}, "rank 1: this rank passes batch, the source is rank 0"),
     ],
     redistribute: [
+        (lambda rank: {"timeout": -1} if rank else {}, "rank 1: timeout is -1; it is a number of seconds above 0"),
         (lambda rank: NOTHING, "the batch has 0 rows that are no padding; at least one is needed"),
         (
             lambda rank: {"batch": {"a": dense([1])}, "workloads": [1]} if rank else NOTHING,
@@ -207,6 +208,7 @@ MISTAKES = {
         ),
     ],
     pack: [
+        (lambda rank: {"timeout": "60" if rank else 60}, "rank 1: timeout is '60'; it is a number of seconds above 0"),
         (
             lambda rank: budget(31) | {"lengths": [[1, 2, 3], [3, 40, 2]]},
             "rank 1: row 1 has 40 tokens, max_tokens_per_mb is 31",

@@ -132,6 +132,7 @@ MISTAKES = {
         _workloads(lambda right: right.numpy()[:, None][:, :0].copy()),
         r"ValueError: rank 1: workloads have shape \(4, 0\)",
     ),
+    "nothing": Mistake(_workloads(lambda right: None), "TypeError: rank 1: get_workloads returned None; "),
     "no column": Mistake(_no_column, r"""KeyError: "rank 1: get_workloads reads 'no_such'; the batch's keys are \["""),
     "no text": Mistake(_raises(ValueError("")), "ValueError: rank 1: ValueError$"),
     "no text of another kind": Mistake(_raises(OSError()), "RuntimeError: rank 1: OSError$"),
@@ -164,6 +165,10 @@ MISTAKES = {
     ),
     "too many rows": Mistake(
         _field(actual_batch_size=lambda batch: 5), "ValueError: rank 1: actual_batch_size is 5, batch_size is 4"
+    ),
+    "a part of a row": Mistake(
+        _field(actual_batch_size=lambda batch: 3.5),
+        "ValueError: rank 1: actual_batch_size is 3.5; it must be an integer",
     ),
     "inverse indices": Mistake(
         _jagged(inverse_indices=(["user"], torch.zeros(1, 4, dtype=torch.int64))), ".*field 'features' has inverse_ind"

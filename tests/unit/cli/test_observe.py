@@ -86,6 +86,8 @@ def test_lengths_of_any_batch():
         2,
     ]
     assert _lengths_of([kjt, JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))]) is None
+    nobody = KeyedJaggedTensor(["a"], torch.zeros(0), lengths=torch.zeros(0, dtype=torch.int32), stride=0)
+    assert _lengths_of(nobody).tolist() == []
     assert _lengths_of(torch.ones(3)) is None and _lengths_of(kjt.to("meta")) is None
 
 

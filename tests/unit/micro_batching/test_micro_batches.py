@@ -162,10 +162,15 @@ def test_loss_terms_of_a_base_batch_are_its_label_values():
     assert sum(micro_batches.loss_tokens) == batch.num_loss_tokens() == 12
     for micro_batch, terms in zip(micro_batches, micro_batches.loss_tokens):
         assert micro_batch.num_loss_tokens() == terms
-    jagged = dataclasses.replace(batch, labels=batch.features)
-    micro_batches = pack_micro_batches(jagged, MicroBatchSpec(n_mbs=2), lengths)
-    for micro_batch, terms in zip(micro_batches, micro_batches.loss_tokens):
-        assert micro_batch.num_loss_tokens() == terms
+    for labels in (batch.features, {"jagged": batch.features, "dense": [batch.labels]}):
+        jagged = dataclasses.replace(batch, labels=labels)
+        micro_batches = pack_micro_batches(jagged, MicroBatchSpec(n_mbs=2), lengths)
+        assert sum(micro_batches.loss_tokens) == jagged.num_loss_tokens()
+        for micro_batch, terms in zip(micro_batches, micro_batches.loss_tokens):
+            assert micro_batch.num_loss_tokens() == terms
+    without_rows = dataclasses.replace(empty := padded_batch([]), labels=empty.features)
+    with pytest.raises(ValueError, match="no rank has a row"):
+        pack_micro_batches(without_rows, MicroBatchSpec(), [], joint=True)
     unlabelled = dataclasses.replace(batch, labels=None)
     assert sum(pack_micro_batches(unlabelled, MicroBatchSpec(), lengths).loss_tokens) == sum(lengths)
 
