@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from commons.cli.outputs import require_output
+from commons.cli.answer import require_output
 from commons.cli.recipes import choose_device, load_recipe
 from commons.console import make_console, print_summary
 from commons.perf_model.calibration import Calibration, describe_device, is_calibration

@@ -58,24 +58,22 @@ class Doctor:
 
     def run(self) -> int:
         """Look, and print; returns the exit status."""
-        findings = examine()
+        findings = [*examine()]
         _print(findings)
         return int(any(finding.state == WRONG for finding in findings))
 
 
-def examine() -> list[Finding]:
+def examine() -> Iterator[Finding]:
     """All findings, in the order in which things depend on each other."""
     packages = Packages()
-    looked_at = list(packages.look())
-    torch = packages.torch
-    return [
-        Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
-        *looked_at,
-        *_native_core(),
-        *([] if torch is None else [_backends(torch)]),
-        *_driver(torch),
-        *([] if torch is None else _devices(torch)),
-    ]
+    yield Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}")
+    yield from packages.look()
+    yield from _native_core()
+    if packages.torch is not None:
+        yield _backends(packages.torch)
+    yield from _driver(packages.torch)
+    if packages.torch is not None:
+        yield from _devices(packages.torch)
 
 
 def _native_core() -> Iterator[Finding]:
@@ -196,11 +194,11 @@ class Packages:
         yield self._torch()
         yield from self._dependencies()
         yield from self._fbgemm_and_torchrec()
-        yield self._package("megatron-core", "megatron.core", _MEGATRON, NOTE, "not installed; SID-GR needs it")
+        absent = Finding("megatron-core", NOTE, "not installed; SID-GR needs it", _MEGATRON)
+        yield self._package("megatron-core", "megatron.core", _MEGATRON, absent=absent)
 
     def _torch(self) -> Finding:
-        mended = f'pip install "torch=={NEWEST_TORCH}.*"'
-        version = installed("torch")
+        version, mended = installed("torch"), f'pip install "torch=={NEWEST_TORCH}.*"'
         again = f'pip install --force-reinstall "torch=={minor(version or "")}.*"'
         finding = self._package("torch", "torch", mended if version is None else again)
         if finding.state != OK:
@@ -220,24 +218,18 @@ class Packages:
             found = "not known: evenrank is not installed, this is a folder of it"
             yield Finding("dependencies", NOTE, found, "in that folder: pip install --no-deps -e .")
             return
-        missing = {name: requirement for name, requirement in needed if installed(name) is None}
+        missing = [requirement for name, requirement in needed if installed(name) is None]
         if missing:
-            self._absent |= {_module(name) for name in missing}
-            quoted = " ".join(f'"{requirement}"' for requirement in missing.values())
-            names = ", ".join(_name(requirement) for requirement in missing.values())
-            yield Finding("dependencies", WRONG, f"not installed: {names}", f"pip install {quoted}")
+            found = f"not installed: {', '.join(map(_name, missing))}"
+            yield Finding("dependencies", WRONG, found, "pip install " + " ".join(f'"{each}"' for each in missing))
         else:
             yield Finding("dependencies", OK, f"{len(needed)} installed")
         for name, requirement in needed:
-            version = installed(name)
-            if version is None:
-                continue
-            remedy = f'pip install --force-reinstall --no-deps "{requirement}"'
-            finding = self._imported(name, _module(name), version, remedy)
-            if finding.state != OK:
+            finding = self._package(name, _module(name), f'pip install --force-reinstall --no-deps "{requirement}"')
+            if requirement not in missing and finding.state != OK:
                 yield finding
-            elif not _satisfies(version, requirement):
-                yield Finding(name, NOTE, f"{version}; evenrank asks for {requirement}", f'pip install "{requirement}"')
+            elif requirement not in missing:
+                yield from _too_old(name, requirement, "evenrank")
 
     def _fbgemm_and_torchrec(self) -> Iterator[Finding]:
         """Whether both are there, can be imported, and are of the torch that is installed."""
@@ -250,18 +242,14 @@ class Packages:
         mended = f'pip install --force-reinstall --no-deps "{build}=={wanted}.*"{index_option(cuda)}'
         if any(name != build for name in builds):  # they share one folder
             mended = f"pip uninstall -y {' '.join(builds)} && {mended}"
-        if len(builds) == 1:
-            yield self._imported("fbgemm", "fbgemm_gpu", found, mended)
-        else:
-            yield Finding("fbgemm", WRONG, found, mended)
+        several = Finding("fbgemm", WRONG, found, mended)
+        yield self._package("fbgemm", "fbgemm_gpu", mended, found if len(builds) == 1 else None, several)
         mended = f'pip install --force-reinstall --no-deps "torchrec=={wanted}.*"'
         yield self._package("torchrec", "torchrec", mended)
         if installed("torchrec") is None:
             return
         for name, requirement in _requirements("torchrec"):
-            other = installed(name)
-            if other is not None and not _satisfies(other, requirement):
-                yield Finding(name, NOTE, f"{other}; torchrec asks for {requirement}", f'pip install "{requirement}"')
+            yield from _too_old(name, requirement, "torchrec")
         releases = {minor(str(installed(name))) for name in ("torchrec", *builds)}
         if releases != {wanted}:
             yield Finding(
@@ -272,17 +260,13 @@ class Packages:
             )
 
     def _package(
-        self, name: str, module: str, remedy: str, without: str = WRONG, absent: str = "not installed"
+        self, name: str, module: str, remedy: str, found: str | None = None, absent: Finding | None = None
     ) -> Finding:
-        """Whether a package is installed, else the state `without` it, and whether its module can be imported."""
-        version = installed(name)
-        if version is not None:
-            return self._imported(name, module, version, remedy)
-        self._absent.add(module)
-        return Finding(name, without, absent, remedy)
-
-    def _imported(self, name: str, module: str, found: str, remedy: str) -> Finding:
-        """Whether a module can be imported: a build for another torch fails only then."""
+        """Whether a package is there, and its module can be imported: a build for another torch fails only then."""
+        found = found or installed(name)
+        if found is None:
+            self._absent.add(module)
+            return absent or Finding(name, WRONG, "not installed", remedy)
         if "torch" in self._absent and name in _OF_TORCH:
             return Finding(name, NOTE, f"{found}; not looked into without torch")
         problem = _import_problem(module)
@@ -355,9 +339,11 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
-def _satisfies(version: str, requirement: str) -> bool:
-    try:
+def _too_old(name: str, requirement: str, of: str) -> Iterator[Finding]:
+    """A finding if an installed package is not what another one asks for."""
+    version = installed(name)
+    with contextlib.suppress(ImportError):  # then it is not known
         from packaging.requirements import Requirement
-    except ImportError:
-        return True  # not known
-    return Requirement(requirement).specifier.contains(version, prereleases=True)
+
+        if version is not None and not Requirement(requirement).specifier.contains(version, prereleases=True):
+            yield Finding(name, NOTE, f"{version}; {of} asks for {requirement}", f'pip install "{requirement}"')

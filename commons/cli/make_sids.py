@@ -10,7 +10,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from commons.cli.outputs import require_output
+from commons.cli.answer import require_output
 from commons.console import print_summary
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.file import SequenceFile

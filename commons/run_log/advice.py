@@ -57,7 +57,7 @@ def verdict_on(beside: RunComparison, base: RunReport, report: RunReport) -> str
         more = f" and {len(beside.differences) - 1} more" if len(beside.differences) > 1 else ""
         return f"{speed}; not balancing alone tells them apart, they differ in {beside.differences[0]}{more}."
     own = report.gain.step if report.balancing == "balanced" and base.is_as_loaded else None
-    if own is None or abs(beside.rows_per_s / own - 1) < _APART:
+    if not own or abs(beside.rows_per_s / own - 1) < _APART:
         return f"{speed}."
     return (
         f"{speed}, while its own steps say that balancing gains {own:.2f}×: the two runs did not have equally fast "

@@ -10,11 +10,11 @@ import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.outputs import AnswerOutputs
+from commons.cli.answer import ON_TERMINAL, AnswerOutputs
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.lengths import LengthReading, Lengths
 from commons.cli.simulate.row_cost import RowCost
-from commons.cli.simulate.simulation import OF_LAYERS, Source, describe, simulate
+from commons.cli.simulate.simulation import OF_LAYERS, Source, simulate
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.task_estimator import training_flops
@@ -55,12 +55,8 @@ class LengthOptions(RowCost, LengthReading):
 
     def given(self) -> list[str]:
         """Flags of the options that are not at their default."""
-        default = LengthOptions()
-        return [
-            "--" + item.name.replace("_", "-")
-            for item in fields(self)
-            if getattr(self, item.name) != getattr(default, item.name)
-        ]
+        given = (item.name for item in fields(self) if getattr(self, item.name) != item.default)
+        return ["--" + name.replace("_", "-") for name in given]
 
     def check(self) -> None:
         """Raise ValueError for a value out of its range."""
@@ -112,7 +108,7 @@ class LengthOptions(RowCost, LengthReading):
             batch_size=self.batch_size,
             tokens=tokens,
             costs=self.costs(tokens),
-            task=describe(model),
+            model=model,
             remedy="lower --ranks or --batch-size, or give --with-replacement if they are a sample",
             of_what=OF_LAYERS if model is not None else "in tokens of the slowest rank",
             cost=cost,
@@ -169,9 +165,7 @@ class Simulate:
     )
     """With --lengths: how they are read, and what a row costs."""
 
-    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
-        default_factory=AnswerOutputs
-    )
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
     """Where the answer goes."""
 
     def run(self) -> None:
@@ -218,7 +212,7 @@ class Simulate:
         if self.lengths is not None:
             return self.of_lengths.read(self.lengths)
         # Imported here: it needs TorchRec, and lengths alone do not.
-        from commons.cli.simulate.config_rows import read_config_rows
+        from commons.cli.recipes import read_config_rows
 
         assert self.config is not None  # noqa: S101  one of them is given
         return read_config_rows(self.config, self.model, self.shuffler, max(self.ranks) * steps)

@@ -18,8 +18,7 @@ import torch
 
 from commons.cli import recipes
 from commons.cli.main import main
-from commons.cli.recipes import load_recipe
-from commons.cli.simulate.config_rows import read_config_rows
+from commons.cli.recipes import load_recipe, read_config_rows
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import user_like_dataset
 from commons.distributed.options import ShufflerOptions

@@ -62,7 +62,7 @@ def test_settings_and_summary_may_be_missing(tmp_path):
     (folder / "config.json").write_text("{")
     log = read_log(folder)
     assert [note.split(":")[0] for note in log.notes] == ["no readable config.json", "no readable summary.json"]
-    assert RunReport.of(log).balancing == "balanced"
+    assert RunReport(log).balancing == "balanced"
 
 
 def write(text):
@@ -130,7 +130,7 @@ def test_infinity_is_not_known(tmp_path):
     folder = write_run(tmp_path, LINES)
     text = (folder / "log.jsonl").read_text()
     (folder / "log.jsonl").write_text(re.sub('"loss": [^,]*', '"loss": Infinity', text))
-    json.dumps(RunReport.of(read_log(folder)).to_dict(), allow_nan=False)
+    json.dumps(RunReport(read_log(folder)).to_dict(), allow_nan=False)
 
 
 def test_numbers_that_are_not_known_are_null(tmp_path):
@@ -138,6 +138,6 @@ def test_numbers_that_are_not_known_are_null(tmp_path):
         line | {"loss": None, "step_ms": None, "total_ms": None, "rows_per_s": None}
         for line in map(line_of, [STEPS[:5], STEPS[5:]])
     ]
-    report = RunReport.of(read_log(write_run(tmp_path, lines)))
+    report = RunReport(read_log(write_run(tmp_path, lines)))
     assert report.loss is None and report.speed.step_ms is None and report.step_time is None
     assert report.gain.work is not None and report.gain.step is None

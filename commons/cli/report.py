@@ -1,15 +1,24 @@
-"""What `evenrank report` answers: a table with a column for every run, notes, advice and pictures."""
+"""`evenrank report`: what balancing gained in a run and where the time went, from the log that the run has left.
+
+The answer is a table with a column for every run, notes, advice and pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
 
-from commons.cli.answer import Answer, AnswerTable, Section
+import tyro
+
+from commons.cli.answer import ON_TERMINAL, Answer, AnswerOutputs, AnswerTable, Section
 from commons.console import format_number
 from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
 from commons.run_log.comparison import RunComparison, beside_as_loaded, best_first, compare_runs
-from commons.run_log.reading import setting, short_names
+from commons.run_log.files import LOG_FILE
+from commons.run_log.reading import read_runs, setting, short_names
 from commons.run_log.report import RunReport
 from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.run_log.step_time import PARTS
@@ -35,16 +44,37 @@ _TERMS = (
 )
 
 
+@dataclass
+class Report:
+    """Say what balancing gained in a run and where its time went; runs beside each other are compared with the first.
+
+    Reads log.jsonl of a run's folder (trainer.run_dir), also while the run goes on.
+
+    For example:
+      evenrank report runs/train
+      evenrank report runs/unbalanced runs/balanced --html report.html
+      evenrank report runs/train --figure report.png
+      evenrank report runs/train --json
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, the one to compare with first."""
+
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
+    """Where the report goes."""
+
+    def run(self) -> None:
+        """Read, compute, print, draw."""
+        if not self.runs:
+            raise ValueError("no run is given; report reads the folders of runs (trainer.run_dir): give one or more")
+        self.of_output.require({f"the log of {run}": run / LOG_FILE for run in self.runs})
+        self.of_output.give(answer_of([RunReport(log) for log in read_runs(self.runs)]))
+
+
 def answer_of(reports: Sequence[RunReport]) -> Answer:
     """The answer on runs, at least one; all but the first are compared with it."""
     beside = compare_runs(reports)
     notes, advice = _notes(reports, beside), _advice(reports, beside)
-
-    def pictures() -> Sequence[Any]:
-        from commons.cli.report.pictures import pictures_of  # draws: a table needs none of it
-
-        return pictures_of(reports)
-
     names = tuple(report.log.name for report in reports)
     return Answer(
         title="What balancing gained" if beside else f"What balancing gained in {names[0]}",
@@ -52,7 +82,11 @@ def answer_of(reports: Sequence[RunReport]) -> Answer:
         figures=tuple(_figures(reports)),
         sections=(
             Section("All numbers", tables=(AnswerTable(("", *names), tuple(_rows(reports, beside))),), notes=notes),
-            Section("Beside each other" if beside else "Balance over the run", tuple(advice[:-1]), pictures),
+            Section(
+                "Beside each other" if beside else "Balance over the run",
+                tuple(advice[:-1]),
+                lambda: import_module("commons.cli.report_pictures").pictures_of(reports),
+            ),
             Section("How to read it", terms=_TERMS),
         ),
         content={
