@@ -11,10 +11,10 @@ import subprocess
 import sys
 
 import pytest
-from commons.cli.report_pictures import curve_of, pictures_of
 from matplotlib.figure import Figure
 
 from commons.cli.main import main
+from commons.cli.report_pictures import curve_of, pictures_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS

@@ -8,8 +8,8 @@ import json
 
 import numpy as np
 import pytest
-from commons.cli.report import answer_of
 
+from commons.cli.report import answer_of
 from commons.run_log.advice import advice_of, verdict_on
 from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import read_log

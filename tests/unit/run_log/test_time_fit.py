@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from commons.cli.report import answer_of
 
+from commons.cli.report import answer_of
 from commons.run_log.advice import warning_of
 from commons.run_log.reading import read_log
 from commons.run_log.report import RunReport
