@@ -213,18 +213,18 @@ class Packages:
 
     def _dependencies(self) -> Iterator[Finding]:
         """All other packages that evenrank needs: whether they are there, new enough, and can be imported."""
-        needed = [need for need in _requirements("evenrank") if need[0] != "torch"]
+        needed = {name: need for name, need in _requirements("evenrank").items() if name != "torch"}
         if not needed:
             found = "not known: evenrank is not installed, this is a folder of it"
             yield Finding("dependencies", NOTE, found, "in that folder: pip install --no-deps -e .")
             return
-        missing = [requirement for name, requirement in needed if installed(name) is None]
+        missing = [requirement for name, requirement in needed.items() if installed(name) is None]
         if missing:
             found = f"not installed: {', '.join(map(_name, missing))}"
             yield Finding("dependencies", WRONG, found, "pip install " + " ".join(f'"{each}"' for each in missing))
         else:
             yield Finding("dependencies", OK, f"{len(needed)} installed")
-        for name, requirement in needed:
+        for name, requirement in needed.items():
             finding = self._package(name, _module(name), f'pip install --force-reinstall --no-deps "{requirement}"')
             if requirement not in missing and finding.state != OK:
                 yield finding
@@ -248,7 +248,7 @@ class Packages:
         yield self._package("torchrec", "torchrec", mended)
         if installed("torchrec") is None:
             return
-        for name, requirement in _requirements("torchrec"):
+        for name, requirement in _requirements("torchrec").items():
             yield from _too_old(name, requirement, "torchrec")
         releases = {minor(str(installed(name))) for name in ("torchrec", *builds)}
         if releases != {wanted}:
@@ -292,42 +292,33 @@ def installed(package: str) -> str | None:
 
 def _import_problem(module: str) -> str | None:
     """Why a module cannot be imported, in one line; None where it can."""
-    try:
-        with _quiet():
-            import_module(module)
-    except Exception as error:  # a broken package may raise anything
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings and logs of packages, most of which are of what else could be installed."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # most of what packages log and warn of is what else could be installed
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            import_module(module)
+    except Exception as error:  # a broken package may raise anything
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
     finally:
         logging.disable(disabled)
+    return None
 
 
 def _missing_needs(package: str, module: str) -> str:
     """The requirements of an installed package that are missing, for a command: that of a module and all others."""
-    needs = {name: need for name, need in _requirements(package) if name not in _FBGEMM}
+    needs = {name: need for name, need in _requirements(package).items() if name not in _FBGEMM}
     found = [name for name in needs if _module(name) == module or installed(name) is None]
     return " ".join(f'"{needs[name]}"' for name in found) or module.replace("_", "-")
 
 
-def _requirements(package: str) -> list[tuple[str, str]]:
-    """Name, in small letters, and requirement of what an installed package needs itself, without its extras."""
+def _requirements(package: str) -> dict[str, str]:
+    """By name, in small letters, the requirements of an installed package itself, without its extras."""
     try:
         needs = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
-        return []
-    plain = [need for need in needs if ";" not in need]  # the others are for extras, or an old Python
-    return [(_name(need).lower(), need) for need in plain]
+        return {}
+    return {_name(need).lower(): need for need in needs if ";" not in need}  # others are for extras, or an old Python
 
 
 def _module(name: str) -> str:
