@@ -32,8 +32,6 @@ _HISTOGRAM = ["length", "count"]
 _TYPES = (".parquet", ".csv", ".npy", ".jsonl")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 _MOST, _LONGEST = 2**53, 2.0**31  # of files, as a float64 counts no further, and of distributions
-
-
 # So many lengths, int64.
 _Take = Callable[[int, np.random.Generator], np.ndarray]
 
@@ -97,14 +95,12 @@ class LengthReading:
         if self.with_replacement and self.in_order:
             raise ValueError("with_replacement and in_order exclude each other: choose one")
         columns = [_count_events(path, self.group_by)] if self.group_by else _read_lengths(path, self.column)
-        if len(columns) == 1:
-            return self.of(source, *columns)
-        if self.in_order or self.with_replacement:
+        if len(columns) > 1 and (self.in_order or self.with_replacement):
             raise ValueError(
                 f"{source} is a histogram, from which rows are drawn; --in-order and --with-replacement belong to a "
                 "file with one length per row: leave them out"
             )
-        return Lengths(source, _histogram(source, *columns))
+        return self.of(source, *columns) if len(columns) == 1 else Lengths(source, _histogram(source, *columns))
 
     def of(self, name: str, values: np.ndarray) -> Lengths:
         """Lengths that are known, int64 `(rows,)`."""
@@ -147,12 +143,9 @@ def _distribution(source: str) -> _Take:
 
 
 def _histogram(source: str, lengths: np.ndarray, counts: np.ndarray) -> _Take:
-    total = sum(counts.tolist())  # of Python's integers, which do not overflow
+    bounds, total = np.cumsum(counts), int(counts.sum())
     if total == 0:
         raise ValueError(f"{source} has no row; all counts are 0: check the file")
-    if total >= 2**63:
-        raise ValueError(f"the counts of {source} add up to {total}; there are fewer than 2**63 rows: scale them down")
-    bounds = np.cumsum(counts)
     return lambda count, rng: lengths[np.searchsorted(bounds, rng.integers(0, total, count), side="right")]
 
 
