@@ -5,7 +5,7 @@ The answer is a table with a column for every run, notes, advice and pictures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,6 @@ from commons.run_log.step_time import PARTS
 # Slow ranks that a note names, and runs whose speed stands among the first numbers; of more, the fastest.
 _MOST_NAMED = 4
 
-_Cell = Callable[[RunReport], str]
 _TERMS = (
     ("imbalance", "largest load of a rank ÷ the mean − 1; all ranks wait for the largest. Mean over steps"),
     ("speed-up of the slowest rank", "largest load as loaded ÷ largest load as balanced, both summed over steps"),
@@ -100,35 +99,91 @@ def answer_of(reports: Sequence[RunReport]) -> Answer:
 
 def _rows(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Iterator[tuple[str, ...]]:
     """The table as text, without rows that no run knows; a heading has one cell."""
-    sections = {
-        title: [(label, *map(cell, reports)) for label, cell in cells.items()] for title, cells in _SECTIONS.items()
-    }
-    sections["after training"] = list(_results(reports))
-    if beside:
-        sections[f"beside {beside[0].base}"] = list(_differences(beside))
-    for title, rows in sections.items():
+    columns = [_column(report) for report in reports]
+    for column, comparison in zip(columns[1:], beside):
+        column[f"beside {comparison.base}"] = _differences(comparison)
+    for title in dict.fromkeys(title for column in columns for title in column):
+        cells = [column.get(title, {}) for column in columns]
+        labels = dict.fromkeys(label for of_run in cells for label in of_run)
+        rows = [(label, *(of_run.get(label, "") for of_run in cells)) for label in labels]
         known = [row for row in rows if any(row[1:])]
         if title and known:
             yield (title,)
         yield from known
 
 
-def _results(reports: Sequence[RunReport]) -> Iterator[tuple[str, ...]]:
-    """Loss and the last evaluation."""
-    yield "loss", *(format_number("{:.4f}", report.loss) for report in reports)
-    evaluations = [{name: each for name, *each in with_errors(report.evaluation)} for report in reports]
-    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
-        pattern = "{:,.0f}" if name == "rows" else "{:.4f}"
-        yield f"eval {name}", *(_metric(pattern, *evaluation.get(name, (None, None))) for evaluation in evaluations)
+def _column(report: RunReport) -> dict[str, dict[str, str]]:
+    """What the table says of a run, by section and label; "" for what is not known."""
+    speed, gain, time, beside = report.speed, report.gain, report.step_time, report.background
+    is_moved = report.balancing == "balanced" and not report.by_work
+    total, parts = (None, {}) if time is None else (time.total, time.parts())
+    parts = parts if len(parts) > 1 else {}  # all of a step is no part of it
+    return {
+        "": {
+            "steps": f"{report.steps:,}",
+            "ranks": format_number("{}", report.ranks),
+            "rows per step": format_number("{:,.0f}", report.rows_per_step),
+            "balanced": _balancing(report),
+        },
+        "speed": {
+            "median step, ms": format_number("{:,.1f}", speed.step_ms),
+            "rows per second": format_number("{:,.1f}", speed.rows_per_s),
+            "tokens per second": format_number("{:,.0f}", speed.tokens_per_s),
+            "TFLOPS per rank": format_number("{:,.3g}", speed.tflops_per_rank),
+            "MFU": format_number("{:.1%}", speed.mfu),
+        },
+        "balance": {
+            "imbalance, mean": _change(gain.imbalance_before, gain.imbalance_after),
+            "imbalance, worst line": _change(gain.worst_before, gain.worst_after),
+            "speed-up of the slowest rank": format_number("{:.2f}×", gain.work),
+            "  possible": format_number("{:.2f}×", gain.possible),
+            "speed-up of a step, measured": format_number("{:.2f}×", gain.step),
+            "  by the calibration": format_number("{:.2f}×", gain.predicted_step),
+            "saved by speeds, of own work": _speeds(report),
+            "tokens moved": format_number("{:.1%}", gain.token_fraction_moved if is_moved else None),
+            "kB sent by rank 0 in a step": f"{(gain.bytes_sent or 0) / 1e3:,.1f}" if is_moved else "",
+            "steps not worth it (gated)": format_number("{:.0%}", gain.gated or None),
+            "imbalance of keys": _change(gain.lookups_before, gain.lookups_after if is_moved else None),
+        },
+        "a mean step, ms": {
+            **{
+                name: f"{parts[name]:,.1f} ({parts[name] / (total or 1.0):.0%})" if name in parts else ""
+                for name in PARTS
+            },
+            "all of it": format_number("{:,.1f}", total),
+            "balancing takes off": format_number("{:,.1f}", time.saved if time and report.balancing != "off" else None),
+        },
+        "beside the steps, ms of a step": {
+            "gather": format_number("{:,.1f}", getattr(beside, "gather_ms", None)),
+            "plan": format_number("{:,.1f}", getattr(beside, "plan_ms", None)),
+            "exchange of windows": format_number("{:,.1f}", getattr(beside, "exchange_ms", None)),
+            "hidden": format_number("{:.1%}", getattr(beside, "hidden", None)),
+        },
+        "after training": {
+            "loss": format_number("{:.4f}", report.loss),
+            **{
+                f"eval {name}": _metric("{:,.0f}" if name == "rows" else "{:.4f}", value, error)
+                for name, value, error in with_errors(report.evaluation)
+            },
+        },
+    }
 
 
-def _differences(beside: Sequence[RunComparison]) -> Iterator[tuple[str, ...]]:
-    """How every run differs from the first."""
-    for label, cell in _BESIDE.items():
-        yield label, "", *map(cell, beside)
-    for name in dict.fromkeys(name for each in beside for name in each.evaluation):
-        apart = (_metric("{:+.1e}", each.evaluation.get(name), each.standard_errors.get(name)) for each in beside)
-        yield f"eval {name}, difference", "", *apart
+def _differences(beside: RunComparison) -> dict[str, str]:
+    """How a run differs from the first, by label."""
+    step, loss = beside.each_step, beside.loss
+    return {
+        "speed-up, rows per second": format_number("{:.2f}×", beside.rows_per_s),
+        "speed-up, median step": format_number("{:.2f}×", beside.step_ms),
+        "speed-up, median of the steps": f"{step.median:.2f}× ({step.low:.2f} to {step.high:.2f})" if step else "",
+        "speed-up by the loads": format_number("{:.2f}×", beside.work),
+        "loss difference, largest": format_number("{:.1e}", getattr(loss, "largest", None)),
+        "loss difference, at the end": format_number("{:.1e}", getattr(loss, "at_end", None)),
+        **{
+            f"eval {name}, difference": _metric("{:+.1e}", value, beside.standard_errors.get(name))
+            for name, value in beside.evaluation.items()
+        },
+    }
 
 
 def _notes(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> tuple[str, ...]:
@@ -197,24 +252,9 @@ def _metric(pattern: str, value: float | None, error: float | None) -> str:
     return "" if value is None or value != value else shown_with_error(value, error, pattern)
 
 
-def _of(part: str, name: str, pattern: str) -> _Cell:
-    """A cell: an attribute of a part of the report; "" where there is no such part."""
-    return lambda report: format_number(pattern, getattr(getattr(report, part), name, None))
-
-
-def _change(before: str, after: str) -> _Cell:
-    """A cell: two fractions of the gain and an arrow, or the one that is known."""
-
-    def cell(report: RunReport) -> str:
-        both = (getattr(report.gain, before), getattr(report.gain, after))
-        return " → ".join(f"{each:.1%}" for each in both if each is not None)
-
-    return cell
-
-
-def _if_moved(cell: _Cell, otherwise: _Cell = lambda report: "") -> _Cell:
-    """A cell of runs that move rows."""
-    return lambda report: (cell if report.balancing == "balanced" and not report.by_work else otherwise)(report)
+def _change(before: float | None, after: float | None) -> str:
+    """Two fractions and an arrow, or the one that is known."""
+    return " → ".join(f"{each:.1%}" for each in (before, after) if each is not None)
 
 
 def _balancing(report: RunReport) -> str:
@@ -229,83 +269,7 @@ def _balancing(report: RunReport) -> str:
 def _speeds(report: RunReport) -> str:
     if not report.gain.speeds:
         return ""
-    least, more = report.given_less[:1], len(report.given_less) - 1
-    named = "".join(f", rank {each.rank} at {each.speed:.2f}" for each in least) + (
-        f", {more} more" if more > 0 else ""
-    )
+    named = "".join(f", rank {each.rank} at {each.speed:.2f}" for each in report.given_less[:1])
+    named += f", {len(report.given_less) - 1} more" if len(report.given_less) > 1 else ""
     would = " if measured" if setting(report.log.config, "trainer.shuffler.speeds") == "observe" else ""
     return f"{report.gain.speeds:.1%}{would}{named}"
-
-
-def _part(name: str) -> _Cell:
-    """A cell: a part of a step, and its share."""
-
-    def cell(report: RunReport) -> str:
-        parts = {} if report.step_time is None else report.step_time.parts()
-        if report.step_time is None or name not in parts or len(parts) == 1:  # all of a step is no part of it
-            return ""
-        return f"{parts[name]:,.1f} ({parts[name] / max(1e-12, report.step_time.total):.0%})"
-
-    return cell
-
-
-def _each_step(beside: RunComparison) -> str:
-    each = beside.each_step
-    return "" if each is None else f"{each.median:.2f}× ({each.low:.2f} to {each.high:.2f})"
-
-
-# By section and label, what a run has there.
-_SECTIONS: Mapping[str, Mapping[str, _Cell]] = {
-    "": {
-        "steps": lambda report: f"{report.steps:,}",
-        "ranks": lambda report: format_number("{}", report.ranks),
-        "rows per step": lambda report: format_number("{:,.0f}", report.rows_per_step),
-        "balanced": _balancing,
-    },
-    "speed": {
-        "median step, ms": _of("speed", "step_ms", "{:,.1f}"),
-        "rows per second": _of("speed", "rows_per_s", "{:,.1f}"),
-        "tokens per second": _of("speed", "tokens_per_s", "{:,.0f}"),
-        "TFLOPS per rank": _of("speed", "tflops_per_rank", "{:,.3g}"),
-        "MFU": _of("speed", "mfu", "{:.1%}"),
-    },
-    "balance": {
-        "imbalance, mean": _change("imbalance_before", "imbalance_after"),
-        "imbalance, worst line": _change("worst_before", "worst_after"),
-        "speed-up of the slowest rank": _of("gain", "work", "{:.2f}×"),
-        "  possible": _of("gain", "possible", "{:.2f}×"),
-        "speed-up of a step, measured": _of("gain", "step", "{:.2f}×"),
-        "  by the calibration": _of("gain", "predicted_step", "{:.2f}×"),
-        "saved by speeds, of own work": _speeds,
-        "tokens moved": _if_moved(_of("gain", "token_fraction_moved", "{:.1%}")),
-        "kB sent by rank 0 in a step": _if_moved(
-            lambda report: format_number("{:,.1f}", (report.gain.bytes_sent or 0) / 1e3)
-        ),
-        "steps not worth it (gated)": lambda report: format_number("{:.0%}", report.gain.gated or None),
-        "imbalance of keys": _if_moved(
-            _change("lookups_before", "lookups_after"), _of("gain", "lookups_before", "{:.1%}")
-        ),
-    },
-    "a mean step, ms": {
-        **{name: _part(name) for name in PARTS},
-        "all of it": _of("step_time", "total", "{:,.1f}"),
-        "balancing takes off": lambda report: (
-            "" if report.balancing == "off" else _of("step_time", "saved", "{:,.1f}")(report)
-        ),
-    },
-    "beside the steps, ms of a step": {
-        "gather": _of("background", "gather_ms", "{:,.1f}"),
-        "plan": _of("background", "plan_ms", "{:,.1f}"),
-        "exchange of windows": _of("background", "exchange_ms", "{:,.1f}"),
-        "hidden": _of("background", "hidden", "{:.1%}"),
-    },
-}
-# By label, how a run differs from the first.
-_BESIDE: Mapping[str, Callable[[RunComparison], str]] = {
-    "speed-up, rows per second": lambda each: format_number("{:.2f}×", each.rows_per_s),
-    "speed-up, median step": lambda each: format_number("{:.2f}×", each.step_ms),
-    "speed-up, median of the steps": _each_step,
-    "speed-up by the loads": lambda each: format_number("{:.2f}×", each.work),
-    "loss difference, largest": lambda each: format_number("{:.1e}", each.loss.largest if each.loss else None),
-    "loss difference, at the end": lambda each: format_number("{:.1e}", each.loss.at_end if each.loss else None),
-}
