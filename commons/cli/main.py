@@ -1,8 +1,9 @@
 """The `evenrank` command.
 
 To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
-`run()` does the work, and add it to `_COMMANDS`. Only the command that runs is imported: torch alone takes
-seconds, and reading an archive needs none of it.
+`run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None for 0; a user's mistake is a
+ValueError, KeyError or OSError. Only the command that runs is imported: torch alone takes seconds, and reading an
+archive needs none of it.
 """
 
 from __future__ import annotations
@@ -19,20 +20,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from commons.cli.answer import command_line
 from commons.console import accept_all_text, parser_error, print_error, wrapped_help
 from commons.switches import without_boolean_values
 from commons.version import __version__
-
-
-class Command(Protocol):
-    """A subcommand with its arguments."""
-
-    def run(self) -> int | None:
-        """Do the work; a user's mistake is a ValueError, KeyError or OSError. Returns the exit status; None for 0."""
-
 
 # The module of commons.cli and the class of every subcommand.
 _COMMANDS = {
@@ -122,13 +115,13 @@ def _ended_by_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _load(name: str) -> Callable[..., Command]:
+def _load(name: str) -> Callable[..., Any]:
     """The class of a subcommand."""
     module, class_name = _COMMANDS[name]
     return getattr(importlib.import_module(f"commons.cli.{module}"), class_name)
 
 
-def _parse(argv: list[str]) -> Command | None:
+def _parse(argv: list[str]) -> Any:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
     try:
         import tyro
@@ -180,14 +173,14 @@ class _Output(io.StringIO):
         return self._stdout.isatty() and not Console(file=self._stdout).no_color
 
 
-def _outline(name: str) -> Callable[..., Command]:
+def _outline(name: str) -> Callable[..., Any]:
     """A subcommand without its arguments, for the list of all: its module, which may need torch, is not imported."""
     module, class_name = _COMMANDS[name]
     file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))
     described = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
 
-    def outline() -> Command:
+    def outline() -> Any:
         return _load(name)()
 
     outline.__doc__ = (ast.get_docstring(described) or "").split("\n\n")[0]
