@@ -25,6 +25,7 @@ from commons.perf_model.calibration import load_calibration
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.user_package import import_user_module
 from tests.helpers.datasets.movielens import write_zip
+from tests.helpers.documents.pages import read_page
 from tests.helpers.jobs.training_configs import CONFIG
 from tests.helpers.models.calibrations import make_calibration
 
@@ -123,8 +124,12 @@ def test_data_that_are_too_short_are_not_repeated(mine, asked, mistake):
 
 def test_windows_are_beside_one_another(mine, tmp_path, asked, mistake):
     (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
-    answer = asked("simulate", *mine, "--ranks", "2", "4", "--steps", "4", "--window", "2", "4", "--figure", "g.png")
+    flags = ["--ranks", "2", "4", "--steps", "4", "--window", "2", "4", "--figure", "g.png", "--html", "g.html"]
+    answer, (_, words) = asked("simulate", *mine, *flags), read_page(tmp_path / "g.html")
     of_two, of_four = answer["ranks"]
+    assert of_two["advice"]["text"] in words and of_four["advice"]["text"] in words
+    for way in (*of_two["ways"][1:], *of_four["ways"][1:]):
+        assert way["possible_speed_up"] >= way["speed_up"] >= 1 and f"{way['speed_up']:.2f}×" in words
     gains = {way["way"]: way["speed_up"] for way in of_two["ways"]}
     assert list(gains) == ["as loaded", "each batch", "window of 2", "window of 4"]
     assert gains["each batch"] < gains["window of 2"] <= gains["window of 4"]

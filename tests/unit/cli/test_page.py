@@ -17,7 +17,6 @@ from commons.cli.answer import Answer, AnswerTable, Section
 from commons.cli.pictures import COLORS, THEMES, Picture, svg_of, write_page
 from commons.cli.simulate.pictures import band_edges
 from tests.helpers.documents.pages import read_page
-from tests.helpers.jobs.training_configs import CONFIG
 
 LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8", "--steps", "8", "--batch-size", "4"]
 
@@ -44,17 +43,6 @@ def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(here, told, asked)
     assert "speed-up of the layers, each batch balanced" in words
     assert text.count("<svg") == 4
     assert f"evenrank {shlex.join(LENGTHS)} --html gain.html --figure gain.png" in words
-
-
-def test_a_page_of_a_config(here, told, asked):
-    (here / "run.toml").write_text(CONFIG.format(candidates=3))
-    argv = ["simulate", "--config", "run.toml", "--ranks", "2", "4", "--steps", "3", "--window", "3"]
-    told(*argv, "--html", "gain.html", "--figure", "gain.svg")
-    _, words = read_page(here / "gain.html")
-    for each in asked(*argv)["ranks"]:
-        assert [way["window"] for way in each["ways"]] == [1, 1, 3] and each["advice"]["text"] in words
-        for way in each["ways"][1:]:
-            assert way["possible_speed_up"] >= way["speed_up"] >= 1 and f"{way['speed_up']:.2f}×" in words
 
 
 def test_one_number_of_ranks_and_even_lengths(here, told):
