@@ -151,10 +151,10 @@ def _histogram(source: str, lengths: np.ndarray, counts: np.ndarray) -> _Take:
 
 def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
     """One column, or the two of a histogram: int64 `(rows,)`, at least one row, values of at least 0."""
-    rows, has_names = _open(path)
+    rows = _open(path)
     names = _wanted(path, rows.columns, column)
     lists = [name for name in names if _is_list(rows, name)]
-    if has_names and not lists and names[0].lower().endswith("id"):
+    if not lists and names[0].lower().endswith("id"):
         raise ValueError(
             f"column {names[0]!r} of {path} ends in 'id', as identifiers do, which are no lengths: count the events of "
             f"each by --group-by {shlex.quote(names[0])}, name the column of lengths by --column, or save the numbers "
@@ -173,7 +173,7 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
 
 def _count_events(path: Path, column: str) -> np.ndarray:
     """How many rows, which are events, each user has: int64 `(users,)`, in the order in which users first occur."""
-    rows, _ = _open(path)
+    rows = _open(path)
     what = f"column {_wanted(path, rows.columns, column)[0]!r} of {path}"
     if _is_list(rows, column):
         raise ValueError(
@@ -189,8 +189,8 @@ def _count_events(path: Path, column: str) -> np.ndarray:
     return found["events"].astype(np.int64)
 
 
-def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRelation, bool]:
-    """The rows of a file, or of a folder of parquet files as data sets are written; and whether columns have names.
+def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
+    """The rows of a file, or of a folder of parquet files as data sets are written.
 
     With places, rows of parquet files have two columns more: `filename`, and `file_row_number`, counted from 0.
     """
@@ -206,15 +206,15 @@ def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRela
         raise ValueError(f"{path} is none of {', '.join(_TYPES)} and no folder of parquet files: {remedy}")
     with _readable(path):
         if kind == ".parquet":
-            return database.read_parquet(files, filename=with_places, file_row_number=with_places), True
+            return database.read_parquet(files, filename=with_places, file_row_number=with_places)
         if kind == ".npy":
-            return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)})), False
+            return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)}))
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline().strip()
         if not first:
             raise ValueError("it is empty, or begins with an empty line")
         if kind == ".jsonl" and not _is_number(first):
-            return database.read_json(str(path), format="newline_delimited", sample_size=-1), True
+            return database.read_json(str(path), format="newline_delimited", sample_size=-1)
         # Commas, semicolons or tabs; without a header where the first line has nothing but numbers.
         delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
@@ -224,8 +224,7 @@ def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRela
             names = _HISTOGRAM if is_histogram else [f"column {place}" for place in range(1, len(names) + 1)]
         # As text: users 7 and 007 are two, and an error shows what is written.
         columns = dict.fromkeys(names, "VARCHAR")
-        rows = database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
-        return rows, has_names
+        return database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
 
 
 @contextlib.contextmanager
@@ -286,7 +285,7 @@ def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndar
         row = int(wrong.argmax())
         of_files = ""
         if path.is_dir():
-            (rows, _), of_files = _open(path, with_places=True), ", filename, file_row_number + 1"
+            rows, of_files = _open(path, with_places=True), ", filename, file_row_number + 1"
         value, *place = rows.project(sql_name(name) + of_files).limit(1, offset=row).fetchall()[0]
         path, number = place or (path, row + 1)
         shown = "no value" if value is None else repr(value)[:42]
