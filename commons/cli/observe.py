@@ -21,7 +21,7 @@ import tyro
 from commons.checks import require_at_least
 from commons.cli.answer import ON_TERMINAL, AnswerOutputs, command_line
 from commons.cli.simulate.answer import answer_of
-from commons.cli.simulate.row_cost import RowCost
+from commons.cli.simulate.command import RowCost
 from commons.cli.simulate.simulation import Source, simulate
 from commons.console import print_error
 from commons.perf_model.gain import LoadedRows, StepCost
