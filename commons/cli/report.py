@@ -16,7 +16,7 @@ import tyro
 from commons.cli.answer import ON_TERMINAL, Answer, AnswerOutputs, AnswerTable, Section
 from commons.console import format_number
 from commons.run_log.advice import advice_of, headline_of, verdict_on, warning_of
-from commons.run_log.comparison import RunComparison, beside_as_loaded, best_first, compare_runs
+from commons.run_log.comparison import RunComparison, best_first, compare_runs
 from commons.run_log.files import LOG_FILE
 from commons.run_log.reading import read_runs, setting, short_names
 from commons.run_log.report import RunReport
@@ -72,13 +72,13 @@ class Report:
 
 def answer_of(reports: Sequence[RunReport]) -> Answer:
     """The answer on runs, at least one; all but the first are compared with it."""
-    beside = compare_runs(reports)
-    notes, advice = _notes(reports, beside), _advice(reports, beside)
+    beside, ranked = compare_runs(reports), best_first(reports)
+    notes, advice = _notes(reports, beside), _advice(reports, beside, ranked)
     names = tuple(report.log.name for report in reports)
     return Answer(
         title="What balancing gained" if beside else f"What balancing gained in {names[0]}",
         answer=advice[-1],
-        figures=tuple(_figures(reports)),
+        figures=tuple(_figures(reports, ranked)),
         sections=(
             Section("All numbers", tables=(AnswerTable(("", *names), tuple(_rows(reports, beside))),), notes=notes),
             Section(
@@ -207,13 +207,16 @@ def _notes_on(report: RunReport) -> Iterator[str]:
         yield f"slow ranks, by the median of the others' load per ms: {', '.join(named)}{more}; that is not the data"
 
 
-def _advice(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> list[str]:
-    """What to make of every run, and of several, last, all of them compared."""
+def _advice(
+    reports: Sequence[RunReport], beside: Sequence[RunComparison], ranked: Sequence[RunComparison]
+) -> list[str]:
+    """What to make of every run, and of several, last, all of them compared, the best first."""
     if not beside:
         return [line for line in (warning_of(reports[0]), advice_of(reports[0])) if line]
     # Beside a balanced run, the advice to turn balancing on is of no use.
     advised = [report for report in reports if report.balancing != "off"] or reports
-    over_as_loaded = beside_as_loaded(reports)
+    as_loaded = {report.log.name for report in reports if report.is_as_loaded}
+    over_as_loaded = {each.run: each for each in ranked if each.base in as_loaded}
     of_runs = [
         f"{report.log.name}: {line}"
         for report in advised
@@ -223,14 +226,14 @@ def _advice(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> li
     verdicts = [verdict_on(each, reports[0], report) for each, report in zip(beside, reports[1:])]
     # A verdict that is the headline is left out.
     more = [line for each, line in zip(beside, verdicts) if line and line != headline_of([each])]
-    return [*of_runs, *more, headline_of(best_first(reports))]
+    return [*of_runs, *more, headline_of(ranked)]
 
 
-def _figures(reports: Sequence[RunReport]) -> list[tuple[str, str]]:
+def _figures(reports: Sequence[RunReport], ranked: Sequence[RunComparison]) -> list[tuple[str, str]]:
     """The numbers to see first: of several runs the speed of each, best first, and what balancing did in the best."""
     by_name = {report.log.name: report for report in reports}
     names = dict(zip(by_name, short_names(list(by_name))))
-    compared = [each for each in best_first(reports) if each.compares]
+    compared = [each for each in ranked if each.compares]
     report = by_name[compared[0].run] if compared else reports[-1]
     gain, of = report.gain, f", {names[report.log.name]}" if len(reports) > 1 else ""
     would = "" if report.balancing == "balanced" else " if balanced"

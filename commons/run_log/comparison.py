@@ -103,12 +103,6 @@ def compare_runs(reports: Sequence[RunReport]) -> list[RunComparison]:
     return [RunComparison(reports[0], other) for other in reports[1:]]
 
 
-def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, RunComparison]:
-    """Every other run by its name, beside the fastest unbalanced one; empty where there is none."""
-    base = _fastest(each for each in reports if each.is_as_loaded)
-    return {} if base is None else {each.log.name: RunComparison(base, each) for each in reports if each is not base}
-
-
 def best_first(reports: Sequence[RunReport]) -> list[RunComparison]:
     """All runs but one beside that one, the fastest first, independent of the order of the runs.
 
