@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from commons.cli.report_pictures import curve_of, pictures_of
-from commons.run_log.reading import read_log
+from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
 from tests.helpers.documents.documented import ROOT
@@ -111,7 +111,7 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
 
 
 def test_the_baseline_stands_where_a_steps_time_goes(runs):
-    reports = [RunReport(read_log(runs / name)) for name in "ab"]
+    reports = [RunReport(RunLog(runs / name)) for name in "ab"]
     imbalance, parts, loss = pictures_of(reports)
     assert (imbalance.title, loss.title) == ("Imbalance as trained", "Loss")
     axes = Figure().subplots()
@@ -129,7 +129,7 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
         line | even | {"loads_before": [10**9, 10**9 + 1], "loads_after": [10**9, 10**9]}
         for line in lines_of(make_steps(), SIZES)
     ]
-    report = RunReport(read_log(write_run(tmp_path, lines, config_of())))
+    report = RunReport(RunLog(write_run(tmp_path, lines, config_of())))
     for several in ([report], [report, report]):
         for picture in pictures_of(several):
             figure = Figure()
@@ -157,11 +157,11 @@ def test_names_are_no_markup_and_none_is_left_out_of_a_picture(here, told, recwa
 
 def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     steps = make_steps(count=20, ranks=80, rows=2)
-    log = read_log(write_run(tmp_path, [line_of([step]) for step in steps]))
+    log = RunLog(write_run(tmp_path, [line_of([step]) for step in steps]))
     loads = next(each for each in pictures_of([RunReport(log)]) if each.title == "Load of each rank")
     assert loads.text.startswith("The fullest rank's, the next one's, and so on,")
     lines = [line_of([steps[0]]) | {"step": number, "loss": number % 2} for number in range(1, 1001)]
-    drawn, losses = curve_of(read_log(write_run(tmp_path, lines)), "loss")
+    drawn, losses = curve_of(RunLog(write_run(tmp_path, lines)), "loss")
     assert 200 <= len(drawn) <= 300 and losses.mean() == pytest.approx(0.5, abs=0.01)
     assert drawn.min() >= 1 and drawn.max() <= 1000
 
