@@ -218,18 +218,17 @@ class Packages:
             found = "not known: evenrank is not installed, this is a folder of it"
             yield Finding("dependencies", NOTE, found, "in that folder: pip install --no-deps -e .")
             return
-        missing = [requirement for name, requirement in needed.items() if installed(name) is None]
+        missing = {name: requirement for name, requirement in needed.items() if installed(name) is None}
+        self._absent |= set(map(_module, missing))
         if missing:
-            found = f"not installed: {', '.join(map(_name, missing))}"
-            yield Finding("dependencies", WRONG, found, "pip install " + " ".join(f'"{each}"' for each in missing))
+            quoted = " ".join(f'"{requirement}"' for requirement in missing.values())
+            names = ", ".join(map(_name, missing.values()))
+            yield Finding("dependencies", WRONG, f"not installed: {names}", f"pip install {quoted}")
         else:
             yield Finding("dependencies", OK, f"{len(needed)} installed")
-        for name, requirement in needed.items():
-            finding = self._package(name, _module(name), f'pip install --force-reinstall --no-deps "{requirement}"')
-            if requirement not in missing and finding.state != OK:
-                yield finding
-            elif requirement not in missing:
-                yield from _too_old(name, requirement, "evenrank")
+        for name in (name for name in needed if name not in missing):
+            finding = self._package(name, _module(name), f'pip install --force-reinstall --no-deps "{needed[name]}"')
+            yield from [finding] if finding.state != OK else _too_old(name, needed[name], "evenrank")
 
     def _fbgemm_and_torchrec(self) -> Iterator[Finding]:
         """Whether both are there, can be imported, and are of the torch that is installed."""
@@ -242,8 +241,10 @@ class Packages:
         mended = f'pip install --force-reinstall --no-deps "{build}=={wanted}.*"{index_option(cuda)}'
         if any(name != build for name in builds):  # they share one folder
             mended = f"pip uninstall -y {' '.join(builds)} && {mended}"
-        several = Finding("fbgemm", WRONG, found, mended)
-        yield self._package("fbgemm", "fbgemm_gpu", mended, found if len(builds) == 1 else None, several)
+        if len(builds) == 1:
+            yield self._package("fbgemm", "fbgemm_gpu", mended, found)
+        else:
+            yield Finding("fbgemm", WRONG, found, mended)
         mended = f'pip install --force-reinstall --no-deps "torchrec=={wanted}.*"'
         yield self._package("torchrec", "torchrec", mended)
         if installed("torchrec") is None:

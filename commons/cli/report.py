@@ -73,7 +73,7 @@ class Report:
 def answer_of(reports: Sequence[RunReport]) -> Answer:
     """The answer on runs, at least one; all but the first are compared with it."""
     beside, ranked = compare_runs(reports), best_first(reports)
-    notes, advice = _notes(reports, beside), _advice(reports, beside, ranked)
+    notes, advice = tuple(_notes(reports, beside)), _advice(reports, beside, ranked)
     names = tuple(report.log.name for report in reports)
     return Answer(
         title="What balancing gained" if beside else f"What balancing gained in {names[0]}",
@@ -186,25 +186,21 @@ def _differences(beside: RunComparison) -> dict[str, str]:
     }
 
 
-def _notes(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> tuple[str, ...]:
+def _notes(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Iterator[str]:
     """What to know of the runs, a line each."""
-    of_runs = [f"{report.log.name}: {note}." for report in reports for note in _notes_on(report)]
-    apart = [
-        f"{each.run} beside {each.base} differs in {'; '.join(each.differences)}: not balancing alone tells them apart."
-        for each in beside
-        if each.differences
-    ]
-    return (*of_runs, *apart)
-
-
-def _notes_on(report: RunReport) -> Iterator[str]:
-    yield from report.log.notes
-    if len(report.log.num_ranks) > 1:
-        yield f"the number of ranks has changed: {', '.join(map(str, report.log.num_ranks))}; means are over all lines"
-    named = [f"rank {each.rank} at {each.speed:.2f}" for each in report.slow_ranks[:_MOST_NAMED]]
-    if named:
-        more = f" and {len(report.slow_ranks) - _MOST_NAMED} more" if len(report.slow_ranks) > _MOST_NAMED else ""
-        yield f"slow ranks, by the median of the others' load per ms: {', '.join(named)}{more}; that is not the data"
+    for report in reports:
+        notes, ranks, slow = [*report.log.notes], report.log.num_ranks, report.slow_ranks
+        if len(ranks) > 1:
+            notes.append(f"the number of ranks has changed: {', '.join(map(str, ranks))}; means are over all lines")
+        if slow:
+            named = ", ".join(f"rank {each.rank} at {each.speed:.2f}" for each in slow[:_MOST_NAMED])
+            named += f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else ""
+            notes.append(f"slow ranks, by the median of the others' load per ms: {named}; that is not the data")
+        yield from (f"{report.log.name}: {note}." for note in notes)
+    for each in beside:
+        if each.differences:
+            differs = f"{each.run} beside {each.base} differs in {'; '.join(each.differences)}"
+            yield f"{differs}: not balancing alone tells them apart."
 
 
 def _advice(
