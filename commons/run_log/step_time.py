@@ -99,13 +99,13 @@ class TimeFit:
 
 def time_fit_of(log: RunLog, trained: Literal["before", "after"]) -> TimeFit | None:
     """The fit of the lines whose times count; None where they are too few, or the loads vary too little."""
-    none = (None,) * len(log.step)
+    none, of_ranks = (None,) * len(log.step), []
     lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
-    of_ranks = [
-        np.stack([_in_time(load, speeds), own])
-        for is_timed, load, own, speeds in lines
-        if is_timed and load is not None and own is not None and len(load) == len(own)
-    ]
+    for is_timed, load, own, speeds in lines:
+        if is_timed and load is not None and own is not None and len(load) == len(own):
+            if speeds is not None and len(speeds) == len(load):
+                load = load * speeds.max() / speeds  # as the fastest rank would have in the same time
+            of_ranks.append(np.stack([load, own]))
     if of_ranks:
         return fit_times("ranks", *np.concatenate(of_ranks, axis=1))
     largest = log.column(f"largest_load_{trained}")
@@ -135,8 +135,3 @@ def _fit(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
     r_squared = max(0.0, covariance) ** 2 / (variance * np.var(times)) if np.ptp(times) else 0.0
     slope = covariance / variance
     return TimeFit(of, len(loads), float(r_squared), float(slope / loads.mean()), float(times.mean() - slope))
-
-
-def _in_time(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:
-    """Loads as the fastest rank would have them in the same time; they themselves without speeds."""
-    return loads if speeds is None or len(speeds) != len(loads) else loads * speeds.max() / speeds
