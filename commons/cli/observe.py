@@ -60,13 +60,6 @@ class Observe:
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
     """Where the answer goes, on rank 0."""
 
-    def check(self) -> None:
-        """Raise ValueError for a value out of its range, or an output that cannot be written."""
-        self.cost.check()
-        self.of_output.require({})
-        for window in self.window:
-            require_at_least("window", window, 2)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script and record it, or report on a record; returns the script's status, or 2 for a mistake."""
@@ -77,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
     try:
         options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
-        options.check()
+        options.cost.check()
+        options.of_output.require({})
+        for window in options.window:
+            require_at_least("window", window, 2)
         if options.report:
             return _report(options, 0.0)
         if not script or script == ["-m"]:

@@ -36,7 +36,9 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     if not config.is_file():
         raise FileNotFoundError(f"{config} does not exist; --config names the TOML or YAML file of a training run")
     if model is None:
-        model = _model_of(config)
+        dataset = read_config_file(config).get("dataset")
+        name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None
+        model = "sid_gr" if name in SID_DATASETS else "hstu"
     if not all(part.isidentifier() for part in model.split(".")):
         raise ValueError(f"model is {model!r}; it names an importable package, such as 'hstu': correct it")
     name = f"{model}.recipe"
@@ -53,13 +55,6 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     if not hasattr(module, "RECIPE"):
         raise ValueError(f"module {name} has no RECIPE, the model's class derived from Recipe: add it")
     return module.RECIPE.load(config, device)
-
-
-def _model_of(config: Path) -> str:
-    """The package of ours that trains on the config's data set."""
-    dataset = read_config_file(config).get("dataset")
-    name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None
-    return "sid_gr" if name in SID_DATASETS else "hstu"
 
 
 def choose_device(name: str, threads: int) -> torch.device:
