@@ -67,10 +67,6 @@ class Answer:
     copy: tuple[str, ...] = ()  # lines to copy, such as options
     figures: tuple[tuple[str, str], ...] = ()  # the most important numbers with what they are: `("1.63×", "speed-up")`
 
-    def pictures(self) -> list[Picture]:
-        """All of them."""
-        return [picture for section in self.sections for picture in section.pictures()]
-
 
 @dataclass(frozen=True)
 class AnswerOutputs:
@@ -109,7 +105,7 @@ class AnswerOutputs:
             if self.html is not None:
                 write_page(answer, self.html, command_line.get())
             if self.figure is not None:
-                write_pictures(answer.pictures(), self.figure)
+                write_pictures([each for section in answer.sections for each in section.pictures()], self.figure)
         for path in (self.html, self.figure):
             if path is not None and not self.json:
                 make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
