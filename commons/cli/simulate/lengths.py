@@ -143,9 +143,11 @@ def _distribution(source: str) -> _Take:
 
 
 def _histogram(source: str, lengths: np.ndarray, counts: np.ndarray) -> _Take:
-    bounds, total = np.cumsum(counts), int(counts.sum())
+    bounds, total = np.cumsum(counts), sum(counts.tolist())  # of Python's integers, which do not overflow
     if total == 0:
         raise ValueError(f"{source} has no row; all counts are 0: check the file")
+    if total >= 2**63:
+        raise ValueError(f"the counts of {source} add up to {total}; there are fewer than 2**63 rows: scale them down")
     return lambda count, rng: lengths[np.searchsorted(bounds, rng.integers(0, total, count), side="right")]
 
 

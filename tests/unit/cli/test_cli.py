@@ -101,18 +101,6 @@ def test_a_full_disk_leaves_nothing(here, mistake):
     assert [entry.name for entry in here.iterdir()] == ["fine.zip"]
 
 
-def test_data_are_prepared_without_waiting_for_torch(tmp_path):
-    program = """
-import sys
-from commons.cli.main import _parse, main
-assert main(["preprocess", "ml-1m", "--source", sys.argv[1], "--output", sys.argv[2]]) == 0
-assert main(["preprocess", "ml-1m", "--source", "no.zip", "--output", sys.argv[2]]) == 2
-assert "torch" not in sys.modules
-"""
-    source = write_zip(tmp_path / "ml-1m.zip")
-    subprocess.run([sys.executable, "-c", program, str(source), str(tmp_path)], check=True, timeout=60)
-
-
 def test_ctrl_c(monkeypatch, capsys):
     def interrupt(self):
         raise KeyboardInterrupt
@@ -231,6 +219,33 @@ def test_what_is_printed_is_as_wide_as_columns_says(two_runs, monkeypatch, capsy
     text = " ".join(capsys.readouterr().out.split())
     if arguments[0] == "simulate" and columns == 64 and "--lengths" in arguments:
         assert "Lines are too short for kB, plan ms" in " ".join(" ".join(lines).split()) and "too short" not in text
+
+
+PROGRAM = """
+import sys
+from commons.cli.main import main
+status = main(sys.argv[2:])
+assert not {*sys.argv[1].split()} & set(sys.modules)
+sys.exit(status)
+"""
+PREPARE = ["preprocess", "ml-1m", "--output", ".", "--source"]
+
+
+@pytest.mark.parametrize(
+    ("unneeded", "arguments", "status"),
+    [
+        ("torch", [*PREPARE, "ml-1m.zip"], 0),
+        ("torch", [*PREPARE, "none.zip"], 2),
+        ("torch scipy matplotlib jinja2 pandas", ANSWERS["report"], 0),
+        pytest.param("torchrec fbgemm_gpu megatron", [*SIMULATE, "--html", "g.html"], 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_waits_for_no_library_that_it_does_not_need(here, two_runs, unneeded, arguments, status):
+    write_zip(here / "ml-1m.zip")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROGRAM, unneeded, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == status, done.stderr
 
 
 # What bash does for Tab, with the words of its arguments; a line for each completion.

@@ -115,6 +115,7 @@ FILES = [
     ("a.csv.gz", b"", [], "a.csv.gz is none of .parquet, .csv, .npy, .jsonl and no folder of parquet files: unpack it"),
     ("a.txt", b"5\n", [], "a.txt is none of .parquet, .csv, .npy, .jsonl and no folder of parquet files: convert it"),
     ("nulls.csv", b"length,count\n3,0\n", [], "all counts are 0"),
+    ("many.csv", b"length,count\n" + b"3,9007199254740992\n" * 1024, [], "add up to 9223372036854775808; there are"),
     ("minus.csv", b"length,count\n5,-1\n", [], "column 'count' of minus.csv holds '-1' in row 1; a count is an"),
     ("drawn.csv", b"length,count\n5,1\n", ["--in-order"], "drawn.csv is a histogram, from which rows are drawn"),
     ("two.csv", b"n\n3\n4\n", [], "two.csv has 2 rows, a step of 2 ranks trains 64: lower --ranks"),

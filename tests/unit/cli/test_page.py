@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -117,19 +115,6 @@ def test_bands_hold_every_length_once(tokens):
     edges = band_edges(tokens)
     assert (np.diff(edges) > 0).all() and 2 <= len(edges) <= 15
     assert edges[0] == tokens.min() and edges[-1] == tokens.max() + 1
-
-
-@pytest.mark.slow
-def test_lengths_need_neither_torchrec_nor_fbgemm(tmp_path):
-    program = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(('torchrec', 'fbgemm_gpu', 'megatron')))\n"  # importing one of them fails
-        "from commons.cli.main import main\n"
-        "sys.exit(main('simulate --lengths zipf:1.2:64 --ranks 2 --steps 2 --window 2 --html gain.html'.split()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "gain.html").is_file()
 
 
 def test_lines_that_hide_others_are_marked(here, told):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -197,17 +194,3 @@ def test_the_documented_example_has_the_rows_of_the_table(here, told):
     )
     labels = [[each for each in lines if each[0] == "" and len(each) > 1] for lines in (made, documented)]
     assert labels[0] == labels[1] and len(labels[0]) > 25
-
-
-def test_a_report_waits_neither_for_torch_nor_for_scipy(runs):
-    program = """
-import sys
-from commons.cli.main import main
-assert main(["report", "runs/a", "runs/b"]) == 0
-assert not {"torch", "scipy", "matplotlib", "jinja2", "pandas"} & set(sys.modules)
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=runs.parent, env=environment
-    )
-    assert done.returncode == 0, done.stderr
