@@ -21,8 +21,8 @@ from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, 
 # Steps and windows if none are given; the batches of a config have to be read.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
 _WINDOWS_OF_LENGTHS = (2, 4, 8)
-# Rows of all steps together, a few arrays of which fit a host.
-_MOST_ROWS = 1 << 28
+# Rows of all steps together, a few arrays of which fit a host; and rows that describe lengths without an end.
+_MOST_ROWS, _SOME_ROWS = 1 << 28, 200_000
 
 
 @dataclass
@@ -175,7 +175,8 @@ class LengthOptions(RowCost, LengthReading):
         model, cost = self.model(), None
         if self.peak_tflops is not None:
             cost = StepCost(training_flops(1) / (self.peak_tflops * self.mfu * 1e12) * 1e3)
-        tokens = self.tokens(lengths.some(np.random.default_rng(self.seed)))
+        described = lengths.take(lengths.num_rows or _SOME_ROWS, np.random.default_rng(self.seed))
+        tokens = self.tokens(described)
         return Source(
             name=lengths.name,
             load=load,

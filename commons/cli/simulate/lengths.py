@@ -24,8 +24,6 @@ import torch
 from commons.datasets.random.distribution import RandomDistribution
 from commons.datasets.sequences.event_store import sql_name
 
-# Rows that are drawn to describe lengths without an end.
-_SOME_ROWS = 200_000
 _DISTRIBUTIONS = "zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:LONGEST"
 # Columns that make a file a histogram.
 _HISTOGRAM = ["length", "count"]
@@ -42,10 +40,6 @@ class Lengths(NamedTuple):
     name: str  # as the user named them
     take: _Take  # in the order in which they are loaded; at most `num_rows`, none of them twice
     num_rows: int | None = None  # rows that there are; None for any number
-
-    def some(self, rng: np.random.Generator) -> np.ndarray:
-        """int64 `(n,)`, lengths to describe the whole by."""
-        return self.take(_SOME_ROWS if self.num_rows is None else self.num_rows, rng)
 
 
 @dataclass
