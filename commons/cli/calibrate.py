@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from commons.cli.outputs import require_output
+from commons.cli.answer import require_output
 from commons.cli.recipes import choose_device, load_recipe
 from commons.console import make_console, print_summary
-from commons.perf_model.calibration import Calibration, describe_device, is_calibration
+from commons.perf_model.calibration import describe_device, is_calibration
 from commons.perf_model.calibration_fit import Verdict, fit_calibration, judge_calibration
 from commons.perf_model.measurement import draw_mixes, measure_steps
 
@@ -63,41 +63,37 @@ class Calibrate:
         # Before the measurements, which would be lost.
         require_output(self.output, inputs={"--config": self.config}, may_replace=is_calibration, what="calibration")
         try:
-            self._measure()
+            target = load_recipe(self.model, self.config, choose_device(self.device, self.threads))
+            mixes = draw_mixes(self.num_mixes, target.batch_size, target.max_length, self.seed)
+            measurements = measure_steps(
+                target,
+                mixes,
+                repeats=self.repeats,
+                progress=lambda steps: tqdm(steps, desc="measure", unit="step", disable=None),
+            )
         except torch.OutOfMemoryError:
             raise ValueError(
                 "the device has too little memory for the largest batch mix; mixes have up to twice train_batch_size "
                 "rows and half its longest tokens: lower train_batch_size or max_history_seqlen in the config"
             ) from None
-
-    def _measure(self) -> None:
-        target = load_recipe(self.model, self.config, choose_device(self.device, self.threads))
-        mixes = draw_mixes(self.num_mixes, target.batch_size, target.max_length, self.seed)
-        measurements = measure_steps(
-            target,
-            mixes,
-            repeats=self.repeats,
-            progress=lambda steps: tqdm(steps, desc="measure", unit="step", disable=None),
+        made = fit_calibration(measurements, target.task, describe_device(target.device))
+        made.save(self.output)
+        quality = made.quality
+        print_summary(
+            f"{made.model['task']} on {made.device.name}",
+            {
+                "a step": f"{made.per_step:.3g} ms",
+                "a row": f"{made.per_row * 1e3:.3g} µs",
+                "a token": f"{made.per_token * 1e3:.3g} µs",
+                "a million pairs": f"{made.per_pair * 1e6:.3g} ms",
+                "batches": f"{quality.num_measurements}, every fourth held out",
+                "R²": f"{quality.r2:.4f}, held out {quality.held_out_r2:.4f}",
+                "held-out error": f"mean {quality.held_out_mean_error:.1%}, worst {quality.held_out_worst_error:.1%}",
+                "by operations alone": f"mean {quality.flops_mean_error:.1%}",
+                "file": str(self.output),
+            },
         )
-        calibration = fit_calibration(measurements, target.task, describe_device(target.device))
-        calibration.save(self.output)
-        print_summary(f"{calibration.model['task']} on {calibration.device.name}", _describe(calibration, self.output))
-        make_console().print(_say(judge_calibration(calibration, measurements, target.task), len(mixes)))
-
-
-def _describe(calibration: Calibration, path: Path) -> dict[str, str]:
-    quality = calibration.quality
-    return {
-        "a step": f"{calibration.per_step:.3g} ms",
-        "a row": f"{calibration.per_row * 1e3:.3g} µs",
-        "a token": f"{calibration.per_token * 1e3:.3g} µs",
-        "a million pairs": f"{calibration.per_pair * 1e6:.3g} ms",
-        "batches": f"{quality.num_measurements}, every fourth held out",
-        "R²": f"{quality.r2:.4f}, held out {quality.held_out_r2:.4f}",
-        "held-out error": f"mean {quality.held_out_mean_error:.1%}, worst {quality.held_out_worst_error:.1%}",
-        "by operations alone": f"mean {quality.flops_mean_error:.1%}",
-        "file": str(path),
-    }
+        make_console().print(_say(judge_calibration(made, measurements, target.task), len(mixes)))
 
 
 def _say(verdict: Verdict, num_mixes: int) -> str:

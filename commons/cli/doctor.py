@@ -58,24 +58,22 @@ class Doctor:
 
     def run(self) -> int:
         """Look, and print; returns the exit status."""
-        findings = examine()
+        findings = [*examine()]
         _print(findings)
         return int(any(finding.state == WRONG for finding in findings))
 
 
-def examine() -> list[Finding]:
+def examine() -> Iterator[Finding]:
     """All findings, in the order in which things depend on each other."""
     packages = Packages()
-    looked_at = list(packages.look())
-    torch = packages.torch
-    return [
-        Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
-        *looked_at,
-        *_native_core(),
-        *([] if torch is None else [_backends(torch)]),
-        *_driver(torch),
-        *([] if torch is None else _devices(torch)),
-    ]
+    yield Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}")
+    yield from packages.look()
+    yield from _native_core()
+    if packages.torch is not None:
+        yield _backends(packages.torch)
+    yield from _driver(packages.torch)
+    if packages.torch is not None:
+        yield from _devices(packages.torch)
 
 
 def _native_core() -> Iterator[Finding]:
@@ -196,11 +194,11 @@ class Packages:
         yield self._torch()
         yield from self._dependencies()
         yield from self._fbgemm_and_torchrec()
-        yield self._package("megatron-core", "megatron.core", _MEGATRON, NOTE, "not installed; SID-GR needs it")
+        absent = Finding("megatron-core", NOTE, "not installed; SID-GR needs it", _MEGATRON)
+        yield self._package("megatron-core", "megatron.core", _MEGATRON, absent=absent)
 
     def _torch(self) -> Finding:
-        mended = f'pip install "torch=={NEWEST_TORCH}.*"'
-        version = installed("torch")
+        version, mended = installed("torch"), f'pip install "torch=={NEWEST_TORCH}.*"'
         again = f'pip install --force-reinstall "torch=={minor(version or "")}.*"'
         finding = self._package("torch", "torch", mended if version is None else again)
         if finding.state != OK:
@@ -215,29 +213,22 @@ class Packages:
 
     def _dependencies(self) -> Iterator[Finding]:
         """All other packages that evenrank needs: whether they are there, new enough, and can be imported."""
-        needed = [need for need in _requirements("evenrank") if need[0] != "torch"]
+        needed = {name: need for name, need in _requirements("evenrank").items() if name != "torch"}
         if not needed:
             found = "not known: evenrank is not installed, this is a folder of it"
             yield Finding("dependencies", NOTE, found, "in that folder: pip install --no-deps -e .")
             return
-        missing = {name: requirement for name, requirement in needed if installed(name) is None}
+        missing = {name: requirement for name, requirement in needed.items() if installed(name) is None}
+        self._absent |= set(map(_module, missing))
         if missing:
-            self._absent |= {_module(name) for name in missing}
             quoted = " ".join(f'"{requirement}"' for requirement in missing.values())
-            names = ", ".join(_name(requirement) for requirement in missing.values())
+            names = ", ".join(map(_name, missing.values()))
             yield Finding("dependencies", WRONG, f"not installed: {names}", f"pip install {quoted}")
         else:
             yield Finding("dependencies", OK, f"{len(needed)} installed")
-        for name, requirement in needed:
-            version = installed(name)
-            if version is None:
-                continue
-            remedy = f'pip install --force-reinstall --no-deps "{requirement}"'
-            finding = self._imported(name, _module(name), version, remedy)
-            if finding.state != OK:
-                yield finding
-            elif not _satisfies(version, requirement):
-                yield Finding(name, NOTE, f"{version}; evenrank asks for {requirement}", f'pip install "{requirement}"')
+        for name in (name for name in needed if name not in missing):
+            finding = self._package(name, _module(name), f'pip install --force-reinstall --no-deps "{needed[name]}"')
+            yield from [finding] if finding.state != OK else _too_old(name, needed[name], "evenrank")
 
     def _fbgemm_and_torchrec(self) -> Iterator[Finding]:
         """Whether both are there, can be imported, and are of the torch that is installed."""
@@ -251,17 +242,15 @@ class Packages:
         if any(name != build for name in builds):  # they share one folder
             mended = f"pip uninstall -y {' '.join(builds)} && {mended}"
         if len(builds) == 1:
-            yield self._imported("fbgemm", "fbgemm_gpu", found, mended)
+            yield self._package("fbgemm", "fbgemm_gpu", mended, found)
         else:
             yield Finding("fbgemm", WRONG, found, mended)
         mended = f'pip install --force-reinstall --no-deps "torchrec=={wanted}.*"'
         yield self._package("torchrec", "torchrec", mended)
         if installed("torchrec") is None:
             return
-        for name, requirement in _requirements("torchrec"):
-            other = installed(name)
-            if other is not None and not _satisfies(other, requirement):
-                yield Finding(name, NOTE, f"{other}; torchrec asks for {requirement}", f'pip install "{requirement}"')
+        for name, requirement in _requirements("torchrec").items():
+            yield from _too_old(name, requirement, "torchrec")
         releases = {minor(str(installed(name))) for name in ("torchrec", *builds)}
         if releases != {wanted}:
             yield Finding(
@@ -272,17 +261,13 @@ class Packages:
             )
 
     def _package(
-        self, name: str, module: str, remedy: str, without: str = WRONG, absent: str = "not installed"
+        self, name: str, module: str, remedy: str, found: str | None = None, absent: Finding | None = None
     ) -> Finding:
-        """Whether a package is installed, else the state `without` it, and whether its module can be imported."""
-        version = installed(name)
-        if version is not None:
-            return self._imported(name, module, version, remedy)
-        self._absent.add(module)
-        return Finding(name, without, absent, remedy)
-
-    def _imported(self, name: str, module: str, found: str, remedy: str) -> Finding:
-        """Whether a module can be imported: a build for another torch fails only then."""
+        """Whether a package is there, and its module can be imported: a build for another torch fails only then."""
+        found = found or installed(name)
+        if found is None:
+            self._absent.add(module)
+            return absent or Finding(name, WRONG, "not installed", remedy)
         if "torch" in self._absent and name in _OF_TORCH:
             return Finding(name, NOTE, f"{found}; not looked into without torch")
         problem = _import_problem(module)
@@ -308,42 +293,33 @@ def installed(package: str) -> str | None:
 
 def _import_problem(module: str) -> str | None:
     """Why a module cannot be imported, in one line; None where it can."""
-    try:
-        with _quiet():
-            import_module(module)
-    except Exception as error:  # a broken package may raise anything
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings and logs of packages, most of which are of what else could be installed."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # most of what packages log and warn of is what else could be installed
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            import_module(module)
+    except Exception as error:  # a broken package may raise anything
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
     finally:
         logging.disable(disabled)
+    return None
 
 
 def _missing_needs(package: str, module: str) -> str:
     """The requirements of an installed package that are missing, for a command: that of a module and all others."""
-    needs = {name: need for name, need in _requirements(package) if name not in _FBGEMM}
+    needs = {name: need for name, need in _requirements(package).items() if name not in _FBGEMM}
     found = [name for name in needs if _module(name) == module or installed(name) is None]
     return " ".join(f'"{needs[name]}"' for name in found) or module.replace("_", "-")
 
 
-def _requirements(package: str) -> list[tuple[str, str]]:
-    """Name, in small letters, and requirement of what an installed package needs itself, without its extras."""
+def _requirements(package: str) -> dict[str, str]:
+    """By name, in small letters, the requirements of an installed package itself, without its extras."""
     try:
         needs = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
-        return []
-    plain = [need for need in needs if ";" not in need]  # the others are for extras, or an old Python
-    return [(_name(need).lower(), need) for need in plain]
+        return {}
+    return {_name(need).lower(): need for need in needs if ";" not in need}  # others are for extras, or an old Python
 
 
 def _module(name: str) -> str:
@@ -355,9 +331,11 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
-def _satisfies(version: str, requirement: str) -> bool:
-    try:
+def _too_old(name: str, requirement: str, of: str) -> Iterator[Finding]:
+    """A finding if an installed package is not what another one asks for."""
+    version = installed(name)
+    with contextlib.suppress(ImportError):  # then it is not known
         from packaging.requirements import Requirement
-    except ImportError:
-        return True  # not known
-    return Requirement(requirement).specifier.contains(version, prereleases=True)
+
+        if version is not None and not Requirement(requirement).specifier.contains(version, prereleases=True):
+            yield Finding(name, NOTE, f"{version}; {of} asks for {requirement}", f'pip install "{requirement}"')

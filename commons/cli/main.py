@@ -1,8 +1,9 @@
 """The `evenrank` command.
 
 To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
-`run()` does the work, and add it to `_COMMANDS`. Only the command that runs is imported: torch alone takes
-seconds, and reading an archive needs none of it.
+`run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None for 0; a user's mistake is a
+ValueError, KeyError or OSError. Only the command that runs is imported: torch alone takes seconds, and reading an
+archive needs none of it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,14 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from commons.cli.outputs import command_line
+from commons.cli.answer import command_line
 from commons.console import accept_all_text, parser_error, print_error, wrapped_help
 from commons.switches import without_boolean_values
 from commons.version import __version__
-
-
-class Command(Protocol):
-    """A subcommand with its arguments."""
-
-    def run(self) -> int | None:
-        """Do the work; a user's mistake is a ValueError, KeyError or OSError. Returns the exit status; None for 0."""
-
 
 # The module of commons.cli and the class of every subcommand.
 _COMMANDS = {
@@ -40,7 +33,7 @@ _COMMANDS = {
     "doctor": ("doctor", "Doctor"),
     "make-sids": ("make_sids", "MakeSids"),
     "preprocess": ("preprocess", "Preprocess"),
-    "report": ("report.command", "Report"),
+    "report": ("report", "Report"),
     "simulate": ("simulate.command", "Simulate"),
 }
 
@@ -76,9 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.set(shlex.join(["evenrank", *arguments]))
         if arguments == ["--version"]:
             sys.stdout.write(f"evenrank {__version__}\n")
-        elif (command := _parse(arguments)) is not None:
-            _quiet_torch()
-            status = command.run()
+        else:
+            with _ended_by_ctrl_c():
+                command = _parse(arguments)
+            if command is not None:
+                _quiet_torch()
+                status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The rest goes nowhere; the interpreter would flush it once more, and complain.
@@ -119,63 +115,43 @@ def _ended_by_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _load(names: Iterable[str]) -> dict[str, Callable[..., Command]]:
-    """The classes of some subcommands."""
-    with _ended_by_ctrl_c():
-        return {
-            name: getattr(importlib.import_module(f"commons.cli.{_COMMANDS[name][0]}"), _COMMANDS[name][1])
-            for name in names
-        }
+def _load(name: str) -> Callable[..., Any]:
+    """The class of a subcommand."""
+    module, class_name = _COMMANDS[name]
+    return getattr(importlib.import_module(f"commons.cli.{module}"), class_name)
 
 
-def _parse(argv: list[str]) -> Command | None:
+def _parse(argv: list[str]) -> Any:
     """The subcommand that the arguments name; None if they ask for help, which is then printed."""
     try:
-        with _ended_by_ctrl_c():
-            import tyro
+        import tyro
     except ImportError:
         if argv == ["doctor"]:  # it has no options, and finds what is missing
-            return _load(argv)["doctor"]()
+            return _load("doctor")()
         raise
-    if argv[:1] and argv[0] in _COMMANDS:
-        commands = _load(argv[:1])
-        argv = [argv[0], *without_boolean_values(commands[argv[0]], argv[1:])]
-    elif argv[:1] == [_COMPLETION]:
-        if argv[1:] not in ([shell] for shell in _SHELLS):
-            raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it names a shell, {', '.join(_SHELLS)}: give one")
-        commands = _load(_COMMANDS)  # their options are completed, too
-    else:
-        commands = {name: _outline(name) for name in _COMMANDS}
+    first = argv[0] if argv else ""
+    if first == _COMPLETION and argv[1:] not in ([shell] for shell in _SHELLS):
+        raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it names a shell, {', '.join(_SHELLS)}: give one")
+    # Of the command that runs, and where options are completed, all options; of the others what they are for.
+    load = _load if first == _COMPLETION else _outline
+    commands = {name: load(name) for name in _COMMANDS} if first not in _COMMANDS else {first: _load(first)}
+    if first in _COMMANDS:
+        argv = [first, *without_boolean_values(commands[first], argv[1:])]
     output, errors = _Output(), io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            return tyro.extras.subcommand_cli_from_dict(
-                commands,
-                prog="evenrank",
-                description=_DESCRIPTION,
-                args=argv,
-            )
+            return tyro.extras.subcommand_cli_from_dict(commands, prog="evenrank", description=_DESCRIPTION, args=argv)
     except SystemExit as stop:
         if stop.code not in (0, None):
-            raise ValueError(_with_remedy(parser_error(errors.getvalue()), argv)) from None
-    if argv[:1] == [_COMPLETION]:
-        sys.stdout.write(_one_line_descriptions(output.getvalue()))
-    else:
-        sys.stdout.write(wrapped_help(output.getvalue()))
+            line = parser_error(errors.getvalue())
+            if re.match(r"Unrecognized options: [^-]", line) and first in _COMMANDS:
+                line += f"; a value follows its option: see `evenrank {first} --help`"
+            raise ValueError(line) from None
+    printed = output.getvalue()
+    if first == _COMPLETION:  # the shell takes each line of a description for a completion
+        printed = re.sub("^COMPLETION_SPEC = .*", lambda line: line[0].replace(r"\n", " "), printed, flags=re.MULTILINE)
+    sys.stdout.write(printed if first == _COMPLETION else wrapped_help(printed))
     return None
-
-
-def _with_remedy(line: str, argv: list[str]) -> str:
-    """The parser's line, with what to do about a value that follows no option."""
-    if not re.match(r"Unrecognized options: [^-]", line) or argv[0] not in _COMMANDS:
-        return line
-    return f"{line}; a value follows its option: see `evenrank {argv[0]} --help`"
-
-
-def _one_line_descriptions(completion: str) -> str:
-    """A completion without line ends in the descriptions of options, each of which the shell takes for a completion."""
-    lines = completion.split("\n")
-    return "\n".join(line.replace(r"\n", " ") if line.startswith("COMPLETION_SPEC = ") else line for line in lines)
 
 
 class _Output(io.StringIO):
@@ -197,15 +173,15 @@ class _Output(io.StringIO):
         return self._stdout.isatty() and not Console(file=self._stdout).no_color
 
 
-def _outline(name: str) -> Callable[..., Command]:
+def _outline(name: str) -> Callable[..., Any]:
     """A subcommand without its arguments, for the list of all: its module, which may need torch, is not imported."""
     module, class_name = _COMMANDS[name]
     file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))
     described = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
 
-    def outline() -> Command:
-        return _load([name])[name]()
+    def outline() -> Any:
+        return _load(name)()
 
     outline.__doc__ = (ast.get_docstring(described) or "").split("\n\n")[0]
     return outline

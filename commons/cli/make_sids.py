@@ -10,7 +10,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from commons.cli.outputs import require_output
+from commons.cli.answer import require_output
 from commons.console import print_summary
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.file import SequenceFile
@@ -23,7 +23,7 @@ from commons.datasets.sids.histories import (
     PreprocessedHistories,
     history_chunks,
 )
-from commons.datasets.sids.map import SIDMap, is_sid_map
+from commons.datasets.sids.map import is_sid_map
 
 
 @dataclass
@@ -73,22 +73,27 @@ class MakeSids:
         )
         histories, item_ids = self._open()
         with tqdm(total=len(self.codebook_sizes) + 2, unit="stage", leave=False, disable=None) as progress:
-
-            def on_stage(stage: str) -> None:
-                progress.set_description(stage)
-                progress.update()
-
-            sid_map = assign_sids(
+            made = assign_sids(
                 histories,
                 item_ids,
                 self.codebook_sizes,
                 vector_size=self.vector_size,
                 window=self.window,
                 seed=self.seed,
-                on_stage=on_stage,
+                on_stage=lambda stage: (progress.set_description(stage), progress.update()),
             )
-        sid_map.save(self.output)
-        _print(sid_map, self.output)
+        made.save(self.output)
+        used = [len(np.unique(made.codes[:, : level + 1], axis=0)) for level in range(made.num_hierarchies)]
+        print_summary(
+            "semantic IDs",
+            {
+                "items": f"{made.num_items:,}",
+                "codebooks": " × ".join(map(str, made.codebook_sizes)),
+                "different codes": ", ".join(f"{number:,}" for number in used) + " (the first 1, 2, … hierarchies)",
+                "told apart": f"{made.options['items_told_apart']:,} items took another code than the nearest",
+                "file": str(self.output),
+            },
+        )
 
     def _open(self) -> tuple[Histories, np.ndarray]:
         """Histories to learn from, and all items."""
@@ -105,17 +110,3 @@ class MakeSids:
 def _items_of(histories: ParquetHistories) -> np.ndarray:
     seen = [np.unique(items) for _, _, items in history_chunks(histories)]
     return np.unique(np.concatenate([np.empty(0, np.int64), *seen]))
-
-
-def _print(sid_map: SIDMap, path: Path) -> None:
-    used = [len(np.unique(sid_map.codes[:, : level + 1], axis=0)) for level in range(sid_map.num_hierarchies)]
-    print_summary(
-        "semantic IDs",
-        {
-            "items": f"{sid_map.num_items:,}",
-            "codebooks": " × ".join(map(str, sid_map.codebook_sizes)),
-            "different codes": ", ".join(f"{number:,}" for number in used) + " (the first 1, 2, … hierarchies)",
-            "told apart": f"{sid_map.options['items_told_apart']:,} items took another code than the nearest",
-            "file": str(path),
-        },
-    )

@@ -5,6 +5,7 @@ Every rank leaves `rank<r>.npz` in a folder when its script has ended; rank 0 wa
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import shlex
 import sys
@@ -12,24 +13,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.outputs import AnswerOutputs, command_line
+from commons.cli.answer import ON_TERMINAL, AnswerOutputs, command_line
 from commons.cli.simulate.answer import answer_of
-from commons.cli.simulate.row_cost import RowCost
-from commons.cli.simulate.simulation import Source, describe, simulate
+from commons.cli.simulate.command import RowCost
+from commons.cli.simulate.simulation import Source, simulate
 from commons.console import print_error
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.whole_folder import whole_file
-
-if TYPE_CHECKING:
-    from commons.pipeline.recording import Recorder
 
 # Seconds that rank 0 waits for the files of the other ranks.
 _PATIENCE = 60.0
@@ -59,29 +57,25 @@ class Observe:
     cost: Annotated[RowCost, tyro.conf.OmitArgPrefixes] = field(default_factory=lambda: RowCost(task="tokens"))
     """What a row costs."""
 
-    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
-        default_factory=AnswerOutputs
-    )
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
     """Where the answer goes, on rank 0."""
-
-    def check(self) -> None:
-        """Raise ValueError for a value out of its range, or an output that cannot be written."""
-        self.cost.check()
-        self.of_output.require({})
-        for window in self.window:
-            require_at_least("window", window, 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script and record it, or report on a record; returns the script's status, or 2 for a mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    own, script = _split(arguments)
+    # Our options, and the script or `-m module` with its own.
+    at = next((at for at, each in enumerate(arguments) if each == "-m" or each.endswith(".py")), len(arguments))
+    own, script = arguments[:at], arguments[at:]
     command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
     try:
         options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
-        options.check()
+        options.cost.check()
+        options.of_output.require({})
+        for window in options.window:
+            require_at_least("window", window, 2)
         if options.report:
-            return _report(options, None)
+            return _report(options, 0.0)
         if not script or script == ["-m"]:
             raise ValueError("no script is named; give one with its arguments: python -m evenrank.observe train.py")
         if script[0] != "-m" and not Path(script[0]).is_file():
@@ -91,14 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return 2
     return _observe(options, script)
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the script or `-m module` with its own."""
-    for at, argument in enumerate(arguments):
-        if argument == "-m" or argument.endswith(".py"):
-            return arguments[:at], arguments[at:]
-    return arguments, []
 
 
 def _observe(options: Observe, script: list[str]) -> int:
@@ -117,9 +103,17 @@ def _observe(options: Observe, script: list[str]) -> int:
     except SystemExit as stop:
         status = stop.code
     finally:
-        _write(own, recorder, world_size)
+        with whole_file(own) as file:
+            np.savez_compressed(
+                file,
+                world_size=np.int64(world_size),
+                unknown=np.int64(recorder.unknown),
+                rows=np.array([len(lengths) for lengths in recorder.lengths], np.int64),
+                lengths=np.concatenate([np.empty(0, np.int64), *recorder.lengths]),
+                seconds=np.array(recorder.seconds, np.float64),
+            )
     if rank == 0:
-        reported = _report(options, world_size)
+        reported = _report(options, _PATIENCE)
         status = status or reported
     if status is None or isinstance(status, int):
         return status or 0
@@ -137,23 +131,10 @@ def _run(script: list[str]) -> None:
     runpy.run_path(script[0], run_name="__main__")
 
 
-def _write(path: Path, recorder: Recorder, world_size: int) -> None:
-    sizes = np.array([len(lengths) for lengths in recorder.lengths], np.int64)
-    lengths = np.concatenate([np.empty(0, np.int64), *recorder.lengths])
-    with whole_file(path) as file:
-        np.savez_compressed(
-            file,
-            world_size=np.int64(world_size),
-            unknown=np.int64(recorder.unknown),
-            rows=sizes,
-            lengths=lengths,
-            seconds=np.array(recorder.seconds, np.float64),
-        )
-
-
-def _report(options: Observe, world_size: int | None) -> int:
+def _report(options: Observe, patience: float) -> int:
+    """Report on what ranks leave within some seconds; returns the exit status."""
     try:
-        ranks = _read(options.folder, world_size)
+        ranks = _read(options.folder, patience)
         rows, seconds = _as_loaded(ranks, options.cost)
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed, which waits for no other; start the script with torchrun")
@@ -165,7 +146,7 @@ def _report(options: Observe, world_size: int | None) -> int:
             batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
             tokens=rows.tokens,
             costs=rows.workloads,
-            task=describe(options.cost.model()),
+            model=options.cost.model(),
             remedy="observe more steps",
             of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
             cost=cost,
@@ -180,29 +161,21 @@ def _report(options: Observe, world_size: int | None) -> int:
     return 0
 
 
-def _read(folder: Path, world_size: int | None) -> list[dict[str, np.ndarray]]:
+def _read(folder: Path, patience: float) -> list[dict[str, np.ndarray]]:
     """What each rank recorded, once all have left it."""
-    give_up = time.monotonic() + (_PATIENCE if world_size is not None else 0.0)
-    while True:
-        found = {int(path.stem[4:]): path for path in folder.glob("rank*.npz") if path.stem[4:].isdigit()}
-        if not found and world_size is None:
-            raise ValueError(f"{folder} holds no record of a rank; run a script with --folder {folder} first")
-        if world_size is None:
-            with np.load(found[min(found)], allow_pickle=False) as file:
-                world_size = int(file["world_size"])
-        missing = [rank for rank in range(world_size) if rank not in found]
-        if not missing:
-            break
+    if not any(folder.glob("rank*.npz")):
+        raise ValueError(f"{folder} holds no record of a rank; run a script with --folder {folder} first")
+    # Rank 0 has left its own before it reports.
+    world_size, give_up = int(_load(min(folder.glob("rank*.npz")))["world_size"]), time.monotonic() + patience
+    paths = [folder / f"rank{rank}.npz" for rank in range(world_size)]
+    while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
         if time.monotonic() > give_up:
             raise ValueError(
                 f"ranks {missing[:8]} of {world_size} have left no record in {folder}; where hosts share no folder, "
                 "copy their files there, and call python -m evenrank.observe --report"
             )
         time.sleep(0.1)
-    ranks = []
-    for rank in range(world_size):
-        with np.load(found[rank], allow_pickle=False) as file:
-            ranks.append({name: file[name] for name in file.files})
+    ranks = [_load(path) for path in paths]
     if not any(len(rank["rows"]) for rank in ranks):
         unknown = sum(int(rank["unknown"]) for rank in ranks)
         raise ValueError(
@@ -215,21 +188,20 @@ def _read(folder: Path, world_size: int | None) -> list[dict[str, np.ndarray]]:
     return ranks
 
 
+def _load(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
 def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[LoadedRows, np.ndarray]:
     """The rows by step, and the seconds of each step, the median of its ranks; NaN where no rank knows them."""
-    steps = max(len(rank["rows"]) for rank in ranks)
     step = np.concatenate([np.repeat(np.arange(len(rank["rows"])), rank["rows"]) for rank in ranks])
-    of_rank = np.concatenate([np.full(int(rank["rows"].sum()), number) for number, rank in enumerate(ranks)])
+    of_rank = np.repeat(np.arange(len(ranks)), [rank["rows"].sum() for rank in ranks])
     tokens = cost.tokens(np.concatenate([rank["lengths"] for rank in ranks]))
     order = np.argsort(step, kind="stable")
-    seconds = np.full((len(ranks), steps), np.nan)
-    for number, rank in enumerate(ranks):
-        seconds[number, : len(rank["seconds"])] = rank["seconds"]
-    known = np.isfinite(seconds).any(axis=0)
-    median = np.full(steps, np.nan)
-    median[known] = np.nanmedian(seconds[:, known], axis=0)
-    workloads = cost.costs(tokens)
-    return LoadedRows(workloads[order], tokens[order], step[order], of_rank[order], len(ranks)), median
+    rows = LoadedRows(cost.costs(tokens)[order], tokens[order], step[order], of_rank[order], len(ranks))
+    seconds = [*itertools.zip_longest(*(rank["seconds"] for rank in ranks), fillvalue=np.nan)]
+    return rows, np.ma.median(np.ma.masked_invalid(seconds), axis=1).filled(np.nan)
 
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:

@@ -32,40 +32,26 @@ from commons.whole_folder import whole_file
 
 # Told apart by all kinds of colour vision (after Okabe and Ito, Color Universal Design, 2008), darkened and lightened
 # until each has a contrast of 4.5 to 1 to the surface, which text needs (WCAG 2.2, 1.4.3).
-THEMES: Mapping[str, Mapping[str, str]] = {
-    "light": {
-        "surface": "#ffffff",
-        "raised": "#f4f5f7",
-        "ink": "#1b1d21",
-        "muted": "#5a5f68",
-        "grid": "#dfe2e7",
-        "before": "#b8460a",
-        "after": "#0b66a3",
-        "third": "#06775c",
-        "fourth": "#87478a",
-    },
-    "dark": {
-        "surface": "#15171a",
-        "raised": "#202328",
-        "ink": "#e9eaec",
-        "muted": "#a9afb8",
-        "grid": "#3a3f46",
-        "before": "#f08b4c",
-        "after": "#63b3ea",
-        "third": "#3fc5a2",
-        "fourth": "#d892d3",
-    },
+_COLORS = {  # light and dark
+    "surface": ("#ffffff", "#15171a"),
+    "raised": ("#f4f5f7", "#202328"),
+    "ink": ("#1b1d21", "#e9eaec"),
+    "muted": ("#5a5f68", "#a9afb8"),
+    "grid": ("#dfe2e7", "#3a3f46"),
+    "before": ("#b8460a", "#f08b4c"),
+    "after": ("#0b66a3", "#63b3ea"),
+    "third": ("#06775c", "#3fc5a2"),
+    "fourth": ("#87478a", "#d892d3"),
 }
+THEMES = {theme: {name: both[place] for name, both in _COLORS.items()} for place, theme in enumerate(("light", "dark"))}
 # What pictures are drawn in.
 COLORS = THEMES["light"]
 
 # CSS pixels of a picture; an inch has 96 of them. A page scales it to the screen, down to a telephone's.
 WIDTH = 440
 _PIXELS_PER_INCH = 96
-# The same in a file, which is not scaled.
-_FILE_WIDTH = 625
-# Points of text: 13 pixels.
-_TEXT = 10
+_FILE_WIDTH = 625  # the same in a file, which is not scaled
+_TEXT = 10  # points: 13 pixels
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
     rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
     heights = [max(picture.height for picture in row) + 40 for row in rows]
     size = (columns * _FILE_WIDTH / _PIXELS_PER_INCH, sum(heights) / _PIXELS_PER_INCH)
-    with _drawing(_style("evenrank", COLORS["surface"])):
+    with _drawing("evenrank", COLORS["surface"]):
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for row, of_row in enumerate(rows):
@@ -116,7 +102,7 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
 def svg_of(picture: Picture, name: str) -> str:
     """A picture as an element of a page, without its title; `name` begins the names of its parts, on a page once."""
     written = io.StringIO()
-    with _drawing(_style(name, "none")):
+    with _drawing(name, "none"):
         size = (WIDTH / _PIXELS_PER_INCH, picture.height / _PIXELS_PER_INCH)
         figure = Figure(figsize=size, layout="constrained")
         picture.draw(figure.subplots())
@@ -131,17 +117,10 @@ def as_text(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _drawing(style: dict[Any, Any]) -> Iterator[None]:
-    """Draw in a style; names of runs may have letters that matplotlib's own font lacks, and a browser's does not."""
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
-        yield
-
-
-def _style(salt: str, surface: str) -> dict[Any, Any]:
-    """Settings of matplotlib; of equal salt and content are equal names within an SVG."""
+def _drawing(salt: str, surface: str) -> Iterator[None]:
+    """Draw in our style; of equal salt and content are equal names within an SVG."""
     ink, muted = COLORS["ink"], COLORS["muted"]
-    return {
+    style: dict[Any, Any] = {
         **dict.fromkeys(("font.size", "legend.fontsize"), _TEXT),
         "figure.titlesize": _TEXT + 1,
         "svg.fonttype": "none",
@@ -155,7 +134,12 @@ def _style(salt: str, surface: str) -> dict[Any, Any]:
         "axes.axisbelow": True,
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "lines.linewidth": 1.8,
+        "lines.markersize": 5,
     }
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        # Names of runs may have letters that matplotlib's own font lacks, and a browser's does not.
+        warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
+        yield
 
 
 def _as_element(svg: str) -> str:
@@ -180,26 +164,19 @@ def marked_lines(lines: Mapping[str, ArrayLike]) -> dict[str, str]:
     {'refined': 'refined', 'free counts': 'free counts (≈ refined)', 'window': 'window'}
     """
     drawn = {name: np.asarray(values, dtype=np.float64) for name, values in lines.items()}
-    height = max(values.max() for values in drawn.values()) - min(values.min() for values in drawn.values())
-    firsts: list[str] = []
+    height = np.ptp(np.concatenate([*drawn.values()]))
     marked: dict[str, str] = {}
     for name, values in drawn.items():
+        firsts = (each for each, shown in marked.items() if shown == each)
         alike = (each for each in firsts if np.allclose(drawn[each], values, rtol=1e-3, atol=0.01 * height))
         same = next(alike, None)
         marked[name] = name if same is None else f"{name} (≈ {same})"
-        if same is None:
-            firsts.append(name)
     return marked
 
 
 def write_page(answer: Answer, path: Path, command: str) -> None:
     """Write a page that ends with the command that made it, whole or not at all; OSError where that cannot be done."""
-    names = (f"p{number}" for number in itertools.count())
-
-    def element(picture: Picture) -> Markup:
-        # Its text is escaped by matplotlib.
-        return Markup(svg_of(picture, next(names)))  # noqa: S704
-
+    names = map("p{}".format, itertools.count())
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("commons.cli", package_path="templates"),
         autoescape=True,
@@ -209,7 +186,13 @@ def write_page(answer: Answer, path: Path, command: str) -> None:
     )
     templates.filters["flags"] = _flags_as_code
     template = templates.get_template("page.html.jinja")
-    text = template.render(page=answer, command=command, themes=THEMES, element=element, version=__version__)
+    text = template.render(
+        page=answer,
+        command=command,
+        themes=THEMES,
+        element=lambda picture: Markup(svg_of(picture, next(names))),  # noqa: S704  matplotlib escapes its text
+        version=__version__,
+    )
     text = "".join(line + "\n" for line in text.splitlines() if line.strip())
     with whole_file(path) as file:
         file.write(text.encode())

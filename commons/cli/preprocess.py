@@ -60,11 +60,9 @@ class Preprocess:
 
     def run(self) -> None:
         """Preprocess, then print what was written."""
-        preprocess = self._preprocessor()
-        start = time.monotonic()
-        path = preprocess(
-            self.source, self.output, test_fraction=self.test_fraction, seed=self.seed, show_progress=True
-        )
+        options = {"test_fraction": self.test_fraction, "seed": self.seed, "show_progress": True}
+        preprocess, start = self._preprocessor(), time.monotonic()
+        path = preprocess(self.source, self.output, **options)
         seconds = time.monotonic() - start
         metadata = SequenceFile(path, self.dataset_name, []).metadata
         splits = ", ".join(f"{name} {num_users:,}" for name, num_users in metadata.splits.items())

@@ -1,13 +1,20 @@
-"""The recipe of the model that a subcommand looks at."""
+"""The recipe of the model that a subcommand looks at, and the rows that it trains on."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
+from commons.cli.simulate.simulation import OF_LAYERS, Source
 from commons.datasets.loader.data_loader import SID_DATASETS
+from commons.distributed.options import ShufflerOptions
+from commons.perf_model.calibration import CalibratedTask, load_calibration
+from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.measurement import CostTarget
 from commons.trainer.config.files import find_config, read_config_file
 from commons.user_package import import_user_module
@@ -29,7 +36,9 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     if not config.is_file():
         raise FileNotFoundError(f"{config} does not exist; --config names the TOML or YAML file of a training run")
     if model is None:
-        model = _model_of(config)
+        dataset = read_config_file(config).get("dataset")
+        name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None
+        model = "sid_gr" if name in SID_DATASETS else "hstu"
     if not all(part.isidentifier() for part in model.split(".")):
         raise ValueError(f"model is {model!r}; it names an importable package, such as 'hstu': correct it")
     name = f"{model}.recipe"
@@ -48,13 +57,6 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     return module.RECIPE.load(config, device)
 
 
-def _model_of(config: Path) -> str:
-    """The package of ours that trains on the config's data set."""
-    dataset = read_config_file(config).get("dataset")
-    name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None
-    return "sid_gr" if name in SID_DATASETS else "hstu"
-
-
 def choose_device(name: str, threads: int) -> torch.device:
     """The device for "auto" (a GPU where there is one), "cpu" or "cuda"; `threads` are those on the CPU.
 
@@ -68,3 +70,53 @@ def choose_device(name: str, threads: int) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     torch.set_num_threads(threads)
     return torch.device("cpu")
+
+
+def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions, num_batches: int) -> Source:
+    """The rows of the first batches of a training run, dealt to ranks as its loaders deal them; fewer where data end.
+
+    Arguments and errors as those of `load_recipe`, and errors of the shuffler's calibration.
+    """
+    calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
+    target = load_recipe(model, config, torch.device("cpu"))
+    calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
+    batches = []  # workloads and tokens of the real rows of each, as a single rank reads them
+    wanted = itertools.islice(target.host_batches(), num_batches)
+    for batch in tqdm(wanted, "read", num_batches, unit="batch", leave=False, disable=None):
+        rows = target.row_tokens(batch)
+        tokens, _ = target.task.tokens_and_pairs(*rows)
+        batches.append(((calibrated or target.task).get_workloads(*rows).numpy(), tokens.numpy()))
+    num_rows = sum(len(workloads) for workloads, _ in batches)
+    ends = len(batches) < num_batches
+    # In training every rank ends with as few rows; here one rank alone would.
+    if ends and batches and len(batches[-1][0]) < target.batch_size:
+        del batches[-1]
+    # A target that is no Recipe may not say; its rows are dealt as those of files are.
+    draws_per_rank = getattr(target, "draws_per_rank", False)
+
+    def load(num_ranks: int, steps: int) -> LoadedRows:
+        some = batches[: num_ranks * steps]
+        sizes = [len(workloads) for workloads, _ in some]
+        step = np.repeat(np.arange(len(some)) // num_ranks, sizes)
+        if draws_per_rank:
+            rank = np.repeat(np.arange(len(some)) % num_ranks, sizes)
+        else:
+            rank = (np.arange(len(step)) - np.searchsorted(step, step)) % num_ranks
+        workloads, tokens = (np.concatenate(columns) for columns in zip(*some))
+        return LoadedRows(workloads, tokens, step, rank, num_ranks)
+
+    none = np.empty(0, np.int64)
+    costs, tokens = (np.concatenate([none, *columns]) for columns in zip((none, none), *batches))
+    return Source(
+        name=str(config),
+        load=load,
+        num_rows=num_rows if ends else None,
+        batch_size=target.batch_size,
+        tokens=tokens,
+        costs=costs,
+        model=target.task,
+        remedy="lower --ranks, or train_batch_size in the config",
+        of_what=OF_LAYERS if calibrated is None else "of a whole step, by the calibration",
+        cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
+        plan_options=shuffler.plan_arguments(),
+    )

@@ -30,7 +30,12 @@ def advice_of(report: RunReport, beside: RunComparison | None = None) -> str:
         return _of_unbalanced(report)
     if report.balancing == "balanced":
         return _of_balanced(report, measured)
-    return _of_unknown_gain(report, measured) if report.by_work else _of_observed(report)
+    if not report.by_work:
+        return _of_observed(report)
+    # Rows that are even as they are dealt; the log does not say what they would cost dealt in turn.
+    left = "" if report.gain.imbalance_before is None else f": {report.gain.imbalance_before:.1%} of imbalance is left"
+    gains = f", and {measured}." if measured else ". What that gains, a run without it says: give both to report."
+    return f"The rows are dealt by their work{left}{gains}"
 
 
 def warning_of(report: RunReport) -> str:
@@ -57,7 +62,7 @@ def verdict_on(beside: RunComparison, base: RunReport, report: RunReport) -> str
         more = f" and {len(beside.differences) - 1} more" if len(beside.differences) > 1 else ""
         return f"{speed}; not balancing alone tells them apart, they differ in {beside.differences[0]}{more}."
     own = report.gain.step if report.balancing == "balanced" and base.is_as_loaded else None
-    if own is None or abs(beside.rows_per_s / own - 1) < _APART:
+    if not own or abs(beside.rows_per_s / own - 1) < _APART:
         return f"{speed}."
     return (
         f"{speed}, while its own steps say that balancing gains {own:.2f}×: the two runs did not have equally fast "
@@ -93,17 +98,9 @@ def _of_unbalanced(report: RunReport) -> str:
 def _of_observed(report: RunReport) -> str:
     gain = report.gain
     if gain.work is None or gain.work < _WORTH:
-        return f"Nothing to gain: {_why_not(report)}{_leave_off(report)}."
+        return f"Nothing to gain: {_why_not(report, leave_off=True)}."
     steps = "" if gain.step is None else f" and a step {gain.step:.2f}×, the exchange not counted"
     return f"Balancing would make the slowest rank {gain.work:.2f}× faster{steps}: leave {_OBSERVE} out."
-
-
-def _of_unknown_gain(report: RunReport, measured: str) -> str:
-    """Of rows that are even as they are dealt, where the log does not say what they would cost dealt in turn."""
-    left = "" if report.gain.imbalance_before is None else f": {report.gain.imbalance_before:.1%} of imbalance is left"
-    if measured:
-        return f"The rows are dealt by their work{left}, and {measured}."
-    return f"The rows are dealt by their work{left}. What that gains, a run without it says: give both to report."
 
 
 def _of_balanced(report: RunReport, measured: str) -> str:
@@ -112,7 +109,7 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     if gain.work is None or gain.work < _WORTH:
         if measured:
             return f"The loads do not show a gain: {_why_not(report)}; yet {measured}."
-        return f"{what} gains nothing: {_why_not(report)}{_leave_off(report)}."
+        return f"{what} gains nothing: {_why_not(report, leave_off=True)}."
     # A sampler costs a step nothing: what the shuffler takes there is for the log.
     is_dear = gain.step is not None and gain.step < 1 and not report.by_work and not measured
     if is_dear and time is not None and time.saved is not None:
@@ -138,25 +135,18 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     )
 
 
-def _is_even(report: RunReport) -> bool:
-    uneven = report.gain.imbalance_before
-    return uneven is not None and 1 + uneven < _WORTH
-
-
-def _why_not(report: RunReport) -> str:
-    """Why the slowest rank has as much to do as before."""
+def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
+    """Why the slowest rank has as much to do as before; and to leave balancing off, where ranks are even anyway."""
     gain = report.gain
+    is_even = gain.imbalance_before is not None and 1 + gain.imbalance_before < _WORTH
+    remedy = ", leave it off" if leave_off and is_even else ""
     if report.ranks == 1:
         return "a single rank waits for nobody"
     if (gain.gated or 0.0) >= 0.5:
-        return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain"
-    if _is_even(report):
-        return f"the ranks are even as they {'are dealt their rows in turn' if report.by_work else 'load their rows'}"
+        return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain{remedy}"
+    if is_even:
+        dealt = "are dealt their rows in turn" if report.by_work else "load their rows"
+        return f"the ranks are even as they {dealt}{remedy}"
     if gain.possible is not None and gain.possible < _WORTH:
         return f"the largest load is one row, or few, that no plan can split: {_LONGER}"
     return "no plan that keeps the settings is better: a larger max_tokens_per_rank or free row counts allow more"
-
-
-def _leave_off(report: RunReport) -> str:
-    """What to do where the ranks are even anyway; "" elsewhere."""
-    return ", leave it off" if report.ranks != 1 and _is_even(report) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,26 +64,28 @@ class StepRatio:
     high: float
 
 
-@dataclass(frozen=True)
 class RunComparison:
     """A run beside the first one; None for what is not known."""
 
-    run: str
-    base: str  # name of the first
-    rows_per_s: float | None  # rows per second ÷ those of the first: the speed-up
-    step_ms: float | None  # median step of the first ÷ its own
-    each_step: StepRatio | None
-    # The slowest rank's load in the first ÷ its own, per step: what the loads predict. If the
-    # first run logged no loads, those of this run as loaded stand for them. Loads of other rows or another model do not
-    # compare.
-    work: float | None
-    loss: LossDifference | None
-    evaluation: Mapping[str, float]  # metric minus that of the first, after the last step that both were evaluated at
-    # Of these differences, where both metrics have one, as if other users had been evaluated; of the same users the
-    # differences are known better than that.
-    standard_errors: Mapping[str, float]
-    evaluated_at: int | None  # that step
-    differences: tuple[str, ...]  # why the two do not compare, a sentence each
+    def __init__(self, base: RunReport, other: RunReport) -> None:
+        self.run, self.base = other.log.name, base.log.name
+        # rows per second ÷ those of the first: the speed-up
+        self.rows_per_s = ratio(other.speed.rows_per_s, base.speed.rows_per_s)
+        self.step_ms = ratio(base.speed.step_ms, other.speed.step_ms)  # median step of the first ÷ its own
+        self.each_step = _step_ratio(base.log, other.log)
+        self.work: float | None = None
+        self.loss = _loss_difference(base.log, other.log)
+        # Metric minus that of the first, after the last step that both were evaluated at; and that step. The standard
+        # errors are of these differences, where both metrics have one, as if other users had been evaluated; of the
+        # same users the differences are known better than that.
+        self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
+        self.differences = tuple(_differences(base, other))  # why the two do not compare, a sentence each
+        # The slowest rank's load in the first ÷ its own, per step: what the loads predict. If the first run logged no
+        # loads, those of this run as loaded stand for them. Loads of other rows or another model do not compare.
+        if not self.differences:
+            self.work = ratio(_largest_trained(base), _largest_trained(other))
+            if self.work is None and base.balancing == "off" and other.balancing == "balanced":
+                self.work = other.gain.work
 
     @property
     def compares(self) -> bool:
@@ -92,18 +94,13 @@ class RunComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self)
+        parts = {"each_step": self.each_step and asdict(self.each_step), "loss": self.loss and asdict(self.loss)}
+        return {**vars(self), **parts}
 
 
 def compare_runs(reports: Sequence[RunReport]) -> list[RunComparison]:
     """Every run but the first beside the first."""
-    return [_compare(reports[0], other) for other in reports[1:]]
-
-
-def beside_as_loaded(reports: Sequence[RunReport]) -> dict[str, RunComparison]:
-    """Every other run by its name, beside the fastest unbalanced one; empty where there is none."""
-    base = _fastest(each for each in reports if each.is_as_loaded)
-    return {} if base is None else {each.log.name: _compare(base, each) for each in reports if each is not base}
+    return [RunComparison(reports[0], other) for other in reports[1:]]
 
 
 def best_first(reports: Sequence[RunReport]) -> list[RunComparison]:
@@ -115,7 +112,7 @@ def best_first(reports: Sequence[RunReport]) -> list[RunComparison]:
     base = _fastest(each for each in reports if each.is_as_loaded) or _fastest(reports, sign=-1)
     if base is None:
         return []
-    beside = [_compare(base, each) for each in reports if each is not base]
+    beside = [RunComparison(base, each) for each in reports if each is not base]
     return sorted(beside, key=lambda each: (not each.compares, -(each.rows_per_s or 0.0), each.run))
 
 
@@ -125,31 +122,10 @@ def _fastest(reports: Iterable[RunReport], sign: int = 1) -> RunReport | None:
     return min(known, key=lambda each: (-sign * (each.speed.rows_per_s or 0.0), each.log.name), default=None)
 
 
-def _compare(base: RunReport, other: RunReport) -> RunComparison:
-    step, evaluation, standard_errors = _evaluations(base.log, other.log)
-    differences = tuple(_differences(base, other))
-    work = None if differences else ratio(_largest_trained(base), _largest_trained(other))
-    if work is None and base.balancing == "off" and other.balancing == "balanced" and not differences:
-        work = other.gain.work
-    return RunComparison(
-        run=other.log.name,
-        base=base.log.name,
-        rows_per_s=ratio(other.speed.rows_per_s, base.speed.rows_per_s),
-        step_ms=ratio(base.speed.step_ms, other.speed.step_ms),
-        each_step=_step_ratio(base.log, other.log),
-        work=work,
-        loss=_loss_difference(base.log, other.log),
-        evaluation=evaluation,
-        standard_errors=standard_errors,
-        evaluated_at=step,
-        differences=differences,
-    )
-
-
 def _largest_trained(report: RunReport) -> float | None:
     if setting(report.log.config, "trainer.shuffler.speeds") == "measured":
         return None  # times of ranks, which other runs do not have
-    return report.log.mean(f"largest_load_{'after' if report.balancing == 'balanced' else 'before'}")
+    return report.log.mean(f"largest_load_{report.trained}")
 
 
 def _same_lines(base: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray]:
@@ -191,22 +167,21 @@ def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
     return LossDifference(float(apart[known].max()), float(apart[last]), int(base.step[first[last]]), len(known))
 
 
-def _evaluations(base: RunLog, other: RunLog) -> tuple[int | None, dict[str, float], dict[str, float]]:
-    """The last step that both were evaluated at, and by metric the difference there and its standard error."""
+def _evaluations(base: RunLog, other: RunLog) -> tuple[dict[str, float], dict[str, float], int | None]:
+    """By metric the difference and its standard error at the last step that both were evaluated at; and that step."""
     first, second = dict(base.evaluations), dict(other.evaluations)
     common = sorted(set(first) & set(second))
     if not common:
-        return None, {}, {}
+        return {}, {}, None
     before, after = first[common[-1]], second[common[-1]]
-    known_errors = {name: error for name, _, error in with_errors(after) if error is not None}
+    errors_after = {name: error for name, _, error in with_errors(after)}
     apart, errors = {}, {}
     for name, value, error in with_errors(before):
-        if name == "rows" or name not in after or not np.isfinite(after[name] - value):
-            continue
-        apart[name] = after[name] - value
-        if error is not None and name in known_errors:
-            errors[name] = float(np.hypot(error, known_errors[name]))
-    return common[-1], apart, errors
+        if name != "rows" and name in after and np.isfinite(after[name] - value):
+            apart[name] = after[name] - value
+            if error is not None and (other_error := errors_after.get(name)) is not None:
+                errors[name] = float(np.hypot(error, other_error))
+    return apart, errors, common[-1]
 
 
 def _differences(base: RunReport, other: RunReport) -> Iterator[str]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,64 @@ _LINES_WITH_WARM_UP = 3
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True, eq=False)
 class RunLog:
-    """The log of a run."""
+    """The log of the run in a folder.
 
-    name: str  # of the run: its folder, as the user gave it
-    config: Mapping[str, Any]  # of the run, as it was saved; empty where it is not known
-    step: np.ndarray  # int64 `(lines,)`, the step after which each line was written; ascending
-    # float64 `(lines,)` by name, means over the steps of a line, or their median for `step_ms`; NaN where a line does
-    # not know
-    columns: Mapping[str, np.ndarray]
-    # by name float64 `(ranks,)` of each line, NaN for a rank that is not known; None where a line has none
-    of_ranks: Mapping[str, tuple[np.ndarray | None, ...]]
-    evaluations: tuple[tuple[int, Mapping[str, float]], ...]  # of a step its metrics, without `eval_`; ascending
-    notes: tuple[str, ...]  # what to know of the log, a sentence each
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: no log there, no line yet, a line that is none of a log, or one of another release.
+        OSError: the log cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path, notes = folder / LOG_FILE, []
+        _require_log(folder)
+        config, summary = (_read_beside(folder / name) for name in (CONFIG_FILE, SUMMARY_FILE))
+        records, is_cut = _read_lines(path)
+        lines = [record for record in records if "loss" in record]
+        if not lines and summary:
+            raise ValueError(
+                f"{path} has no line of a training step, and the run has ended; a report is of training steps: give "
+                "the folder of a run that has trained"
+            )
+        if not lines:
+            raise ValueError(
+                f"{path} has no line of a training step yet; a line is written every "
+                f"{setting(config, 'trainer.log_interval') or 'trainer.log_interval'} steps: wait for it, or lower "
+                "--trainer.log-interval in the next run"
+            )
+        if is_cut:
+            notes.append(
+                "the last line of the log is not whole: the run goes on, or was ended while it wrote; left out"
+            )
+        if not config:
+            notes.append(f"no readable {CONFIG_FILE}: the settings of the run are not known")
+        if not summary:
+            notes.append(f"no readable {SUMMARY_FILE}: the run goes on, or ended before its end")
+        names = dict.fromkeys(name for line in lines for name in line)
+        of_ranks = {name for line in lines for name, value in line.items() if value.ndim}
+        unknown = np.array(np.nan)
+        self.name = str(folder)  # of the run, as the user gave it
+        self.config = config  # of the run, as it was saved; empty where it is not known
+        self.notes = tuple(notes)  # what to know of the log, a sentence each
+        # int64 `(lines,)`, the step after which each line was written; ascending
+        self.step = np.array([line["step"] for line in lines], dtype=np.int64)
+        # float64 `(lines,)` by name, means over the steps of a line, or their median for `step_ms`; NaN where a line
+        # does not know
+        self.columns = {
+            name: np.array([line.get(name, unknown) for line in lines]) for name in names if name not in of_ranks
+        }
+        # by name float64 `(ranks,)` of each line, NaN for a rank that is not known; None where a line has none
+        self.of_ranks = {
+            name: tuple(value if (value := line.get(name, unknown)).ndim else None for line in lines)
+            for name in of_ranks
+        }
+        # of a step its metrics, without `eval_`; ascending
+        self.evaluations = tuple(
+            (int(record["step"]), metrics)
+            for record in records
+            if (metrics := {name[5:]: float(each) for name, each in record.items() if name.startswith("eval_")})
+        )
 
     def column(self, name: str) -> np.ndarray:
         """float64 `(lines,)`; NaN where a line does not know, or none does."""
@@ -103,63 +146,12 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunLog]:
-    """The logs of the runs in some folders, in that order; errors as `read_log`, and ValueError for one given twice."""
+    """The logs of the runs in some folders, in that order; errors as `RunLog`, and ValueError for one given twice."""
     places = [folder.resolve() for folder in folders]
     for number, folder in enumerate(folders):
         if places[number] in places[:number]:
             raise ValueError(f"{folder} is given twice; a run beside itself says nothing: leave one out")
-    return [read_log(folder) for folder in folders]
-
-
-def read_log(folder: Path) -> RunLog:
-    """The log of the run in a folder.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: no log there, no line yet, a line that is none of a log, or one of another release.
-        OSError: the log cannot be read.
-    """
-    path, notes = folder / LOG_FILE, []
-    _require_log(folder)
-    config, summary = (_read_beside(folder / name) for name in (CONFIG_FILE, SUMMARY_FILE))
-    records, is_cut = _read_lines(path)
-    lines = [record for record in records if "loss" in record]
-    if not lines and summary:
-        raise ValueError(
-            f"{path} has no line of a training step, and the run has ended; a report is of training steps: give the "
-            "folder of a run that has trained"
-        )
-    if not lines:
-        raise ValueError(
-            f"{path} has no line of a training step yet; a line is written every "
-            f"{setting(config, 'trainer.log_interval') or 'trainer.log_interval'} steps: wait for it, or lower "
-            "--trainer.log-interval in the next run"
-        )
-    if is_cut:
-        notes.append("the last line of the log is not whole: the run goes on, or was ended while it wrote; left out")
-    if not config:
-        notes.append(f"no readable {CONFIG_FILE}: the settings of the run are not known")
-    if not summary:
-        notes.append(f"no readable {SUMMARY_FILE}: the run goes on, or ended before its end")
-    names = dict.fromkeys(name for line in lines for name in line)
-    of_ranks = {name for line in lines for name, value in line.items() if value.ndim}
-    unknown = np.array(np.nan)
-    return RunLog(
-        name=str(folder),
-        config=config,
-        step=np.array([line["step"] for line in lines], dtype=np.int64),
-        columns={name: np.array([line.get(name, unknown) for line in lines]) for name in names if name not in of_ranks},
-        of_ranks={
-            name: tuple(value if (value := line.get(name, unknown)).ndim else None for line in lines)
-            for name in of_ranks
-        },
-        evaluations=tuple(
-            (int(record["step"]), metrics)
-            for record in records
-            if (metrics := {name[5:]: float(each) for name, each in record.items() if name.startswith("eval_")})
-        ),
-        notes=tuple(notes),
-    )
+    return [RunLog(folder) for folder in folders]
 
 
 def _require_log(folder: Path) -> None:

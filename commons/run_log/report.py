@@ -5,9 +5,8 @@ Imbalance, speed-up and possible speed-up are those of `commons.perf_model.gain`
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from commons.perf_model.loads import SLOW, SLOW_STEPS, median_of_others
 from commons.run_log.files import without_nan
 from commons.run_log.reading import RunLog, setting
-from commons.run_log.step_time import StepTime, TimeFit, step_time_of, time_fit_of
+from commons.run_log.step_time import StepTime, step_time_of, time_fit_of
 
 # What happened to the rows: trained where they were loaded, or planned and left there, or moved.
 Balancing = Literal["off", "observed", "balanced"]
@@ -32,12 +31,18 @@ class Speed:
     mfu: float | None  # that divided by the peak rate of the device
 
 
-@dataclass(frozen=True)
+def _mean_of(column: str) -> Any:
+    """A field: the mean of a column over all steps."""
+    return field(metadata={"column": column})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gain:
     """What balancing did to the loads, or in a run that only observes would do; None for what is not known."""
 
-    imbalance_before: float | None  # largest load ÷ mean − 1 as the rows were loaded, mean over steps
-    imbalance_after: float | None  # the same as planned
+    # largest load ÷ mean − 1 as the rows were loaded, mean over steps; and as planned
+    imbalance_before: float | None = _mean_of("imbalance_before")
+    imbalance_after: float | None = _mean_of("imbalance_after")
     worst_before: float | None  # of the most uneven line
     worst_after: float | None
     work: float | None  # speed-up of the slowest rank: largest load before ÷ after, both summed over steps
@@ -46,15 +51,16 @@ class Gain:
     # what it takes ÷ what it would take, exchange not included.
     step: float | None
     predicted_step: float | None  # the same by the calibration that the shuffler used
-    gated: float | None  # fraction of steps in which a better plan was not worth it
-    gap: float | None  # largest planned load ÷ lower bound − 1
-    tokens_moved: float | None  # of a step
-    token_fraction_moved: float | None
-    bytes_sent: float | None  # of a step, by rank 0
-    lookups_before: float | None  # most embedding lookups of a rank ÷ mean − 1, as loaded
-    lookups_after: float | None  # the same as trained
+    gated: float | None = _mean_of("gated")  # fraction of steps in which a better plan was not worth it
+    gap: float | None = _mean_of("optimality_gap")  # largest planned load ÷ lower bound − 1
+    tokens_moved: float | None = _mean_of("tokens_moved")  # of a step
+    token_fraction_moved: float | None = _mean_of("token_fraction_moved")
+    bytes_sent: float | None = _mean_of("bytes_sent")  # of a step, by rank 0
+    # most embedding lookups of a rank ÷ mean − 1, as loaded; and as trained
+    lookups_before: float | None = _mean_of("lookup_imbalance_before")
+    lookups_after: float | None = _mean_of("lookup_imbalance_after")
     # Fraction of the slowest rank's own work that loads by the ranks' speeds save, or where observed would save.
-    speeds: float | None
+    speeds: float | None = _mean_of("speed_saving")
 
 
 @dataclass(frozen=True)
@@ -75,51 +81,34 @@ class RankSpeed:
     speed: float
 
 
-@dataclass(frozen=True, eq=False)
 class RunReport:
-    """The figures of a run's log."""
+    """The figures of a run's log; None for what is not known."""
 
-    log: RunLog
-    steps: int  # the last step that the log knows
-    ranks: int | None  # that share the data; the last number where it has changed
-    rows_per_step: float | None  # of all ranks together
-    balancing: Balancing
-    by_work: bool  # whether the rows were read or dealt out by their work, so that nothing has to move
-    window: int  # batches that were planned together; 1 without a window
-    speed: Speed
-    gain: Gain
-    step_time: StepTime | None  # None where no line has times
-    time_fit: TimeFit | None  # None where the log does not know
-    background: Background | None  # None without a shuffler that looks at the rows
-    slow_ranks: tuple[RankSpeed, ...]  # the slowest first
-    given_less: tuple[RankSpeed, ...]  # ranks with less work than the fastest, by `speeds` at the end, the least first
-    loss: float | None  # of the last line
-    evaluation: Mapping[str, float]  # the last one; empty for none
-
-    @classmethod
-    def of(cls, log: RunLog) -> RunReport:
-        """Compute it all."""
-        balancing, window = _balancing_of(log), round(log.mean("window") or 1)
-        step_time = step_time_of(log, as_loaded=balancing != "balanced")
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+        self.steps = int(log.step[-1])  # the last step that the log knows
+        self.ranks = log.num_ranks[-1] if log.num_ranks else None  # that share the data; the last number if it changed
+        # of all ranks together
+        self.rows_per_step = log.mean(log.column("rows_per_s") * log.mean_step_ms / 1e3)
+        self.balancing = _balancing_of(log)
+        self.by_work = _is_by_work(log)  # whether the rows were read or dealt out by their work: nothing has to move
+        self.window = round(log.mean("window") or 1)  # batches that were planned together; 1 without a window
+        self.speed = _speed_of(log)
+        self.step_time = step_time_of(log, self.trained)  # None where no line has times
+        self.gain = _gain_of(log, self.balancing, self.step_time)
+        self.time_fit = time_fit_of(log, self.trained)
+        self.background = _background_of(log, self.window)  # None without a shuffler that looks at the rows
+        self.slow_ranks = _slow_ranks(log)  # the slowest first
+        self.given_less = _given_less(log)  # ranks with less work than the fastest, by `speeds`, the least first
         loss = float(log.column("loss")[-1])
-        return cls(
-            log=log,
-            steps=int(log.step[-1]),
-            ranks=log.num_ranks[-1] if log.num_ranks else None,
-            rows_per_step=log.mean(log.column("rows_per_s") * log.mean_step_ms / 1e3),
-            balancing=balancing,
-            by_work=_is_by_work(log),
-            window=window,
-            speed=_speed_of(log),
-            gain=_gain_of(log, balancing, step_time),
-            step_time=step_time,
-            time_fit=time_fit_of(log, as_loaded=balancing != "balanced"),
-            background=_background_of(log, window),
-            slow_ranks=_slow_ranks(log),
-            given_less=_given_less(log),
-            loss=None if np.isnan(loss) else loss,
-            evaluation=log.evaluations[-1][1] if log.evaluations else {},
-        )
+        self.loss = None if loss != loss else loss  # of the last line
+        # the last one, metrics by name; empty for none
+        self.evaluation: Mapping[str, float] = log.evaluations[-1][1] if log.evaluations else {}
+
+    @property
+    def trained(self) -> Literal["before", "after"]:
+        """How columns name the loads that were trained: those before balancing, or after it."""
+        return "after" if self.balancing == "balanced" else "before"
 
     @property
     def is_as_loaded(self) -> bool:
@@ -128,12 +117,17 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON, with None for what is not known."""
-        content = dataclasses.asdict(dataclasses.replace(self, log=None))  # type: ignore[arg-type]  # it is no number
-        del content["log"]
+        content = {name: _plain(value) for name, value in vars(self).items() if name != "log"}
         content["step_time_ms"] = content.pop("step_time")
         evaluated = self.log.evaluations[-1][0] if self.log.evaluations else None
         content["evaluation"] = None if evaluated is None else {"step": evaluated, **without_nan(self.evaluation)}
         return {"run": self.log.name, **content}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [asdict(each) for each in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
@@ -175,23 +169,15 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
     if bound is not None and after is not None:
         # Where no row moves, counts may stay unequal, which the bound of equal counts does not allow for.
         bound = min(bound, after)
+    means = {each.name: log.mean(each.metadata["column"]) for each in fields(Gain) if each.metadata}
     return Gain(
-        imbalance_before=log.mean("imbalance_before"),
-        imbalance_after=log.mean("imbalance_after"),
         worst_before=_largest(log.column("imbalance_before")),
         worst_after=_largest(log.column("imbalance_after")),
         work=ratio(before, after),
         possible=ratio(before, bound),
         step=step,
         predicted_step=predicted,
-        gated=log.mean("gated"),
-        gap=log.mean("optimality_gap"),
-        tokens_moved=log.mean("tokens_moved"),
-        token_fraction_moved=log.mean("token_fraction_moved"),
-        bytes_sent=log.mean("bytes_sent"),
-        lookups_before=log.mean("lookup_imbalance_before"),
-        lookups_after=log.mean("lookup_imbalance_after"),
-        speeds=log.mean("speed_saving"),
+        **means,
     )
 
 

@@ -7,6 +7,7 @@ rows × longest, whatever the rows' work adds up to.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -47,14 +48,14 @@ class StepTime:
         return {name: value for name, value in zip(PARTS, values) if value is not None}
 
 
-def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
-    """Of the lines whose times count; None without times. `as_loaded`: rows are trained where they were loaded."""
-    lines, before, planned = log.timed, log.column("largest_load_before"), log.column("largest_load_after")
+def step_time_of(log: RunLog, trained: Literal["before", "after"]) -> StepTime | None:
+    """Of the lines whose times count; None without times. `trained` are the loads before balancing, or after it."""
+    lines, before, after = log.timed, log.column("largest_load_before"), log.column("largest_load_after")
     total = log.mean(log.mean_step_ms, lines)
     if total is None:
         return None
     beside = (log.mean("window") or 1.0) > 1  # windows are exchanged on a thread of their own
-    exchange = None if as_loaded or beside else log.mean("exchange_ms", lines)
+    exchange = None if trained == "before" or beside else log.mean("exchange_ms", lines)
     waiting = log.mean("wait_ms", lines)
     overhead = (exchange or 0.0) + (waiting or 0.0)
     if overhead > total:
@@ -64,7 +65,7 @@ def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
     slope = log.column("ms_per_load")
     # Lines from before the slope is known take the median of the others.
     slope = np.where(np.isnan(slope), np.nanmedian(slope) if np.isfinite(slope).any() else np.nan, slope)
-    slowest = log.mean(slope * (before if as_loaded else planned), lines)
+    slowest = log.mean(slope * (before if trained == "before" else after), lines)
     bound = log.mean(slope * log.column("lower_bound"), lines)
     if slowest is None or bound is None or slowest <= 0:
         return StepTime(total, None, None, exchange, waiting, total - overhead, None)
@@ -72,7 +73,7 @@ def step_time_of(log: RunLog, *, as_loaded: bool) -> StepTime | None:
     scale = min(1.0, (total - overhead) / slowest)
     work = scale * min(bound, slowest)
     uneven = scale * slowest - work
-    saved = log.mean(slope * (before - planned), lines)
+    saved = log.mean(slope * (before - after), lines)
     rest = max(0.0, total - overhead - work - uneven)
     return StepTime(total, work, uneven, exchange, waiting, rest, None if saved is None else scale * saved)
 
@@ -96,18 +97,18 @@ class TimeFit:
         return self.r_squared >= _FOLLOWS
 
 
-def time_fit_of(log: RunLog, *, as_loaded: bool) -> TimeFit | None:
+def time_fit_of(log: RunLog, trained: Literal["before", "after"]) -> TimeFit | None:
     """The fit of the lines whose times count; None where they are too few, or the loads vary too little."""
-    none = (None,) * len(log.step)
+    none, of_ranks = (None,) * len(log.step), []
     lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
-    of_ranks = [
-        np.stack([_in_time(load, speeds), own])
-        for is_timed, load, own, speeds in lines
-        if is_timed and load is not None and own is not None and len(load) == len(own)
-    ]
+    for is_timed, load, own, speeds in lines:
+        if is_timed and load is not None and own is not None and len(load) == len(own):
+            if speeds is not None and len(speeds) == len(load):
+                load = load * speeds.max() / speeds  # as the fastest rank would have in the same time
+            of_ranks.append(np.stack([load, own]))
     if of_ranks:
         return fit_times("ranks", *np.concatenate(of_ranks, axis=1))
-    largest = log.column(f"largest_load_{'before' if as_loaded else 'after'}")
+    largest = log.column(f"largest_load_{trained}")
     return fit_times("steps", largest[log.timed], log.mean_step_ms[log.timed])
 
 
@@ -134,8 +135,3 @@ def _fit(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
     r_squared = max(0.0, covariance) ** 2 / (variance * np.var(times)) if np.ptp(times) else 0.0
     slope = covariance / variance
     return TimeFit(of, len(loads), float(r_squared), float(slope / loads.mean()), float(times.mean() - slope))
-
-
-def _in_time(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:
-    """Loads as the fastest rank would have them in the same time; they themselves without speeds."""
-    return loads if speeds is None or len(speeds) != len(loads) else loads * speeds.max() / speeds

@@ -4,26 +4,101 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import tyro
 
 from commons.checks import require_at_least
-from commons.cli.outputs import AnswerOutputs
+from commons.cli.answer import ON_TERMINAL, AnswerOutputs
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.lengths import LengthReading, Lengths
-from commons.cli.simulate.row_cost import RowCost
-from commons.cli.simulate.simulation import OF_LAYERS, Source, describe, simulate
+from commons.cli.simulate.simulation import OF_LAYERS, Source, simulate
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.gain import LoadedRows, StepCost
-from commons.perf_model.task_estimator import training_flops
+from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, SelfAttentionTask, training_flops
 
 # Steps and windows if none are given; the batches of a config have to be read.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
 _WINDOWS_OF_LENGTHS = (2, 4, 8)
-# Rows of all steps together, a few arrays of which fit a host.
-_MOST_ROWS = 1 << 28
+# Rows of all steps together, a few arrays of which fit a host; and rows that describe lengths without an end.
+_MOST_ROWS, _SOME_ROWS = 1 << 28, 200_000
+
+
+@dataclass
+class RowCost:
+    """What a row of a given length costs: a model's dimensions."""
+
+    _remedy: ClassVar[str] = ""  # what else to do about rows that are too long
+
+    task: Literal["hstu", "transformer", "tokens"] = "hstu"
+    """What a row costs: operations of HSTU or transformer layers (SID-GR, language models), or tokens."""
+
+    hidden_size: int = 256
+    """Width of the model."""
+
+    num_heads: int = 4
+    """Attention heads."""
+
+    head_dim: int = 64
+    """Width of a head."""
+
+    num_layers: int = 8
+    """Layers."""
+
+    value_dim: int | None = None
+    """Width of a head of u and v, with --task hstu; None for --head-dim."""
+
+    concat_ux: bool = False
+    """The output projection reads [u, x, y], with --task hstu, as in generative-recommenders; y alone otherwise."""
+
+    max_attn_len: int | None = None
+    """Largest distance at which a token sees another one, with --task hstu; None for no window."""
+
+    tokens_per_item: int = 1
+    """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
+
+    extra_tokens: int = 0
+    """Tokens of every row besides, such as its context."""
+
+    def check(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        require_at_least("tokens_per_item", self.tokens_per_item, 1)
+        require_at_least("extra_tokens", self.extra_tokens, 0)
+        if self.task != "hstu" and (self.value_dim, self.concat_ux, self.max_attn_len) != (None, False, None):
+            raise ValueError(
+                f"task is {self.task!r}; value_dim, concat_ux and max_attn_len are dimensions of HSTU: leave them out, "
+                "or give --task hstu"
+            )
+        self.model()
+
+    def model(self) -> AttentionTask | None:
+        """What counts the operations; None where tokens are the cost."""
+        if self.task == "tokens":
+            return None
+        dimensions = self.hidden_size, self.num_heads, self.head_dim, self.num_layers
+        if self.task == "hstu":
+            return HSTUAttentionTask(
+                *dimensions, value_dim=self.value_dim, concat_ux=self.concat_ux, max_attn_len=self.max_attn_len
+            )
+        return SelfAttentionTask(*dimensions)
+
+    def tokens(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that the model computes, int64 as the lengths."""
+        return lengths * self.tokens_per_item + self.extra_tokens
+
+    def costs(self, tokens: np.ndarray) -> np.ndarray:
+        """What rows of so many tokens cost, int64 as the tokens."""
+        model = self.model()
+        if model is None:
+            return tokens
+        try:
+            return model.get_workloads(tokens)
+        except ValueError:
+            raise ValueError(
+                f"a row of {int(tokens.max()):,} tokens can cost more than 2**63 operations, which no plan counts: "
+                f"check the lengths{self._remedy}"
+            ) from None
 
 
 @dataclass
@@ -55,12 +130,8 @@ class LengthOptions(RowCost, LengthReading):
 
     def given(self) -> list[str]:
         """Flags of the options that are not at their default."""
-        default = LengthOptions()
-        return [
-            "--" + item.name.replace("_", "-")
-            for item in fields(self)
-            if getattr(self, item.name) != getattr(default, item.name)
-        ]
+        given = (item.name for item in fields(self) if getattr(self, item.name) != item.default)
+        return ["--" + name.replace("_", "-") for name in given]
 
     def check(self) -> None:
         """Raise ValueError for a value out of its range."""
@@ -104,7 +175,8 @@ class LengthOptions(RowCost, LengthReading):
         model, cost = self.model(), None
         if self.peak_tflops is not None:
             cost = StepCost(training_flops(1) / (self.peak_tflops * self.mfu * 1e12) * 1e3)
-        tokens = self.tokens(lengths.some(np.random.default_rng(self.seed)))
+        described = lengths.take(lengths.num_rows or _SOME_ROWS, np.random.default_rng(self.seed))
+        tokens = self.tokens(described)
         return Source(
             name=lengths.name,
             load=load,
@@ -112,7 +184,7 @@ class LengthOptions(RowCost, LengthReading):
             batch_size=self.batch_size,
             tokens=tokens,
             costs=self.costs(tokens),
-            task=describe(model),
+            model=model,
             remedy="lower --ranks or --batch-size, or give --with-replacement if they are a sample",
             of_what=OF_LAYERS if model is not None else "in tokens of the slowest rank",
             cost=cost,
@@ -169,9 +241,7 @@ class Simulate:
     )
     """With --lengths: how they are read, and what a row costs."""
 
-    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = field(
-        default_factory=AnswerOutputs
-    )
+    of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
     """Where the answer goes."""
 
     def run(self) -> None:
@@ -218,7 +288,7 @@ class Simulate:
         if self.lengths is not None:
             return self.of_lengths.read(self.lengths)
         # Imported here: it needs TorchRec, and lengths alone do not.
-        from commons.cli.simulate.config_rows import read_config_rows
+        from commons.cli.recipes import read_config_rows
 
         assert self.config is not None  # noqa: S101  one of them is given
         return read_config_rows(self.config, self.model, self.shuffler, max(self.ranks) * steps)

@@ -24,16 +24,12 @@ import torch
 from commons.datasets.random.distribution import RandomDistribution
 from commons.datasets.sequences.event_store import sql_name
 
-# Rows that are drawn to describe lengths without an end.
-_SOME_ROWS = 200_000
 _DISTRIBUTIONS = "zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:LONGEST"
 # Columns that make a file a histogram.
 _HISTOGRAM = ["length", "count"]
 _TYPES = (".parquet", ".csv", ".npy", ".jsonl")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 _MOST, _LONGEST = 2**53, 2.0**31  # of files, as a float64 counts no further, and of distributions
-
-
 # So many lengths, int64.
 _Take = Callable[[int, np.random.Generator], np.ndarray]
 
@@ -44,10 +40,6 @@ class Lengths(NamedTuple):
     name: str  # as the user named them
     take: _Take  # in the order in which they are loaded; at most `num_rows`, none of them twice
     num_rows: int | None = None  # rows that there are; None for any number
-
-    def some(self, rng: np.random.Generator) -> np.ndarray:
-        """int64 `(n,)`, lengths to describe the whole by."""
-        return self.take(_SOME_ROWS if self.num_rows is None else self.num_rows, rng)
 
 
 @dataclass
@@ -97,14 +89,12 @@ class LengthReading:
         if self.with_replacement and self.in_order:
             raise ValueError("with_replacement and in_order exclude each other: choose one")
         columns = [_count_events(path, self.group_by)] if self.group_by else _read_lengths(path, self.column)
-        if len(columns) == 1:
-            return self.of(source, *columns)
-        if self.in_order or self.with_replacement:
+        if len(columns) > 1 and (self.in_order or self.with_replacement):
             raise ValueError(
                 f"{source} is a histogram, from which rows are drawn; --in-order and --with-replacement belong to a "
                 "file with one length per row: leave them out"
             )
-        return Lengths(source, _histogram(source, *columns))
+        return self.of(source, *columns) if len(columns) == 1 else Lengths(source, _histogram(source, *columns))
 
     def of(self, name: str, values: np.ndarray) -> Lengths:
         """Lengths that are known, int64 `(rows,)`."""
@@ -147,21 +137,20 @@ def _distribution(source: str) -> _Take:
 
 
 def _histogram(source: str, lengths: np.ndarray, counts: np.ndarray) -> _Take:
-    total = sum(counts.tolist())  # of Python's integers, which do not overflow
+    bounds, total = np.cumsum(counts), sum(counts.tolist())  # of Python's integers, which do not overflow
     if total == 0:
         raise ValueError(f"{source} has no row; all counts are 0: check the file")
     if total >= 2**63:
         raise ValueError(f"the counts of {source} add up to {total}; there are fewer than 2**63 rows: scale them down")
-    bounds = np.cumsum(counts)
     return lambda count, rng: lengths[np.searchsorted(bounds, rng.integers(0, total, count), side="right")]
 
 
 def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
     """One column, or the two of a histogram: int64 `(rows,)`, at least one row, values of at least 0."""
-    rows, has_names = _open(path)
+    rows = _open(path)
     names = _wanted(path, rows.columns, column)
     lists = [name for name in names if _is_list(rows, name)]
-    if has_names and not lists and names[0].lower().endswith("id"):
+    if not lists and names[0].lower().endswith("id"):
         raise ValueError(
             f"column {names[0]!r} of {path} ends in 'id', as identifiers do, which are no lengths: count the events of "
             f"each by --group-by {shlex.quote(names[0])}, name the column of lengths by --column, or save the numbers "
@@ -180,7 +169,7 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
 
 def _count_events(path: Path, column: str) -> np.ndarray:
     """How many rows, which are events, each user has: int64 `(users,)`, in the order in which users first occur."""
-    rows, _ = _open(path)
+    rows = _open(path)
     what = f"column {_wanted(path, rows.columns, column)[0]!r} of {path}"
     if _is_list(rows, column):
         raise ValueError(
@@ -198,8 +187,8 @@ def _count_events(path: Path, column: str) -> np.ndarray:
     return found["events"].astype(np.int64)
 
 
-def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRelation, bool]:
-    """The rows of a file, or of a folder of parquet files as data sets are written; and whether columns have names.
+def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
+    """The rows of a file, or of a folder of parquet files as data sets are written.
 
     With places, rows of parquet files have two columns more: `filename`, and `file_row_number`, counted from 0.
     """
@@ -215,15 +204,15 @@ def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRela
         raise ValueError(f"{path} is none of {', '.join(_TYPES)} and no folder of parquet files: {remedy}")
     with _readable(path):
         if kind == ".parquet":
-            return database.read_parquet(files, filename=with_places, file_row_number=with_places), True
+            return database.read_parquet(files, filename=with_places, file_row_number=with_places)
         if kind == ".npy":
-            return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)})), False
+            return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)}))
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline().strip()
         if not first:
             raise ValueError("it is empty, or begins with an empty line")
         if kind == ".jsonl" and not _is_number(first):
-            return database.read_json(str(path), format="newline_delimited", sample_size=-1), True
+            return database.read_json(str(path), format="newline_delimited", sample_size=-1)
         # Commas, semicolons or tabs; without a header where the first line has nothing but numbers.
         delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
@@ -233,8 +222,7 @@ def _open(path: Path, *, with_places: bool = False) -> tuple[duckdb.DuckDBPyRela
             names = _HISTOGRAM if is_histogram else [f"column {place}" for place in range(1, len(names) + 1)]
         # As text: users 7 and 007 are two, and an error shows what is written.
         columns = dict.fromkeys(names, "VARCHAR")
-        rows = database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
-        return rows, has_names
+        return database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
 
 
 @contextlib.contextmanager
@@ -295,7 +283,7 @@ def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndar
         row = int(wrong.argmax())
         of_files = ""
         if path.is_dir():
-            (rows, _), of_files = _open(path, with_places=True), ", filename, file_row_number + 1"
+            rows, of_files = _open(path, with_places=True), ", filename, file_row_number + 1"
         value, *place = rows.project(sql_name(name) + of_files).limit(1, offset=row).fetchall()[0]
         path, number = place or (path, row + 1)
         shown = "no value" if value is None else repr(value)[:42]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,46 +16,46 @@ from commons.perf_model.gain import Comparison, DealtRows
 
 # Steps that a picture shows one by one, and the most bands of lengths.
 _SHOWN_STEPS, _BANDS = 60, 14
-# Colour and line style by the name of a way; windows have markers besides.
+# Colour, line style and marker by the name of a way; each window has a marker of its own.
 _LOOKS_OF_WAYS = {
-    "Karmarkar-Karp": ("before", "--"),
-    "refined": ("before", "-"),
-    "each batch": ("before", "-"),
-    "free counts": ("fourth", "-."),
-    "constant cost": ("third", "-"),
+    "Karmarkar-Karp": ("before", "--", "x"),
+    "refined": ("before", "-", "x"),
+    "each batch": ("before", "-", "x"),
+    "free counts": ("fourth", "-.", "x"),
+    "constant cost": ("third", "-", "x"),
+    "equal ranks": ("muted", ":", ""),
 }
-_WINDOW_LOOK, _WINDOW_MARKERS = ("after", "-"), "os^Dv"
+_WINDOW_COLOR, _WINDOW_MARKERS = "after", "os^Dv"
 
 
 def pictures_of(simulation: Simulation) -> tuple[Picture, ...]:
     """All of them; loads and steps are those of the largest number of ranks."""
-    largest = simulation.comparisons[-1]
+    largest, several = simulation.comparisons[-1], len(simulation.comparisons) > 1
     shown = _shown_ways(largest)
     names = ", ".join(way.name for way in shown[1:])
-    several = len(simulation.comparisons) > 1
     return (
         Picture(
             f"Load of each of {largest.num_ranks} ranks",
             f"Mean over {largest.rows.num_steps} steps of the fullest rank's load, the next one's, and so on, divided "
             f"by the mean load: as loaded, {names}. All ranks wait for the one at the left.",
-            _loads(shown),
+            partial(_loads, shown),
         ),
         Picture(
             "Where the cost lies",
             "Share of the rows and share of the cost that rows of each length have.",
-            _bands(simulation.source),
+            partial(_bands, simulation.source),
         ),
         Picture(
             "Gain by number of ranks" if several else f"Gain on {largest.num_ranks} ranks",
             "Speed-up by each way of dealing rows, with what equal ranks would give as the bound.",
-            _gain_by_ranks(simulation.comparisons) if several else _gain_of_ways(largest),
+            partial(_gain_by_ranks, simulation.comparisons) if several else partial(_gain_of_ways, largest),
             height=420 if several else 340,
         ),
         Picture(
             "Step after step",
             f"Largest load ÷ mean in the first {min(_SHOWN_STEPS, largest.rows.num_steps)} steps of "
             f"{largest.num_ranks} ranks, as loaded and {shown[-1].name}. 1 is a step in which nobody waits.",
-            _steps([shown[0], shown[-1]]),
+            partial(_steps, [shown[0], shown[-1]]),
         ),
     )
 
@@ -75,61 +76,45 @@ def _draw_steps(axes: Axes, lines: Mapping[str, np.ndarray], begin: int, where: 
         axes.step(places, values, where=where, color=COLORS[color], linestyle=style, label=labels[name])
 
 
-def _loads(ways: list[DealtRows]) -> Callable[[Axes], None]:
+def _loads(ways: list[DealtRows], axes: Axes) -> None:
     lines = {}
     for way in ways:
         ordered = -np.sort(-way.loads, axis=1)
         relative = (ordered / np.maximum(1e-12, way.loads.mean(axis=1, keepdims=True))).mean(axis=0)
         lines[way.name] = np.append(relative, relative[-1])
-
-    def draw(axes: Axes) -> None:
-        _draw_steps(axes, lines, begin=0, where="post")
-        axes.set(xlabel="ranks, fullest first", ylabel="load ÷ mean", xlim=(0, ways[0].loads.shape[1]), ylim=(0, None))
-        axes.margins(y=0.1)
-        axes.legend(loc="best")
-
-    return draw
+    _draw_steps(axes, lines, begin=0, where="post")
+    axes.set(xlabel="ranks, fullest first", ylabel="load ÷ mean", xlim=(0, ways[0].loads.shape[1]), ylim=(0, None))
+    axes.margins(y=0.1)
+    axes.legend(loc="best")
 
 
-def _steps(ways: list[DealtRows]) -> Callable[[Axes], None]:
+def _steps(ways: list[DealtRows], axes: Axes) -> None:
     first = {way.name: way.loads[:_SHOWN_STEPS] for way in ways}
     lines = {name: loads.max(axis=1) / np.maximum(1e-12, loads.mean(axis=1)) for name, loads in first.items()}
-
-    def draw(axes: Axes) -> None:
-        _draw_steps(axes, lines, begin=1, where="mid")
-        axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8)
-        axes.set(xlabel="step", ylabel="largest load ÷ mean")
-        whole_steps(axes)
-        axes.margins(x=0.01)
-        legend_above(axes)
-
-    return draw
+    _draw_steps(axes, lines, begin=1, where="mid")
+    axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8)
+    axes.set(xlabel="step", ylabel="largest load ÷ mean")
+    whole_steps(axes)
+    axes.margins(x=0.01)
+    legend_above(axes)
 
 
-def _bands(source: Source) -> Callable[[Axes], None]:
+def _bands(source: Source, axes: Axes) -> None:
     edges = band_edges(source.tokens)
-    rows, cost = (
-        np.histogram(source.tokens, edges, weights=weights)[0] for weights in (None, source.costs.astype(np.float64))
-    )
     names = [f"{first:,}" if first == last else f"{first:,}–{last:,}" for first, last in zip(edges[:-1], edges[1:] - 1)]
-
-    def draw(axes: Axes) -> None:
-        places = np.arange(len(names))
-        for part, shift, color, label, hatch in (
-            (rows, -0.21, "before", "of all rows", ""),
-            (cost, 0.21, "after", "of the cost", "////"),
-        ):
-            looks: dict[str, Any] = {"hatch": hatch, "edgecolor": COLORS["surface"]}
-            axes.bar(
-                places + shift, part / max(1e-12, part.sum()), width=0.4, color=COLORS[color], label=label, **looks
-            )
-        every = 1 + (len(names) - 1) // 8
-        axes.set_xticks(places[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
-        axes.set(xlabel="tokens of a row", ylabel="share")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.legend(loc="best")
-
-    return draw
+    places = np.arange(len(names))
+    for weights, shift, color, label, hatch in (
+        (np.ones(len(source.tokens)), -0.21, "before", "of all rows", ""),
+        (source.costs.astype(np.float64), 0.21, "after", "of the cost", "////"),
+    ):
+        part = np.histogram(source.tokens, edges, weights=weights)[0]
+        looks: dict[str, Any] = {"color": COLORS[color], "hatch": hatch, "edgecolor": COLORS["surface"]}
+        axes.bar(places + shift, part / max(1e-12, part.sum()), width=0.4, label=label, **looks)
+    every = 1 + (len(names) - 1) // 8
+    axes.set_xticks(places[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
+    axes.set(xlabel="tokens of a row", ylabel="share")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.legend(loc="best")
 
 
 def band_edges(tokens: np.ndarray) -> np.ndarray:
@@ -149,44 +134,34 @@ def band_edges(tokens: np.ndarray) -> np.ndarray:
     return np.unique([first, *inner[1:-1], last + 1])
 
 
-def _gain_by_ranks(results: Sequence[Comparison]) -> Callable[[Axes], None]:
-    ranks = [result.num_ranks for result in results]
-    by_way: dict[str, dict[int, float]] = {}
+def _gain_by_ranks(results: Sequence[Comparison], axes: Axes) -> None:
+    lines: dict[str, dict[int, float]] = {}
     for place, result in enumerate(results):
         for way in result.ways[1:]:
-            by_way.setdefault(way.name, {})[place] = result.speed_up(way)
-    equal = [result.equal for result in results]
-    lines = {name: [gains.get(place, 1.0) for place in range(len(ranks))] for name, gains in by_way.items()}
-    labels = marked_lines({**lines, "equal ranks": equal})
-
-    def draw(axes: Axes) -> None:
-        markers = iter(_WINDOW_MARKERS * len(by_way))
-        for name, gains in by_way.items():
-            color, style = _LOOKS_OF_WAYS.get(name, _WINDOW_LOOK)
-            looks: dict[str, Any] = {"color": COLORS[color], "marker": "x" if name in _LOOKS_OF_WAYS else next(markers)}
-            axes.plot(list(gains), list(gains.values()), style, markersize=5, label=labels[name], **looks)
-        axes.plot(range(len(ranks)), equal, ":", color=COLORS["muted"], label=labels["equal ranks"])
-        axes.set_xticks(range(len(ranks)), [str(each) for each in ranks])
-        axes.set(xlabel="ranks", ylabel="speed-up", ylim=(min(1.0, axes.get_ylim()[0]), None))
-        legend_above(axes)
-
-    return draw
+            lines.setdefault(way.name, {})[place] = result.speed_up(way)
+    lines["equal ranks"] = {place: result.equal for place, result in enumerate(results)}
+    places = range(len(results))
+    labels = marked_lines({name: [gains.get(place, 1.0) for place in places] for name, gains in lines.items()})
+    markers = iter(_WINDOW_MARKERS * len(lines))
+    for name, gains in lines.items():
+        color, style, marker = _LOOKS_OF_WAYS.get(name) or (_WINDOW_COLOR, "-", next(markers))
+        looks: dict[str, Any] = {"color": COLORS[color], "marker": marker, "label": labels[name]}
+        axes.plot(list(gains), list(gains.values()), style, **looks)
+    axes.set_xticks(places, [str(result.num_ranks) for result in results])
+    axes.set(xlabel="ranks", ylabel="speed-up", ylim=(min(1.0, axes.get_ylim()[0]), None))
+    legend_above(axes)
 
 
-def _gain_of_ways(result: Comparison) -> Callable[[Axes], None]:
-    ways = result.ways[1:][::-1]
-
-    def draw(axes: Axes) -> None:
-        gains = [result.speed_up(way) for way in ways]
-        colors = [COLORS[_LOOKS_OF_WAYS.get(way.name, _WINDOW_LOOK)[0]] for way in ways]
-        axes.barh(range(len(ways)), gains, color=colors, height=0.62)
-        for place, gain in enumerate(gains):
-            axes.annotate(f"{gain:.2f}× ", (gain, place), va="center", ha="right", color=COLORS["surface"])
-        muted, top = COLORS["muted"], (result.equal, len(ways) - 0.35)
-        axes.axvline(result.equal, color=muted, linestyle=":")
-        axes.annotate(f"equal ranks {result.equal:.2f}× ", top, color=muted, va="bottom", ha="right")
-        axes.set_yticks(range(len(ways)), [way.name for way in ways])
-        axes.grid(visible=False)
-        axes.set(xlabel="speed-up", xlim=(0, 1.16 * max(*gains, result.equal)), ylim=(-0.6, len(ways) + 0.2))
-
-    return draw
+def _gain_of_ways(result: Comparison, axes: Axes) -> None:
+    ways = result.ways[:0:-1]
+    gains = [result.speed_up(way) for way in ways]
+    colors = [COLORS[_LOOKS_OF_WAYS.get(way.name, (_WINDOW_COLOR,))[0]] for way in ways]
+    axes.barh(range(len(ways)), gains, color=colors, height=0.62)
+    for place, gain in enumerate(gains):
+        axes.annotate(f"{gain:.2f}× ", (gain, place), va="center", ha="right", color=COLORS["surface"])
+    muted, top = COLORS["muted"], (result.equal, len(ways) - 0.35)
+    axes.axvline(result.equal, color=muted, linestyle=":")
+    axes.annotate(f"equal ranks {result.equal:.2f}× ", top, color=muted, va="bottom", ha="right")
+    axes.set_yticks(range(len(ways)), [way.name for way in ways])
+    axes.grid(visible=False)
+    axes.set(xlabel="speed-up", xlim=(0, 1.16 * max(*gains, result.equal)), ylim=(-0.6, len(ways) + 0.2))

@@ -41,13 +41,27 @@ class Source:
     batch_size: int  # rows of a rank in a step
     tokens: np.ndarray  # int64 `(n,)`, of rows that describe the whole
     costs: np.ndarray  # int64 `(n,)`, of the same rows
-    task: str  # what a row costs, in words
+    model: AttentionTask | None  # whose operations they are; None where tokens are the cost
     remedy: str  # what gives more steps where there are too few rows
     of_what: str = OF_LAYERS  # what a speed-up is a ratio of
     cost: StepCost | None = None  # turns loads into milliseconds; None for none
     bytes_per_token: int | None = None  # what a token takes on the wire; None where it is not known
     link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None where it is not known
     plan_options: Mapping[str, Any] | None = None  # as for `plan_shuffle`, to look at these alone; None for every way
+
+    @property
+    def task(self) -> str:
+        """What a row costs, in words: the dimensions of the model."""
+        model = self.model
+        if model is None:
+            return "tokens"
+        kind, more = "transformer", ""
+        if isinstance(model, HSTUAttentionTask):
+            kind, more = "hstu", f", values × {model.value_dim}" if model.value_dim else ""
+            more += ", output of [u, x, y]" if model.concat_ux else ""
+            more += f", attention within {model.max_attn_len} tokens" if model.max_attn_len else ""
+        layers = f"{model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
+        return f"{kind}, hidden {model.hidden_size}, {layers}{more}"
 
     def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
         """Deal rows in every way; the first is as loaded."""
@@ -126,18 +140,16 @@ class Simulation:
         what, changes, options, code = _how(advised)
         possible = result.possible(advised)
         of = f"{result.equal:.2f}× with equal ranks" if possible is None else f"{possible:.2f}× possible"
-        parts = [f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}, {self.source.of_what}"]
+        text = f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}, {self.source.of_what}"
         if advised is not ways[0]:
-            parts.append(f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)")
-        parts.append(changes)
+            text += f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)"
+        text += changes
         if further is not None and advised is not further:
-            parts.append(
-                "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
-                f"{result.speed_up(further):.2f}×"
-            )
+            text += "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
+            text += f"{result.speed_up(further):.2f}×"
         if self.source.of_what == OF_LAYERS:
-            parts.append("; a whole step gains less")
-        return Advice("".join([*parts, "."]), options, code, advised.name, result.speed_up(advised))
+            text += "; a whole step gains less"
+        return Advice(f"{text}.", options, code, advised.name, result.speed_up(advised))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -211,8 +223,7 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
 
 
 def _compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) -> Comparison:
-    rows = source.load(num_ranks, steps)
-    longer = [window for window in windows if 1 < window <= steps]
+    rows, longer = source.load(num_ranks, steps), [window for window in windows if 1 < window <= steps]
     if not rows.workloads.any():
         raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")
     heaviest, longest = _heaviest_step(rows), max([1, *longer])
@@ -301,16 +312,3 @@ def _best_of_windows(result: Comparison) -> DealtRows | None:
     windows = [way for way in result.ways if way.window > 1]
     most = max((result.speed_up(way) for way in windows), default=0.0)
     return next((way for way in windows if WORTH * result.speed_up(way) >= most), None)
-
-
-def describe(task: AttentionTask | None) -> str:
-    """The dimensions of a model in words; "tokens" for none."""
-    if task is None:
-        return "tokens"
-    kind = "hstu" if isinstance(task, HSTUAttentionTask) else "transformer"
-    text = f"{kind}, hidden {task.hidden_size}, {task.num_layers} layers, {task.num_heads} heads × {task.head_dim}"
-    if isinstance(task, HSTUAttentionTask):
-        text += f", values × {task.value_dim}" if task.value_dim else ""
-        text += ", output of [u, x, y]" if task.concat_ux else ""
-        text += f", attention within {task.max_attn_len} tokens" if task.max_attn_len else ""
-    return text

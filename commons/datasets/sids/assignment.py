@@ -48,7 +48,7 @@ def assign_sids(
     vector_size: int = 64,
     window: int = 10,
     seed: int = 0,
-    on_stage: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], object] = lambda stage: None,
 ) -> SIDMap:
     """Give every item a semantic ID.
 

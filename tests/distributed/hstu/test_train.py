@@ -122,5 +122,5 @@ def test_the_demo(tmp_path):
     assert base.column("imbalance_before") == pytest.approx(other.column("imbalance_before"))
     assert other.mean("imbalance_after") < other.mean("imbalance_before")
     assert base.evaluations[0][1]["rows"] == other.evaluations[0][1]["rows"] > 5
-    assert RunReport.of(base).balancing == "off" and RunReport.of(other).balancing == "balanced"
+    assert RunReport(base).balancing == "off" and RunReport(other).balancing == "balanced"
     assert (tmp_path / "demo/report.png").stat().st_size > 10_000 and (tmp_path / "demo/report.html").exists()

@@ -10,7 +10,7 @@ import torch
 
 from commons.distributed.options import ShufflerOptions
 from commons.run_log.advice import advice_of
-from commons.run_log.reading import read_log
+from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.trainer import TrainerArgs
 from commons.trainer.run import open_run_folder, run_training
@@ -63,7 +63,7 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
 
     for line in _lines(own):  # what each rank took for the rows that it read
         assert len(line["own_ms"]) == 2 and min(line["own_ms"]) > 0
-    report = RunReport.of(read_log(own))
+    report = RunReport(RunLog(own))
     assert len(report.log.of_ranks["own_ms"]) == 8
     before, after = (_loads(own, name).max(axis=1).sum() for name in ("loads_before", "loads_after"))
     assert report.gain.work == pytest.approx(before / after) and report.gain.work > 1.02

@@ -74,7 +74,7 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     require_snapshots(other)
 
     # What a report says of the two is what their summaries say.
-    (beside,) = compare_runs([RunReport.of(log) for log in read_runs([folder, other])])
+    (beside,) = compare_runs([RunReport(log) for log in read_runs([folder, other])])
     shuffle = balanced["shuffle"]
     gained = shuffle["largest_load_before"] / shuffle["largest_load_after"]
     assert gained > 1 and beside.work == pytest.approx(gained)

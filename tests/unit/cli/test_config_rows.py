@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import re
 import sys
 import types
@@ -18,8 +16,7 @@ import torch
 
 from commons.cli import recipes
 from commons.cli.main import main
-from commons.cli.recipes import load_recipe
-from commons.cli.simulate.config_rows import read_config_rows
+from commons.cli.recipes import load_recipe, read_config_rows
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import user_like_dataset
 from commons.distributed.options import ShufflerOptions
@@ -28,6 +25,7 @@ from commons.perf_model.calibration import load_calibration
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.user_package import import_user_module
 from tests.helpers.datasets.movielens import write_zip
+from tests.helpers.documents.pages import read_page
 from tests.helpers.jobs.training_configs import CONFIG
 from tests.helpers.models.calibrations import make_calibration
 
@@ -113,43 +111,36 @@ def clock(monkeypatch):
     return cost
 
 
-def said(capsys):
-    """What was printed, with single spaces, and the errors."""
-    printed = capsys.readouterr()
-    return " ".join(printed.out.split()), printed.err
-
-
-def simulated(mine, capsys, *flags):
-    """What `--json` says of each number of ranks."""
-    assert main(["simulate", *mine, "--json", *flags]) == 0, capsys.readouterr().err
-    answer = json.loads(capsys.readouterr().out)
-    return {each["ranks"]: each for each in answer["ranks"]}, " ".join(answer["notes"])
-
-
-def test_data_that_are_too_short_are_not_repeated(mine, capsys):
-    by_ranks, notes = simulated(mine, capsys, "--ranks", "2", "4", "8", "--steps", "3")
-    assert [(ranks, each["steps"]) for ranks, each in by_ranks.items()] == [(2, 3), (4, 1)]
+def test_data_that_are_too_short_are_not_repeated(mine, asked, mistake):
+    answer = asked("simulate", *mine, "--ranks", "2", "4", "8", "--steps", "3")
+    notes = " ".join(answer["notes"])
+    assert [(each["ranks"], each["steps"]) for each in answer["ranks"]] == [(2, 3), (4, 1)]
     assert "4 ranks: 1 of 3 steps. There are 25 rows, 3 steps train 48; no row counts twice" in notes
     assert "8 ranks: 0 of 3 steps. There are 25 rows, 3 steps train 96" in notes and "2 ranks: " not in notes
-    assert main(["simulate", *mine, "--ranks", "16", "8", "--figure", "gain.png"]) == 2
-    assert "run.toml has 25 rows, a step of 8 ranks trains 32: lower --ranks" in said(capsys)[1]
+    error = mistake("simulate", *mine, "--ranks", "16", "8", "--figure", "gain.png")
+    assert "run.toml has 25 rows, a step of 8 ranks trains 32: lower --ranks" in error
     assert not Path("gain.png").exists()
 
 
-def test_windows_are_beside_one_another(mine, tmp_path, capsys):
+def test_windows_are_beside_one_another(mine, tmp_path, asked, mistake):
     (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
-    flags = ["--ranks", "2", "4", "--steps", "4", "--window", "2", "4"]
-    by_ranks, notes = simulated(mine, capsys, *flags, "--figure", "gain.png")
-    gains = {way["way"]: way["speed_up"] for way in by_ranks[2]["ways"]}
+    flags = ["--ranks", "2", "4", "--steps", "4", "--window", "2", "4", "--figure", "g.png", "--html", "g.html"]
+    answer, (_, words) = asked("simulate", *mine, *flags), read_page(tmp_path / "g.html")
+    of_two, of_four = answer["ranks"]
+    assert of_two["advice"]["text"] in words and of_four["advice"]["text"] in words
+    for way in (*of_two["ways"][1:], *of_four["ways"][1:]):
+        assert way["possible_speed_up"] >= way["speed_up"] >= 1 and f"{way['speed_up']:.2f}×" in words
+    gains = {way["way"]: way["speed_up"] for way in of_two["ways"]}
     assert list(gains) == ["as loaded", "each batch", "window of 2", "window of 4"]
     assert gains["each batch"] < gains["window of 2"] <= gains["window of 4"]
     # Of four ranks there are two steps, too few for a window of four.
-    assert [way["window"] for way in by_ranks[4]["ways"]] == [1, 1, 2]
+    assert [way["window"] for way in of_four["ways"]] == [1, 1, 2]
+    notes = " ".join(answer["notes"])
     assert "4 ranks: 2 of 4 steps." in notes and "2 ranks: in 4 of 4 steps one sample" in notes
-    assert Path("gain.png").stat().st_size > 10_000
+    assert Path("g.png").stat().st_size > 10_000
     for window in ("0", "5"):
-        assert main(["simulate", *mine, "--ranks", "2", "--steps", "4", "--window", window]) == 2
-        assert f"window is ({window},) and steps is 4" in said(capsys)[1]
+        error = mistake("simulate", *mine, "--ranks", "2", "--steps", "4", "--window", window)
+        assert f"window is ({window},) and steps is 4" in error
 
 
 def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path, monkeypatch):
@@ -172,53 +163,47 @@ def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path
         ("recipe.py", None, "there is no module mine.recipe, neither installed nor in"),
     ],
 )
-def test_a_package_with_mistakes_is_one_line(mine, tmp_path, capsys, name, text, message):
+def test_a_package_with_mistakes_is_one_line(mine, tmp_path, mistake, name, text, message):
     path = tmp_path / "mine" / name
     path.unlink() if text is None else path.write_text(text)
-    assert main(["simulate", *mine]) == 2
-    error = said(capsys)[1]
-    assert message in error and error.count("\n") == 1
+    assert message in mistake("simulate", *mine)
 
 
-def calibrate(mine, capsys, *flags):
-    assert main(["calibrate", *mine, "--output", "c.toml", "--num-mixes", "40", *flags]) == 0, capsys.readouterr().err
-    return said(capsys)[0]
+@pytest.fixture
+def calibrate(told, mine):
+    """What `evenrank calibrate` prints, with single spaces."""
+    flags = ["--output", "c.toml", "--num-mixes", "40"]
+    return lambda: " ".join(told("calibrate", *mine, *flags).split())
 
 
-def test_calibrate_ends_with_a_verdict(mine, capsys, clock):
-    assert "Use it: its error is more than 100 times smaller than that of operations" in calibrate(mine, capsys)
+def test_calibrate_ends_with_a_verdict(calibrate, clock):
+    assert "Use it: its error is more than 100 times smaller than that of operations" in calibrate()
     jitter = itertools.cycle([0.99, 1.02, 0.97, 1.01, 1.03, 0.98, 1.04])
     exact = clock["ms"]
     clock["ms"] = lambda *size: exact(*size) * next(jitter)
-    assert re.search(
-        r"Use it: its error is \d+\.\d times smaller .* on batches that no fit has seen", calibrate(mine, capsys)
-    )
+    assert re.search(r"Use it: its error is \d+\.\d times smaller .* on batches that no fit has seen", calibrate())
     flops = SelfAttentionTask(8, 1, 8).forward_flops
     clock["ms"] = lambda rows, tokens, pairs: 1 + flops(tokens, pairs) * 1e-5
-    assert "No better than operations alone: 0.0% against 0.0%" in calibrate(mine, capsys)
+    assert "No better than operations alone: 0.0% against 0.0%" in calibrate()
     noise = np.random.default_rng(0)
     clock["ms"] = lambda rows, tokens, pairs: (1 + flops(tokens, pairs) * 1e-5) * noise.uniform(0.8, 1.2)
-    printed = calibrate(mine, capsys)
     asked = re.search(
-        r"Not surely better than operations alone: .* --num-mixes (\d+) would tell \((\d+) more\)", printed
+        r"Not surely better than operations alone: .* --num-mixes (\d+) would tell \((\d+) more\)", calibrate()
     )
     assert asked and int(asked[1]) == 40 + int(asked[2])
 
 
-def test_calibrate_then_simulate(tmp_path, capsys, config, clock):
+def test_calibrate_then_simulate(tmp_path, told, config, clock):
     output, figure = tmp_path / "out" / "c.toml", tmp_path / "out" / "gain.png"
-    argv = ["calibrate", "--config", config, "--output", str(output), "--num-mixes", "24", "--repeats", "1"]
-    assert main(argv) == 0, capsys.readouterr().err
+    flags = ["--config", config, "--output", str(output), "--num-mixes", "24", "--repeats", "1"]
+    assert "held-out error" in told("calibrate", *flags)
     calibration = load_calibration(output)
     assert calibration.model["hidden_size"] == 32 and calibration.device.threads == 1
     assert calibration.quality.num_measurements == 24
     assert calibration.coefficients == pytest.approx((1.0, 1.0, 0.01, 1e-4))
-    assert "held-out error" in capsys.readouterr().out
-    argv = ["simulate", "--config", config, "--ranks", "2", "4", "--steps", "3"]
-    assert main([*argv, "--shuffler.calibration", str(output), "--figure", str(figure)]) == 0
-    assert "ms" in capsys.readouterr().out and figure.stat().st_size > 5000
-    assert main(argv) == 0
-    assert "speed-up" in capsys.readouterr().out
+    flags = ["simulate", "--config", config, "--ranks", "2", "4", "--steps", "3"]
+    assert "ms" in told(*flags, "--shuffler.calibration", str(output), "--figure", str(figure))
+    assert figure.stat().st_size > 5000 and "speed-up" in told(*flags)
 
 
 NO_GPU = [] if torch.cuda.is_available() else [("calibrate", ["--device", "cuda"], "no GPU that torch can use")]
@@ -244,11 +229,9 @@ NO_GPU = [] if torch.cuda.is_available() else [("calibrate", ["--device", "cuda"
         *NO_GPU,
     ],
 )
-def test_mistakes_are_one_line(tmp_path, capsys, config, command, flags, message):
+def test_mistakes_are_one_line(tmp_path, mistake, config, command, flags, message):
     needed = {"calibrate": ["--output", str(tmp_path / "c.toml")], "simulate": ["--ranks", "2", "--steps", "1"]}
-    assert main([command, "--config", config, *needed[command], *flags]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in mistake(command, "--config", config, *needed[command], *flags)
 
 
 def test_simulate_and_calibrate_know_the_model_by_the_data_set(tmp_path, monkeypatch):
@@ -315,24 +298,9 @@ def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path):
             assert loads.max(axis=1).tolist() == largest, (shuffle, num_ranks)
 
 
-LINKS = {
-    "the same path": lambda path: path,
-    "another spelling": lambda path: path.parent / "." / ".." / path.parent.name / path.name,
-    "a symbolic link": lambda path: linked(path, os.symlink),
-    "a hard link": lambda path: linked(path, os.link),
-}
-
-
-def linked(path, link):
-    other = path.with_name(f"other{path.suffix}")
-    link(path, other)
-    return other
-
-
-@pytest.mark.parametrize("kind", LINKS)
-def test_no_command_overwrites_what_it_reads(tmp_path, monkeypatch, capsys, kind):
+def test_no_command_overwrites_what_it_reads(here, monkeypatch, mistake):
     monkeypatch.setattr("commons.cli.calibrate.load_recipe", None)  # no work is done
-    config, histories, measured = tmp_path / "run.toml", tmp_path / "h.parquet", tmp_path / "c.svg"
+    config, histories, measured = here / "run.toml", here / "h.parquet", here / "c.svg"
     config.write_text(CONFIG.format(candidates=0))
     pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), histories)
     make_calibration().save(measured)
@@ -342,49 +310,48 @@ def test_no_command_overwrites_what_it_reads(tmp_path, monkeypatch, capsys, kind
         (histories, ["make-sids", "parquet", "--source", str(histories), "--output"], "--source"),
         (measured, ["simulate", *run, "--shuffler.calibration", str(measured), "--figure"], "--shuffler.calibration"),
     ):
-        before, output = source.read_bytes(), LINKS[kind](source)
-        assert main([*command, str(output)]) == 2
-        error = capsys.readouterr().err
-        assert f"{command[-1]} is {output}, which {option} names too; no command overwrites what it reads" in error
-        assert source.read_bytes() == before and output.samefile(source)
+        before, (soft, hard) = source.read_bytes(), (here / f"{kind}{source.suffix}" for kind in ("soft", "hard"))
+        soft.symlink_to(source)
+        hard.hardlink_to(source)
+        for output in (source, here / ".." / here.name / source.name, soft, hard):
+            error = mistake(*command, str(output))
+            assert f"{command[-1]} is {output}, which {option} names too; no command overwrites what it reads" in error
+            assert source.read_bytes() == before and output.samefile(source)
 
 
-def test_nothing_else_is_overwritten(mine, tmp_path, capsys, clock):
+def test_nothing_else_is_overwritten(mine, tmp_path, mistake, clock):
     other = tmp_path / "other.toml"
-    for text, message in (("[trainer]\n", "exists and is no calibration of this kind"), (None, "is a folder")):
-        other.unlink() if text is None else other.write_text(text)
-        other.mkdir() if text is None else None
-        assert main(["calibrate", *mine, "--output", "other.toml"]) == 2
-        error = said(capsys)[1]
-        assert message in error and error.count("\n") == 1
-        assert other.is_dir() if text is None else other.read_text() == text
+    other.write_text("[trainer]\n")
+    assert "exists and is no calibration of this kind" in mistake("calibrate", *mine, "--output", "other.toml")
+    assert other.read_text() == "[trainer]\n"
+    other.unlink()
+    other.mkdir()
+    assert "is a folder" in mistake("calibrate", *mine, "--output", "other.toml") and other.is_dir()
     pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), "a.parquet")
     pq.write_table(pa.table({"mine": [1]}), "b.parquet")
-    assert main(["make-sids", "parquet", "--source", "a.parquet", "--output", "b.parquet"]) == 2
-    assert "b.parquet exists and is no map of semantic IDs of this kind" in said(capsys)[1]
+    error = mistake("make-sids", "parquet", "--source", "a.parquet", "--output", "b.parquet")
+    assert "b.parquet exists and is no map of semantic IDs of this kind" in error
 
 
-def test_a_failed_calibration_leaves_nothing(mine, tmp_path, capsys, clock):
+def test_a_failed_calibration_leaves_nothing(mine, tmp_path, mistake, calibrate, clock):
     before = sorted(tmp_path.rglob("*.*"))
-    assert main(["calibrate", *mine, "--output", "new/c.toml", "--num-mixes", "3"]) == 2
-    assert "there are 3 measurements" in said(capsys)[1]
+    assert "there are 3 measurements" in mistake("calibrate", *mine, "--output", "new/c.toml", "--num-mixes", "3")
     assert [path for path in sorted(tmp_path.rglob("*.*")) if path.suffix != ".pyc"] == before
     assert not (tmp_path / "new").exists()
     (tmp_path / "c.toml").touch()  # what an earlier version left
-    calibrate(mine, capsys)
+    calibrate()
     written = (tmp_path / "c.toml").read_bytes()
-    assert main(["calibrate", *mine, "--output", "c.toml", "--num-mixes", "3"]) == 2
+    mistake("calibrate", *mine, "--output", "c.toml", "--num-mixes", "3")
     assert (tmp_path / "c.toml").read_bytes() == written
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_preprocess_does_not_replace_the_folder_that_holds_its_source(tmp_path, capsys):
-    source = write_zip(tmp_path / "ml-1m.zip")
-    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
-    inside = tmp_path / "ml-1m.parquet" / "ml-1m.zip"
+def test_preprocess_does_not_replace_the_folder_that_holds_its_source(here, told, mistake):
+    source, inside = write_zip(here / "ml-1m.zip"), here / "ml-1m.parquet" / "ml-1m.zip"
+    told("preprocess", "ml-1m", "--source", str(source), "--output", str(here))
     source.rename(inside)
     source.symlink_to(inside)
     for path in (inside, source):
-        assert main(["preprocess", "ml-1m", "--source", str(path), "--output", str(tmp_path)]) == 2
-        assert "that folder is replaced by the data set: give another output" in capsys.readouterr().err
+        error = mistake("preprocess", "ml-1m", "--source", str(path), "--output", str(here))
+        assert "that folder is replaced by the data set: give another output" in error
     assert inside.stat().st_size > 100

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from commons.cli import doctor
-from commons.cli.main import main
 from commons.trainer.ranks import cuda_check
 
 CORE = types.SimpleNamespace(SOURCES="0123456789ab", COMPILER="g++")
@@ -38,32 +37,27 @@ def versions(monkeypatch):
     return installed
 
 
-def load(monkeypatch, errors, core=CORE):
+def load(monkeypatch, errors):
     """Let packages be imported, or fail with these errors, by the name of the module; our own are what they are."""
 
     def import_module(name):
         if name in errors:
             raise errors[name]
         if name == doctor._CORE:
-            return core
+            return CORE
         return importlib.import_module(name) if name.startswith("commons.") else torch
 
     monkeypatch.setattr(doctor, "import_module", import_module)
 
 
-def pretend_core(monkeypatch, core):
-    """A native core, or the error of its import."""
-    load(monkeypatch, {doctor._CORE: core} if isinstance(core, Exception) else {}, core)
+@pytest.fixture
+def said(told):
+    """What the doctor says, with single spaces."""
+    return lambda status: " ".join(told("doctor", status=status).split())
 
 
-def told(capsys, status):
-    """What was said, with single spaces."""
-    assert main(["doctor"]) == status
-    return " ".join(capsys.readouterr().out.split())
-
-
-def test_all_is_well(versions, capsys):
-    said = told(capsys, 0)
+def test_all_is_well(versions, said):
+    text = said(0)
     for part in (
         "evenrank ok",
         "torch ok 2.13.0+cpu",
@@ -71,8 +65,12 @@ def test_all_is_well(versions, capsys):
         "torchrec ok 1.8.0",
         "gloo yes",
     ):
-        assert part in said
-    assert "pip" not in said
+        assert part in text
+    assert "pip" not in text
+
+
+def of_torch(number, release):
+    return {"torch": number, "torchrec": release, "fbgemm-gpu-cpu": release}
 
 
 @pytest.mark.parametrize(
@@ -88,29 +86,26 @@ def test_all_is_well(versions, capsys):
         ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 was not released with", '"torchrec==1.8.*"')),
         ({"torchmetrics": "1.9.0"}, 0, ("note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install")),
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
+        (of_torch("2.11.0", "1.6.1"), 0, ("torch ok 2.11.0",)),
+        (
+            of_torch("2.12.0", "1.8.0"),
+            0,
+            ("torch 2.12 was not released with torchrec and fbgemm", '"torchrec==1.7'),
+        ),
+        (
+            of_torch("2.14.1", "1.8.0"),
+            0,
+            ("note 2.14.1, built without CUDA; evenrank is made for 2.11", '"torch==2.13'),
+        ),
+        (of_torch("2.10.0", "1.5.0"), 0, ("torch note 2.10.0", '"torchrec==1.8.*"')),
     ],
 )
-def test_packages_that_do_not_fit(versions, capsys, change, status, parts):
+def test_packages_and_whether_they_fit(versions, monkeypatch, said, change, status, parts):
     versions.update(change)
-    said = told(capsys, status)
-    assert all(part in said for part in parts), said
-
-
-@pytest.mark.parametrize(
-    ("number", "release", "parts"),
-    [
-        ("2.11.0", "1.6.1", ("torch ok 2.11.0",)),
-        ("2.12.0", "1.8.0", ("torch 2.12 was not released with torchrec and fbgemm 1.8", '"torchrec==1.7.*"')),
-        ("2.14.1", "1.8.0", ("note 2.14.1, built without CUDA; evenrank is made for 2.11 to 2.13", '"torch==2.13.*"')),
-        ("2.10.0", "1.5.0", ("torch note 2.10.0", '"torchrec==1.8.*"')),
-    ],
-)
-def test_releases_that_belong_together(versions, monkeypatch, capsys, number, release, parts):
-    monkeypatch.setattr(torch, "__version__", number)
-    versions.update({"torch": number, "torchrec": release, "fbgemm-gpu-cpu": release})
-    said = told(capsys, 0)
-    assert all(part in said for part in parts), said
-    assert ("pip" in said) == (len(parts) > 1)
+    monkeypatch.setattr(torch, "__version__", versions["torch"] or "")
+    text = said(status)
+    assert all(part in text for part in parts), text
+    assert ("pip" in text) == (len(parts) > 1)
 
 
 LIBRARY = "libcudart.so.12: cannot open shared object file"
@@ -129,24 +124,24 @@ LIBRARY = "libcudart.so.12: cannot open shared object file"
         ("pyarrow", ImportError("libarrow.so"), ("pyarrow wrong 26.0.1, cannot be imported (libarrow.so)",)),
     ],
 )
-def test_a_library_that_cannot_be_loaded(versions, monkeypatch, capsys, module, error, parts):
+def test_a_library_that_cannot_be_loaded(versions, monkeypatch, said, module, error, parts):
     load(monkeypatch, {module: error})
-    said = told(capsys, 1)
-    assert all(part in said for part in parts), said
-    assert "more" not in said and "--force-reinstall" in said
+    text = said(1)
+    assert all(part in text for part in parts), text
+    assert "more" not in text and "--force-reinstall" in text
 
 
-def test_what_a_package_needs_itself(versions, monkeypatch, capsys):
+def test_what_a_package_needs_itself(versions, monkeypatch, said):
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchmetrics.aggregation'")})
-    assert 'torchrec: pip install "tensordict" "torchmetrics==1.0.3" "pyre-extensions"' in told(capsys, 1)
+    assert 'torchrec: pip install "tensordict" "torchmetrics==1.0.3" "pyre-extensions"' in said(1)
     versions.update({"tensordict": "0.15", "torchmetrics": "1.0.3"})
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'pyre_extensions'")})
-    assert 'torchrec: pip install "pyre-extensions"' in told(capsys, 1)
+    assert 'torchrec: pip install "pyre-extensions"' in said(1)
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'some_thing'")})
     versions["pyre-extensions"] = "0.0.32"
-    assert "torchrec: pip install some-thing" in told(capsys, 1)
+    assert "torchrec: pip install some-thing" in said(1)
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchrec.types'")})
-    assert 'torchrec: pip install --force-reinstall --no-deps "torchrec==1.8.*"' in told(capsys, 1)
+    assert 'torchrec: pip install --force-reinstall --no-deps "torchrec==1.8.*"' in said(1)
 
 
 # Modules that nobody can import.
@@ -183,9 +178,9 @@ def test_it_runs_without(missing, tmp_path):
         assert f"{name}: pip install --force-reinstall" in said
 
 
-def test_a_driver_and_gpus(versions, monkeypatch, capsys):
+def test_a_driver_and_gpus(versions, monkeypatch, said):
     monkeypatch.setattr(cuda_check, "driver_problem", lambda: "the NVIDIA driver serves CUDA 11.4; update it")
-    assert "driver: the NVIDIA driver serves CUDA 11.4; update it" in told(capsys, 1)
+    assert "driver: the NVIDIA driver serves CUDA 11.4; update it" in said(1)
     monkeypatch.setattr(cuda_check, "driver_problem", lambda: None)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
     names = ["NVIDIA H200", "NVIDIA Unheard-of", "NVIDIA T4"]
@@ -193,24 +188,24 @@ def test_a_driver_and_gpus(versions, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     monkeypatch.setattr(cuda_check, "device_problem", lambda device: "no code for it" if device.index == 2 else None)
-    said = told(capsys, 1)
-    assert "driver ok NVIDIA 580.65.06, serves CUDA" in said
-    assert "GPU 0 ok NVIDIA H200, 989 TFLOPS in bf16" in said
-    assert "GPU 1 note NVIDIA Unheard-of, peak unknown" in said and "GPU 2: no code for it" in said
+    text = said(1)
+    assert "driver ok NVIDIA 580.65.06, serves CUDA" in text
+    assert "GPU 0 ok NVIDIA H200, 989 TFLOPS in bf16" in text
+    assert "GPU 1 note NVIDIA Unheard-of, peak unknown" in text and "GPU 2: no code for it" in text
 
 
 OLD_DRIVER = 'pip install --force-reinstall "torch==2.13.*" "fbgemm-gpu==1.8.*" --index-url https://download.pytorch.org/whl/cu126'
 
 
-def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, capsys):
+def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, said):
     """Before torch is installed, with its CPU build, and with one for CUDA 12."""
     monkeypatch.setattr(doctor, "_driver_version", lambda: "550.54.14")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert f"driver: update the driver, or {OLD_DRIVER}, or train on the CPU" in told(capsys, 0)
+    assert f"driver: update the driver, or {OLD_DRIVER}, or train on the CPU" in said(0)
     load(monkeypatch, {"torch": ImportError("none")})
-    said = told(capsys, 1)
-    assert "driver note NVIDIA 550.54.14; builds for CUDA 13 need 580" in said
-    assert f"driver: update it, or {OLD_DRIVER}" in said
+    text = said(1)
+    assert "driver note NVIDIA 550.54.14; builds for CUDA 13 need 580" in text
+    assert f"driver: update it, or {OLD_DRIVER}" in text
     load(monkeypatch, {})
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -218,17 +213,17 @@ def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, capsys):
     mended = (
         'pip install --force-reinstall --no-deps "fbgemm-gpu==1.8.*" --index-url https://download.pytorch.org/whl/cu126'
     )
-    assert mended in told(capsys, 1)
+    assert mended in said(1)
 
 
-def test_gpus_that_torch_does_not_see(versions, monkeypatch, capsys):
+def test_gpus_that_torch_does_not_see(versions, monkeypatch, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
-    assert "driver note NVIDIA 580.65.06, and torch is built without CUDA" in told(capsys, 0)
+    assert "driver note NVIDIA 580.65.06, and torch is built without CUDA" in said(0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    said = told(capsys, 0)
-    assert "torch sees no GPU" in said and "CUDA_VISIBLE_DEVICES may hide them" in said
+    text = said(0)
+    assert "torch sees no GPU" in text and "CUDA_VISIBLE_DEVICES may hide them" in text
 
 
 def test_the_version_of_the_driver(tmp_path, monkeypatch):
@@ -245,13 +240,11 @@ def test_the_version_of_the_driver(tmp_path, monkeypatch):
         assert doctor._driver_version() == version
 
 
-def test_a_native_core_that_is_missing_or_old(versions, monkeypatch, capsys):
-    pretend_core(monkeypatch, ImportError("the native core /x.so is missing; evenrank plans with it: install it again"))
-    said = told(capsys, 1)
-    assert "native core wrong the native core /x.so is missing; evenrank plans with it" in said
-    assert "native core: install it again" in said
-
-
-def test_a_native_core_without_what_it_needs(versions, monkeypatch, capsys):
-    pretend_core(monkeypatch, ModuleNotFoundError("No module named 'numpy'"))
-    assert "native core note not looked into (No module named 'numpy')" in told(capsys, 0)
+def test_a_native_core_that_is_missing_or_lacks_what_it_needs(versions, monkeypatch, said):
+    missing = ImportError("the native core /x.so is missing; evenrank plans with it: install it again")
+    load(monkeypatch, {doctor._CORE: missing})
+    text = said(1)
+    assert "native core wrong the native core /x.so is missing; evenrank plans with it" in text
+    assert "native core: install it again" in text
+    load(monkeypatch, {doctor._CORE: ModuleNotFoundError("No module named 'numpy'")})
+    assert "native core note not looked into (No module named 'numpy')" in said(0)

@@ -10,16 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from commons.cli.main import main
 from commons.cli.simulate.lengths import LengthReading
 
 VALUES = [5, 0, 17, 300]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def write(path, text):
@@ -47,18 +40,9 @@ def test_every_kind_of_file_reads_alike(here):
     write(here / "a.jsonl", "".join(f'{{"user": "a", "n": {value}}}\n' for value in VALUES))
     write(here / "plain.jsonl", "5\n0\n17\n300\n")
     write(here / "lists.jsonl", "".join(json.dumps({"n": [7] * value}) + "\n" for value in VALUES))
-    for name, column in (
-        ("a.parquet", "n"),
-        ("lists.parquet", None),
-        ("shards", None),
-        ("a.npy", None),
-        ("floats.npy", None),
-        ("a.csv", "n"),
-        ("plain.csv", None),
-        ("a.jsonl", "n"),
-        ("plain.jsonl", None),
-        ("lists.jsonl", "n"),
-    ):
+    named = ("a.parquet", "a.csv", "a.jsonl", "lists.jsonl")
+    for name in (*named, "lists.parquet", "shards", "a.npy", "floats.npy", "plain.csv", "plain.jsonl"):
+        column = "n" if name in named else None
         assert read(name, column) == VALUES, name
         shuffled = LengthReading(column).find(name).take(4, np.random.default_rng(0))
         assert sorted(shuffled.tolist()) == sorted(VALUES) and shuffled.dtype == np.int64
@@ -152,29 +136,27 @@ FILES = [
 ]
 
 
-def mistake(capsys, *arguments):
-    """The one line that is said."""
-    assert main(["simulate", *([] if "--ranks" in arguments else ["--ranks", "2"]), *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("evenrank: ") and printed.err.count("\n") == 1
-    return printed.err
+@pytest.fixture
+def refused(mistake):
+    """Why `simulate` refuses some options, on two ranks where these do not say."""
+    return lambda *flags: mistake("simulate", *([] if "--ranks" in flags else ["--ranks", "2"]), *flags)
 
 
 @pytest.mark.parametrize(("name", "content", "flags", "message"), FILES)
-def test_files_with_mistakes(here, capsys, name, content, flags, message):
+def test_files_with_mistakes(here, refused, name, content, flags, message):
     if content is not None:
         (here / name).write_bytes(content)
-    assert message in mistake(capsys, "--lengths", name, *flags)
+    assert message in refused("--lengths", name, *flags)
 
 
-def test_arrays_and_columns_of_another_kind(here, capsys):
+def test_arrays_and_columns_of_another_kind(here, refused):
     for values, message in (
         (np.array([np.nan]), "holds nan in row 1"),
         (np.ones((2, 2), np.int64), "a.npy cannot be read"),
         (np.array([-3]), "column 'lengths' of a.npy holds -3 in row 1"),
     ):
         np.save("a.npy", values)
-        assert message in mistake(capsys, "--lengths", "a.npy")
+        assert message in refused("--lengths", "a.npy")
     for name, values, message in (
         ("flags", [True], "holds True in row 1"),
         ("days", pa.array([1], pa.date32()), "holds datetime.date(1970, 1, 2) in row 1"),
@@ -182,12 +164,12 @@ def test_arrays_and_columns_of_another_kind(here, capsys):
         ("large", pa.array([2**63], pa.uint64()), "holds 9223372036854775808 in row 1"),
     ):
         pq.write_table(pa.table({name: values}), "a.parquet")
-        assert message in mistake(capsys, "--lengths", "a.parquet")
+        assert message in refused("--lengths", "a.parquet")
 
 
-def test_a_file_of_a_folder(here, capsys):
+def test_a_file_of_a_folder(here, refused):
     (here / "shards").mkdir()
-    assert "shards is a folder without parquet files" in mistake(capsys, "--lengths", "shards")
+    assert "shards is a folder without parquet files" in refused("--lengths", "shards")
     pq.write_table(pa.table({"n": [3, 4]}), "shards/0.parquet")
     for content, message in (
         (b"PAR1 not", "shards/1.parquet"),
@@ -196,7 +178,7 @@ def test_a_file_of_a_folder(here, capsys):
     ):
         path = here / "shards" / "1.parquet"
         path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
-        assert message in mistake(capsys, "--lengths", "shards")
+        assert message in refused("--lengths", "shards")
 
 
 ZIPF = ["--lengths", "zipf:1.2:9"]
@@ -221,20 +203,20 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), OPTIONS)
-def test_options_with_mistakes(capsys, arguments, message):
-    assert message in mistake(capsys, *arguments)
+def test_options_with_mistakes(refused, arguments, message):
+    assert message in refused(*arguments)
 
 
-def test_lengths_that_cost_more_than_a_plan_counts(here, capsys):
+def test_lengths_that_cost_more_than_a_plan_counts(here, told, refused):
     wide = ["--task", "transformer", "--hidden-size", "4096", "--num-layers", "32", "--steps", "8"]
-    said = mistake(capsys, "--lengths", "lognormal:100000:0.5", "--ranks", "64", *wide)
+    said = refused("--lengths", "lognormal:100000:0.5", "--ranks", "64", *wide)
     assert "a plan counts to 4.6e+18: lower --num-layers, which changes no ratio" in said
-    assert "check the lengths, or cut rows by --max-length" in mistake(capsys, "--lengths", "lognormal:130:9")
+    assert "check the lengths, or cut rows by --max-length" in refused("--lengths", "lognormal:130:9")
     write(here / "huge.csv", "n\n" + "1000000000\n" * 64)
-    assert "can cost more than 2**63 operations, which no plan counts" in mistake(capsys, "--lengths", "huge.csv")
+    assert "can cost more than 2**63 operations, which no plan counts" in refused("--lengths", "huge.csv")
     # Fewer steps are filled to a budget where all of them could not be added up.
     wide[-1] = "64"
-    assert main(["simulate", "--lengths", "lognormal:100000:0.5", "--ranks", "64", "--batch-size", "1", *wide]) == 0
+    told("simulate", "--lengths", "lognormal:100000:0.5", "--ranks", "64", "--batch-size", "1", *wide)
 
 
 def test_what_is_like_an_identifier_and_is_none(here):
@@ -245,7 +227,7 @@ def test_what_is_like_an_identifier_and_is_none(here):
     assert read("bare.csv") == list(range(3000))
 
 
-def test_events_of_a_user_are_counted(here, capsys):
+def test_events_of_a_user_are_counted(here, asked):
     rng = np.random.default_rng(0)
     users = (rng.zipf(1.5, 2000) % 97).tolist()
     counts = list(Counter(users).values())  # users in the order in which they first occur
@@ -267,6 +249,5 @@ def test_events_of_a_user_are_counted(here, capsys):
     # "7" and "007" are two users.
     write(here / "two.csv", "user,item\n7,1\n007,2\n7,3\n")
     assert read("two.csv", group_by="user") == [2, 1]
-    assert main(["simulate", "--lengths", "events.csv", "--group-by", "user_id", "--ranks", "2", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)["lengths"]
+    summary = asked("simulate", "--lengths", "events.csv", "--group-by", "user_id", "--ranks", "2")["lengths"]
     assert summary["rows"] == len(counts) and summary["tokens"]["max"] == max(counts)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,24 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.cli.answer import Answer, AnswerTable, Section
-from commons.cli.main import main
 from commons.cli.pictures import COLORS, THEMES, Picture, svg_of, write_page
 from commons.cli.simulate.pictures import band_edges
 from tests.helpers.documents.pages import read_page
-from tests.helpers.jobs.training_configs import CONFIG
 
 LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8", "--steps", "8", "--batch-size", "4"]
 
 
-def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([*LENGTHS, "--html", "gain.html", "--figure", "gain.png"]) == 0, capsys.readouterr().err
-    printed = " ".join(capsys.readouterr().out.split())
+def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(here, told, asked):
+    printed = " ".join(told(*LENGTHS, "--html", "gain.html", "--figure", "gain.png").split())
     assert "written: gain.html" in printed
-    assert (tmp_path / "gain.png").stat().st_size > 20_000
-    text, words = read_page(tmp_path / "gain.html")
-    assert main([*LENGTHS, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    assert (here / "gain.png").stat().st_size > 20_000
+    text, words = read_page(here / "gain.html")
+    answer = asked(*LENGTHS)
     assert answer["advice"]["text"] in words and answer["advice"]["options"].split()[0] in words
     for of_ranks in answer["ranks"]:
         assert all(f"{way['speed_up']:.2f}×" in words for way in of_ranks["ways"])
@@ -51,25 +43,10 @@ def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(tmp_path, monkeypa
     assert f"evenrank {shlex.join(LENGTHS)} --html gain.html --figure gain.png" in words
 
 
-def test_a_page_of_a_config(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(CONFIG.format(candidates=3))
-    argv = ["simulate", "--config", "run.toml", "--ranks", "2", "4", "--steps", "3", "--window", "3"]
-    assert main([*argv, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert main([*argv, "--html", "gain.html", "--figure", "gain.svg"]) == 0
-    _, words = read_page(tmp_path / "gain.html")
-    for each in answer["ranks"]:
-        assert [way["window"] for way in each["ways"]] == [1, 1, 3] and each["advice"]["text"] in words
-        for way in each["ways"][1:]:
-            assert way["possible_speed_up"] >= way["speed_up"] >= 1 and f"{way['speed_up']:.2f}×" in words
-
-
-def test_one_number_of_ranks_and_even_lengths(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_one_number_of_ranks_and_even_lengths(here, told):
     np.save("even.npy", np.full(64, 7))
-    assert main(["simulate", "--lengths", "even.npy", "--ranks", "2", "--batch-size", "4", "--html", "e.html"]) == 0
-    assert "leave it off" in read_page(tmp_path / "e.html")[1]
+    told("simulate", "--lengths", "even.npy", "--ranks", "2", "--batch-size", "4", "--html", "e.html")
+    assert "leave it off" in read_page(here / "e.html")[1]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +58,10 @@ def test_one_number_of_ranks_and_even_lengths(tmp_path, monkeypatch, capsys):
         (["--html", "missing\0.html"], "null"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.chdir(tmp_path)
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(here, mistake, flags, message):
     np.save("lengths.npy", np.arange(1, 65))
-    (tmp_path / "folder.html").mkdir()
-    assert main(["simulate", "--lengths", "lengths.npy", "--ranks", "2", *flags]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1
+    (here / "folder.html").mkdir()
+    assert message in mistake("simulate", "--lengths", "lengths.npy", "--ranks", "2", *flags)
 
 
 def drawn(axes):
@@ -143,26 +117,12 @@ def test_bands_hold_every_length_once(tokens):
     assert edges[0] == tokens.min() and edges[-1] == tokens.max() + 1
 
 
-@pytest.mark.slow
-def test_lengths_need_neither_torchrec_nor_fbgemm(tmp_path):
-    program = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(('torchrec', 'fbgemm_gpu', 'megatron')))\n"  # importing one of them fails
-        "from commons.cli.main import main\n"
-        "sys.exit(main('simulate --lengths zipf:1.2:64 --ranks 2 --steps 2 --window 2 --html gain.html'.split()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "gain.html").is_file()
-
-
-def test_lines_that_hide_others_are_marked(tmp_path, monkeypatch):
+def test_lines_that_hide_others_are_marked(here, told):
     """Even lengths: every way gives the same, and only the last line drawn could be seen."""
-    monkeypatch.chdir(tmp_path)
     np.save("even.npy", np.full(256, 7))
     flags = ["--lengths", "even.npy", "--batch-size", "4", "--steps", "8", "--window", "2"]
-    assert main(["simulate", *flags, "--ranks", "2", "4", "--html", "e.html"]) == 0
-    text, _ = read_page(tmp_path / "e.html")
+    told("simulate", *flags, "--ranks", "2", "4", "--html", "e.html")
+    text, _ = read_page(here / "e.html")
     pictures = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     for name in ("refined (≈ Karmarkar-Karp)", "window of 2 (≈ Karmarkar-Karp)", "refined (≈ as loaded)"):
         assert name in pictures

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import html
 import itertools
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from matplotlib.figure import Figure
 
-from commons.cli.main import main
-from commons.cli.report.pictures import curve_of, pictures_of
-from commons.run_log.reading import read_log
+from commons.cli.report_pictures import curve_of, pictures_of
+from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
 from tests.helpers.documents.documented import ROOT
@@ -26,51 +21,43 @@ SIZES = [10] * 5
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch):
+def runs(here):
     """Two runs of the same rows in the working directory, without and with balancing."""
-    monkeypatch.chdir(tmp_path)
-    write_unlooked(tmp_path / "runs" / "a", make_steps(balances=False), SIZES)
+    write_unlooked(here / "runs" / "a", make_steps(balances=False), SIZES)
     lines = [*lines_of(make_steps(), SIZES), {"schema": 1, "step": 60, "eval_auc": 0.75, "eval_none": None}]
-    write_run(tmp_path / "runs" / "b", lines)
-    return tmp_path / "runs"
+    write_run(here / "runs" / "b", lines)
+    return here / "runs"
 
 
-def test_one_run(runs, capsys):
-    assert main(["report", "runs/b"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == "" and max(map(len, printed.out.splitlines())) <= 120
+def test_one_run(runs, told, asked):
+    printed = told("report", "runs/b")
+    assert max(map(len, printed.splitlines())) <= 120
     for shown in ("runs/b", "each batch", "ranks", "work at the bound", "hidden", "75.0%", "eval auc", "0.7500"):
-        assert shown in printed.out
-    assert "beside" not in printed.out.replace("beside the steps", "") and "eval none" not in printed.out
-    assert main(["report", "runs/b", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+        assert shown in printed
+    assert "beside" not in printed.replace("beside the steps", "") and "eval none" not in printed
+    content = asked("report", "runs/b")
     (run,) = content["runs"]
     assert run["run"] == "runs/b" and run["gain"]["work"] > 1.2 and content["beside_the_first"] == []
     assert run["evaluation"] == {"step": 60, "auc": 0.75, "none": None}
-    assert f"{run['gain']['work']:.2f}×" in printed.out and f"{run['gain']['step']:.2f}×" in printed.out
+    assert f"{run['gain']['work']:.2f}×" in printed and f"{run['gain']['step']:.2f}×" in printed
 
 
-def test_runs_beside_each_other(runs, capsys):
+def test_runs_beside_each_other(runs, told, asked):
     write_run(runs / "c", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
-    assert main(["report", "runs/a", "runs/b", "runs/c"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(told("report", "runs/a", "runs/b", "runs/c").split())
     assert "beside runs/a" in printed and "speed-up, rows per second" in printed
-    assert "runs/c beside runs/a differs in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7: not" in (
-        " ".join(printed.split())
-    )
-    assert main(["report", "runs/a", "runs/b", "runs/c", "--json"]) == 0
-    beside = json.loads(capsys.readouterr().out)["beside_the_first"]
+    assert "runs/c beside runs/a differs in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7" in printed
+    beside = asked("report", "runs/a", "runs/b", "runs/c")["beside_the_first"]
     assert [each["run"] for each in beside] == ["runs/b", "runs/c"] and beside[0]["loss"]["largest"] == 0
     assert f"{beside[0]['rows_per_s']:.2f}×" in printed
 
 
-def test_notes_say_what_is_missing(runs, capsys):
+def test_notes_say_what_is_missing(runs, told):
     (runs / "b" / "summary.json").unlink()
     (runs / "b" / "config.json").unlink()
     with (runs / "b" / "log.jsonl").open("a") as log:
         log.write('{"schema": 1, "st')
-    assert main(["report", "runs/b"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(told("report", "runs/b").split())
     for note in ("the last line of the log is not whole", "no readable config.json", "no readable summary.json"):
         assert f"runs/b: {note}" in printed
 
@@ -83,51 +70,45 @@ def test_notes_say_what_is_missing(runs, capsys):
         ["runs/a", "runs/b"],
     ],
 )
-def test_a_page_and_pictures(runs, capsys, names):
-    assert main(["report", *names, "--html", "r.html", "--figure", "r.png"]) == 0
-    printed = capsys.readouterr()
-    assert "written: r.html\nwritten: r.png\n" in printed.out and printed.err == ""
+def test_a_page_and_pictures(runs, told, asked, names):
+    assert "written: r.html\nwritten: r.png\n" in told("report", *names, "--html", "r.html", "--figure", "r.png")
     assert (runs.parent / "r.png").stat().st_size > 20_000
     text, words = read_page(runs.parent / "r.html")
     pictures = {("runs/a",): 3, ("runs/b",): 6, ("runs/a", "runs/b"): 3}
     assert text.count("<svg") == pictures[tuple(names)]
     assert f"evenrank report {' '.join(names)} --html r.html --figure r.png" in words
-    assert main(["report", *names, "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = asked("report", *names)
     assert all("".join(line.split()) in "".join(words.split()) for line in content["advice"])  # flags are apart
     for run in content["runs"]:
         assert f"{run['speed']['rows_per_s']:,.1f}" in words
 
 
-def test_several_runs_are_compared_best_first_in_any_order(runs, capsys):
+def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
     fast = [step | {"step_ms": 0.8 * step["step_ms"]} for step in make_steps()]
     write_run(runs / "c", lines_of(fast, SIZES))
     write_run(runs / "d", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
-    answers, figures = set(), set()
-    for order in list(itertools.permutations(["runs/a", "runs/b", "runs/c", "runs/d"]))[::5]:
-        assert main(["report", *order, "--json"]) == 0
-        content = json.loads(capsys.readouterr().out)
-        answers.add(content["advice"][-1])
-    rate = {run["run"]: run["speed"]["rows_per_s"] for run in content["runs"]}
+    names = [f"runs/{name}" for name in "abcd"]
+    contents = [asked("report", *order) for order in list(itertools.permutations(names))[::5]]
+    (answer,) = {content["advice"][-1] for content in contents}
+    rate = {run["run"]: run["speed"]["rows_per_s"] for run in contents[0]["runs"]}
     best, other = (rate[name] / rate["runs/a"] for name in ("runs/c", "runs/b"))
     assert best > other > 1
-    (answer,) = answers
     assert answer == (
         f"runs/c trains {best:.2f}× the rows per second of runs/a, runs/b {other:.2f}×; "
         "runs/d cannot be compared with it."
     )
-    for order in (["runs/b", "runs/c", "runs/a", "runs/d"], ["runs/d", "runs/a", "runs/b", "runs/c"]):
-        assert main(["report", *order, "--html", "r.html"]) == 0
+    for order in (names[1:] + names[:1], names[::-1]):
+        told("report", *order, "--html", "r.html")
         text, words = read_page(runs.parent / "r.html")
         assert text.count("<svg") == 3 and text.index("<table") < text.index("<svg")
         flat = " ".join(words.split())
         assert answer in flat and flat.index(answer) < flat.index("All numbers")
-        figures.add(tuple(re.findall(r"rows per second of \w ÷ \w", flat)))
-    assert figures == {("rows per second of c ÷ a", "rows per second of b ÷ a")}
+        first = re.findall(r"rows per second of \w ÷ \w", flat)
+        assert first == ["rows per second of c ÷ a", "rows per second of b ÷ a"]
 
 
 def test_the_baseline_stands_where_a_steps_time_goes(runs):
-    reports = [RunReport.of(read_log(runs / name)) for name in "ab"]
+    reports = [RunReport(RunLog(runs / name)) for name in "ab"]
     imbalance, parts, loss = pictures_of(reports)
     assert (imbalance.title, loss.title) == ("Imbalance as trained", "Loss")
     axes = Figure().subplots()
@@ -145,7 +126,7 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
         line | even | {"loads_before": [10**9, 10**9 + 1], "loads_after": [10**9, 10**9]}
         for line in lines_of(make_steps(), SIZES)
     ]
-    report = RunReport.of(read_log(write_run(tmp_path, lines, config_of())))
+    report = RunReport(RunLog(write_run(tmp_path, lines, config_of())))
     for several in ([report], [report, report]):
         for picture in pictures_of(several):
             figure = Figure()
@@ -158,28 +139,26 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
                 assert axes.get_ylim() == (0, 0.01) and "0.4%" in ticks
 
 
-def test_names_are_no_markup_and_none_is_left_out_of_a_picture(tmp_path, monkeypatch, capsys, recwarn):
+def test_names_are_no_markup_and_none_is_left_out_of_a_picture(here, told, recwarn):
     """Also those that matplotlib would leave out, or has no letters for."""
-    monkeypatch.chdir(tmp_path)
     names = ["[red]$x_1$ <b> & runs", "_first", r"$\foo$", "実行"]
     for name in names:
-        write_run(tmp_path / name, [*lines_of(make_steps(20), [5] * 3), {"schema": 1, "step": 20, "eval_[/b]x": 0.25}])
-    assert main(["report", *names, "--html", "r.html", "--figure", "r.svg"]) == 0
+        write_run(here / name, [*lines_of(make_steps(20), [5] * 3), {"schema": 1, "step": 20, "eval_[/b]x": 0.25}])
+    printed = told("report", *names, "--html", "r.html", "--figure", "r.svg")
     assert [str(each.message) for each in recwarn if issubclass(each.category, UserWarning)] == []
-    printed = capsys.readouterr().out
     assert names[0] in printed and "eval [/b]x" in printed
-    text, words = read_page(tmp_path / "r.html")
+    text, words = read_page(here / "r.html")
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
     assert all(html.escape(name) in drawn for name in names) and names[0] in words
 
 
 def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     steps = make_steps(count=20, ranks=80, rows=2)
-    log = read_log(write_run(tmp_path, [line_of([step]) for step in steps]))
-    loads = next(each for each in pictures_of([RunReport.of(log)]) if each.title == "Load of each rank")
+    log = RunLog(write_run(tmp_path, [line_of([step]) for step in steps]))
+    loads = next(each for each in pictures_of([RunReport(log)]) if each.title == "Load of each rank")
     assert loads.text.startswith("The fullest rank's, the next one's, and so on,")
     lines = [line_of([steps[0]]) | {"step": number, "loss": number % 2} for number in range(1, 1001)]
-    drawn, losses = curve_of(read_log(write_run(tmp_path, lines)), "loss")
+    drawn, losses = curve_of(RunLog(write_run(tmp_path, lines)), "loss")
     assert 200 <= len(drawn) <= 300 and losses.mean() == pytest.approx(0.5, abs=0.01)
     assert drawn.min() >= 1 and drawn.max() <= 1000
 
@@ -195,41 +174,23 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
         (["runs/a", "--json", "--html", "no/such\0.html"], "null"),
     ],
 )
-def test_mistakes_are_one_line(runs, capsys, arguments, message):
+def test_mistakes_are_one_line(runs, mistake, arguments, message):
     (runs.parent / "linked.png").symlink_to(runs / "a" / "log.jsonl")
     before = sorted(runs.parent.rglob("*"))
-    assert main(["report", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
+    assert message in mistake("report", *arguments)
     assert sorted(runs.parent.rglob("*")) == before
 
 
-def test_the_documented_example_has_the_rows_of_the_table(tmp_path, monkeypatch, capsys):
+def test_the_documented_example_has_the_rows_of_the_table(here, told):
     """The runs of a demo: logged step by step, and evaluated."""
-    monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/report.md").read_text(encoding="utf-8")
     printed = re.search(r"```text\n\$ evenrank (report runs/demo/\S+ runs/demo/\S+)\n(.*?)```", page, re.DOTALL)
     _, base, other = printed[1].split()
     evaluated = {"schema": 1, "step": 60, "eval_loss": 0.5, "eval_rows": 9, "eval_auc_task_0": 0.5}
-    write_unlooked(tmp_path / base, make_steps(balances=False), [1] * 59, evaluated)
-    write_run(tmp_path / other, [*lines_of(make_steps(), [1] * 59), evaluated])
-    assert main(printed[1].split()) == 0
+    write_unlooked(here / base, make_steps(balances=False), [1] * 59, evaluated)
+    write_run(here / other, [*lines_of(make_steps(), [1] * 59), evaluated])
     made, documented = (
-        [line.split("  ")[:2] for line in text.splitlines()] for text in (capsys.readouterr().out, printed[2])
+        [line.split("  ")[:2] for line in text.splitlines()] for text in (told(*printed[1].split()), printed[2])
     )
     labels = [[each for each in lines if each[0] == "" and len(each) > 1] for lines in (made, documented)]
     assert labels[0] == labels[1] and len(labels[0]) > 25
-
-
-def test_a_report_waits_neither_for_torch_nor_for_scipy(runs):
-    program = """
-import sys
-from commons.cli.main import main
-assert main(["report", "runs/a", "runs/b"]) == 0
-assert not {"torch", "scipy", "matplotlib", "jinja2", "pandas"} & set(sys.modules)
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=runs.parent, env=environment
-    )
-    assert done.returncode == 0, done.stderr

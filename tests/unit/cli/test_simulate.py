@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from commons.cli.main import main
 from commons.datasets.samplers.epoch import ShardedBatchSampler
 from commons.perf_model.partitioner import partition
 from commons.perf_model.task_estimator import HSTUAttentionTask
@@ -15,20 +12,13 @@ from commons.perf_model.task_estimator import HSTUAttentionTask
 WAYS = ["as loaded", "Karmarkar-Karp", "refined", "free counts", "window of 2", "window of 4", "constant cost"]
 
 
-def asked(capsys, *arguments):
-    """What `--json` says."""
-    assert main(["simulate", *arguments, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
-
 def ways_of(answer, place=0):
     return {way["way"]: way for way in answer["ranks"][place]["ways"]}
 
 
 @pytest.fixture
-def histories(tmp_path, monkeypatch):
+def histories(here):
     """User-like lengths, 4 ranks × 8 rows × 16 steps."""
-    monkeypatch.chdir(tmp_path)
     lengths = (20 + np.random.default_rng(0).lognormal(np.log(130), 1.2, 512)).astype(np.int64)
     np.save("lengths.npy", lengths)
     return lengths
@@ -45,8 +35,8 @@ def as_loaded(values, num_ranks, batch_size):
 FLAGS = ["--lengths", "lengths.npy", "--batch-size", "8", "--steps", "16", "--window", "1", "2", "4"]
 
 
-def test_figures_are_those_of_the_rows(histories, capsys):
-    answer = asked(capsys, *FLAGS, "--ranks", "4", "--in-order", "--tokens-per-item", "2", "--extra-tokens", "3")
+def test_figures_are_those_of_the_rows(histories, asked, told):
+    answer = asked("simulate", *FLAGS, "--ranks", "4", "--in-order", "--tokens-per-item", "2", "--extra-tokens", "3")
     ways = ways_of(answer)
     assert list(ways) == WAYS and answer["ranks"][0]["steps"] == 16
     tokens = as_loaded(histories * 2 + 3, 4, 8)
@@ -61,18 +51,17 @@ def test_figures_are_those_of_the_rows(histories, capsys):
     assert answer["lengths"]["tokens"]["max"] == tokens.max()
 
 
-def test_rows_cost_what_a_window_leaves_of_them(histories, capsys):
+def test_rows_cost_what_a_window_leaves_of_them(histories, asked, told):
     flags = [*FLAGS, "--ranks", "4", "--in-order", "--max-attn-len", "50"]
-    ways = ways_of(asked(capsys, *flags))
+    ways = ways_of(asked("simulate", *flags))
     task = HSTUAttentionTask(256, 4, 64, 8, max_attn_len=50)
     loads = task.get_workloads(as_loaded(histories, 4, 8)).sum(2)
     assert ways["as loaded"]["largest_to_mean"] == pytest.approx((loads.max(1) / loads.mean(1)).mean())
-    assert main(["simulate", *flags]) == 0
-    assert "4 heads × 64, attention within 50 tokens" in capsys.readouterr().out
+    assert "4 heads × 64, attention within 50 tokens" in told("simulate", *flags)
 
 
-def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, capsys):
-    answer = asked(capsys, *FLAGS, "--ranks", "8", "4")
+def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, asked, told):
+    answer = asked("simulate", *FLAGS, "--ranks", "8", "4")
     assert [of_ranks["ranks"] for of_ranks in answer["ranks"]] == [4, 8]
     for place in range(2):
         ways = ways_of(answer, place)
@@ -92,10 +81,10 @@ def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, cap
     assert "8 ranks: 8 of 16 steps. There are 512 rows, 16 steps train 1,024" in answer["notes"][0]
 
 
-def test_bytes_and_milliseconds_follow_the_stated_model(histories, capsys):
+def test_bytes_and_milliseconds_follow_the_stated_model(histories, asked, told):
     rates = ["--peak-tflops", "100", "--mfu", "0.5", "--link-gbps", "8", "--bytes-per-token", "16"]
-    ways = ways_of(asked(capsys, *FLAGS, "--ranks", "4", "--in-order", *rates))
-    plain = ways_of(asked(capsys, *FLAGS, "--ranks", "4", "--in-order"))
+    ways = ways_of(asked("simulate", *FLAGS, "--ranks", "4", "--in-order", *rates))
+    plain = ways_of(asked("simulate", *FLAGS, "--ranks", "4", "--in-order"))
     loads = HSTUAttentionTask(256, 4, 64, 8).get_workloads(as_loaded(histories, 4, 8)).sum(2)
     assert ways["as loaded"]["step_ms"] == pytest.approx(3 * loads.max(1).mean() / 50e12 * 1e3)
     assert ways["refined"]["bytes_per_rank"] == pytest.approx(2 * plain["refined"]["bytes_per_rank"])
@@ -103,50 +92,43 @@ def test_bytes_and_milliseconds_follow_the_stated_model(histories, capsys):
     assert plain["refined"]["step_ms"] is None
 
 
-def test_one_sample_that_dominates_is_named_with_what_lifts_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_one_sample_that_dominates_is_named_with_what_lifts_it(here, asked):
     np.save("lengths.npy", np.where(np.arange(512) % 32 == 0, 4096, 64))
     flags = ["--ranks", "4", "--in-order", "--task", "transformer"]
-    answer = asked(capsys, *FLAGS, *flags)
+    answer = asked("simulate", *FLAGS, *flags)
     assert "in 16 of 16 steps one sample alone is more than an even share" in answer["notes"][-1]
     assert "--trainer.shuffle-window 4 lifts that to" in answer["notes"][-1]
     assert answer["advice"]["options"] == "--trainer.enable-balanced-shuffler --trainer.shuffle-window 4"
     assert "window=4" in answer["advice"]["code"]
     np.save("lengths.npy", np.where(np.arange(512) % 32 == 0, 1000, 96))  # 1000 ÷ 994 of an even share
-    answer = asked(capsys, *FLAGS, "--ranks", "4", "--in-order", "--task", "tokens")
+    answer = asked("simulate", *FLAGS, "--ranks", "4", "--in-order", "--task", "tokens")
     assert "up to 1.01×; it cannot be split, and costs less than 2 %" in answer["notes"][-1]
-    answer = asked(capsys, *FLAGS, *flags, "--max-length", "64")
+    answer = asked("simulate", *FLAGS, *flags, "--max-length", "64")
     assert not answer["notes"] and "leave it off" in answer["advice"]["text"] and answer["advice"]["options"] == ""
 
 
-def test_the_table_says_it_all(histories, capsys):
+def test_the_table_says_it_all(histories, asked, told):
     rates = ["--peak-tflops", "100", "--link-gbps", "8"]
-    assert main(["simulate", *FLAGS, "--ranks", "4", *rates]) == 0
-    printed = capsys.readouterr().out
+    printed = told("simulate", *FLAGS, "--ranks", "4", *rates)
     for text in ("lengths.npy: 512 rows", "4 ranks × 8 rows, 16 steps:", "step ms", "exchange ms", "On 4 ranks", *WAYS):
         assert text in printed
     assert "  --trainer.enable-balanced-shuffler" in printed and all(len(line) <= 120 for line in printed.splitlines())
     # Fewer steps than a window has: the window is left out. A sample may be drawn from again.
-    assert main(["simulate", *FLAGS[:4], "--steps", "3", "--ranks", "4"]) == 0
-    printed = capsys.readouterr().out
+    printed = told("simulate", *FLAGS[:4], "--steps", "3", "--ranks", "4")
     assert "window of 2" in printed and "window of 4" not in printed
-    assert main(["simulate", *FLAGS, "--ranks", "32", "--with-replacement"]) == 0
-    assert "32 ranks × 8 rows, 16 steps" in capsys.readouterr().out
+    assert "32 ranks × 8 rows, 16 steps" in told("simulate", *FLAGS, "--ranks", "32", "--with-replacement")
 
 
-def test_uneven_lengths_that_nothing_evens_are_not_called_even(tmp_path, capsys):
-    path = tmp_path / "two.csv"
-    path.write_text("1\n9\n")
-    flags = ["--ranks", "2", "--batch-size", "1", "--task", "tokens", "--json"]
-    assert main(["simulate", "--lengths", str(path), *flags]) == 0
-    advice = json.loads(capsys.readouterr().out)["advice"]
+def test_uneven_lengths_that_nothing_evens_are_not_called_even(here, asked):
+    (here / "two.csv").write_text("1\n9\n")
+    flags = ["--ranks", "2", "--batch-size", "1", "--task", "tokens"]
+    advice = asked("simulate", "--lengths", "two.csv", *flags)["advice"]
     assert "even as" not in advice["text"] and "1.80×" in advice["text"] and advice["options"] == ""
 
 
-def test_a_package_that_is_not_installed_is_one_line(monkeypatch, capsys):
+def test_a_package_that_is_not_installed_is_one_line(monkeypatch, mistake):
     def missing(name):
         raise ModuleNotFoundError("No module named 'torchrec'", name="torchrec")
 
     monkeypatch.setattr("importlib.import_module", missing)
-    assert main(["simulate", "--lengths", "zipf:1.2:4096"]) == 2
-    assert "evenrank doctor" in capsys.readouterr().err
+    assert "evenrank doctor" in mistake("simulate", "--lengths", "zipf:1.2:4096")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.run_log.reading import read_log, read_runs
+from commons.run_log.reading import RunLog, read_runs
 from commons.run_log.report import RunReport
 from tests.helpers.jobs.run_logs import CONFIG, line_of, lines_of, make_steps, write_run
 
@@ -21,7 +21,7 @@ LINES = lines_of(STEPS, [5] * 11)
 
 def test_a_log_is_read_as_columns(tmp_path):
     evaluation = {"schema": 1, "step": 30, "eval_auc": 0.7, "eval_rows": 64, "eval_unknown": None}
-    log = read_log(write_run(tmp_path, [*LINES[:6], evaluation, *LINES[6:]]))
+    log = RunLog(write_run(tmp_path, [*LINES[:6], evaluation, *LINES[6:]]))
     assert log.step.tolist() == list(range(5, 61, 5)) and set(log.steps) == {5}
     assert log.column("loss").tolist() == [line["loss"] for line in LINES]
     assert np.isnan(log.column("mfu")).all() and log.mean("mfu") is None
@@ -34,7 +34,7 @@ def test_a_log_is_read_as_columns(tmp_path):
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from(["imbalance_before", "largest_load_after", "gated"]))
 def test_means_do_not_depend_on_how_steps_were_put_into_lines(tmp_path_factory, sizes, name):
-    log = read_log(write_run(tmp_path_factory.mktemp("run"), lines_of(STEPS, sizes)))
+    log = RunLog(write_run(tmp_path_factory.mktemp("run"), lines_of(STEPS, sizes)))
     assert log.steps.sum() == 60
     assert log.mean(name) == pytest.approx(np.mean([step[name] for step in STEPS]))
     timed = slice(int(log.steps[0]) if len(log.steps) > 2 else 0, None)  # without the first line, which has the warm-up
@@ -51,18 +51,18 @@ def test_the_end_of_a_line_that_is_being_written_is_left_out(tmp_path, cut):
     folder = write_run(tmp_path, LINES)
     whole = (folder / "log.jsonl").read_bytes()
     (folder / "log.jsonl").write_bytes(whole[:-cut])
-    log = read_log(folder)
+    log = RunLog(folder)
     assert len(log.step) == 11 and "not whole" in log.notes[0]
     (folder / "log.jsonl").write_bytes(whole[:-1])  # all but the end of the line
-    assert len(read_log(folder).step) == 12
+    assert len(RunLog(folder).step) == 12
 
 
 def test_settings_and_summary_may_be_missing(tmp_path):
     folder = write_run(tmp_path, LINES, config=None, summary=False)
     (folder / "config.json").write_text("{")
-    log = read_log(folder)
+    log = RunLog(folder)
     assert [note.split(":")[0] for note in log.notes] == ["no readable config.json", "no readable summary.json"]
-    assert RunReport.of(log).balancing == "balanced"
+    assert RunReport(log).balancing == "balanced"
 
 
 def write(text):
@@ -90,7 +90,7 @@ def test_what_is_no_log_is_named_with_its_line(tmp_path, text, message):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "log.jsonl").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as caught:
-        read_log(tmp_path)
+        RunLog(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -130,7 +130,7 @@ def test_infinity_is_not_known(tmp_path):
     folder = write_run(tmp_path, LINES)
     text = (folder / "log.jsonl").read_text()
     (folder / "log.jsonl").write_text(re.sub('"loss": [^,]*', '"loss": Infinity', text))
-    json.dumps(RunReport.of(read_log(folder)).to_dict(), allow_nan=False)
+    json.dumps(RunReport(RunLog(folder)).to_dict(), allow_nan=False)
 
 
 def test_numbers_that_are_not_known_are_null(tmp_path):
@@ -138,6 +138,6 @@ def test_numbers_that_are_not_known_are_null(tmp_path):
         line | {"loss": None, "step_ms": None, "total_ms": None, "rows_per_s": None}
         for line in map(line_of, [STEPS[:5], STEPS[5:]])
     ]
-    report = RunReport.of(read_log(write_run(tmp_path, lines)))
+    report = RunReport(RunLog(write_run(tmp_path, lines)))
     assert report.loss is None and report.speed.step_ms is None and report.step_time is None
     assert report.gain.work is not None and report.gain.step is None

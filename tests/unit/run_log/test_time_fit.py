@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commons.cli.report.answer import answer_of
+from commons.cli.report import answer_of
 from commons.run_log.advice import warning_of
-from commons.run_log.reading import read_log
+from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from tests.helpers.jobs.run_logs import config_of, line_of, make_steps, write_run
 
@@ -15,7 +15,7 @@ RNG = np.random.default_rng(5)
 
 
 def report_of(folder, steps):
-    return RunReport.of(read_log(write_run(folder, [line_of([step]) for step in steps], config_of())))
+    return RunReport(RunLog(write_run(folder, [line_of([step]) for step in steps], config_of())))
 
 
 def with_own(steps, own_ms):
@@ -81,5 +81,5 @@ def test_ranks_and_lines_without_a_time(tmp_path):
     lines[11]["own_ms"][3] = None
     lines[14]["own_ms"] = None
     del lines[12]["own_ms"], lines[13]["loads_after"]
-    report = RunReport.of(read_log(write_run(tmp_path, lines, config_of())))
+    report = RunReport(RunLog(write_run(tmp_path, lines, config_of())))
     assert report.time_fit.points == 59 * 4 - 4 - 1 - 4 - 4 - 4

@@ -1,1 +1,0 @@
-"""`evenrank report`: what runs have logged, side by side."""
