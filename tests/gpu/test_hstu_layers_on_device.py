@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import choose_execution
@@ -74,8 +76,9 @@ CASES += [(*MASKS[1], "both", head_dim, dtype) for head_dim in (24, 64, 128, 256
     sorted(set(CASES), key=CASES.index),
 )
 def test_triton_attention_is_that_of_the_host(
-    device, is_causal, group, with_context, max_attn_len, bias, head_dim, dtype
+    device, monkeypatch, is_causal, group, with_context, max_attn_len, bias, head_dim, dtype
 ):
+    """Its backward pass too, in the launches of long rows and in those of short ones."""
     where = rank_device(device)
     if not uses_triton("auto", where, dtype, head_dim):
         pytest.skip(f"kernels of Triton cannot run on {where} or for {head_dim} channels of {dtype}")
@@ -88,7 +91,8 @@ def test_triton_attention_is_that_of_the_host(
     masks = {"is_causal": is_causal, "target_group_size": group, "max_attn_len": max_attn_len}
 
     def attend(where, dtype, attention, plan):
-        leaves = [tensor.to(where).requires_grad_() for tensor in (projection.to(dtype), position, time_bias)]
+        inputs = (projection.to(dtype), position, time_bias)
+        leaves = [tensor.detach().to(where).requires_grad_() for tensor in inputs]
         _, v, q, k = (part.unflatten(1, (2, head_dim)) for part in leaves[0].chunk(4, dim=1))
         table = leaves[1] * (bias != "none")
         if bias == "none" and attention is triton_attention:
@@ -99,13 +103,14 @@ def test_triton_attention_is_that_of_the_host(
         used = [True, bias != "none", bias == "both"]
         return [output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)]
 
-    found = attend(
-        where, dtype, triton_attention, plan_triton_attention(lengths, targets, contextual, device=where, **masks)
-    )
     plan = plan_attention(lengths, targets, contextual, num_heads=2, **masks)
-    for value, expected in zip(found, attend(torch.device("cpu"), torch.float32, hstu_attention, plan)):
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(value.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
+    of_host = attend(torch.device("cpu"), torch.float32, hstu_attention, plan)
+    plan = plan_triton_attention(lengths, targets, contextual, device=where, **masks)
+    for short_row in (0, 1000):
+        monkeypatch.setattr(triton_attention_module, "_SHORT_ROW", short_row)
+        for value, expected in zip(attend(where, dtype, triton_attention, plan), of_host):
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(value.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
 @pytest.mark.parametrize("task", ["ranking", "retrieval"])
@@ -119,7 +124,9 @@ def test_a_model_is_that_of_the_host(device, task, compute_dtype, tolerance):
     torch.manual_seed(0)
     model = MODELS[task](CONFIGS[task](hstu), plain_embeddings=True)
     plain = dataclasses.replace(hstu, execution=ExecutionConfig())
-    reference = MODELS[task](CONFIGS[task](plain), plain_embeddings=True)
+    # NCCL serves no tensor of the host.
+    of_host = dist.new_group(backend="gloo")
+    reference = MODELS[task](CONFIGS[task](plain), plain_embeddings=True, pg_group=of_host)
     reference.load_state_dict(model.state_dict())
     reference.double()
     model.to(where)

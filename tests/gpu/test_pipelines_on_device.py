@@ -64,8 +64,13 @@ def make_pipeline(name, device, shuffler, model, optimizer):
     return with_streams(made) if name.endswith("stashed") and device == "cpu" else made
 
 
+def sizes():
+    """Rows of batches; a single rank would have a step without any, in which TorchRec's stash finds no embedding."""
+    return SIZES if dist.get_world_size() > 1 else [size or 1 for size in SIZES]
+
+
 def host_batches(rank, steps, device):
-    for batch in rank_batches(rank, steps, SIZES):
+    for batch in rank_batches(rank, steps, sizes()):
         yield batch.pin_memory() if device == "cuda" else batch
 
 
@@ -77,7 +82,7 @@ def global_ids(seen):
 
 
 def expected_ids(steps):
-    return pipelines.expected_ids([steps] * dist.get_world_size(), dist.get_world_size())
+    return pipelines.expected_ids([steps] * dist.get_world_size(), dist.get_world_size(), sizes=sizes())
 
 
 def train(name, device, kind, steps=6, **options):
@@ -155,7 +160,7 @@ def test_windows_in_front_of_stock_pipelines(device, name):
     with contextlib.closing(shuffler):
         list(steps_of(pipeline, watched()))
         assert global_ids(head_of(model).seen) == expected_ids(6)
-        assert windowed.take_stats().moved
+        assert windowed.take_stats().moved == (dist.get_world_size() > 1)
 
 
 @pytest.mark.parametrize("name", list(EVALUATIONS))
