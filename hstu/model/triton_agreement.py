@@ -35,7 +35,10 @@ _COMPARED = (
 )
 # Rows that are timed, with a long tail.
 _TIMED_LENGTHS = (1024, 700, 500, 350, 256, 200, 150, 100, 80, 60, 50, 40, 30, 20, 10, 5)
-_NUM_HEADS, _NUM_BUCKETS, _NORMALIZER = 4, 16, 64.0
+_NUM_HEADS, _NORMALIZER = 4, 64.0
+# Times of tokens are less than that apart, in seconds: pairs are in all of the buckets, and none is so near the edge of
+# one that two ways to compute a logarithm could round it into another.
+_GAP, _NUM_BUCKETS = 60, 24
 # Of the largest value: what rounding to 16 bits, or products in TensorFloat-32, may make of a few hundred sums.
 _TOLERANCE = {4: 0.01, 2: 0.05}
 
@@ -99,7 +102,7 @@ def _attention_of(
     drawn = torch.randn(shape, generator=generator).mul_(kind.head_dim**-0.25).to(device, kind.dtype)
     sees_ahead = kind.has_context or not kind.is_causal
     biases = torch.randn(_NUM_HEADS, width + _NUM_BUCKETS, generator=generator).to(device)
-    seconds = torch.randint(0, 5000, (tokens,), generator=generator).cumsum(0).to(device)
+    seconds = torch.randint(0, _GAP, (tokens,), generator=generator).cumsum(0).to(device)
     lengths, targets, contextual = (torch.tensor(each) for each in rows)
     masks: dict[str, Any] = {
         "is_causal": kind.is_causal,

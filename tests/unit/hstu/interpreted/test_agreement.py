@@ -40,6 +40,14 @@ def test_kernels_that_compute_something_else_are_not(monkeypatch, planted, reaso
     assert reason in disagreement.__wrapped__(torch.device("cpu"), KINDS[-1])
 
 
+def test_all_buckets_of_times_are_compared(monkeypatch):
+    use_blocks(monkeypatch, 64, 64)
+    made = triton_attention.time_table
+    order = [0, *range(22, 0, -1), 23]  # the first and the last one stay
+    monkeypatch.setattr(triton_attention, "time_table", lambda bias: made(bias[:, order]))
+    assert "off by" in str(disagreement.__wrapped__(torch.device("cpu"), KINDS[1]))
+
+
 @pytest.mark.parametrize("planted", [*sorted(set(KERNELS) - {"backward_value"}), None])  # that one is of wide heads
 def test_every_kernel_that_a_batch_may_take_is_compared(monkeypatch, planted):
     """Also the one that adds up gradients of queries in memory, where a GPU can: long rows take it, short ones not."""
