@@ -64,13 +64,8 @@ def make_pipeline(name, device, shuffler, model, optimizer):
     return with_streams(made) if name.endswith("stashed") and device == "cpu" else made
 
 
-def sizes():
-    """Rows of batches; a single rank would have a step without any, in which TorchRec's stash finds no embedding."""
-    return SIZES if dist.get_world_size() > 1 else [size or 1 for size in SIZES]
-
-
 def host_batches(rank, steps, device):
-    for batch in rank_batches(rank, steps, sizes()):
+    for batch in rank_batches(rank, steps, SIZES):
         yield batch.pin_memory() if device == "cuda" else batch
 
 
@@ -82,7 +77,7 @@ def global_ids(seen):
 
 
 def expected_ids(steps):
-    return pipelines.expected_ids([steps] * dist.get_world_size(), dist.get_world_size(), sizes=sizes())
+    return pipelines.expected_ids([steps] * dist.get_world_size(), dist.get_world_size())
 
 
 def train(name, device, kind, steps=6, **options):
@@ -99,6 +94,8 @@ def train(name, device, kind, steps=6, **options):
 @pytest.mark.parametrize("name", list(STOCK))
 def test_every_sample_once_and_the_unshuffled_weights(device, name):
     require_pipeline(*STOCK[name])
+    if name == "optimizer stashed" and dist.get_world_size() == 1:
+        pytest.skip("TorchRec hooks its stash into the all-to-all of embeddings, which a single rank has not")
     seen, weights = train(name, device, "balance")
     unshuffled, reference = train(name, device, "identity")
     assert global_ids(seen) == global_ids(unshuffled) == expected_ids(6)

@@ -89,11 +89,11 @@ def make_shuffler(kind):
     return IdentityBalancedBatchShuffler() if kind == "identity" else CubicShuffler(ShufflerOptions(mode=kind))
 
 
-def expected_ids(counts, world_size, first=0, sizes=SIZES):
+def expected_ids(counts, world_size, first=0):
     return sorted(
         int(sample)
         for rank in range(world_size)
-        for batch in rank_batches(rank + first, counts[rank], sizes)
+        for batch in rank_batches(rank + first, counts[rank], SIZES)
         for sample in batch.sample_id[: batch.actual_batch_size]
     )
 
