@@ -46,6 +46,7 @@ from hstu.train_config import ModelArgs
 
 PartName = Literal["warm_up", "cases", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
 LOGS = Path("runs", "on_device")  # what the parts print, while they run
+LAYER_CASES = "test_hstu_layers_on_device"  # the file of tests/gpu that has a part of its own
 PUBLISHED_GAIN = 1.53  # recsys-examples' balanced shuffler on 16 × H100, the setting of hstu/configs/benchmark.toml
 
 
@@ -74,12 +75,12 @@ def cases_on_device(device: torch.device) -> str:
     """All of tests/gpu but the layers, by ci/test_gpu.sh."""
     if device.type == "cpu":
         return _run_cases(["ci/test_gpu.sh", "--cpu", "2", "-k", "transports"])
-    return _run_cases(["ci/test_gpu.sh", "--share", "-k", "not layers"])
+    return _run_cases(["ci/test_gpu.sh", "--share", "-k", f"not {LAYER_CASES}"])
 
 
 def cases_of_layers(device: torch.device) -> str:
     """Those of HSTU's layers, for which most kernels are compiled."""
-    arguments = ["tests/gpu/test_hstu_layers_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
+    arguments = [f"tests/gpu/{LAYER_CASES}.py", "--device", device.type, "-p", "no:cacheprovider"]
     chosen = ["-k", "a_model and fp32"] if device.type == "cpu" else []
     return _run_cases([*_launch(device), "-m", "pytest", *arguments, *chosen])
 

@@ -8,23 +8,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from hstu.model.triton_launch import LayerKind, seconds_of
+from hstu.model.triton_launch import LayerKind, choose_blocks, seconds_of, use_blocks
 from hstu.model.triton_plan import NO_WINDOW
 
-# Rows over several blocks, of targets and context, an empty one, and one of a single token.
-_LENGTHS, _TARGETS, _CONTEXTUAL = (150, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)
-# The same for their time, with a long tail.
+
+class _Batch(NamedTuple):
+    """A batch whose results are compared."""
+
+    rows: tuple[tuple[int, ...], ...]  # tokens of every row, targets and contextual tokens among them
+    # The widest window: it hides something; which kernels run does not depend on its width.
+    window: int
+
+
+# Rows over several blocks, of targets and context, an empty one, and one of a single token: short ones, whose gradients
+# take other launches than those of long ones, which also have blocks that need no mask.
+_COMPARED = (
+    _Batch(((150, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), window=50),
+    _Batch(((300, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), window=200),
+)
+# Rows that are timed, with a long tail.
 _TIMED_LENGTHS = (1024, 700, 500, 350, 256, 200, 150, 100, 80, 60, 50, 40, 30, 20, 10, 5)
-_NUM_HEADS, _NUM_BUCKETS, _NORMALIZER = 4, 16, 64.0
-# A window that hides something of the rows whose results are compared; which kernels run does not depend on its width.
-_NARROW = 50
+_NUM_HEADS, _NORMALIZER = 4, 64.0
+# Times of tokens are less than that apart, in seconds: pairs are in all of the buckets, and none is so near the edge of
+# one that two ways to compute a logarithm could round it into another.
+_GAP, _NUM_BUCKETS = 60, 24
 # Of the largest value: what rounding to 16 bits, or products in TensorFloat-32, may make of a few hundred sums.
 _TOLERANCE = {4: 0.01, 2: 0.05}
 
@@ -37,18 +51,22 @@ def disagreement(device: torch.device, kind: LayerKind) -> str | None:
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            window = kind.window if kind.window == NO_WINDOW else min(kind.window, _NARROW)
-            run = _attention_of(device, kind._replace(window=window), _LENGTHS, _TARGETS, _CONTEXTUAL)
-            pairs = zip(
-                ("outputs", "gradients of tokens", "gradients of biases"),
-                run(False, torch.float32),
-                run(True, kind.dtype),
-            )
-            for name, expected, found in pairs:
-                largest = float(expected.abs().max())
-                error = float((found - expected).abs().max())
-                if not error <= _TOLERANCE[kind.dtype.itemsize] * largest:
-                    return f"it computes {name} that are off by {error:.3g}, where the reference's reach {largest:.3g}"
+            for batch in _COMPARED:
+                compared = kind if kind.window == NO_WINDOW else kind._replace(window=min(kind.window, batch.window))
+                use_blocks(device, compared, choose_blocks(device, kind))
+                run = _attention_of(device, compared, *batch.rows)
+                pairs = zip(
+                    ("outputs", "gradients of tokens", "gradients of biases"),
+                    run(False, torch.float32),
+                    run(True, kind.dtype),
+                )
+                for name, expected, found in pairs:
+                    largest = float(expected.abs().max())
+                    error = float((found - expected).abs().max())
+                    if not error <= _TOLERANCE[kind.dtype.itemsize] * largest:
+                        return (
+                            f"it computes {name} that are off by {error:.3g}, where the reference's reach {largest:.3g}"
+                        )
     except Exception as error:  # of Triton's compiler, say, or of the one that it asks for
         return f"its kernels cannot run ({error_in_words(error)})"
     return None
@@ -84,7 +102,7 @@ def _attention_of(
     drawn = torch.randn(shape, generator=generator).mul_(kind.head_dim**-0.25).to(device, kind.dtype)
     sees_ahead = kind.has_context or not kind.is_causal
     biases = torch.randn(_NUM_HEADS, width + _NUM_BUCKETS, generator=generator).to(device)
-    seconds = torch.randint(0, 5000, (tokens,), generator=generator).cumsum(0).to(device)
+    seconds = torch.randint(0, _GAP, (tokens,), generator=generator).cumsum(0).to(device)
     lengths, targets, contextual = (torch.tensor(each) for each in rows)
     masks: dict[str, Any] = {
         "is_causal": kind.is_causal,

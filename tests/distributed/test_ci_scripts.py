@@ -28,6 +28,13 @@ def test_the_job_s_cases_pass_over_gloo():
 
 
 @pytest.mark.slow
+def test_cases_of_pipelines_pass_on_one_rank():
+    """As on a machine with one GPU: no row has another rank to go to."""
+    job = run("--cpu", "1", "-k", "stashed or windows")
+    assert job.returncode == 0 and re.search(r"\d passed", job.stdout), job.stdout + job.stderr
+
+
+@pytest.mark.slow
 def test_a_failing_case_fails_the_job():
     job = run("--cpu", "2", "-k", "no such case")
     assert job.returncode != 0

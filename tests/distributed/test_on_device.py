@@ -54,6 +54,24 @@ def test_cases_that_fail_are_told(monkeypatch, capsys):
     assert "2 failed, 3 passed" in capsys.readouterr().out
 
 
+def cases_of(command):
+    """Names of the cases that a part runs; those of the exchange run on three kinds of process groups."""
+    at = max(index for index, each in enumerate(command) if each.endswith(("test_gpu.sh", "_on_device.py")))
+    path = command[at] if command[at].endswith(".py") else "tests/gpu"
+    chosen = command[command.index("-k") :] if "-k" in command else []
+    options = ["--device", "cuda", "--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    job = run_program(sys.executable, "-m", "pytest", path, *options, *chosen)
+    return set(re.findall(r"^tests/gpu/\S+?::\w+", job.stdout, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_every_case_of_a_gpu_is_in_one_part(monkeypatch):
+    monkeypatch.setattr(on_device, "_run_cases", lambda command: command)
+    device = torch.device("cuda")
+    cases, of_layers = (cases_of(part(device)) for part in (on_device.cases_on_device, on_device.cases_of_layers))
+    assert cases | of_layers == cases_of(["ci/test_gpu.sh"]) and not cases & of_layers and len(of_layers) > 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     assert on_device.main() == 2

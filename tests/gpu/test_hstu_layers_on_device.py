@@ -6,12 +6,22 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hstu.model import ExecutionConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
+from hstu.model import (
+    ExecutionConfig,
+    HSTURankingModel,
+    HSTURetrievalModel,
+    RankingConfig,
+    RetrievalConfig,
+    triton_launch,
+)
+from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import choose_execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_blocks import candidate_blocks
 from hstu.model.triton_launch import uses_triton
 from hstu.train_config import ModelArgs
 from tests.helpers.models.hstu_models import TABLES, random_batch
@@ -58,27 +68,40 @@ def test_attention_is_that_of_the_host(device, is_causal, group, with_context, w
         torch.testing.assert_close(value.cpu().double(), expected, rtol=0, atol=1e-4 * scale)
 
 
+def one_of(candidates, number):
+    """A list with one of the candidates, if there are any; another one for the next number."""
+    return candidates[number % len(candidates) :][:1] if candidates else []
+
+
 # Largest difference, as a part of the largest value. tanh.approx and weights rounded to 16 bits make up for most of it.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 
 
 MASKS = [(True, 1, False, None), (True, 3, True, None), (False, 1, False, None), (True, 3, True, 40)]
-# Every mask and bias with the commonest heads, every width and dtype with one of them: each kind compiles a dozen
-# kernels of its own and measures them.
+# Every mask and bias with the commonest heads, every width and dtype with one of them: each kind of layer compiles
+# kernels of its own.
 CASES = [(*mask, bias, 64, torch.bfloat16) for mask in MASKS for bias in ("none", "position", "both")]
 CASES += [(*MASKS[1], "both", head_dim, dtype) for head_dim in (24, 64, 128, 256) for dtype in TOLERANCE]
+CASES = sorted(set(CASES), key=CASES.index)
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "group", "with_context", "max_attn_len", "bias", "head_dim", "dtype"),
-    sorted(set(CASES), key=CASES.index),
+    ("is_causal", "group", "with_context", "max_attn_len", "bias", "head_dim", "dtype", "number"),
+    [(*case, number) for number, case in enumerate(CASES)],
 )
 def test_triton_attention_is_that_of_the_host(
-    device, is_causal, group, with_context, max_attn_len, bias, head_dim, dtype
+    device, monkeypatch, is_causal, group, with_context, max_attn_len, bias, head_dim, dtype, number
 ):
+    """Its backward pass too, in the launches of long rows and in those of short ones.
+
+    From compute capability 9.0 on, where all blocks fit, a case takes one candidate of every kernel, and the next case
+    another one: few are compiled, and most of them compared.
+    """
     where = rank_device(device)
     if not uses_triton("auto", where, dtype, head_dim):
         pytest.skip(f"kernels of Triton cannot run on {where} or for {head_dim} channels of {dtype}")
+    if torch.cuda.get_device_capability(where) >= (9, 0):
+        monkeypatch.setattr(triton_launch, "candidate_blocks", lambda *kind: one_of(candidate_blocks(*kind), number))
     generator = torch.Generator().manual_seed(0)
     lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [90, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
     contextual = contextual if with_context else None
@@ -88,7 +111,8 @@ def test_triton_attention_is_that_of_the_host(
     masks = {"is_causal": is_causal, "target_group_size": group, "max_attn_len": max_attn_len}
 
     def attend(where, dtype, attention, plan):
-        leaves = [tensor.to(where).requires_grad_() for tensor in (projection.to(dtype), position, time_bias)]
+        inputs = (projection.to(dtype), position, time_bias)
+        leaves = [tensor.detach().to(where).requires_grad_() for tensor in inputs]
         _, v, q, k = (part.unflatten(1, (2, head_dim)) for part in leaves[0].chunk(4, dim=1))
         table = leaves[1] * (bias != "none")
         if bias == "none" and attention is triton_attention:
@@ -99,13 +123,14 @@ def test_triton_attention_is_that_of_the_host(
         used = [True, bias != "none", bias == "both"]
         return [output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)]
 
-    found = attend(
-        where, dtype, triton_attention, plan_triton_attention(lengths, targets, contextual, device=where, **masks)
-    )
     plan = plan_attention(lengths, targets, contextual, num_heads=2, **masks)
-    for value, expected in zip(found, attend(torch.device("cpu"), torch.float32, hstu_attention, plan)):
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(value.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
+    of_host = attend(torch.device("cpu"), torch.float32, hstu_attention, plan)
+    plan = plan_triton_attention(lengths, targets, contextual, device=where, **masks)
+    for short_row in (0, 1000):
+        monkeypatch.setattr(triton_attention_module, "_SHORT_ROW", short_row)
+        for value, expected in zip(attend(where, dtype, triton_attention, plan), of_host):
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(value.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
 @pytest.mark.parametrize("task", ["ranking", "retrieval"])
@@ -119,7 +144,9 @@ def test_a_model_is_that_of_the_host(device, task, compute_dtype, tolerance):
     torch.manual_seed(0)
     model = MODELS[task](CONFIGS[task](hstu), plain_embeddings=True)
     plain = dataclasses.replace(hstu, execution=ExecutionConfig())
-    reference = MODELS[task](CONFIGS[task](plain), plain_embeddings=True)
+    # NCCL serves no tensor of the host.
+    of_host = dist.new_group(backend="gloo")
+    reference = MODELS[task](CONFIGS[task](plain), plain_embeddings=True, pg_group=of_host)
     reference.load_state_dict(model.state_dict())
     reference.double()
     model.to(where)

@@ -94,6 +94,8 @@ def train(name, device, kind, steps=6, **options):
 @pytest.mark.parametrize("name", list(STOCK))
 def test_every_sample_once_and_the_unshuffled_weights(device, name):
     require_pipeline(*STOCK[name])
+    if name == "optimizer stashed" and dist.get_world_size() == 1:
+        pytest.skip("TorchRec hooks its stash into the all-to-all of embeddings, which a single rank has not")
     seen, weights = train(name, device, "balance")
     unshuffled, reference = train(name, device, "identity")
     assert global_ids(seen) == global_ids(unshuffled) == expected_ids(6)
@@ -155,7 +157,7 @@ def test_windows_in_front_of_stock_pipelines(device, name):
     with contextlib.closing(shuffler):
         list(steps_of(pipeline, watched()))
         assert global_ids(head_of(model).seen) == expected_ids(6)
-        assert windowed.take_stats().moved
+        assert windowed.take_stats().moved == (dist.get_world_size() > 1)
 
 
 @pytest.mark.parametrize("name", list(EVALUATIONS))

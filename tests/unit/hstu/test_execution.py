@@ -98,6 +98,23 @@ def test_attention_of_pytorch_is_a_candidate(monkeypatch, pytorch, kernels, said
     assert found is None if said is None else re.search(said, found)
 
 
+def test_what_is_compared_runs_in_the_blocks_that_were_chosen(monkeypatch):
+    """A narrow window, which shows more, is that of another kind of layer: its blocks are not measured anew."""
+    kind = triton_launch.LayerKind(torch.bfloat16, 64, True, False, 1, True, False, window=512)
+    compared = []
+
+    def attention_of(device, kind, *rows):
+        compared.append(kind)
+        return lambda by_kernels, dtype: [torch.ones(1)] * 3
+
+    monkeypatch.setattr(triton_launch, "_BLOCKS", {(GPU, kind): BLOCKS})
+    monkeypatch.setattr(triton_launch, "_measured_blocks", lambda *_: pytest.fail("blocks are measured again"))
+    monkeypatch.setattr(triton_agreement, "_attention_of", attention_of)
+    assert triton_agreement.disagreement.__wrapped__(GPU, kind) is None
+    assert [each.window for each in compared] == [50, 200]
+    assert all(triton_launch.choose_blocks(GPU, each) is BLOCKS for each in compared)
+
+
 def test_a_compiler_that_triton_misses_is_named(gpu, warned, monkeypatch):
     def fail(*_):
         raise RuntimeError("Failed to find C compiler.\n  Please specify")
