@@ -9,7 +9,6 @@ import pytest
 
 from tests.faults import acts, kinds, supervisor
 from tests.faults.kinds import KINDS
-from tests.faults.nursery import Nursery
 from tests.faults.trials import Trial, draw, kinds_for
 from tests.helpers.jobs.programs import run_program
 
@@ -58,20 +57,13 @@ TRIALS = {
 }
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_fault_is_told_in_these_words(nursery, monkeypatch, name):
+def test_a_fault_is_told_in_these_words(monkeypatch, name):
     (kind, place, call, world_size, rank, store), said = TRIALS[name]
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 60.0)
     trial = Trial(0, kind, place, call, kinds.SHUFFLE, world_size, rank, store, 3.0)
-    result = supervisor.run_trial(nursery, trial)
+    result = supervisor.run_trial(trial)
     assert result.problems == []
     texts = [end.text for end in result.ranks if not end.faulty]
     assert texts and all(re.match(f"RankMissingError: {said}", text) and "\n" not in text for text in texts), texts

@@ -13,11 +13,12 @@ Examples:
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,9 +27,9 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.report import table
 from tests.faults.kinds import KINDS
-from tests.faults.nursery import Nursery
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
+from tests.helpers.ranks.fork_server import start_fork_server
 
 _LONGEST_TEXT = 130
 
@@ -119,10 +120,10 @@ def main() -> int:
     trials = [draw(args.seed, number, args.store, args.timeout, names) for number in args.only or range(args.trials)]
     started = time.monotonic()
     results: list[Result] = []
-    nursery = Nursery()
-    pool = ThreadPoolExecutor(args.jobs)
+    # Each job supervises its ranks from a process of its own, which forks them by way of a server.
+    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork"), initializer=start_fork_server)
     try:
-        futures = [pool.submit(run_trial, nursery, trial, args.keep) for trial in trials]
+        futures = [pool.submit(run_trial, trial, args.keep) for trial in trials]
         with tqdm(total=len(trials), unit="trial") as bar:
             for future in as_completed(futures):
                 result = future.result()
@@ -132,7 +133,6 @@ def main() -> int:
                 bar.update()
                 bar.set_postfix(failed=sum(bool(each.problems) for each in results))
     finally:
-        nursery.close()
         pool.shutdown(cancel_futures=True)
     results.sort(key=lambda each: each.trial.number)
     print(table(summary_rows(results)))
