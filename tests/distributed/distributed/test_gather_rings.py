@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.distributed.channel import groups
@@ -35,32 +35,13 @@ def _least_sum(number, most):
     return min([number, *(each + _least_sum(number // each, most - 1) for each in divisors if each < number)])
 
 
-@given(st.integers(1, 3_000))
-@example(4096)
-def test_rings_have_the_least_sum_that_their_number_allows(world_size):
-    sizes = ring_sizes(world_size)
-    assert math.prod(sizes) == world_size and list(sizes) == sorted(sizes, reverse=True)
-    assert len(sizes) == 1 or 8 ** len(sizes) <= world_size
-    assert sum(sizes) == _least_sum(world_size, max(1, len(np.base_repr(world_size, 8)) - 1))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "sizes"),
-    [
-        (1, (1,)),
-        (63, (63,)),
-        (64, (8, 8)),
-        (67, (67,)),
-        (511, (73, 7)),
-        (512, (8, 8, 8)),
-        (524, (131, 4)),  # (131, 2, 2) has the same sum, and one collective more
-        (1000, (10, 10, 10)),
-        (4096, (8, 8, 8, 8)),
-        (16384, (16, 16, 8, 8)),
-    ],
-)
-def test_rings_of_well_known_sizes(world_size, sizes):
-    assert ring_sizes(world_size) == sizes
+def test_rings_have_the_least_sum_that_their_number_allows():
+    for world_size in (*range(1, 1100), 4096, 16384):
+        sizes = ring_sizes(world_size)
+        assert math.prod(sizes) == world_size and list(sizes) == sorted(sizes, reverse=True)
+        assert len(sizes) == 1 or 8 ** len(sizes) <= world_size
+        assert sum(sizes) == _least_sum(world_size, max(1, len(np.base_repr(world_size, 8)) - 1))
+    assert ring_sizes(524) == (131, 4)  # (131, 2, 2) has the same sum, and one collective more
 
 
 @given(st.integers(1, 700), st.integers(1, 5))
@@ -105,24 +86,25 @@ def _heard(*sizes):
     return [each.tolist() for each in (*heard, swapped)], texts, on_main, rings, over_all
 
 
-def _require_same(pool, sizes, rings_of_4):
-    expected, answers = pool.run(_heard, pool.world_size), pool.run(_heard, *sizes)
-    assert answers[4][3] == rings_of_4
-    for answer, of_ring in zip(answers, expected):
-        assert answer[:3] == of_ring[:3] and not answer[4]
-        assert of_ring[3] == [list(range(pool.world_size))] and of_ring[4]
-
-
-def test_two_rings_tell_what_one_tells():
-    with RankPool(6) as pool:
-        _require_same(pool, THREE_AND_TWO, [[3, 4, 5], [1, 4]])
-        _require_same(pool, TWO_AND_THREE, [[4, 5], [0, 2, 4]])
-
-
-@pytest.mark.slow
-def test_three_rings_tell_what_one_tells():
-    with RankPool(8) as pool:
-        _require_same(pool, (2, 2, 2), [[4, 5], [4, 6], [0, 4]])
+@pytest.mark.parametrize(
+    "rings_of_4",
+    [
+        {THREE_AND_TWO: [[3, 4, 5], [1, 4]], TWO_AND_THREE: [[4, 5], [0, 2, 4]]},
+        pytest.param({(2, 2, 2): [[4, 5], [4, 6], [0, 4]]}, marks=pytest.mark.slow),
+    ],
+    ids=["two", "three"],
+)
+def test_rings_tell_what_one_tells(rings_of_4):
+    """By their sizes the rings that rank 4 is in."""
+    world_size = math.prod(next(iter(rings_of_4)))
+    with RankPool(world_size) as pool:
+        expected = pool.run(_heard, world_size)
+        for sizes, rings in rings_of_4.items():
+            answers = pool.run(_heard, *sizes)
+            assert answers[4][3] == rings
+            for answer, of_ring in zip(answers, expected):
+                assert answer[:3] == of_ring[:3] and not answer[4]
+                assert of_ring[3] == [list(range(world_size))] and of_ring[4]
 
 
 def _shuffled(sizes, subgroups):
