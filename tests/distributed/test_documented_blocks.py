@@ -166,7 +166,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/dlrm.md", "Does it pay?", 1): Shell(
         shows=r"windows of 2 batches: 2\.00×[^(]*\(1\.82×\s+batch\s+by batch[\s\S]*balance each batch: 1\.10×"
     ),
-    # dispatch/test_examples.py runs it.
+    # test_examples.py runs it.
     ("docs/dlrm.md", "The script", 0): Shell(instead={r"torchrun --\S+ --\S+": "ls"}),
     ("docs/dlrm.md", "The script", 2): Excerpt("examples/torchrec_dlrm.py"),
     ("docs/dlrm.md", "The script", 3): Excerpt("examples/torchrec_dlrm.py"),
@@ -184,7 +184,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         instead={"torchrun .*": "python -m torch.distributed.run --help"},  # needs two machines
         shows=r"--nnodes[\s\S]*--rdzv-endpoint",
     ),
-    # These two need Slurm and a cluster; test_launch_examples.py runs what they name.
+    # These two need Slurm and a cluster; test_examples.py runs what they name.
     ("docs/launch.md", "Slurm", 0): Shell(instead={"sbatch": "bash -n"}),
     ("docs/launch.md", "Kubernetes", 0): Shell(instead={"kubectl apply -f": "ls"}),
     ("docs/launch.md", "TorchX", 0): Shell(instead={".+": "true"}),  # extras/test_torchx.py runs what is printed
@@ -198,7 +198,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ),
     # Needs two hosts; trainer/test_restart.py runs two agents, one of which is lost.
     ("docs/launch.md", "Restart", 1): Shell(instead={"torchrun .*": "true"}),
-    # Takes a minute; test_two_hosts.py runs it.
+    # Takes a minute; test_ci_scripts.py runs it.
     ("docs/launch.md", "Try two hosts on one machine", 0): Shell(
         instead={"hosts.sh .*": "hosts.sh --help"}, shows="name"
     ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
@@ -31,10 +31,6 @@ def _open() -> None:
     _OF_RANK.update(shuffler=SquareShuffler(ShufflerOptions(timeout=30)), handles=deque(), windows=None, used=None)
 
 
-def _close() -> None:
-    _OF_RANK["shuffler"].close()
-
-
 def _start(seed: int, bring: list[bool]) -> list[int]:
     batch = Stream("rich", seed, dist.get_rank(), 1).batch(0) if bring[dist.get_rank()] else None
     handle = _OF_RANK["shuffler"].start_shuffle(batch)
@@ -51,14 +47,6 @@ def _finish() -> list[int] | None:
     return row_digests(_OF_RANK["shuffler"].finish_shuffle(batch, handle)).tolist()
 
 
-def _finish_again() -> None:
-    _OF_RANK["shuffler"].finish_shuffle(*_OF_RANK["used"])
-
-
-def _drop() -> None:
-    _OF_RANK["handles"].popleft()[1].drain()
-
-
 def _open_windows(seed: int, lengths: list[int], window: int) -> list[int]:
     stream = Stream("rich", seed, dist.get_rank(), lengths[dist.get_rank()])
     _OF_RANK["windows"] = windowed_iter(stream.batches(), _OF_RANK["shuffler"], window)
@@ -70,13 +58,22 @@ def _next() -> list[int] | None:
     return None if batch is None else row_digests(batch).tolist()
 
 
-def _leave_windows() -> None:
-    _OF_RANK["windows"].close()
+CALLS: dict[str, Callable[..., Any]] = {
+    "open": _open,
+    "close": lambda: _OF_RANK["shuffler"].close(),
+    "start": _start,
+    "finish": _finish,
+    "finish again": lambda: _OF_RANK["shuffler"].finish_shuffle(*_OF_RANK["used"]),
+    "drop": lambda: _OF_RANK["handles"].popleft()[1].drain(),
+    "open windows": _open_windows,
+    "next": _next,
+    "leave windows": lambda: _OF_RANK["windows"].close(),
+}
 
 
 def _called(name: str, *arguments: Any) -> tuple[str, Any]:
     try:
-        return "", globals()[name](*arguments)
+        return "", CALLS[name](*arguments)
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", None
 
@@ -97,7 +94,7 @@ class Calls(RuleBasedStateMachine):
         self.in_flight: deque[list[int]] = deque()  # rows of each shuffle
         self.in_windows: list[int] | None = None
         self.finished = False
-        self.say("_open")
+        self.say("open")
 
     def say(self, name: str, *arguments: Any) -> list[Any]:
         """Call it on both ranks, where it succeeds."""
@@ -113,16 +110,16 @@ class Calls(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 10**6), bring=st.lists(st.booleans(), min_size=2, max_size=2))
     def start(self, seed: int, bring: list[bool]) -> None:
         if self.closed:
-            self.refused("the shuffler is closed", "_start", seed, bring)
+            self.refused("the shuffler is closed", "start", seed, bring)
         elif len(self.in_flight) < 4:
-            self.in_flight.append(list(itertools.chain(*self.say("_start", seed, bring))) if any(bring) else [])
+            self.in_flight.append(list(itertools.chain(*self.say("start", seed, bring))) if any(bring) else [])
             if not any(bring):
                 self.in_flight[-1] = [-1]  # the end of the data
 
     @precondition(lambda self: self.in_flight and not self.closed)
     @rule()
     def finish(self) -> None:
-        rows, got = self.in_flight.popleft(), self.say("_finish")
+        rows, got = self.in_flight.popleft(), self.say("finish")
         if rows == [-1]:
             assert got == [None, None] or got == [[], []]
         else:
@@ -133,25 +130,25 @@ class Calls(RuleBasedStateMachine):
     @rule()
     def drop(self) -> None:
         self.in_flight.popleft()
-        self.say("_drop")
+        self.say("drop")
 
     @precondition(lambda self: self.finished and not self.closed)
     @rule()
     def finish_again(self) -> None:
         self.finished = False
         type(self).failures += 1
-        self.refused("is used twice", "_finish_again")
+        self.refused("is used twice", "finish again")
 
     @precondition(lambda self: self.in_windows is None)
     @rule(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(0, 4), min_size=2, max_size=2), window=st.just(2))
     def open_windows(self, seed: int, lengths: list[int], window: int) -> None:
         if not self.closed:
-            self.in_windows = list(itertools.chain(*self.say("_open_windows", seed, lengths, window)))
+            self.in_windows = list(itertools.chain(*self.say("open windows", seed, lengths, window)))
 
     @precondition(lambda self: self.in_windows is not None and not self.closed)
     @rule()
     def next_of_windows(self) -> None:
-        got = self.say("_next")
+        got = self.say("next")
         if got == [None, None]:
             assert self.in_windows == []
             self.in_windows = None
@@ -162,48 +159,37 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self.in_windows is not None and not self.closed)
     @rule()
     def leave_windows(self) -> None:
-        self.say("_leave_windows")
+        self.say("leave windows")
         self.in_windows = None
 
     @precondition(lambda self: not self.closed_twice)
     @rule()
     def close(self) -> None:
         self.closed_twice, self.closed = self.closed, True
-        self.say("_close")  # once more, too
+        self.say("close")  # once more, too
 
     @precondition(lambda self: self.closed)
     @rule()
     def make_anew(self) -> None:
-        self.say("_open")
+        self.say("open")
         self.closed = self.closed_twice = self.finished = False
         self.in_windows = None
         self.in_flight.clear()
 
-    @invariant()
-    def ranks_answer(self) -> None:
-        """A hang would be the pool's timeout."""
-
     def teardown(self) -> None:
         """Both ranks close what they have."""
-        self.say("_close")
+        self.say("close")
 
 
-@pytest.fixture
-def own_ranks():
-    """Ranks of this test alone, which are not replaced between calls: they keep their shuffler."""
-    pool = RankPool(2, most_groups=10_000)
-    yield pool
-    pool.stop()
-
-
-def test_calls_in_any_order(own_ranks):
-    machine = type("CallsOnRanks", (Calls,), {"pool": own_ranks})
-    calls = machine()
-    for seed in range(10):  # each leaves two groups: the ranks stay, and so does what they keep
-        calls.start(seed, [True, True])
-        calls.finish()
-        calls.finish_again()
-        calls.close()
-        calls.make_anew()
-    calls.teardown()
-    run_state_machine_as_test(machine, settings=settings(fuzzed(2, many=200), stateful_step_count=12))
+def test_calls_in_any_order():
+    with RankPool(2, most_groups=10_000) as pool:  # which are not replaced between calls: they keep their shuffler
+        machine = type("CallsOnRanks", (Calls,), {"pool": pool})
+        calls = machine()
+        for seed in range(10):  # each leaves two groups: the ranks stay, and so does what they keep
+            calls.start(seed, [True, True])
+            calls.finish()
+            calls.finish_again()
+            calls.close()
+            calls.make_anew()
+        calls.teardown()
+        run_state_machine_as_test(machine, settings=settings(fuzzed(2, many=200), stateful_step_count=12))

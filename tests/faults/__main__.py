@@ -38,29 +38,15 @@ _LONGEST_TEXT = 130
 class Arguments:
     """What to run."""
 
-    trials: int = 200
-    """How many trials."""
-
-    seed: int = 0
-    """Trials of one seed are always the same."""
-
+    trials: int = 200  # how many
+    seed: int = 0  # trials of one seed are always the same
+    # Who hosts the store: a process beside the ranks, as under torchrun, or rank 0; or either, by chance.
     store: Literal["agent", "rank0", "both"] = "both"
-    """Who hosts the store: a process beside the ranks, as under torchrun, or rank 0; or either, by chance."""
-
-    only: tuple[int, ...] = ()
-    """Run the trials of these numbers alone."""
-
-    kinds: tuple[str, ...] = ()
-    """Only kinds of fault whose name contains one of these; numbers then mean other trials."""
-
-    jobs: int = 3
-    """Trials that run at a time; most of a trial is waiting."""
-
-    timeout: float = 3.0
-    """ShufflerOptions.timeout in seconds; a survivor has ten seconds more to end."""
-
-    keep: bool = False
-    """Keep what the ranks of every trial printed, not only of those with problems."""
+    only: tuple[int, ...] = ()  # run the trials of these numbers alone
+    kinds: tuple[str, ...] = ()  # kinds of fault whose name contains one of these; numbers then mean other trials
+    jobs: int = 3  # trials that run at a time; most of a trial is waiting
+    timeout: float = 3.0  # ShufflerOptions.timeout in seconds; a survivor has ten seconds more to end
+    keep: bool = False  # what the ranks of every trial printed, not only of those with problems
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < 60:

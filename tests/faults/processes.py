@@ -12,32 +12,34 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.faults import rank
+from tests.faults.rank import prepare
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h
 
 
-def start_process(name: str, job: dict[str, Any]) -> Any:
-    """Start what `rank.main` is told to be; the job names a folder, where `<name>.log` takes what it prints."""
-    process = multiprocessing.get_context("forkserver").Process(target=_be, args=(job | {"name": name},), name=name)
+def start_process(folder: Path, name: str, work: Callable[..., None], *args: Any) -> Any:
+    """Start a function of a module in a process, which prints to `<name>.log` in the folder."""
+    process = multiprocessing.get_context("forkserver").Process(target=_run, args=(folder, name, work, args), name=name)
     process.start()
     return process
 
 
-def _be(job: dict[str, Any]) -> None:
+def _run(folder: Path, name: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     """In a session of its own, which the death of the fork server ends."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     os.setsid()
-    log = os.open(Path(job["folder"], f"{job['name']}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     status = 0
     try:
-        rank.main(job)
+        prepare(folder / "tmp")
+        work(*args)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1

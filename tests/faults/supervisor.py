@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.faults import kinds
 from tests.faults.processes import session_members, signal_session, start_process
+from tests.faults.rank import be_agent, be_rank
 from tests.faults.trials import Trial, own_ids
 
 # How much later than the timeout a survivor may end.
@@ -107,12 +108,13 @@ class _Run:
         self._hung: set[int] = set()
 
     def start(self) -> None:
-        job = {"folder": str(self._folder), "trial": self._trial.to_json()}
+        store_pid = 0
         if self._trial.store == "agent":
-            self._store = start_process("store", job)
-            job["store_pid"] = self._store.pid
+            self._store = start_process(self._folder, "store", be_agent, self._folder)
+            store_pid = self._store.pid
         for rank in range(self._trial.world_size):
-            process = start_process(f"rank{rank}", job | {"rank": rank})
+            args = (self._trial, rank, self._folder, store_pid)
+            process = start_process(self._folder, f"rank{rank}", be_rank, *args)
             self._ranks.append(_Watched(process, self._folder / f"rank{rank}.jsonl"))
 
     def watch(self) -> None:
