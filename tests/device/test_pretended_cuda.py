@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.helpers.cuda.pretended_cuda import Watch, fake_mode, like_on_cuda
+from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode
 from tests.helpers.cuda.pretended_process import PretendedProcess
 
 MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -35,7 +35,7 @@ def test_a_wait_or_a_mixture_is_found(pretended: PretendedProcess, mistake: str)
 
 def _seen_of(mistake: str) -> tuple[list[str], list[tuple[str, str]]]:
     with fake_mode():
-        rows = like_on_cuda(torch.ones(8))
+        rows = torch.ones(8, device=CUDA)
         with Watch() as watch, contextlib.suppress(RuntimeError):  # of what needs a value, or of both devices
             MISTAKES[mistake](rows)
     return [wait.where for wait in watch.waits], watch.mixed
