@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.shared.one_of_many_ranks import fake_ranks, tell_of_all_ranks
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
@@ -28,7 +28,7 @@ from commons.sequence_batch.schema import BatchSchema
 from hstu import HSTUBalancedBatchShuffler
 from tests.helpers.batches.easyrec import ClicksShuffler, easyrec_batch
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_kjt, random_values
-from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, like_on_cuda, pretended_pinning
+from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
 from tests.helpers.cuda.pretended_process import PretendedProcess
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
@@ -81,29 +81,6 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[[ShufflerOptions], Any]]] 
 }
 
 
-def to_cuda(batch: Any) -> Any:
-    """The batch as a pipeline has copied it."""
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, KeyedTensor):
-            return KeyedTensor(value.keys(), value.length_per_key(), like_on_cuda(value.values()))
-        if isinstance(value, JaggedTensor):
-            return JaggedTensor(like_on_cuda(value.values()), lengths=like_on_cuda(value.lengths()))
-        if not isinstance(value, KeyedJaggedTensor):
-            return like_on_cuda(value)
-        weights = value.weights_or_none()
-        return KeyedJaggedTensor(
-            keys=list(value.keys()),
-            values=like_on_cuda(value.values()),
-            weights=None if weights is None else like_on_cuda(weights),
-            lengths=like_on_cuda(value.lengths()),
-            stride=value.stride(),
-            length_per_key=value.length_per_key(),
-        )
-
-    return batch._map(copied) if isinstance(batch, BaseBatch) else batch.map(copied)
-
-
 def _exchange(kind: str, transport: Any, world_size: int, mistake: str | None = None) -> dict[str, Any]:
     """What finishing a shuffle does on the device, and what the batch's layout says that it takes."""
     make_batch, make_shuffler = KINDS[kind]
@@ -122,7 +99,7 @@ def _exchange(kind: str, transport: Any, world_size: int, mistake: str | None = 
             if isinstance(value, KeyedJaggedTensor):
                 value.length_per_key()  # as BaseBatch.to does on the host, where sums can be known
         with fake_mode(), made(mistake):
-            on_device = to_cuda(batches[RANK])
+            on_device = batches[RANK].to(CUDA, non_blocking=True)
             with Watch(pinned) as watch:
                 result = shuffler.finish_shuffle(on_device, handle)
                 for _, value in row_fields(result):

@@ -137,13 +137,18 @@ def test_hstu(
     require_clean(pretended.run(_hstu_step, task, dtype, backend, changes), *most[backend])
 
 
-def _sid_step() -> Step:
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with sid_models.model_parallel():
-            return _take_step(sid_models.make_model, sid_models.make_batch(0, num_real=5))
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def _sid_step() -> Step:
+    with one_rank(), sid_models.model_parallel():
+        return _take_step(sid_models.make_model, sid_models.make_batch(0, num_real=5))
 
 
 def test_sid_gr(pretended: PretendedProcess) -> None:
@@ -170,11 +175,8 @@ def test_a_step_that_waits_is_found(pretended: PretendedProcess) -> None:
 
 
 def _collectives_of_an_unknown_count() -> list[str]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         return _take_step(_hstu("ranking", "fp32"), _hstu_batch("ranking"), global_terms=None).collectives
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_step_that_asks_the_ranks_is_found(pretended: PretendedProcess) -> None:
@@ -183,20 +185,16 @@ def test_a_step_that_asks_the_ranks_is_found(pretended: PretendedProcess) -> Non
 
 def _accumulate_two_steps() -> tuple[list[str], bool]:
     """Waits of an update over two steps with a limit on its gradient, and whether there was one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with fake_mode():
-            model = torch.nn.Linear(4, 4, device=CUDA)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            args = OptimizationArgs(accumulation_steps=2, max_grad_norm=1.0)
-            update = StepUpdate(args, optimizer, model, 10, CUDA)
-            with Watch() as watch:
-                for step in range(2):
-                    update.before_step(step)
-                    model(torch.ones(3, 4, device=CUDA)).sum().backward()
-                    update.after_step(step, 3)
-    finally:
-        dist.destroy_process_group()
+    with one_rank(), fake_mode():
+        model = torch.nn.Linear(4, 4, device=CUDA)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        args = OptimizationArgs(accumulation_steps=2, max_grad_norm=1.0)
+        update = StepUpdate(args, optimizer, model, 10, CUDA)
+        with Watch() as watch:
+            for step in range(2):
+                update.before_step(step)
+                model(torch.ones(3, 4, device=CUDA)).sum().backward()
+                update.after_step(step, 3)
     return [wait.where for wait in watch.waits], update.is_whole_after(2) and not update.is_whole_after(1)
 
 

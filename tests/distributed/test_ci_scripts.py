@@ -1,9 +1,12 @@
-"""The multi-GPU job's script works: its cases run here over gloo, and without a GPU it says what to do."""
+"""Scripts in ci/: the multi-GPU job runs its cases over gloo here, and two hosts on one machine train alike."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -96,3 +99,54 @@ def test_ranks_that_share_a_gpu_pass_for_hosts():
     program = f"import os; os.write(1, (' '.join(os.environ[name] for name in {names}) + chr(10)).encode())"
     job = run_program(*TWO_RANKS, "--no-python", "ci/share_gpu.sh", sys.executable, "-c", program)
     assert sorted(job.stdout.splitlines()) == [f"shared-gpu-{rank} 0 1 Socket lo 2" for rank in range(2)]
+
+
+# ------------------------------------------------------------------------------------------------------------ two hosts
+
+
+TWO_HOSTS = ("bash", "ci/test_two_hosts.sh")
+
+
+@pytest.mark.slow
+def test_two_hosts_train_alike_and_a_cut_link_is_told():
+    job = subprocess.Popen(
+        TWO_HOSTS, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        said, errors = job.communicate(timeout=400)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    if job.returncode == 77:
+        pytest.skip(said.strip())
+    assert job.returncode == 0, said + errors
+    assert "first host, after" in said and "second host, after" in said
+
+
+@pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout",), ("--keep",), ("--hosts", "3")])
+def test_mistakes_on_the_command_line_are_one_line(arguments):
+    job = run_program(*TWO_HOSTS, *arguments)
+    assert job.returncode == 2 and not job.stdout
+    assert job.stderr.startswith("error: ") and job.stderr.count("\n") == 1
+
+
+def test_the_help_says_what_happens_where_namespaces_cannot_be_made():
+    job = run_program(*TWO_HOSTS, "--help")
+    assert job.returncode == 0 and "--timeout 30" in job.stdout and "77" in job.stdout
+
+
+def test_without_namespaces_it_is_skipped(tmp_path):
+    """As a user who may not make them."""
+    for tool in ("bash", "dirname", "id", "sed"):
+        (tmp_path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    (tmp_path / "python3").symlink_to("/bin/true")
+    job = subprocess.run(
+        [tmp_path / "bash", "ci/test_two_hosts.sh"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert job.returncode == 77 and job.stdout.startswith("skipped: there is no ") and not job.stderr

@@ -40,10 +40,9 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Python:
-    """Runs after `names()`, on two ranks; then `check(names)` looks at what it did. It may be an excerpt, too."""
+    """Runs on two ranks after what `run()` yields, which then looks at what it did. It may be an excerpt, too."""
 
-    names: Callable[[], dict[str, Any]]
-    check: Callable[[dict[str, Any]], None]
+    run: Callable[[], given.Run]
     excerpt_of: str = ""
 
 
@@ -83,8 +82,8 @@ QUICK = (
 
 BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("README.md", "Install", 0): Shell(instead=NO_DOWNLOAD, shows="torchrec"),
-    ("README.md", "Use it in your TorchRec script", 0): Python(given.torchrec_script, given.all_rows_were_trained),
-    ("README.md", "A shuffler for your own model", 0): Python(dict, given.costs_are_those_of_a_transformer),
+    ("README.md", "Use it in your TorchRec script", 0): Python(given.all_rows_were_trained),
+    ("README.md", "A shuffler for your own model", 0): Python(given.costs_are_those_of_a_transformer),
     ("README.md", "What it gains", 0): Shell(
         more=FEWER_STEPS, files=("gain.html",), shows=r"64 ranks × 32 rows[\s\S]*constant cost"
     ),
@@ -100,20 +99,18 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         shows=r"runs/as-loaded +runs/balanced",
     ),
     ("docs/torchrec_model.md", "The pipeline", 0): Python(
-        given.torchrec_script, given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
+        given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
     ),
     ("docs/torchrec_model.md", "The loss", 0): Excerpt("examples/torchrec_dlrm.py"),
-    ("docs/torchrec_model.md", "The batch", 0): Python(pages.clicks_and_labels, pages.clicks_went_with_their_labels),
-    ("docs/torchrec_model.md", "A batch of dicts", 0): Python(pages.grouped_rows, pages.groups_went_with_their_rows),
-    ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(
-        given.script_with_evaluation, given.segments_were_evaluated
-    ),
-    ("docs/torchrec_model.md", "Other pipelines", 0): Python(given.torchrec_script, given.pipeline_trains),
-    ("docs/own_shuffler.md", "A shuffler for your own model", 0): Python(dict, given.mine_is_registered),
-    ("docs/own_shuffler.md", "Rows that stay together", 0): Python(given.rows_of_users, given.users_are_together),
-    ("docs/own_shuffler.md", "Cost from the model's dimensions", 0): Python(dict, given.mine_is_registered),
+    ("docs/torchrec_model.md", "The batch", 0): Python(pages.clicks_went_with_their_labels),
+    ("docs/torchrec_model.md", "A batch of dicts", 0): Python(pages.groups_went_with_their_rows),
+    ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(given.segments_were_evaluated),
+    ("docs/torchrec_model.md", "Other pipelines", 0): Python(given.pipeline_trains),
+    ("docs/own_shuffler.md", "A shuffler for your own model", 0): Python(given.mine_is_registered),
+    ("docs/own_shuffler.md", "Rows that stay together", 0): Python(given.users_are_together),
+    ("docs/own_shuffler.md", "Cost from the model's dimensions", 0): Python(given.mine_is_registered),
     ("docs/options.md", "Look first", 0): Shell(more={"hstu.train": BRIEFLY}, shows="would make the slowest rank"),
-    ("docs/options.md", "ShufflerOptions", 0): Python(dict, given.options_are_those_of_the_shuffler),
+    ("docs/options.md", "ShufflerOptions", 0): Python(given.options_are_those_of_the_shuffler),
     ("docs/cost_model.md", "From a training config", 0): Shell(
         more=CALIBRATE | {"--ranks 8 16": "--steps 2", "--figure": "--steps 2", "--window": "--steps 8"},
         files=("my-gpu.toml", "gain.png"),
@@ -130,23 +127,19 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         shows=r"torchrec +ok[\s\S]*On 64 ranks[\s\S]*different codes[\s\S]*as-loaded",
     ),
     ("docs/command_line.md", "Completion", 0): Shell(),
-    ("docs/beyond_one_batch.md", "A window", 0): Python(given.hstu_batches, given.windows_hold_every_row),
-    ("docs/beyond_one_batch.md", "Lengths known beforehand", 0): Python(
-        given.rows_of_known_length, given.every_row_is_read_once
-    ),
+    ("docs/beyond_one_batch.md", "A window", 0): Python(given.windows_hold_every_row),
+    ("docs/beyond_one_batch.md", "Lengths known beforehand", 0): Python(given.every_row_is_read_once),
     # tests/extras/test_accelerate.py runs it on two ranks.
     ("docs/beyond_one_batch.md", "With Accelerate", 0): Excerpt("tests/extras/accelerated_rows.py"),
     # tests/extras/test_transformers.py and test_lightning.py run these.
     ("docs/where_you_train.md", "Hugging Face's Trainer and TRL", 0): Excerpt("tests/extras/balanced_trainer.py"),
     ("docs/where_you_train.md", "Lightning", 0): Excerpt("tests/extras/balanced_lightning.py"),
-    ("docs/llm.md", "Chunks of a batch", 0): Python(pages.padded_rows, pages.predictions_in_order),
-    ("docs/llm.md", "Between ranks", 0): Python(pages.rows_of_ranks, pages.results_came_home),
-    ("docs/llm.md", "Balance per module", 0): Python(
-        pages.images_and_texts, pages.gradients_are_those_of_rows_that_stay
-    ),
-    ("docs/llm.md", "Micro-batches under a token budget", 0): Python(pages.language_model, pages.whole_gradient),
-    ("docs/llm.md", "Padded micro-batches", 0): Python(pages.rows_to_pack, pages.padded_groups_hold_every_row),
-    ("docs/llm.md", "One plan for ranks and micro-batches", 0): Python(pages.rows_to_pack, pages.even_by_index),
+    ("docs/llm.md", "Chunks of a batch", 0): Python(pages.predictions_in_order),
+    ("docs/llm.md", "Between ranks", 0): Python(pages.results_came_home),
+    ("docs/llm.md", "Balance per module", 0): Python(pages.gradients_are_those_of_rows_that_stay),
+    ("docs/llm.md", "Micro-batches under a token budget", 0): Python(pages.whole_gradient),
+    ("docs/llm.md", "Padded micro-batches", 0): Python(pages.padded_groups_hold_every_row),
+    ("docs/llm.md", "One plan for ranks and micro-batches", 0): Python(pages.even_by_index),
     ("docs/data.md", "The public data sets", 0): Shell(
         prepare=(f"{ML_1M} 80",),
         more={"hstu.train": FEW_STEPS},
@@ -166,25 +159,25 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/dlrm.md", "Does it pay?", 1): Shell(
         shows=r"windows of 2 batches: 2\.00×[^(]*\(1\.82×\s+batch\s+by batch[\s\S]*balance each batch: 1\.10×"
     ),
-    # dispatch/test_examples.py runs it.
+    # test_examples.py runs it.
     ("docs/dlrm.md", "The script", 0): Shell(instead={r"torchrun --\S+ --\S+": "ls"}),
     ("docs/dlrm.md", "The script", 2): Excerpt("examples/torchrec_dlrm.py"),
     ("docs/dlrm.md", "The script", 3): Excerpt("examples/torchrec_dlrm.py"),
     ("docs/dlrm.md", "The script", 4): Excerpt("examples/torchrec_dlrm.py"),
-    ("docs/dlrm.md", "What a row costs", 0): Python(dict, pages.lookups_are_balanced),
-    ("docs/dlrm.md", "What it cannot state", 1): Python(dict, pages.padding_is_stated),
-    ("docs/from_recsys_examples.md", "In Python", 0): Python(pages.an_hstu_batch, pages.rows_with_their_workloads),
-    ("docs/from_verl.md", "The batch of a step", 0): Python(pages.rows_of_prompts, pages.partitions_are_even),
-    ("docs/from_verl.md", "Micro-batches under a token budget", 0): Python(pages.six_answers, pages.the_budget_is_kept),
-    ("docs/from_areal.md", "Allocators", 0): Python(dict, pages.groups_are_as_printed),
-    ("docs/from_areal.md", "Micro-batches", 0): Python(pages.preference_pairs, pages.pairs_stayed_together),
-    ("docs/from_areal.md", "Rollouts of all ranks", 0): Python(pages.uneven_rollouts, pages.rewards_came_home),
+    ("docs/dlrm.md", "What a row costs", 0): Python(pages.lookups_are_balanced),
+    ("docs/dlrm.md", "What it cannot state", 1): Python(pages.padding_is_stated),
+    ("docs/from_recsys_examples.md", "In Python", 0): Python(pages.rows_with_their_workloads),
+    ("docs/from_verl.md", "The batch of a step", 0): Python(pages.partitions_are_even),
+    ("docs/from_verl.md", "Micro-batches under a token budget", 0): Python(pages.the_budget_is_kept),
+    ("docs/from_areal.md", "Allocators", 0): Python(pages.groups_are_as_printed),
+    ("docs/from_areal.md", "Micro-batches", 0): Python(pages.pairs_stayed_together),
+    ("docs/from_areal.md", "Rollouts of all ranks", 0): Python(pages.rewards_came_home),
     ("docs/launch.md", "torchrun", 0): Shell(more={"hstu.train": FEW_STEPS}, files=("runs/random/summary.json",)),
     ("docs/launch.md", "torchrun", 1): Shell(
         instead={"torchrun .*": "python -m torch.distributed.run --help"},  # needs two machines
         shows=r"--nnodes[\s\S]*--rdzv-endpoint",
     ),
-    # These two need Slurm and a cluster; test_launch_examples.py runs what they name.
+    # These two need Slurm and a cluster; test_examples.py runs what they name.
     ("docs/launch.md", "Slurm", 0): Shell(instead={"sbatch": "bash -n"}),
     ("docs/launch.md", "Kubernetes", 0): Shell(instead={"kubectl apply -f": "ls"}),
     ("docs/launch.md", "TorchX", 0): Shell(instead={".+": "true"}),  # extras/test_torchx.py runs what is printed
@@ -192,13 +185,13 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/launch.md", "Ray Train", 0): Shell(
         more={"ray_train.py": "--help"}, instead=NO_DOWNLOAD, shows="--num-workers"
     ),
-    ("docs/launch.md", "From a script or a notebook", 0): Python(given.tiny_config, given.one_rank_trained),
+    ("docs/launch.md", "From a script or a notebook", 0): Python(given.one_rank_trained),
     ("docs/launch.md", "Restart", 0): Shell(
         more={"hstu.train": FEW_STEPS}, files=("runs/restarted/checkpoints/step_00000002/state.json",)
     ),
     # Needs two hosts; trainer/test_restart.py runs two agents, one of which is lost.
     ("docs/launch.md", "Restart", 1): Shell(instead={"torchrun .*": "true"}),
-    # Takes a minute; test_two_hosts.py runs it.
+    # Takes a minute; test_ci_scripts.py runs it.
     ("docs/launch.md", "Try two hosts on one machine", 0): Shell(
         instead={"hosts.sh .*": "hosts.sh --help"}, shows="name"
     ),
@@ -206,10 +199,10 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         more={"hstu.train": SMALLER}, files=("runs/traced/trace-rank0.json", "runs/traced/trace-rank1.json")
     ),
     ("docs/observe.md", "Sinks", 0): Shell(more={"hstu.train": SMALLER}, files=("runs/scraped/log.jsonl",)),
-    ("docs/observe.md", "Sinks", 1): Python(given.a_step_was_balanced, given.its_stats_are_in_the_file),
-    ("docs/observe.md", "A slow rank", 0): Python(given.a_step_was_timed, given.speeds_are_known),
-    ("docs/speeds.md", "Less work for a slow rank", 0): Python(dict, given.speeds_are_measured),
-    ("docs/speeds.md", "Less work for a slow rank", 1): Python(given.a_step_was_timed, given.speeds_are_known),
+    ("docs/observe.md", "Sinks", 1): Python(given.its_stats_are_in_the_file),
+    ("docs/observe.md", "A slow rank", 0): Python(given.speeds_are_known),
+    ("docs/speeds.md", "Less work for a slow rank", 0): Python(given.speeds_are_measured),
+    ("docs/speeds.md", "Less work for a slow rank", 1): Python(given.speeds_are_known),
     ("docs/simulate.md", "What balancing would gain, from lengths alone", 0): Shell(
         more=FEWER_STEPS, shows=r"64 ranks × 32 rows[\s\S]*constant cost[\s\S]*--trainer\.shuffle-window"
     ),
@@ -238,11 +231,9 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/troubleshooting.md", "Nothing is gained", 0): Shell(shows="one sample alone is more than an even share"),
     # `pytest` would run this suite.
     ("CONTRIBUTING.md", "Run", 0): Shell(instead=NO_DOWNLOAD | {"pytest .*": "pytest --version"}),
-    ("docs/reliability.md", "Restart within the process", 0): Python(
-        given.resiliency_extension, given.abort_ends_a_wait
-    ),
-    ("CONTRIBUTING.md", "Test", 0): Python(dict, given.ranks_add_up),
-    ("CONTRIBUTING.md", "Add a model", 0): Python(given.a_model, given.recipe_trains),
+    ("docs/reliability.md", "Restart within the process", 0): Python(given.abort_ends_a_wait),
+    ("CONTRIBUTING.md", "Test", 0): Python(given.ranks_add_up),
+    ("CONTRIBUTING.md", "Add a model", 0): Python(given.recipe_trains),
 }
 
 
@@ -277,13 +268,15 @@ def test_python_blocks_run_as_printed(two_ranks, blocks):
 def _run_python(blocks: list[Block]) -> int:
     for block in blocks:
         listed, printed = BLOCKS[block.key], io.StringIO()
-        names = {"__name__": "__main__"} | listed.names()
+        run = listed.run()
+        names = {"__name__": "__main__"} | next(run)
         # Empty lines in front, so that a traceback shows the line of the page.
         code = compile("\n" * (block.line - 1) + block.text, block.key[0], "exec", dont_inherit=True)
         try:
             with contextlib.redirect_stdout(printed):
                 exec(code, names)
-            listed.check(names | {"printed": printed.getvalue()})
+            with contextlib.suppress(StopIteration):
+                run.send(names | {"printed": printed.getvalue()})
         except Exception as error:
             raise AssertionError(f"{block}: {type(error).__name__}: {error}") from error
         finally:

@@ -2,208 +2,138 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from typing import Any
 
-import pytest
 import torch.distributed as dist
-from hypothesis import settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.datasets.fuzzing import fuzzed
-from tests.helpers.ranks.rank_pool import RankPool
 from tests.soak.accounts import row_digests
 from tests.soak.streams import Stream
 
-# What a rank keeps between calls: its shuffler, shuffles in flight, and an open window.
-_OF_RANK: dict[str, Any] = {}
-# A shuffle that failed leaves its groups unused: so many failures, and the next example gets fresh ranks.
-_MOST_FAILURES = 8
 
-
-def _open() -> None:
-    _OF_RANK.clear()
-    _OF_RANK.update(shuffler=SquareShuffler(ShufflerOptions(timeout=30)), handles=deque(), windows=None, used=None)
-
-
-def _close() -> None:
-    _OF_RANK["shuffler"].close()
-
-
-def _start(seed: int, bring: list[bool]) -> list[int]:
-    batch = Stream("rich", seed, dist.get_rank(), 1).batch(0) if bring[dist.get_rank()] else None
-    handle = _OF_RANK["shuffler"].start_shuffle(batch)
-    _OF_RANK["handles"].append((batch, handle))
-    return [] if batch is None else row_digests(batch).tolist()
-
-
-def _finish() -> list[int] | None:
-    batch, handle = _OF_RANK["handles"].popleft()
-    if handle.has_ended():
-        return None
-    batch = handle.empty_batch() if batch is None else batch
-    _OF_RANK["used"] = batch, handle
-    return row_digests(_OF_RANK["shuffler"].finish_shuffle(batch, handle)).tolist()
-
-
-def _finish_again() -> None:
-    _OF_RANK["shuffler"].finish_shuffle(*_OF_RANK["used"])
-
-
-def _drop() -> None:
-    _OF_RANK["handles"].popleft()[1].drain()
-
-
-def _open_windows(seed: int, lengths: list[int], window: int) -> list[int]:
-    stream = Stream("rich", seed, dist.get_rank(), lengths[dist.get_rank()])
-    _OF_RANK["windows"] = windowed_iter(stream.batches(), _OF_RANK["shuffler"], window)
-    return [digest for batch in stream.batches() for digest in row_digests(batch).tolist()]
-
-
-def _next() -> list[int] | None:
-    batch = next(_OF_RANK["windows"], None)
-    return None if batch is None else row_digests(batch).tolist()
-
-
-def _leave_windows() -> None:
-    _OF_RANK["windows"].close()
-
-
-def _called(name: str, *arguments: Any) -> tuple[str, Any]:
-    try:
-        return "", globals()[name](*arguments)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}", None
-
-
-class Calls(RuleBasedStateMachine):
-    """What both ranks are told to do, and the rows that are under way."""
-
-    pool: RankPool
-    failures = 0  # of the pool's ranks
+class Caller:
+    """One rank's shuffler, its shuffles in flight and its windows; a call returns the digests of rows, if any."""
 
     def __init__(self) -> None:
-        super().__init__()
-        if type(self).failures > _MOST_FAILURES:
-            self.pool.stop()
-            type(self).failures = 0
-        self.closed = False
-        self.closed_twice = False
-        self.in_flight: deque[list[int]] = deque()  # rows of each shuffle
-        self.in_windows: list[int] | None = None
-        self.finished = False
-        self.say("_open")
+        self.open()
 
-    def say(self, name: str, *arguments: Any) -> list[Any]:
-        """Call it on both ranks, where it succeeds."""
-        answers = self.pool.run(_called, name, *arguments, timeout=50)
-        assert [error for error, _ in answers] == ["", ""]
-        return [result for _, result in answers]
-
-    def refused(self, text: str, name: str, *arguments: Any) -> None:
-        """Call it on both ranks, which say the same line."""
-        for error, _ in self.pool.run(_called, name, *arguments, timeout=50):
-            assert text in error and "\n" not in error
-
-    @rule(seed=st.integers(0, 10**6), bring=st.lists(st.booleans(), min_size=2, max_size=2))
-    def start(self, seed: int, bring: list[bool]) -> None:
+    def can(self, name: str) -> bool:
+        """Whether it makes sense to call this now; the same on both ranks."""
         if self.closed:
-            self.refused("the shuffler is closed", "_start", seed, bring)
-        elif len(self.in_flight) < 4:
-            self.in_flight.append(list(itertools.chain(*self.say("_start", seed, bring))) if any(bring) else [])
-            if not any(bring):
-                self.in_flight[-1] = [-1]  # the end of the data
+            return name in ("start", "close", "open")
+        return {
+            "start": len(self.in_flight) < 4,
+            **dict.fromkeys(("finish", "drop"), bool(self.in_flight)),
+            "finish_again": self.used is not None,
+            "open_windows": self.windows is None,
+            **dict.fromkeys(("next", "leave_windows"), self.windows is not None),
+            "close": True,
+            "open": False,
+        }[name]
 
-    @precondition(lambda self: self.in_flight and not self.closed)
-    @rule()
-    def finish(self) -> None:
-        rows, got = self.in_flight.popleft(), self.say("_finish")
-        if rows == [-1]:
-            assert got == [None, None] or got == [[], []]
-        else:
-            assert sorted(got[0] + got[1]) == sorted(rows)
-            self.finished = True
+    def open(self) -> None:
+        self.shuffler = SquareShuffler(ShufflerOptions(timeout=30))
+        self.in_flight, self.windows, self.used = deque[Any](), None, None
+        self.closed = False
 
-    @precondition(lambda self: self.in_flight and not self.closed)
-    @rule()
-    def drop(self) -> None:
-        self.in_flight.popleft()
-        self.say("_drop")
-
-    @precondition(lambda self: self.finished and not self.closed)
-    @rule()
-    def finish_again(self) -> None:
-        self.finished = False
-        type(self).failures += 1
-        self.refused("is used twice", "_finish_again")
-
-    @precondition(lambda self: self.in_windows is None)
-    @rule(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(0, 4), min_size=2, max_size=2), window=st.just(2))
-    def open_windows(self, seed: int, lengths: list[int], window: int) -> None:
-        if not self.closed:
-            self.in_windows = list(itertools.chain(*self.say("_open_windows", seed, lengths, window)))
-
-    @precondition(lambda self: self.in_windows is not None and not self.closed)
-    @rule()
-    def next_of_windows(self) -> None:
-        got = self.say("_next")
-        if got == [None, None]:
-            assert self.in_windows == []
-            self.in_windows = None
-        else:
-            for row in got[0] + got[1]:
-                self.in_windows.remove(row)  # type: ignore[union-attr]
-
-    @precondition(lambda self: self.in_windows is not None and not self.closed)
-    @rule()
-    def leave_windows(self) -> None:
-        self.say("_leave_windows")
-        self.in_windows = None
-
-    @precondition(lambda self: not self.closed_twice)
-    @rule()
     def close(self) -> None:
-        self.closed_twice, self.closed = self.closed, True
-        self.say("_close")  # once more, too
+        self.closed = True
+        self.shuffler.close()
 
-    @precondition(lambda self: self.closed)
-    @rule()
-    def make_anew(self) -> None:
-        self.say("_open")
-        self.closed = self.closed_twice = self.finished = False
-        self.in_windows = None
-        self.in_flight.clear()
+    def start(self, seed: int, *brings: bool) -> list[int]:
+        batch = Stream("rich", seed, dist.get_rank(), 1).batch(0) if brings[dist.get_rank()] else None
+        self.in_flight.append((batch, self.shuffler.start_shuffle(batch)))
+        return [] if batch is None else row_digests(batch).tolist()
 
-    @invariant()
-    def ranks_answer(self) -> None:
-        """A hang would be the pool's timeout."""
+    def finish(self) -> list[int] | None:
+        batch, handle = self.in_flight.popleft()
+        if handle.has_ended():
+            return None
+        self.used = handle.empty_batch() if batch is None else batch, handle
+        return row_digests(self.shuffler.finish_shuffle(*self.used)).tolist()
 
-    def teardown(self) -> None:
-        """Both ranks close what they have."""
-        self.say("_close")
+    def finish_again(self) -> None:
+        used, self.used = self.used, None
+        self.shuffler.finish_shuffle(*used)
+
+    def drop(self) -> None:
+        self.in_flight.popleft()[1].drain()
+
+    def open_windows(self, seed: int, *lengths: int) -> list[int]:
+        stream = Stream("rich", seed, dist.get_rank(), lengths[dist.get_rank()])
+        self.windows = windowed_iter(stream.batches(), self.shuffler, 2)
+        return [digest for batch in stream.batches() for digest in row_digests(batch).tolist()]
+
+    def next(self) -> list[int] | None:
+        if (batch := next(self.windows, None)) is None:
+            self.windows = None
+        return None if batch is None else row_digests(batch).tolist()
+
+    def leave_windows(self) -> None:
+        self.windows.close()
+        self.windows = None
 
 
-@pytest.fixture
-def own_ranks():
-    """Ranks of this test alone, which are not replaced between calls: they keep their shuffler."""
-    pool = RankPool(2, most_groups=10_000)
-    yield pool
-    pool.stop()
+def _call_all(calls: list[tuple[Any, ...]]) -> list[tuple[str, Any]]:
+    """What comes of every call that makes sense: rows, or the text of an error."""
+    caller, answers = Caller(), []
+    for name, *arguments in calls:
+        if caller.can(name):
+            try:
+                answers.append((name, getattr(caller, name)(*arguments)))
+            except (ValueError, RuntimeError) as error:
+                answers.append((name, f"{type(error).__name__}: {error}"))
+    caller.close()
+    return answers
 
 
-def test_calls_in_any_order(own_ranks):
-    machine = type("CallsOnRanks", (Calls,), {"pool": own_ranks})
-    calls = machine()
-    for seed in range(10):  # each leaves two groups: the ranks stay, and so does what they keep
-        calls.start(seed, [True, True])
-        calls.finish()
-        calls.finish_again()
-        calls.close()
-        calls.make_anew()
-    calls.teardown()
-    run_state_machine_as_test(machine, settings=settings(fuzzed(2, many=200), stateful_step_count=12))
+def _check(answers: list[list[tuple[str, Any]]]) -> None:
+    """Rows of both ranks that are finished are those that were started; rows of windows come once."""
+    in_flight, in_windows, closed = deque[list[int]](), list[int](), False
+    for (name, mine), (same, other) in zip(*answers, strict=True):
+        assert name == same and (mine is None) == (other is None)
+        refused = "the shuffler is closed" if closed and name == "start" else "is used twice"
+        if name == "finish_again" or (closed and name == "start"):
+            assert all(refused in text and "\n" not in text for text in (mine, other)), (mine, other)
+            continue
+        rows = sorted([*(mine or []), *(other or [])])
+        assert all(isinstance(row, int) for row in rows), (name, mine, other)  # no error
+        if name == "start":
+            in_flight.append(rows)
+        elif name == "finish":
+            assert rows == in_flight.popleft()
+        elif name == "drop":
+            in_flight.popleft()
+        elif name == "open_windows":
+            in_windows = rows
+        elif name == "next":
+            assert mine is not None or in_windows == []  # at the end
+            for row in rows:
+                in_windows.remove(row)
+        elif name == "close":
+            closed = True
+        elif name == "open":
+            closed = False
+            in_flight.clear()
+
+
+SEEDS, LENGTHS = st.integers(0, 10**6), st.integers(0, 4)
+PLAIN = ("finish", "finish_again", "drop", "next", "leave_windows", "close", "open")
+CALLS = [
+    st.tuples(st.just("start"), SEEDS, st.booleans(), st.booleans()),
+    st.tuples(st.just("open_windows"), SEEDS, LENGTHS, LENGTHS),
+    *(st.tuples(st.just(name)) for name in PLAIN),
+]
+
+
+@fuzzed(2, many=200)
+@example([("start", 3, True, True), ("finish",), ("finish_again",), ("close",), ("open",)] * 10)
+@given(st.lists(st.one_of(CALLS), min_size=25, max_size=40))
+def test_calls_in_any_order(two_ranks, calls):
+    _check(two_ranks.run(_call_all, calls, timeout=100))

@@ -13,11 +13,12 @@ Examples:
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,9 +27,9 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.report import table
 from tests.faults.kinds import KINDS
-from tests.faults.nursery import Nursery
 from tests.faults.supervisor import Result, run_trial
 from tests.faults.trials import draw, kinds_for
+from tests.helpers.ranks.fork_server import start_fork_server
 
 _LONGEST_TEXT = 130
 
@@ -37,29 +38,15 @@ _LONGEST_TEXT = 130
 class Arguments:
     """What to run."""
 
-    trials: int = 200
-    """How many trials."""
-
-    seed: int = 0
-    """Trials of one seed are always the same."""
-
+    trials: int = 200  # how many
+    seed: int = 0  # trials of one seed are always the same
+    # Who hosts the store: a process beside the ranks, as under torchrun, or rank 0; or either, by chance.
     store: Literal["agent", "rank0", "both"] = "both"
-    """Who hosts the store: a process beside the ranks, as under torchrun, or rank 0; or either, by chance."""
-
-    only: tuple[int, ...] = ()
-    """Run the trials of these numbers alone."""
-
-    kinds: tuple[str, ...] = ()
-    """Only kinds of fault whose name contains one of these; numbers then mean other trials."""
-
-    jobs: int = 3
-    """Trials that run at a time; most of a trial is waiting."""
-
-    timeout: float = 3.0
-    """ShufflerOptions.timeout in seconds; a survivor has ten seconds more to end."""
-
-    keep: bool = False
-    """Keep what the ranks of every trial printed, not only of those with problems."""
+    only: tuple[int, ...] = ()  # run the trials of these numbers alone
+    kinds: tuple[str, ...] = ()  # kinds of fault whose name contains one of these; numbers then mean other trials
+    jobs: int = 3  # trials that run at a time; most of a trial is waiting
+    timeout: float = 3.0  # ShufflerOptions.timeout in seconds; a survivor has ten seconds more to end
+    keep: bool = False  # what the ranks of every trial printed, not only of those with problems
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < 60:
@@ -119,10 +106,10 @@ def main() -> int:
     trials = [draw(args.seed, number, args.store, args.timeout, names) for number in args.only or range(args.trials)]
     started = time.monotonic()
     results: list[Result] = []
-    nursery = Nursery()
-    pool = ThreadPoolExecutor(args.jobs)
+    # Each job supervises its ranks from a process of its own, which forks them by way of a server.
+    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork"), initializer=start_fork_server)
     try:
-        futures = [pool.submit(run_trial, nursery, trial, args.keep) for trial in trials]
+        futures = [pool.submit(run_trial, trial, args.keep) for trial in trials]
         with tqdm(total=len(trials), unit="trial") as bar:
             for future in as_completed(futures):
                 result = future.result()
@@ -132,7 +119,6 @@ def main() -> int:
                 bar.update()
                 bar.set_postfix(failed=sum(bool(each.problems) for each in results))
     finally:
-        nursery.close()
         pool.shutdown(cancel_futures=True)
     results.sort(key=lambda each: each.trial.number)
     print(table(summary_rows(results)))

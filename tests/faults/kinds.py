@@ -50,7 +50,6 @@ class Kind:
     loses_store: bool = False
     store_fault: bool = False  # whether the fault is one of the store's host, beside the ranks
     stuck_thread: bool = False  # whether a survivor's worker may still run: it is inside C++ because of the fault
-    faulty_status: int = 1  # how the faulty rank's process ends
 
     @property
     def all_go_on(self) -> bool:
@@ -90,7 +89,7 @@ _KINDS = (
     ),
     # A rank's program raises.
     _gone("SystemExit", "system_exit", "SystemExit: told to end", places=ON_MAIN),
-    _gone("KeyboardInterrupt (SIGINT)", "interrupt", "KeyboardInterrupt", places=ON_MAIN, faulty_status=-2),
+    _gone("KeyboardInterrupt (SIGINT)", "interrupt", "KeyboardInterrupt", places=ON_MAIN),
     _gone(
         "an asynchronous exception in the main thread",
         "asynchronous",

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import tests.helpers.ranks.rank_preload  # noqa: F401  what a rank imports, once for all of them
 
@@ -26,22 +25,21 @@ from tests.faults.uses import USES, FaultyShuffler
 from tests.helpers.ranks.stopped_ranks import connect_store, host_store, port_of
 
 
-def main(job: dict[str, Any]) -> None:
-    """Be what a job says; ends as a program ends, with a traceback if it fails."""
-    folder = Path(job["folder"])
-    temporary = folder / "tmp"
+def prepare(temporary: Path) -> None:
+    """What each process needs: a folder for its files, and no more of the machine than a rank has."""
     os.chdir(temporary)
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a process that hangs where it is
     torch.set_num_threads(1)
-    if job["name"] == "store":  # as torchrun's agent, until the end of the trial
-        store = host_store(folder)
-        while store:
-            time.sleep(3600)
-    else:
-        be_rank(Trial(**job["trial"]), job["rank"], folder, job.get("store_pid", 0))
+
+
+def be_agent(folder: Path) -> None:
+    """Host the store as torchrun's agent does, until the end of the trial."""
+    store = host_store(folder)
+    while store:
+        time.sleep(3600)
 
 
 def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import kinds
-from tests.faults.nursery import Nursery, Process, session_members, signal_session
+from tests.faults.processes import session_members, signal_session, start_process
+from tests.faults.rank import be_agent, be_rank
 from tests.faults.trials import Trial, own_ids
 
 # How much later than the timeout a survivor may end.
@@ -57,10 +58,11 @@ class Result:
 class _Watched:
     """A rank's process, and what it has said so far."""
 
-    process: Process
+    process: Any  # of multiprocessing
     said_in: Path
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
     at: int = 0
+    ended_at: float | None = None  # `time.monotonic()`, when its end was noticed
 
     def listen(self) -> list[dict[str, Any]]:
         """What is new."""
@@ -78,11 +80,11 @@ class _Watched:
         return events
 
 
-def run_trial(nursery: Nursery, trial: Trial, keep: bool = False) -> Result:
+def run_trial(trial: Trial, keep: bool = False) -> Result:
     """Run a trial to its end; no process of it is left afterwards, and no file unless it has problems or `keep`."""
     folder = Path(tempfile.mkdtemp(prefix=f"evenrank-fault-{trial.number}-"))
     (folder / "tmp").mkdir()
-    run = _Run(nursery, trial, folder)
+    run = _Run(trial, folder)
     try:
         run.start()
         run.watch()
@@ -97,27 +99,28 @@ def run_trial(nursery: Nursery, trial: Trial, keep: bool = False) -> Result:
 
 
 class _Run:
-    def __init__(self, nursery: Nursery, trial: Trial, folder: Path) -> None:
-        self._nursery, self._trial, self._folder = nursery, trial, folder
-        self._store: Process | None = None
+    def __init__(self, trial: Trial, folder: Path) -> None:
+        self._trial, self._folder = trial, folder
+        self._store: Any = None
         self._ranks: list[_Watched] = []
         self._signals: list[tuple[float, int, int]] = []
         self._fault_at: float | None = None
         self._hung: set[int] = set()
 
     def start(self) -> None:
-        job = {"folder": str(self._folder), "trial": self._trial.to_json()}
+        store_pid = 0
         if self._trial.store == "agent":
-            self._store = self._nursery.fork("store", job)
-            job["store_pid"] = self._store.pid
+            self._store = start_process(self._folder, "store", be_agent, self._folder)
+            store_pid = self._store.pid
         for rank in range(self._trial.world_size):
-            process = self._nursery.fork(f"rank{rank}", job | {"rank": rank})
+            args = (self._trial, rank, self._folder, store_pid)
+            process = start_process(self._folder, f"rank{rank}", be_rank, *args)
             self._ranks.append(_Watched(process, self._folder / f"rank{rank}.jsonl"))
 
     def watch(self) -> None:
         """Until all ranks have ended, or one has taken too long."""
         started = time.monotonic()
-        while not all(rank.process.ended.is_set() for rank in self._ranks):
+        while any(rank.ended_at is None for rank in self._ranks):
             time.sleep(_POLL_SECONDS)
             self._listen()
             now = time.monotonic()
@@ -128,7 +131,7 @@ class _Run:
             late = [
                 index
                 for index, rank in enumerate(self._ranks)
-                if not rank.process.ended.is_set() and now > self._deadline(rank, started)
+                if rank.ended_at is None and now > self._deadline(rank, started)
             ]
             if late:
                 self._hung.update(late)
@@ -146,6 +149,8 @@ class _Run:
 
     def _listen(self) -> None:
         for rank in self._ranks:
+            if rank.ended_at is None and rank.process.exitcode is not None:
+                rank.ended_at = time.monotonic()
             for event in rank.listen():
                 if event["event"] == "fault":
                     self._fault_at = event["at"]
@@ -169,7 +174,7 @@ class _Run:
         if kind.all_go_on and not problems:
             problems += self._lost_rows()
         for rank in self._ranks:
-            if rank.process.ended.is_set() and session_members(rank.process.pid):
+            if rank.ended_at is not None and session_members(rank.process.pid):
                 problems.append(f"{rank.process.name} has left processes behind")
         problems += [f"{path.name} is left" for path in sorted((self._folder / "tmp").iterdir())]
         pids = [rank.process.pid for rank in self._ranks]
@@ -180,13 +185,13 @@ class _Run:
 
     def _end_of(self, index: int) -> RankEnd:
         rank = self._ranks[index]
-        ended = rank.process.ended.is_set() and index not in self._hung
+        ended = rank.ended_at is not None and index not in self._hung
         since = rank.said.get("resumed", {}).get("at", self._fault_at)
-        at = rank.process.at if ended else time.monotonic()
+        at = rank.ended_at if ended else time.monotonic()
         return RankEnd(
             rank=index,
             faulty=index == self._trial.rank and not self._trial.of_kind.store_fault,
-            status=rank.process.status if ended else None,
+            status=rank.process.exitcode if ended else None,
             text=rank.said.get("raised", {}).get("text", ""),
             seconds=0.0 if since is None else round(at - since, 2),
             threads=rank.said.get("closed", {}).get("threads", []),
@@ -204,9 +209,8 @@ class _Run:
             if end.status or end.text:
                 problems.append(f"{name} ended with status {end.status} instead of going on: {end.text}")
             return problems
-        status = kind.faulty_status if end.faulty else 1
-        if end.status != status:
-            problems.append(f"{name} ended with status {end.status} instead of {status}, by its exception")
+        if end.status != 1:
+            problems.append(f"{name} ended with status {end.status} instead of 1, by its exception")
         patterns = [expected.format(rank=self._trial.rank)]
         if kind.loses_store and (self._trial.hosts_store or (self._trial.store == "agent" and "store" in kind.act)):
             patterns.append(kinds.STORE_LOST)
@@ -223,5 +227,6 @@ class _Run:
 
     def clean_up(self) -> None:
         for process in filter(None, [self._store, *(rank.process for rank in self._ranks)]):
-            process.send(signal.SIGKILL)
-            process.ended.wait(10)
+            signal_session(process.pid, signal.SIGKILL)
+            process.kill()  # also where it has no session yet
+            process.join(10)

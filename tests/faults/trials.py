@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from tests.faults.kinds import CONSTRUCTION, KINDS, Kind
 
@@ -46,9 +46,6 @@ class Trial:
             f"{self.number}: {self.kind} at '{self.place}' (call {self.call}) of rank {self.rank} of "
             f"{self.world_size}, {self.use}, store of {self.store}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def draw(seed: int, number: int, store: Literal["agent", "rank0", "both"], timeout: float, kinds: list[str]) -> Trial:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from tests.faults.injector import Injector
 from tests.faults.trials import ROWS, own_ids
 from tests.helpers.models.torchrec_model import SampleBatch, make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
-from tests.helpers.pipelines.trainer_loops import Parts
+from tests.helpers.pipelines.trainer_loops import Output, Parts
 
 WINDOW = 2
 
@@ -32,13 +32,6 @@ class FaultyShuffler(CubicShuffler):
         return self.injector.at(kinds.WORKLOADS, super().get_workloads(batch))
 
 
-class Output(NamedTuple):
-    """What the trainer's loop asks a model for."""
-
-    loss_sum: torch.Tensor
-    num_loss_tokens: int
-
-
 class FaultyModel(nn.Module):
     """Remembers the rows it has trained; no collective of its own."""
 
@@ -49,9 +42,10 @@ class FaultyModel(nn.Module):
 
     def forward(self, batch: SampleBatch) -> tuple[torch.Tensor, Output]:
         self.injector.at(kinds.MODEL)
-        self.seen += batch.sample_id[: batch.actual_batch_size].tolist()
+        ids = batch.sample_id[: batch.actual_batch_size].tolist()
+        self.seen += ids
         loss = (self.scale * batch.target).sum()
-        return loss, Output(loss.detach(), batch.actual_batch_size)
+        return loss, Output(loss.detach(), batch.actual_batch_size, ids)
 
 
 def made_batches(injector: Injector) -> Iterator[SampleBatch]:

@@ -1,4 +1,4 @@
-"""Every pipeline on the job's devices: stock classes on CUDA, their CPU substitutes or pretended streams elsewhere."""
+"""Every pipeline on the job's devices: stock classes on CUDA, with pretended streams elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_it
 from tests.helpers.cuda.pretended_streams import pretended_streams, with_streams
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, rank_device, weights_of
-from tests.helpers.pipelines import cpu_pipelines
 from tests.helpers.pipelines import shuffled_pipelines as pipelines
 from tests.helpers.pipelines.shuffled_pipelines import (
     SIZES,
@@ -122,14 +121,11 @@ def test_staged_pipeline(device):
     model, optimizer = models.build_sharded(device=device)
     shuffler = CubicShuffler()
     target = rank_device(device)
-    stream = torch.cuda.Stream() if device == "cuda" else cpu_pipelines.HostStream()
-    copy = PipelineStage("copy", lambda batch: batch.to(target, non_blocking=True), stream)
     if device == "cuda":
-        pipeline = StagedTrainPipeline([copy, shuffle_stage(shuffler, stream)])
+        copy = PipelineStage("copy", lambda batch: batch.to(target, non_blocking=True), torch.cuda.Stream())
+        pipeline = StagedTrainPipeline([copy, shuffle_stage(shuffler, copy.stream)])
     else:
-        pipeline = cpu_pipelines.CpuStaged(
-            [copy, shuffle_stage(shuffler, stream)], compute_stream=cpu_pipelines.HostStream()
-        )
+        pipeline = pipelines.staged_pipeline(shuffler)
     source = balanced_iter(host_batches(dist.get_rank(), 5, device), shuffler)
     while (batch := pipeline.progress(source)) is not None:
         optimizer.zero_grad()

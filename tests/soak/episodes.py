@@ -17,17 +17,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, PipelineStage
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, balanced_iter, shuffle_stage, windowed_iter
+from commons.pipeline import balanced, balanced_iter, windowed_iter
 from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, staged_pipeline
 from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.streams import KINDS, AnyBatch, Stream
 
@@ -281,8 +280,7 @@ class Soak:
         brought, trained = [], Steps()
         with contextlib.closing(episode.shuffler()) as shuffler:
             for part in range(1 + len(episode.legs) // 2):
-                copy = PipelineStage(name="copy", runnable=lambda batch: batch.to(CPU), stream=HostStream())
-                pipeline = CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
+                pipeline = staged_pipeline(shuffler)
                 brought.append(Steps())
                 source = balanced_iter(brought[-1].noted(episode.stream(part).batches()), shuffler)
                 while (batch := pipeline.progress(source)) is not None:

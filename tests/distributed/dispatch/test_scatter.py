@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from commons.dispatch import Trim, scatter_balanced
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
-from tests.helpers.ranks.faults import error_of, limit_waits, meet
+from tests.helpers.ranks.faults import missed
 from tests.helpers.ranks.rank_pool import RankPool
 
 
@@ -153,19 +155,11 @@ def test_a_rank_receives_its_share_and_no_more(ranks):
         assert share < received < 1.05 * share
 
 
-def scatter_without_rank_1():
-    received_bytes(4, 2)  # makes the groups
-    error = ""
-    if dist.get_rank() == 0:
-        limit_waits(0.5)
-        error = error_of(scatter_balanced, dense([1, 2]), [1, 2], timeout=0.5)
-    meet("rank 0 has given up")
-    return error
-
-
 def test_a_rank_that_does_not_take_part_is_named():
+    first = functools.partial(received_bytes, 4, 2)
+    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=0.5)
     with RankPool(2) as pool:
-        message, _ = pool.run(scatter_without_rank_1)
+        message, _ = pool.run(missed, first, then)
     assert message.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")
     assert "all ranks make the same calls" in message and "Shuffler" not in message
 

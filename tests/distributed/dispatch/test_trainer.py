@@ -15,6 +15,7 @@ from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import steps_of
 
 CPU = torch.device("cpu")
 OWN, IN_TURN, BALANCED = "own", "in turn", "balanced"
@@ -65,12 +66,7 @@ def train_plain(data, how):
             loads.append(int(workloads.get_workloads(batch)[: batch.actual_batch_size].sum()))
             yield batch
 
-    source = watch()
-    try:
-        while True:
-            pipeline.progress(source)
-    except StopIteration:
-        pass
+    list(steps_of(pipeline, watch()))
     for user in (workloads, shuffler, dealt):
         if user is not None:
             user.close()

@@ -95,21 +95,18 @@ UNEVEN = [(8, 8), (8, 3), (5, 5), (7, 1)]
 @pytest.mark.parametrize("kind", ["jagged", "tensor", "none"])
 @pytest.mark.parametrize("sizes", [UNEVEN, [(8, 8)] * 4, [(8, 8), (1, 0), (8, 8), (1, 0)]], ids=str)
 def test_a_batch_knows_the_loss_terms_of_all_ranks(ranks, kind, sizes):
-    results = ranks.run(_terms, kind, {}, sizes[: ranks.world_size])
-    assert all(moved for *_, moved in results)
-    for said, asked, _ in results:
-        assert said == [asked] * 3
+    for said, asked, moved in ranks.run(_terms, kind, {}, sizes[: ranks.world_size]):
+        assert said == [asked] * 3 and moved
 
 
-@pytest.mark.parametrize("options", [{"mode": "off"}, {"mode": "observe"}, {"min_gain": 0.99}], ids=str)
-def test_it_knows_nothing_where_nobody_moves(ranks, options):
-    for said, _, moved in ranks.run(_terms, "jagged", options, UNEVEN[: ranks.world_size]):
-        assert said == [None] * 3 and not moved
-
-
-def test_a_batch_that_counts_in_its_own_way_is_asked(ranks):
-    for said, _, moved in ranks.run(_terms, "masked", {}, UNEVEN[: ranks.world_size]):
-        assert said == [None] * 3 and moved
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("jagged", {"mode": "off"}), ("jagged", {"mode": "observe"}), ("jagged", {"min_gain": 0.99}), ("masked", {})],
+    ids=str,
+)
+def test_it_knows_nothing_where_nobody_moves_or_a_batch_counts_in_its_own_way(ranks, kind, options):
+    for said, _, moved in ranks.run(_terms, kind, options, UNEVEN[: ranks.world_size]):
+        assert said == [None] * 3 and moved == (kind == "masked")
 
 
 def _changed() -> dict[str, Any]:

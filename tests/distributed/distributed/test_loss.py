@@ -183,21 +183,13 @@ def test_a_mistake_of_one_rank_is_raised_on_all(ranks):
             assert re.match(pattern, text) and f": rank {named}: " in text and "\n" not in text, text
 
 
-def _not_a_number() -> tuple[bool, float]:
-    diverged = mean_over_ranks(float("nan") if dist.get_rank() == 1 else 1.0)
-    return bool(diverged.isnan()), mean_over_ranks(2.0).item()
-
-
-def test_a_loss_that_is_not_a_number_is_a_mean_too(ranks):
-    assert ranks.run(_not_a_number) == [(True, 2.0)] * ranks.world_size
-
-
 # ------------------------------------------------------------------------------------------------ the mean, for a log
 
 
 def _means(numbers: list[float]) -> list[float]:
     group = dist.new_group([0, 1])  # all ranks make it, some are no members
     mine = numbers[dist.get_rank()]
+    assert mean_over_ranks(float("nan") if dist.get_rank() == 1 else 1.0).isnan()  # of a loss that has diverged
     means = [mean_over_ranks(written) for written in (mine, torch.tensor(mine), np.float64(mine), torch.tensor(mine))]
     traced = fx.symbolic_trace(of_value)(torch.tensor(mine))
     if dist.get_rank() < 2:
@@ -224,32 +216,21 @@ class Reduction(nn.Module):
         return global_mean_loss((terms * self.weight).sum(), count, self.groups[0])
 
 
-def _graph():
-    """A traced graph on its own: what it computes with a group of one, and whether it can be copied."""
+def _graphs():
+    """Losses and gradients of a traced graph that was copied, of one over a group of one rank, of a compiled one."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
+    graphs = [copy.deepcopy(fx.symbolic_trace(Reduction(group))) for group in (None, groups[rank])]
     losses = []
-    for group in (None, groups[rank]):
-        graph = copy.deepcopy(fx.symbolic_trace(Reduction(group)))
+    for graph in (*graphs, torch.compile(Reduction(), backend="eager", fullgraph=True)):
         loss = graph(torch.tensor([1.0, 2.0 + rank]), torch.tensor(2 + rank))
         loss.backward()
         losses.append((loss.item(), graph.weight.grad.item()))
     return losses
 
 
-def test_a_traced_graph_runs_by_itself(two_ranks):
+def test_a_graph_runs_by_itself_and_torch_compile_finds_no_break_in_the_loss(two_ranks):
     # sums 6 and 8 of 2 and 3 terms
-    (all_0, own_0), (all_1, own_1) = two_ranks.run(_graph)
-    assert [all_0, all_1] == [pytest.approx((2 * 6 / 5, 2 * 3 / 5)), pytest.approx((2 * 8 / 5, 2 * 4 / 5))]
-    assert [own_0, own_1] == [pytest.approx((6 / 2, 3 / 2)), pytest.approx((8 / 3, 4 / 3))]
-
-
-def _compiled():
-    model = torch.compile(Reduction(), backend="eager", fullgraph=True)
-    loss = model(torch.tensor([1.0, 2.0 + dist.get_rank()]), torch.tensor(2 + dist.get_rank()))
-    loss.backward()
-    return loss.item(), model.weight.grad.item()
-
-
-def test_torch_compile_finds_no_break_in_the_loss(two_ranks):
-    assert two_ranks.run(_compiled) == [pytest.approx((2 * 6 / 5, 2 * 3 / 5)), pytest.approx((2 * 8 / 5, 2 * 4 / 5))]
+    for (of_all, own, compiled), total, terms in zip(two_ranks.run(_graphs), (6, 8), (2, 3)):
+        assert of_all == pytest.approx((2 * total / 5, total / 5)) and compiled == of_all
+        assert own == pytest.approx((total / terms, total / terms / 2))

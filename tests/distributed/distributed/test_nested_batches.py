@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from commons.dispatch import redistribute_balanced, scatter_balanced
+from commons.dispatch import redistribute_balanced
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
@@ -154,16 +154,8 @@ def _redistributed():
     return [] if batch is None else rows_as_values(batch), rows_as_values(result.batch)
 
 
-def _scattered():
-    batch = own_batch(0) if dist.get_rank() == 0 else None
-    workloads = None if batch is None else ClicksShuffler.get_workloads(None, batch)
-    share = scatter_balanced(batch, workloads)
-    return [] if batch is None else rows_as_values(batch), rows_as_values(share.batch)
-
-
-@pytest.mark.parametrize("call", [_redistributed, _scattered])
-def test_dispatch_of_nested_batches(ranks, call):
-    before, after = zip(*ranks.run(call))
+def test_dispatch_of_nested_batches(ranks):
+    before, after = zip(*ranks.run(_redistributed))
     assert same_rows(before, after) and all(after)
 
 

@@ -296,7 +296,7 @@ def _on_one_rank_alone():
     [
         (_of_other_shape, "groups has shape (3,), there are 4 rows; each has the number of its group"),
         (_no_groups, "rank 1: get_groups returned None; it returns an integer per row"),
-        (_of_no_column, "rank 1: get_groups asks for 'no_such'; the batch's keys are ["),
+        (_of_no_column, "rank 1: get_groups reads 'no_such'; the batch's keys are ["),
         (_on_one_rank_alone, "has_groups"),
     ],
 )

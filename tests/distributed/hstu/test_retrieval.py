@@ -125,26 +125,18 @@ def test_ranking_on_generated_movielens_beats_popularity(two_ranks, generated_mo
 
 # ------------------------------------------------------------------------------------------------ runs from a config
 
-RUN = [
-    *("--trainer.train-batch-size", "5", "--trainer.eval-batch-size", "3", "--trainer.device", "cpu"),
-    *("--trainer.log-interval", "4", "--trainer.eval-interval", "4", "--trainer.max-eval-iters", "2"),
-    *("--trainer.eval-metrics", "HR@10", "NDCG@10", "--trainer.sinks", "--popularity-baseline"),
-    *("--dataset.dataset-name", "random", "--dataset.num-batches", "8", "--dataset.max-history-seqlen", "12"),
-    *("--model.hidden-size", "8", "--model.num-layers", "1", "--model.num-attention-heads", "2"),
-    *("--model.kv-channels", "4", "--model.item-embedding-dim", "4", "--model.contextual-embedding-dim", "12"),
-    *(
-        "--trainer.enable-balanced-shuffler",
-        "--optimizer.sharding",
-        "row_wise",
-        "--table-sharding",
-        "age",
-        "table_wise",
-    ),
-]
+RUN = (
+    "--trainer.train-batch-size 5 --trainer.eval-batch-size 3 --trainer.device cpu --trainer.enable-balanced-shuffler "
+    "--trainer.log-interval 4 --trainer.eval-interval 4 --trainer.max-eval-iters 2 --trainer.sinks "
+    "--trainer.eval-metrics HR@10 NDCG@10 --popularity-baseline --dataset.dataset-name random --dataset.num-batches 8 "
+    "--dataset.max-history-seqlen 12 --model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 "
+    "--model.kv-channels 4 --model.item-embedding-dim 4 --model.contextual-embedding-dim 12 "
+    "--optimizer.sharding row_wise --table-sharding age table_wise"
+)
 
 
 def run_config(flags, run_dir, loss_scale=2.0**16):
-    config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(run_dir), *flags])
+    config = load_config(TrainConfig, [*RUN.split(), "--trainer.run-dir", str(run_dir), *flags])
     scaler = functools.partial(torch.amp.GradScaler, init_scale=loss_scale)
     with mock.patch.object(torch.amp, "GradScaler", scaler):
         summary = run_training(HSTURecipe(config, CPU))
@@ -210,7 +202,7 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
 
 def counted_features():
     flags = ["--shuffler-type", "tokens", "--model.time-bias", "--task", "retrieval", "--model.num-negatives", "7"]
-    recipe = HSTURecipe(load_config(TrainConfig, [*RUN, *flags]), CPU)
+    recipe = HSTURecipe(load_config(TrainConfig, [*RUN.split(), *flags]), CPU)
     shuffler = recipe.build_shuffler(balances=True)
     shuffler.close()
     return shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()

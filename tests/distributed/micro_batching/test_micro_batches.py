@@ -5,6 +5,9 @@ Mistakes: tests/distributed/dispatch/test_mistakes.py.
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -14,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
-from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.ranks.faults import error_of, limit_waits, meet
+from tests.helpers.ranks.faults import error_of, missed, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
@@ -36,7 +38,7 @@ def _pack(lengths_of, spec):
 @pytest.mark.parametrize("algorithm", ["ffd", "kk", "refined"])
 def test_all_ranks_make_as_many_and_none_is_empty(ranks, algorithm):
     spec = {"max_tokens_per_mb": 31, "packing_algorithm": algorithm, "n_mbs": 1}
-    packed = ranks.run(_pack, LENGTHS, {**spec, "max_tokens_per_mb": 31})
+    packed = ranks.run(_pack, LENGTHS, spec)
     assert {len(rows) for rows, _ in packed} == {2}
     tight = ranks.run(
         _pack,
@@ -53,24 +55,14 @@ def test_all_ranks_make_as_many_and_none_is_empty(ranks, algorithm):
 
 def test_one_collective(ranks):
     counts = ranks.run(_count_gathers, LENGTHS)
-    assert counts == [[1, 6]] * ranks.world_size  # a gather of six integers
+    assert counts == [[6]] * ranks.world_size  # a gather of six integers
 
 
 def _count_gathers(lengths_of):
     redistribute_balanced(torch.arange(2), [1, 1])  # connects the ranks, also for rows
-    seen = []
-    gather = ControlChannel.gather
-
-    def counted(self, values, *arguments):
-        seen.append(len(values))
-        return gather(self, values, *arguments)
-
-    ControlChannel.gather = counted
-    try:
+    with mock.patch.object(ControlChannel, "gather", autospec=True, side_effect=ControlChannel.gather) as gather:
         _pack(lengths_of, {"max_tokens_per_mb": 31})
-    finally:
-        ControlChannel.gather = gather
-    return [len(seen), *seen]
+    return [len(call.args[1]) for call in gather.mock_calls]
 
 
 def test_a_rank_with_few_rows_is_spared_by_a_tighter_packing(two_ranks):
@@ -99,36 +91,23 @@ def test_a_group_of_some_ranks(rank_pools):
     # Ranks are named by their global numbers, and the other group does not notice.
     said = rank_pools[4].run(_pack_in_pairs, [[10] * 3, [1] * 3, [10] * 2, [1]])
     assert said[:2] == [3, 3] and said[2] == said[3]
-    assert said[2].startswith("rank 2 needs 2 micro-batches for its 2 rows, rank 3 has 1 rows;")
+    assert said[2].startswith("ValueError: rank 2 needs 2 micro-batches for its 2 rows, rank 3 has 1 rows;")
 
 
 def _pack_in_pairs(lengths_of):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = groups[dist.get_rank() // 2]
-    lengths = lengths_of[dist.get_rank()]
-    try:
-        return len(pack_micro_batches(torch.tensor(lengths), MicroBatchSpec(max_tokens_per_mb=10), lengths, mine))
-    except ValueError as error:
-        return str(error)
+    mine, packed = groups[dist.get_rank() // 2], []
+    lengths, spec = lengths_of[dist.get_rank()], MicroBatchSpec(max_tokens_per_mb=10)
+    said = raised_by(lambda: packed.extend(pack_micro_batches(torch.tensor(lengths), spec, lengths, mine)))
+    return len(packed) or said
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
+    pack = functools.partial(pack_micro_batches, [1], MicroBatchSpec(), [1])
     with RankPool(2) as pool:
-        said, _ = pool.run(_one_rank_stays_away)
-    assert "rank 1 did not take part" in said
-
-
-def _one_rank_stays_away():
-    pack_micro_batches([1], MicroBatchSpec(), [1])  # makes the groups, so that rank 0 gets as far as the gather
-    text = ""
-    if dist.get_rank() == 0:
-        limit_waits(0.5)
-        with pytest.raises(RankMissingError) as caught:
-            pack_micro_batches([1], MicroBatchSpec(), [1], timeout=0.5)
-        text = str(caught.value)
-    meet("rank 0 has given up")
-    return text
+        said, _ = pool.run(missed, pack, functools.partial(pack, timeout=0.5))
+    assert said.startswith("RankMissingError: rank 1 did not take part")
 
 
 def _accumulate(fewest_terms_of_a_mean, joint=False):

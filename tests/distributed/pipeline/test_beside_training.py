@@ -8,17 +8,85 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.experimental_pipelines import TrainEvalHybridPipelineBase
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.train_pipeline.experimental_pipelines import (
+    EvalPipelineCPUSparse,
+    TrainEvalHybridPipelineBase,
+)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
-from tests.helpers.models.host_lookup import CpuEvalCPUSparse, DenseOnlyBatch, build_bags
-from tests.helpers.models.torchrec_model import build_sharded, head_of, rank_batches, weights_of
+from tests.helpers.models.torchrec_model import (
+    KEYS,
+    NUM_IDS,
+    WIDTH,
+    SampleBatch,
+    _init,
+    build_sharded,
+    head_of,
+    rank_batches,
+    shard,
+    weights_of,
+)
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, steps_of
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 STEPS = 6
+
+
+@dataclasses.dataclass
+class DenseOnlyBatch(SampleBatch):
+    """A batch whose `to` knows `dense_only`, as EvalPipelineCPUSparse asks."""
+
+    def to(self, *args: Any, dense_only: bool = False, **kwargs: Any) -> DenseOnlyBatch:
+        return super().to(*args, **kwargs)
+
+
+class CpuEvalCPUSparse(EvalPipelineCPUSparse):
+    """Without pinned memory, which torch has on machines with CUDA alone."""
+
+    def _get_or_alloc_pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+
+class _Tail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def forward(self, pooled: KeyedTensor, batch: DenseOnlyBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        real = batch.actual_batch_size
+        self.seen.append(batch.sample_id[:real].tolist())
+        total = (pooled.values()[:real].sum(1) * batch.target[:real]).sum()
+        return total, total
+
+
+class _Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = _Tail()
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t_{key}", embedding_dim=WIDTH, num_embeddings=NUM_IDS, feature_names=[key], init_fn=_init
+            )
+            for key in KEYS
+        ]
+        self.bags = EmbeddingBagCollection(device=torch.device("meta"), tables=tables, is_weighted=True)
+
+    def forward(self, batch: DenseOnlyBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tail(self.bags(batch.features), batch)
+
+
+def build_bags() -> tuple[nn.Module, list[list[int]], torch.optim.Optimizer]:
+    """The model with a whole table on every rank, the ids that it sees, and an optimizer."""
+    model = _Bags()
+    parallel = shard(model, EmbeddingBagCollectionSharder(), "data_parallel")
+    return parallel.eval(), model.tail.seen, torch.optim.SGD(parallel.parameters(), lr=0.1)
 
 
 def _with_embeddings_on_the_host(balance: bool) -> tuple[list[list[int]], float]:

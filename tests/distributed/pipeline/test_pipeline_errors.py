@@ -13,18 +13,22 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
-    PipelineStage,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from commons.pipeline import balanced, balanced_iter
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import KEYS, SampleBatch, head_of
-from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, CubicShuffler, before_a_commit, steps_of
+from tests.helpers.pipelines.shuffled_pipelines import (
+    PIPELINES,
+    CubicShuffler,
+    before_a_commit,
+    staged_pipeline,
+    steps_of,
+)
 from tests.helpers.ranks.faults import error_of
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
@@ -277,12 +281,8 @@ def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank(two_ranks):
 def _staged_error():
     shuffler = FailingShuffler(ShufflerOptions(timeout=30.0))
 
-    def pipeline():
-        copy = PipelineStage("copy", lambda batch: batch.to(torch.device("cpu")), HostStream())
-        return CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
-
     def run(source):
-        staged = pipeline()
+        staged = staged_pipeline(shuffler)
         while (batch := staged.progress(source)) is not None:
             rows = batch.sample_id[: batch.actual_batch_size].tolist()
             weights = torch.repeat_interleave(batch.sample_id, batch.features[KEYS[0]].lengths())

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
-    PipelineStage,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
@@ -21,9 +20,9 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, hooks, shuffle_stage
 from commons.pipeline.look_ahead import LookAhead
+from tests.helpers.cuda.pretended_streams import PretendedStream
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
-from tests.helpers.pipelines.cpu_pipelines import CpuStaged, HostStream
 from tests.helpers.pipelines.shuffled_pipelines import (
     EVALUATIONS,
     PIPELINES,
@@ -35,6 +34,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     largest_difference,
     make_shuffler,
     require_pipeline,
+    staged_pipeline,
     steps_of,
     train,
 )
@@ -67,13 +67,10 @@ def test_no_rank_has_data(two_ranks):
 
 def _staged(counts, kind):
     model, optimizer = models.build_sharded()
-    shuffler = make_shuffler(kind)
-    device = torch.device("cpu")
-    seen = []
+    shuffler, seen = make_shuffler(kind), []
     try:
         for epoch in range(2):  # a Staged pipeline ends with its iterator: a new one for every epoch
-            copy = PipelineStage(name="copy", runnable=lambda batch: batch.to(device), stream=HostStream())
-            pipeline = CpuStaged([copy, shuffle_stage(shuffler, copy.stream)], compute_stream=HostStream())
+            pipeline = staged_pipeline(shuffler)
             source = balanced_iter(rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES), shuffler)
             while (batch := pipeline.progress(source)) is not None:
                 seen.append(batch.sample_id[: batch.actual_batch_size].tolist())
@@ -99,7 +96,7 @@ def test_the_staged_pipeline_trains_everything_to_the_end_and_the_same(ranks):
 
 def test_a_stage_without_its_iterator_says_so():
     shuffler = CubicShuffler()
-    stage = shuffle_stage(shuffler, HostStream())
+    stage = shuffle_stage(shuffler, PretendedStream())
     with pytest.raises(ValueError, match="wrap the iterator"):
         stage.runnable(models.make_batch([1, 2], 2))
     shuffler.close()

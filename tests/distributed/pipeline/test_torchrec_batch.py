@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineBase,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -25,14 +29,13 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
-from tests.helpers.pipelines.cpu_pipelines import CpuSemiSync
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, lacking, steps_of
+from tests.helpers.pipelines.shuffled_pipelines import ON_CPU, PIPELINES, lacking, steps_of
 
 CPU = torch.device("cpu")
 STEPS = 5  # as many on both ranks, which the stock pipeline needs
 # Pipelines that trace the model they are given.
 TRACING = {name: PIPELINES[name] for name in ("sparse", "lite", "fused", "prefetch", "semi-sync, before it starts")}
-TRACING["semi-sync"] = CpuSemiSync, {}
+TRACING["semi-sync"] = ON_CPU[TrainPipelineSemiSync], {}
 # How a forward pass may state the count of its loss terms.
 STATED = {
     "rows": lambda batch: batch.labels.numel(),

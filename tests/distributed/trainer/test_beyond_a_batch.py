@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
 from commons.distributed.options import ShufflerOptions
+from commons.run_log.advice import advice_of
+from commons.run_log.reading import RunLog
+from commons.run_log.report import RunReport
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
 from commons.trainer.observe.train_log import TrainLog
-from commons.trainer.run import run_training
+from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
@@ -73,25 +77,6 @@ def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     if way is not STAGE:
         assert not any(line["moved"] or line["bytes_sent"] for line in trained)  # observed, and nothing to move
     assert next(line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line) == 4
-
-
-@pytest.mark.parametrize(
-    ("way", "rows"),
-    [
-        (SAMPLER | {"batch_size": 1}, ROWS),
-        pytest.param(
-            BUDGET | {"budget_per_rank": 1.0, "batch_size": 1, "dataset": {"drop_last": True}},
-            ROWS - 1,
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["sampler", "budget that leaves rows out"],
-)
-def test_no_rank_goes_without_a_batch(two_ranks, data, tmp_path, way, rows):
-    """Of an odd number of rows, one or none on a rank's step otherwise."""
-    result = two_ranks.run(train, data, str(tmp_path / "run"), **way)
-    assert users_of(result).total() == len(users_of(result)) == rows
-    assert [len(users) for _, users, *_ in result] == [29, 29] and all(all(users) for _, users, *_ in result)
 
 
 @pytest.mark.parametrize(("way", "stops"), before_a_commit([(STAGE, (4,))], [(way, (4, 8)) for way in RESUMED]))
@@ -181,31 +166,29 @@ def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, t
     assert users_of(result).total() == ROWS
 
 
-def _errors(data, run_dir):
-    """What is said of data and settings that do not go together."""
-    said = []
-    for name, options in (("random", {}), ("ml-1m", {"shuffler": ShufflerOptions(max_tokens_per_rank=40)})):
-        trainer = TrainerArgs(4, 4, run_dir=run_dir, **SAMPLER, **options)
-        try:
-            config = movielens_config(data, trainer, dataset={"dataset_name": name})
-            run_training(HSTURecipe(config, CPU))
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-def test_data_that_cannot_be_read_by_their_work(two_ranks, data, tmp_path):
-    first, second = two_ranks.run(_errors, data, str(tmp_path))
-    assert first == second
-    assert "random data are drawn as they are read; the lengths of their rows are not known" in first[0]
-    assert "alone has" in first[1] and "max_tokens is 40" in first[1]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"dataset": {"dataset_name": "random"}},
+            "^ValueError: .*random data are drawn as they are read; the lengths of their rows are not known",
+        ),
+        ({"shuffler": ShufflerOptions(max_tokens_per_rank=40)}, "^ValueError: .*alone has .*max_tokens is 40"),
+    ],
+)
+def test_data_that_cannot_be_read_by_their_work(two_ranks, data, tmp_path, options, said):
+    first, second = two_ranks.run(error_of, train, data, str(tmp_path), **SAMPLER, **options)
+    assert first == second and re.search(said, first), first
 
 
 def _open(workloads, **changes):
-    rank = dist.get_rank()
-    work = workloads[rank] if isinstance(workloads[0], list) else workloads
-    sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
-    loader = DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)
+    """By a sampler of every rank's workloads, or of none."""
+    rows, sampler = TensorDataset(torch.arange(12)), None
+    if workloads is not None:
+        rank = dist.get_rank()
+        work = workloads[rank] if isinstance(workloads[0], list) else workloads
+        sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
+    loader = DataLoader(rows, batch_sampler=sampler)
     epochs = Epochs(loader, Parts(TrainerArgs(2, 2, schedule_in="rows"), None, None, (), loader), None)
     return epochs.num_rows, [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
 
@@ -218,13 +201,51 @@ def test_a_loader_of_the_users_own(two_ranks):
         assert "workloads has 11 entries, the data set has 12 rows" in error
     for error in two_ranks.run(error_of, _open, [list(range(12)), list(range(1, 13))]):
         assert error.startswith("ValueError: ranks plan by different settings or workloads")
+    for error in two_ranks.run(error_of, _open, None):  # a schedule in rows needs a sampler that knows them
+        assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
 
 
-def _schedule_without_rows():
-    loader = DataLoader([0], batch_size=None)
-    with pytest.raises(ValueError, match="schedule_in is 'rows' and the sampl"):
-        Epochs(loader, Parts(TrainerArgs(2, 2, schedule_in="rows"), None, None, (), loader), None)
+# -------------------------------------------------------------------------------------------------------- what it gains
 
 
-def test_a_schedule_in_rows_needs_a_sampler_that_knows_them(two_ranks):
-    two_ranks.run(_schedule_without_rows)
+def _table_of(data, run_dir, **changes):
+    """The rows of the table at the end, which the first rank prints."""
+    args = TrainerArgs(4, 4, run_dir=run_dir, log_interval=1, sinks=[], num_epochs=1, **changes)
+    config = movielens_config(data, args, dataset={"max_history_seqlen": 256})
+    with mock.patch("commons.trainer.observe.train_log.print_summary") as print_summary:
+        open_run_folder(config, CPU, logs_to_file=False)
+        run_training(HSTURecipe(config, CPU))
+    return [row for call in print_summary.call_args_list for row in call.args[1].items()]
+
+
+def _of_steps(run_dir, name, dtype=np.int64):
+    """Of every step a number of each rank, `(steps, ranks)`."""
+    return np.array([line[name] for line in lines(run_dir) if "loss" in line], dtype)
+
+
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, tmp_path, window):
+    # A run without the sampler reads the same rows in turn, and its shuffler says what they cost.
+    plain, own = tmp_path / "plain", tmp_path / "own"
+    observe = {"enable_balanced_shuffler": True, "shuffler": ShufflerOptions(mode="observe")}
+    two_ranks.run(_table_of, data, str(plain), **observe)
+    tables = two_ranks.run(_table_of, data, str(own), **SAMPLER | {"shuffle_window": window})
+    in_turn, read = _of_steps(plain, "loads_before"), _of_steps(own, "loads_after")
+    assert in_turn.shape == read.shape == (8, 2)
+    if window == 1:  # the same rows in every step
+        assert (_of_steps(own, "loads_before") == in_turn).all()
+    assert (_of_steps(own, "loads_before")[:6] == in_turn[:6]).all()  # whole windows of as many rows
+    assert read[:6].sum() == in_turn[:6].sum()
+    # A window that ends the epoch has the rows that are left.
+    assert _of_steps(own, "loads_before")[6:].sum() == in_turn[6:].sum() == read[6:].sum()
+
+    took = _of_steps(own, "own_ms", np.float64)  # each rank, for the rows that it read
+    assert took.shape == (8, 2) and took.min() > 0
+    report = RunReport(RunLog(own))
+    assert len(report.log.of_ranks["own_ms"]) == 8
+    before, after = (_of_steps(own, name).max(axis=1).sum() for name in ("loads_before", "loads_after"))
+    assert report.gain.work == pytest.approx(before / after) and report.gain.work > 1.02
+    assert "Reading the rows by their work makes the slowest rank" in advice_of(report)
+    shown = dict(tables[0])
+    assert shown["largest load saved"].startswith(f"{100 * (1 - after / before):.1f} %")
+    assert not shown["imbalance (max ÷ mean − 1)"].startswith("0.0%") and "tokens moved" not in shown

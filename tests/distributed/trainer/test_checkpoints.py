@@ -31,7 +31,7 @@ from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.models.torchrec_model import build_sharded, weights_of
 from tests.helpers.pipelines.trainer_loops import Parts
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of, raised_by
 
 CPU = torch.device("cpu")
 SAVE_AT = 4  # at an evaluation, too
@@ -219,10 +219,6 @@ def _warnings(*args, **kwargs):
         logging.getLogger("commons.trainer").removeHandler(handler)
 
 
-def _error_of(*args, **kwargs):
-    return raised_by(lambda: run(*args, **kwargs))
-
-
 @pytest.fixture(scope="module")
 def first_checkpoints(rank_pools, data, tmp_path_factory):
     """Checkpoints of steps 2 and 4, and the losses of the six steps of that run."""
@@ -244,22 +240,22 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     (_, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "other"), seed=2, profile=True, **changes)
     assert any("is within an epoch that was read with seed = 1234, here it is 2; " in text for text in said)
     assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "heads"), heads=4, **changes):
+    for error in two_ranks.run(error_of, run, data, str(tmp_path / "heads"), heads=4, **changes):
         assert "hstu.num_attention_heads = 2, here it is 4" in error
     nowhere = changes | {"ckpt_load_dir": str(tmp_path / "nowhere")}
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "none"), **nowhere):
+    for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **nowhere):
         assert "nowhere does not exist; it is a checkpoint or" in error
     earlier = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(saved / "step_00000002")}
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "run"), **earlier):
+    for error in two_ranks.run(error_of, run, data, str(tmp_path / "run"), **earlier):
         assert error.startswith("ValueError: ") and "holds step_00000004, and this run starts" in error
     assert [path.name for path in list_checkpoints(saved)] == ["step_00000002", "step_00000004"]
     _zero_block(saved / "step_00000004" / "__1_0.distcp")  # another is taken only where none is named
     named = changes | {"ckpt_load_dir": str(saved / "step_00000004")}
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "named"), **named):
+    for error in two_ranks.run(error_of, run, data, str(tmp_path / "named"), **named):
         assert "step_00000004 is damaged (__1_0.distcp is not as it was written)" in error
     for checkpoint in list_checkpoints(saved):
         (checkpoint / ".metadata").unlink()
-    for error in two_ranks.run(_error_of, data, str(tmp_path / "none"), **changes):
+    for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **changes):
         assert re.search("all 2 checkpoints of .* are damaged", error)
 
 
@@ -323,17 +319,14 @@ def _save_weights_that_are(value, folder):
             for shard in table.local_shards()
         ]
         shards[0].tensor.data[0, 0] = value
-    try:
-        checkpoints.save(TrainProgress(2))
-    except ArithmeticError as error:
-        return str(error)
+    return raised_by(lambda: checkpoints.save(TrainProgress(2)))
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_spoilt_weights_replace_no_checkpoint(two_ranks, tmp_path, value):
     said = two_ranks.run(_save_weights_that_are, value, str(tmp_path))
-    assert said[0] == said[1]
-    assert said[0].startswith("embedding.embeddings.t_") and "of rank 1 is not finite after step 2; " in said[0]
+    assert said[0] == said[1] and said[0].startswith("ArithmeticError: embedding.embeddings.t_")
+    assert "of rank 1 is not finite after step 2; " in said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 

@@ -16,6 +16,8 @@ from commons.trainer.config.load import load_config, load_config_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from tests.helpers.jobs.training_configs import TINY
+from tests.helpers.models.sid_models import model_parallel
+from tests.helpers.ranks.faults import raised_by
 
 
 def settings(run_dir, *flags):
@@ -62,41 +64,37 @@ def _train_sid(run_dir):
     for name in ("a", "b"):  # the second makes megatron-core's groups anew
         config["trainer"]["run_dir"] = f"{run_dir}/{name}"
         steps.append(sid_gr.train.train(config).steps)
-    sid_gr.recipe.initialize_model_parallel()
     config["model"]["tensor_model_parallel_size"] = 2
-    try:
-        sid_gr.train.train(config)
-    except ValueError as error:
-        return steps, str(error)
-    finally:
-        sid_gr.recipe.parallel_state.destroy_model_parallel()
+    with model_parallel():
+        return steps, raised_by(lambda: sid_gr.train.train(config))
 
 
 @pytest.mark.slow
 def test_parallel_groups_end_with_their_run_and_others_are_kept(two_ranks, tmp_path):
     for steps, error in two_ranks.run(_train_sid, str(tmp_path)):
         assert steps == [2, 2]
-        assert error.startswith("tensor_model_parallel_size is 2, megatron-core's groups exist already, with 1 ranks")
+        assert error.startswith(
+            "ValueError: tensor_model_parallel_size is 2, megatron-core's groups exist already, with 1 ranks"
+        )
 
 
 def _join(**options):
-    try:
-        return str(initialize_ranks(**options))
-    except ValueError as error:
-        return str(error)
+    devices = []
+    return raised_by(lambda: devices.append(initialize_ranks(**options))), devices
 
 
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ({"device_type": "cpu"}, "cpu"),
-        ({"device_type": "cuda"}, "device is 'cuda', the process group that exists has cpu:gloo"),
+        ({"device_type": "cpu"}, "no error"),
+        ({"device_type": "cuda"}, "ValueError: device is 'cuda', the process group that exists has cpu:gloo"),
         (
             {"ranks": RankInfo(2, 3, 0, 1, "localhost:1")},
-            "ranks has rank 2 of 3, this process is rank 0 of 2 of the process group that exists; ",
+            "ValueError: ranks has rank 2 of 3, this process is rank 0 of 2 of the process group that exists; ",
         ),
     ],
 )
 def test_what_is_asked_of_a_group_that_exists(two_ranks, options, answer):
-    first, _ = two_ranks.run(_join, **{"device_type": "cpu"} | options)
-    assert first.startswith(answer) and "\n" not in first
+    (said, devices), _ = two_ranks.run(_join, **{"device_type": "cpu"} | options)
+    assert said.startswith(answer) and "\n" not in said
+    assert devices == [torch.device("cpu")] * (said == "no error")

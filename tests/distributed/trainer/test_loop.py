@@ -18,8 +18,10 @@ from commons.distributed.gather import rank_speeds
 from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times
+from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
+from tests.helpers.models.torchrec_model import head_of, rank_batches
+from tests.helpers.pipelines.shuffled_pipelines import expected_ids
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
 
@@ -66,16 +68,7 @@ class SlowLinear(torch.nn.Linear):
         return super().forward(pooled)
 
 
-def run_loop(
-    run_dir,
-    pipeline,
-    counts,
-    balance,
-    linear=torch.nn.Linear,
-    by=CubicShuffler,
-    sizes=SIZES,
-    **changes,
-):
+def run_loop(run_dir, pipeline, counts, balance, linear=torch.nn.Linear, by=CubicShuffler, sizes=SIZES, **changes):
     args = {"run_dir": run_dir, "pipeline_type": pipeline, "log_interval": 2, "eval_interval": 2} | changes
     trainer = TrainerArgs(6, 6, **args)
     model, optimizer = models.build_sharded()
@@ -104,21 +97,11 @@ def run_loop(
         "epochs": summary.epochs,
         "trained": [row for step in head_of(model).seen for row in step],
         "evaluations": metrics.evaluations,
-        "weights": weights_of(model),
     }
 
 
 def expected_rows(counts, first=0):
-    return Counter(
-        int(row)
-        for rank, count in enumerate(counts)
-        for batch in rank_batches(rank + first, count, SIZES)
-        for row in batch.sample_id[: batch.actual_batch_size]
-    )
-
-
-def log_lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return expected_ids(counts, len(counts), first, SIZES)
 
 
 @pytest.mark.parametrize("pipeline, balance", [("native", True), pytest.param("none", False, marks=pytest.mark.slow)])
@@ -126,19 +109,19 @@ def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_pa
     counts = ([5, 3, 0, 4][: ranks.world_size], [1, 3, 2, 0][: ranks.world_size])
     results = ranks.run(run_loop, str(tmp_path), pipeline, counts, balance, num_epochs=2)
     assert {(result["steps"], result["epochs"]) for result in results} == {(10, 2)}
-    trained = Counter(row for result in results for row in result["trained"])
-    assert trained == Counter(dict.fromkeys(expected_rows(counts[0]), 2))
+    trained = sorted(row for result in results for row in result["trained"])
+    assert trained == sorted(2 * expected_rows(counts[0]))
     evaluated = results[0]["evaluations"]
-    assert len(evaluated) == 5 and all(Counter(rows) == expected_rows(counts[1], 10) for rows in evaluated)
+    assert len(evaluated) == 5 and all(sorted(rows) == expected_rows(counts[1], 10) for rows in evaluated)
 
-    lines = log_lines(tmp_path)
-    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8, 10]
-    evaluations = [line for line in lines if "eval_loss" in line]
+    logged = lines(tmp_path)
+    assert [line["step"] for line in logged if "loss" in line] == [2, 4, 6, 8, 10]
+    evaluations = [line for line in logged if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [2, 4, 6, 8, 10]
-    num_rows = sum(expected_rows(counts[1], 10).values())
+    num_rows = len(expected_rows(counts[1], 10))
     assert {(line["eval_rows"], line["eval_rows_seen"]) for line in evaluations} == {(num_rows, num_rows)}
-    assert all(("imbalance_after" in line) == balance for line in lines if "loss" in line)
-    assert lines[-2]["loss"] < lines[0]["loss"] and "mfu" not in lines[0]  # a CPU has no peak rate in the table
+    assert all(("imbalance_after" in line) == balance for line in logged if "loss" in line)
+    assert logged[-2]["loss"] < logged[0]["loss"] and "mfu" not in logged[0]  # a CPU has no peak rate in the table
 
 
 def test_a_log_on_a_full_disk_ends_no_training(two_ranks, tmp_path):
@@ -188,8 +171,7 @@ def _warnings_of(run_dir, pipeline, linear, **changes):
 def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
     said, of_others = two_ranks.run(_warnings_of, str(tmp_path), pipeline, SlowLinear, max_train_iters=50)
     assert len(said) == 1 and said[0].startswith("rank 1 is slow: at step ") and of_others == []
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    speeds = [line["rank_speeds"] for line in lines if "rank_speeds" in line]
+    speeds = [line["rank_speeds"] for line in lines(tmp_path) if "rank_speeds" in line]
     first, second = (statistics.median(each) for each in zip(*speeds))
     assert 0 < second < first
 
@@ -202,9 +184,9 @@ def test_no_batch_on_any_rank(two_ranks, tmp_path):
 def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
     counts = [2, 5, 0, 3][: ranks.world_size]  # ranks end at different steps
     ranks.run(run_loop, str(tmp_path), "native", (counts, [1, 1, 1, 1]), True, peak_tflops=0.5)
-    lines = [line for line in log_lines(tmp_path) if "loss" in line]
-    assert len(lines) == 3
-    for line in lines:
+    logged = [line for line in lines(tmp_path) if "loss" in line]
+    assert len(logged) == 3
+    for line in logged:
         assert line["tflops_per_rank"] * ranks.world_size == pytest.approx(1000 * line["rows_per_s"])
         assert line["mfu"] == pytest.approx(line["tflops_per_rank"] / 0.5)
         assert line["predicted_saving"] >= 0 and "predicted_saving_ms" not in line

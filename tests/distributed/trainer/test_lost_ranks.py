@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from unittest import mock
 
@@ -15,31 +16,55 @@ from commons.trainer.ranks import collectives
 from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
 from commons.trainer.ranks.stop import StopSignal
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import limit_waits, meet, my_batch
+from tests.helpers.ranks.faults import error_of, limit_waits, meet, my_batch
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
 
-def _stays_away():
+def _of_the_model():
     dist.barrier()
     with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
         limit_collectives(0.5)
-    text = ""
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 1:
+        return meet("rank 0 has given up")
+    limit_waits(0.5)
+    with missing_ranks_named(lambda: 7):
+        dist.all_reduce(torch.ones(1))
+
+
+def _of_the_end_of_a_step():
+    stop = StopSignal()
+    stop.after_step()
+    with stop:
+        stop.after_step()
+        if dist.get_rank() == 1:
+            return meet("rank 0 has given up")
         limit_waits(0.5)
-        try:
-            with missing_ranks_named(lambda: 7):
-                dist.all_reduce(torch.ones(1))
-        except RankMissingError as error:
-            text = str(error)
-    meet("the others have given up")
+        stop.after_step()
+
+
+def _stays_away(collective):
+    """What rank 0 says; rank 1 waits until it has."""
+    text = error_of(collective)
+    if dist.get_rank() == 0:
+        meet("rank 0 has given up")
     return text
 
 
-def test_a_rank_that_stays_away_from_the_model_s_collective_is_named():
+@pytest.mark.parametrize(
+    ("collective", "said"),
+    [
+        (_of_the_model, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
+        (
+            _of_the_end_of_a_step,
+            r"rank 1 did not take part in the agreement to stop of step 2.* raise trainer\.shuffler\.timeout",
+        ),
+    ],
+)
+def test_a_rank_that_stays_away_from_a_collective_is_named(collective, said):
     with RankPool(2) as pool:  # of its own: groups with a failed collective are not used again
-        text, _ = pool.run(_stays_away)
-    assert text.startswith("a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure")
+        text, _ = pool.run(_stays_away, collective, timeout=100)
+    assert re.match(f"RankMissingError: {said}", text), text
 
 
 def _fails_by_itself():
@@ -87,30 +112,6 @@ def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_
 
 
 # ------------------------------------------------------------------------------------------- the end of every step
-
-
-def _stays_away_from_the_stop():
-    stop = StopSignal()
-    stop.after_step()
-    try:
-        with stop:
-            stop.after_step()
-            if dist.get_rank() == 1:
-                meet("rank 0 has given up")
-                return ""
-            limit_waits(0.5)
-            stop.after_step()
-    except RankMissingError as error:
-        meet("rank 0 has given up")
-        return str(error)
-    return "no error"
-
-
-def test_a_rank_that_does_not_come_to_the_end_of_a_step_is_named():
-    with RankPool(2) as pool:  # of its own: groups with a failed collective are not used again
-        text, _ = pool.run(_stays_away_from_the_stop, timeout=100)
-    assert text.startswith("rank 1 did not take part in the agreement to stop of step 2")
-    assert "raise trainer.shuffler.timeout" in text
 
 
 def _agrees(ranks_that_hear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -16,16 +15,16 @@ from commons.trainer import TrainerArgs
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimize.updates import StepUpdate
+from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models.torchrec_model import (
-    KEYS,
     LEARNING_RATE,
-    PlainModel,
     build_plain,
     build_sharded,
     head_of,
     rank_batches,
     weights_of,
 )
+from tests.helpers.pipelines.shuffled_pipelines import largest_difference, one_process
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
 
@@ -105,31 +104,11 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
     return summary.steps, weights_of(model), getattr(optimizer, "seen", []), fused
 
 
-def reference(world_size, steps, accumulation):
-    """One process: the gradient of the mean over all rows of `accumulation` global batches."""
-    torch.manual_seed(0)
-    model = PlainModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    columns = [list(rank_batches(rank, steps, SIZES)) for rank in range(world_size)]
-    for first in range(0, steps, accumulation):
-        optimizer.zero_grad()
-        batches = [column[step] for column in columns for step in range(first, min(first + accumulation, steps))]
-        rows = sum(batch.actual_batch_size for batch in batches)
-        for batch in batches:
-            loss, _ = model(batch)  # without process groups: the mean over the batch
-            (loss * batch.actual_batch_size / rows).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
 @pytest.mark.parametrize("balance, accumulation, steps", [(False, 3, 6), (True, 4, 7)])  # the last update has three
 def test_accumulated_gradients_are_those_of_the_whole_batch(ranks, tmp_path, balance, accumulation, steps):
     answers = ranks.run(run_loop, str(tmp_path), build_plain, steps, balance=balance, accumulation_steps=accumulation)
-    expected = reference(ranks.world_size, steps, accumulation)
-    for _, weights, _, _ in answers:
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
-    assert len(KEYS) == 2 and len(expected) == 4
+    expected = one_process([steps] * ranks.world_size, ranks.world_size, SIZES, accumulation)
+    assert all(largest_difference(weights, expected) < 1e-12 for _, weights, _, _ in answers) and len(expected) == 4
 
 
 def _accumulated(dtype: torch.dtype, largest: float, terms: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,8 +152,7 @@ def test_scaled_losses_train_the_same(two_ranks, tmp_path):
     options = {"accumulation_steps": 3, "max_grad_norm": 0.05}
     (_, plain, _, _), _ = two_ranks.run(run_loop, str(tmp_path), build_plain, 7, **options)
     for _, scaled, _, _ in two_ranks.run(run_scaled, str(tmp_path), build_plain, 7, **options):
-        for name, value in plain.items():
-            torch.testing.assert_close(scaled[name], value, rtol=0, atol=1e-12)
+        assert largest_difference(scaled, plain) < 1e-12
 
 
 def test_gradients_are_clipped(two_ranks, tmp_path):
@@ -216,8 +194,7 @@ def _start():
 def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
     for error in two_ranks.run(error_of, run_loop, str(tmp_path), build_sharded, 8, broken_from=3):
         assert "the loss of rank 1 is not finite at step 4;" in error
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2]
+    assert [line["step"] for line in lines(tmp_path)] == [2]
     for error in two_ranks.run(error_of, run_scaled, str(tmp_path), build_plain, 8, broken_from=3):
         assert "go on from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
 

@@ -16,6 +16,7 @@ from commons.trainer.run import run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.programs import ROOT
+from tests.helpers.ranks.faults import error_of
 
 CONFIG = ROOT / "hstu" / "configs" / "parquet.toml"
 SMALL = [
@@ -82,13 +83,6 @@ def test_ranking_and_retrieval(two_ranks, tmp_path):
     # Without actions: half as many tokens, and no table for them.
     *_, moved, tables = two_ranks.run(train, tmp_path, *retrieval, "--dataset.columns.actions")[0]
     assert moved > 0 and tables == ["gender", "iid"]
-    (error,) = set(two_ranks.run(error_of, tmp_path, "--dataset.columns.actions"))
-    assert "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns" in error
-
-
-def error_of(tmp_path: Path, *flags: str) -> str:
-    try:
-        train(tmp_path, *flags)
-    except ValueError as error:
-        return str(error)
-    return ""
+    (error,) = set(two_ranks.run(error_of, train, tmp_path, "--dataset.columns.actions"))
+    said = "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns"
+    assert error.startswith("ValueError: ") and said in error

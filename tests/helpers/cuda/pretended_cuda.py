@@ -110,12 +110,6 @@ def fake_mode() -> FakeTensorMode:
     return _FakeDevice(allow_non_fake_inputs=True)
 
 
-def like_on_cuda(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor on CUDA, as if copied from a host tensor by another; within `fake_mode`."""
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
-    return fake.requires_grad_(tensor.requires_grad)
-
-
 class Watch(TorchDispatchMode):
     """Records what operations on CUDA would do; entered within `fake_mode`. Memory is `pinned`, or none is."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -179,6 +180,27 @@ def pretended_streams() -> Iterator[None]:
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):
         yield
+
+
+_from_now_on = contextlib.ExitStack()
+
+
+def pretend_from_now_on() -> None:
+    """Pretend streams to the end of this process: for pipelines that a test makes and runs here and there."""
+    if torch.cpu.current_stream is not current_stream:
+        _from_now_on.enter_context(pretended_streams())
+
+
+def on_pretended_streams(pipeline_class: type) -> type:
+    """A subclass for the CPU of a pipeline that asks CUDA for its streams; its schedule is the stock one."""
+
+    @functools.wraps(pipeline_class.__init__)  # type: ignore[misc]
+    def make(pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        pretend_from_now_on()
+        pipeline_class.__init__(pipeline, *args, **kwargs)  # type: ignore[misc]
+        with_streams(pipeline)
+
+    return type(f"{pipeline_class.__name__}OnCpu", (pipeline_class,), {"__init__": make})
 
 
 def with_streams(pipeline: Any) -> Any:

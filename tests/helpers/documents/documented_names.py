@@ -13,10 +13,11 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from hstu.train_config import TrainConfig
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models import torchrec_model as models
 
+# Yields the names that the text has introduced, is sent those after the block, and looks at what it did; on every rank.
+Run: TypeAlias = Generator[dict[str, Any], dict[str, Any], None]
 _SIZES = [6, 2, 3, 1]
 
 
@@ -41,8 +44,9 @@ def torchrec_script() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "device": torch.device("cpu"), "dataloader": batches}
 
 
-def all_rows_were_trained(names: dict[str, Any]) -> None:
+def all_rows_were_trained() -> Run:
     """Every row of every rank was trained once, and the steps that were printed were evened out."""
+    names = yield torchrec_script()
     assert _trained(names) == _rows(names["dataloader"])
     steps = re.findall(r"imbalance ([\d.]+)% → ([\d.]+)%", names["printed"])
     assert len(steps) in (0, 5) and (steps or dist.get_rank())  # every rank prints, or rank 0 alone
@@ -59,30 +63,32 @@ def _rows(batches: list[Any]) -> list[int]:
     return sorted(of_all([row for batch in batches for row in batch.sample_id[: batch.actual_batch_size].tolist()]))
 
 
-def script_with_evaluation() -> dict[str, Any]:
+def segments_were_evaluated() -> Run:
     """A script whose pipeline trains, and what it evaluates on."""
     names = torchrec_script()
     parts = {name: names[name] for name in ("model", "optimizer", "device")}
     shuffler = evenrank.TokensBalancedBatchShuffler()
     pipeline = TrainPipelineFactory.create("native", batch_shuffler=shuffler, **parts)
     batches = models.rank_batches(10 + dist.get_rank(), 2 + dist.get_rank(), [3, 1])
-    return names | {"shuffler": shuffler, "pipeline": pipeline, "eval_dataloader": list(batches)}
-
-
-def segments_were_evaluated(names: dict[str, Any]) -> None:
-    """One segment, all of whose rows were trained; then an evaluation of all rows, which left the weights alone."""
+    names = yield names | {"shuffler": shuffler, "pipeline": pipeline, "eval_dataloader": list(batches)}
+    # One segment, all of whose rows were trained; then an evaluation of all rows, which left the weights alone.
     assert _trained(names) == sorted(_rows(names["dataloader"]) + _rows(names["eval_dataloader"]))
     assert names["losses"] == [] and len(names["outputs"]) == 3  # the rank with fewer batches goes on, too
     assert names["model"].training
 
 
-def pipeline_trains(names: dict[str, Any]) -> None:
+def pipeline_trains() -> Run:
     """The pipeline that the block has made trains a batch."""
+    names = yield torchrec_script()
     names["pipeline"].progress(iter(names["dataloader"]))
     assert names["pipeline"].last_stats.num_rows == sum(of_all([names["dataloader"][0].actual_batch_size]))
 
 
-def hstu_batches() -> dict[str, Any]:
+def _items(batch: Any) -> list[int]:
+    return batch.features["item"].values().tolist()
+
+
+def windows_hold_every_row() -> Run:
     """A dataloader of HSTU batches, one more on the first rank, and what trains them."""
     features = [
         evenrank.FeatureConfig(
@@ -97,15 +103,8 @@ def hstu_batches() -> dict[str, Any]:
         for _ in range(11 - dist.get_rank())
     ]
     trained: list[int] = []
-    return {"dataloader": batches, "trained": trained, "train_step": lambda batch: trained.extend(_items(batch))}
-
-
-def _items(batch: Any) -> list[int]:
-    return batch.features["item"].values().tolist()
-
-
-def windows_hold_every_row(names: dict[str, Any]) -> None:
-    """The items of all ranks have been trained, in as many steps on both, whose loads are nearly even."""
+    names = yield {"dataloader": batches, "trained": trained, "train_step": lambda batch: trained.extend(_items(batch))}
+    # The items of all ranks have been trained, in as many steps on both, whose loads are nearly even.
     own = [item for batch in names["dataloader"] for item in _items(batch)]
     assert sorted(of_all(names["trained"])) == sorted(of_all(own))
     window = names["batches"].last_window
@@ -113,14 +112,11 @@ def windows_hold_every_row(names: dict[str, Any]) -> None:
     assert names["stats"].window == 3
 
 
-def rows_of_known_length() -> dict[str, Any]:
+def every_row_is_read_once() -> Run:
     """A map-style data set that knows the lengths of its rows."""
     lengths = (torch.arange(40) * 7 % 40 + 1).tolist()
-    return {"lengths": lengths, "dataset": list(range(40)), "dist": dist}
-
-
-def every_row_is_read_once(names: dict[str, Any]) -> None:
-    """The ranks read every row once, in steps of equal cost."""
+    names = yield {"lengths": lengths, "dataset": list(range(40)), "dist": dist}
+    # The ranks read every row once, in steps of equal cost.
     steps = [batch.tolist() for batch in names["loader"]]
     assert sorted(of_all([row for batch in steps for row in batch])) == list(range(40))
     work = [sum(int(names["workloads"][row]) for row in batch) for batch in steps]
@@ -128,16 +124,18 @@ def every_row_is_read_once(names: dict[str, Any]) -> None:
     assert all(abs(a - b) <= 0.02 * a for a, b in zip(both[: len(work)], both[len(work) :]))
 
 
-def options_are_those_of_the_shuffler(names: dict[str, Any]) -> None:
+def options_are_those_of_the_shuffler() -> Run:
     """The shuffler has the options, and works."""
+    names = yield {}
     shuffler = names["shuffler"]
     assert (shuffler.options.slack, shuffler.options.min_gain) == (0.05, 0.02)
     batch = models.make_batch([1 + dist.get_rank(), 3], 2)
     assert sorted(of_all(shuffler.shuffle(batch).sample_id.tolist())) == sorted(of_all(batch.sample_id.tolist()))
 
 
-def mine_is_registered(names: dict[str, Any]) -> None:
+def mine_is_registered() -> Run:
     """The block's shuffler is there under its name, and moves rows by its workloads."""
+    yield {}
     (name,) = (each for each in evenrank.BatchShufflerFactory.list_available() if each.startswith("mine"))
     try:
         _moves_long_rows(evenrank.BatchShufflerFactory.create, name)
@@ -145,8 +143,9 @@ def mine_is_registered(names: dict[str, Any]) -> None:
         evenrank.BatchShufflerFactory.unregister(name)
 
 
-def costs_are_those_of_a_transformer(names: dict[str, Any]) -> None:
+def costs_are_those_of_a_transformer() -> Run:
     """The class of the block says what rows cost, and moves them by it."""
+    names = yield {}
     _moves_long_rows(names["MyBatchShuffler"])
 
 
@@ -181,13 +180,9 @@ class _ItemModel(nn.Module):
         return evenrank.global_mean_loss(loss_sum, rows), _Output(loss_sum.detach(), rows)
 
 
-def a_model() -> dict[str, Any]:
-    """A model of the user's own."""
-    return {"MyModel": _ItemModel}
-
-
-def recipe_trains(names: dict[str, Any]) -> None:
-    """The recipe of the block is trained, evaluated and simulated."""
+def recipe_trains() -> Run:
+    """A model of the user's own. The recipe of the block is trained, evaluated and simulated."""
+    names = yield {"MyModel": _ItemModel}
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         trainer = evenrank.TrainerArgs(
@@ -201,38 +196,31 @@ def recipe_trains(names: dict[str, Any]) -> None:
     assert recipe.task.get_workloads(*recipe.row_tokens(batch)).shape == (4,)
 
 
-def a_step_was_balanced() -> dict[str, Any]:
-    """A step of a pipeline, and a folder for what is written."""
+def its_stats_are_in_the_file() -> Run:
+    """A step of a pipeline, and a folder for what is written. A line of them."""
     folder = Path(tempfile.mkdtemp())
     with contextlib.closing(_RowsShuffler()) as shuffler:
         shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
-    return {"Path": lambda name: folder / name, "pipeline": SimpleNamespace(last_stats=shuffler.last_stats)}
-
-
-def its_stats_are_in_the_file(names: dict[str, Any]) -> None:
-    """A line of them."""
+    names = yield {"Path": lambda name: folder / name, "pipeline": SimpleNamespace(last_stats=shuffler.last_stats)}
     path = names["Path"]("shuffle.jsonl")
     (line,) = path.read_text(encoding="utf-8").splitlines()
     assert json.loads(line) == json.loads(json.dumps(names["pipeline"].last_stats.to_dict()))
     shutil.rmtree(path.parent)
 
 
-def a_step_was_timed() -> dict[str, Any]:
-    """A balanced step, and how long the rank's own work on it took."""
+def speeds_are_known() -> Run:
+    """A balanced step, and how long the rank's own work on it took. With the next batch, those of all ranks."""
     shuffler = _RowsShuffler()
     shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
     pipeline = SimpleNamespace(last_stats=shuffler.last_stats)
-    return {"shuffler": shuffler, "pipeline": pipeline, "milliseconds": 0.5 * (1 + dist.get_rank())}
-
-
-def speeds_are_known(names: dict[str, Any]) -> None:
-    """With the next batch, those of all ranks."""
+    names = yield {"shuffler": shuffler, "pipeline": pipeline, "milliseconds": 0.5 * (1 + dist.get_rank())}
     names["shuffler"].shuffle(models.make_batch([dist.get_rank() + 1], 1))
     assert names["shuffler"].last_stats.rank_speeds == (2.0, 1.0)
 
 
-def speeds_are_measured(names: dict[str, Any]) -> None:
+def speeds_are_measured() -> Run:
     """Stats have them from the first batch on."""
+    names = yield {}
     with contextlib.closing(names["shuffler"]) as shuffler:
         shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
         assert shuffler.last_stats.speeds == (1024, 1024) and shuffler.last_stats.speed_saving == 0.0
@@ -250,13 +238,9 @@ class _UserBatch(evenrank.BaseBatch):
     user_id: torch.Tensor = field(kw_only=True)
 
 
-def rows_of_users() -> dict[str, Any]:
-    """A shuffler of one's own."""
-    return {"MyBatchShuffler": _RowsShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
-
-
-def users_are_together(names: dict[str, Any]) -> None:
-    """Rows of a user, which lie on both ranks, end on one of them."""
+def users_are_together() -> Run:
+    """A shuffler of one's own. Rows of a user, which lie on both ranks, end on one of them."""
+    names = yield {"MyBatchShuffler": _RowsShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
     batch = models.make_batch([1, 2, 3, 4], 4)
     users = {name: value for name, value in vars(batch).items() if name not in ("sample_id", "target")}
     result = names["shuffler"].shuffle(_UserBatch(**users, user_id=torch.tensor([7, 8, 7, 9])))
@@ -274,23 +258,21 @@ class _Ranks:
         return of_all([function()])
 
 
-def ranks_add_up(names: dict[str, Any]) -> None:
+def ranks_add_up() -> Run:
     """The test passes, and would fail for another sum."""
+    names = yield {}
     names["test_all_ranks_add_up"](_Ranks(dist.get_world_size()))
     assert names["_sum_of_ranks"]() == 1
 
 
-def resiliency_extension() -> dict[str, Any]:
+def abort_ends_a_wait() -> Run:
     """Its module with the one class that the text derives from: the package itself is for GPUs."""
     name = "nvidia_resiliency_ext"
     for part in (name, f"{name}.inprocess", f"{name}.inprocess.abort"):
         sys.modules[part] = types.ModuleType(part)
     sys.modules[f"{name}.inprocess.abort"].Abort = type("Abort", (abc.ABC,), {})  # type: ignore[attr-defined]
-    return {}
-
-
-def abort_ends_a_wait(names: dict[str, Any]) -> None:
-    """A rank that waits for the other one comes home, and the groups serve a new shuffler."""
+    names = yield {}
+    # A rank that waits for the other one comes home, and the groups serve a new shuffler.
     for part in [each for each in sys.modules if each.startswith("nvidia_resiliency_ext")]:
         del sys.modules[part]
     aborts, state = names["AbortShuffler"](), object()
@@ -309,16 +291,12 @@ def abort_ends_a_wait(names: dict[str, Any]) -> None:
     again.close()
 
 
-def tiny_config() -> dict[str, Any]:
-    """Settings of a run of six steps, as a config file holds them."""
+def one_rank_trained() -> Run:
+    """Settings of a run of six steps, as a config file holds them. And the process group is still there."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     flags = [*TINY, "--trainer.enable-balanced-shuffler", "--trainer.run-dir", folder[0]]
-    return {"config": asdict(load_config(TrainConfig, flags))}
-
-
-def one_rank_trained(names: dict[str, Any]) -> None:
-    """And the process group is still there."""
+    names = yield {"config": asdict(load_config(TrainConfig, flags))}
     assert names["summary"].steps == 6 and dist.is_initialized()
 
 

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 import evenrank
 from benchmarks.shared.plain import plain_karmarkar_karp
 from tests.helpers.documents.documented import ROOT, documented_blocks
-from tests.helpers.documents.documented_names import of_all
+from tests.helpers.documents.documented_names import Run, of_all
 
 
 def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
@@ -27,8 +27,9 @@ def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=list(lengths), values=torch.arange(int(flat.sum())), lengths=flat, stride=rows)
 
 
-def lookups_are_balanced(names: dict[str, Any]) -> None:
+def lookups_are_balanced() -> Run:
     """A row costs its values times their width, and ranks end up with equal costs."""
+    yield {}
     widths, rank = {"clicks": 64, "searches": 128}, dist.get_rank()
     try:
         shuffler = evenrank.BatchShufflerFactory.create("lookups", widths=widths)
@@ -46,8 +47,9 @@ def lookups_are_balanced(names: dict[str, Any]) -> None:
     assert stats.num_tokens == 2 * (40 + 10 + 4 + 1)  # without the shops
 
 
-def padding_is_stated(names: dict[str, Any]) -> None:
+def padding_is_stated() -> Run:
     """A rank for which there is no row trains one of padding."""
+    names = yield {}
     rows = 1 - dist.get_rank()
     batch = names["DLRMBatch"](
         features=_sparse({"history": [3 * rows]}),
@@ -63,15 +65,12 @@ def padding_is_stated(names: dict[str, Any]) -> None:
     assert counts == [(1, 1, 2.0), (1, 0, 0.0)]
 
 
-def clicks_and_labels() -> dict[str, Any]:
+def clicks_went_with_their_labels() -> Run:
     """Long histories on rank 0, short ones on rank 1; a row's label is its first value."""
     features = _sparse({"clicks": [[90, 80, 70, 60], [3, 2, 1, 4]][dist.get_rank()]})
     features = KeyedJaggedTensor(["clicks"], features.values() + 1000 * dist.get_rank(), lengths=features.lengths())
-    return {"features": features, "labels": features.values()[features.offsets()[:-1]]}
-
-
-def clicks_went_with_their_labels(names: dict[str, Any]) -> None:
-    """Every row of both ranks is trained once, with its own label, and the ranks are even."""
+    names = yield {"features": features, "labels": features.values()[features.offsets()[:-1]]}
+    # Every row of both ranks is trained once, with its own label, and the ranks are even.
     before, after = names["batch"], names["shuffled"]
     assert after.labels.tolist() == after.features.values()[after.features.offsets()[:-1]].tolist()
     assert sorted(of_all(after.labels.tolist())) == sorted(of_all(before.labels.tolist()))
@@ -82,23 +81,20 @@ def clicks_went_with_their_labels(names: dict[str, Any]) -> None:
     names["shuffler"].close()
 
 
-def grouped_rows() -> dict[str, Any]:
+def groups_went_with_their_rows() -> Run:
     """Long histories on rank 0, short ones on rank 1; everything else of a row is its number, in dicts."""
     rank, lengths = dist.get_rank(), [[90, 80, 70, 60], [3, 2, 1, 4]][dist.get_rank()]
     rows = torch.arange(4) + 4 * rank
     clicks = KeyedJaggedTensor(["clicks"], rows.repeat_interleave(torch.tensor(lengths)), lengths=torch.tensor(lengths))
     prices = clicks.values()[:, None].float().repeat(1, 2)
-    return {
+    names = yield {
         "dense": {"user": KeyedTensor(["age", "geo"], [1, 2], rows[:, None].float().repeat(1, 3))},
         "sparse": {"item": clicks},
         "sequences": {"price": JaggedTensor(prices, lengths=torch.tensor(lengths))},
         "labels": {"row": rows},
         "now": 1.5 + rank,
     }
-
-
-def groups_went_with_their_rows(names: dict[str, Any]) -> None:
-    """Every row is trained once with all that belongs to it, the ranks are even, and each has its own time."""
+    # Every row is trained once with all that belongs to it, the ranks are even, and each has its own time.
     after = names["shuffled"]
     rows = after.labels["row"]
     assert sorted(of_all(rows.tolist())) == list(range(8))
@@ -150,29 +146,27 @@ def padded_rows() -> dict[str, Any]:
     return {"batch": token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": score_rows}
 
 
-def predictions_in_order(names: dict[str, Any]) -> None:
+def predictions_in_order() -> Run:
     """One prediction per row, in the order of the batch."""
+    names = yield padded_rows()
     assert names["predictions"].tolist() == score_rows(names["batch"]).tolist()
     assert len(names["chunks"]) == 8 and names["chunks"].imbalance < 2
 
 
-def rows_of_ranks() -> dict[str, Any]:
+def results_came_home() -> Run:
     """A batch on rank 0, and rollouts that every rank has padded to its own longest."""
     rank = dist.get_rank()
     whole = {"batch": with_labels(padded_rows()["batch"])}
     task = evenrank.SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16)
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][rank]
-    return {
+    names = yield {
         "task": task,
         "model": score_rows,
         "batch_or_none": whole["batch"] if rank == 0 else None,
         "workloads_or_none": task.get_workloads(whole["batch"]["attention_mask"].sum(1)) if rank == 0 else None,
         "rollouts": with_labels(token_rows(lengths, seed=2 + rank)),
     }
-
-
-def results_came_home(names: dict[str, Any]) -> None:
-    """Scores are back where their rows come from, and no share is wider than its longest row."""
+    # Scores are back where their rows come from, and no share is wider than its longest row.
     if names["batch_or_none"] is None:
         assert names["results"] is None
     else:
@@ -185,7 +179,7 @@ def results_came_home(names: dict[str, Any]) -> None:
     same_loss([names["moved"].batch], [names["rollouts"]])
 
 
-def images_and_texts() -> dict[str, Any]:
+def gradients_are_those_of_rows_that_stay() -> Run:
     """Images of this rank with what they cost, and a model of two parts."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -195,11 +189,14 @@ def images_and_texts() -> dict[str, Any]:
     def decode(features: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         return decoder(torch.cat([features, texts], dim=1)).sin().sum()
 
-    return {"images": images, "image_cost": [9 * rank + 1] * 4, "encoder": encoder, "decoder": decode, "texts": texts}
-
-
-def gradients_are_those_of_rows_that_stay(names: dict[str, Any]) -> None:
-    """Summed over the ranks, of the encoder; and rows have moved."""
+    names = yield {
+        "images": images,
+        "image_cost": [9 * rank + 1] * 4,
+        "encoder": encoder,
+        "decoder": decode,
+        "texts": texts,
+    }
+    # Summed over the ranks, of the encoder; and rows have moved.
     encoder, stays = names["encoder"], nn.Linear(3, 2).double()
     stays.load_state_dict(encoder.state_dict())
     names["decoder"](stays(names["images"]), names["texts"]).backward()
@@ -230,8 +227,9 @@ def language_model() -> dict[str, Any]:
     return {"model": _LanguageModel(), "batch": batch}
 
 
-def whole_gradient(names: dict[str, Any]) -> None:
+def whole_gradient() -> Run:
     """The averaged gradient is that of one process over the rows of all ranks, of which one had no label."""
+    names = yield language_model()
     assert dist.get_rank() == 1 or 0 in names["micro_batches"].loss_tokens
     _gradient_is_of_all_rows(names)
 
@@ -255,8 +253,9 @@ def rows_to_pack() -> dict[str, Any]:
     }
 
 
-def padded_groups_hold_every_row(names: dict[str, Any]) -> None:
+def padded_groups_hold_every_row() -> Run:
     """Every row is in one group; no group exceeds its cost, and rows dealt in turn would cost as much or more."""
+    names = yield rows_to_pack()
     lengths, work = names["lengths"].tolist(), names["task"].get_workloads(names["lengths"]).tolist()
     for groups in (names["groups"], names["work"]):
         assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
@@ -266,8 +265,9 @@ def padded_groups_hold_every_row(names: dict[str, Any]) -> None:
     assert len(names["work"]) == 2 and costliest <= max(len(rows) * max(rows) for rows in in_turn)
 
 
-def even_by_index(names: dict[str, Any]) -> None:
+def even_by_index() -> Run:
     """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
+    names = yield rows_to_pack()
     _gradient_is_of_all_rows(names)
     same_loss(list(names["micro_batches"]), [names["batch"]])
     assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
@@ -291,15 +291,12 @@ def _gradient_is_of_all_rows(names: dict[str, Any]) -> None:
     assert float((reached - model.tokens.weight.grad).abs().max()) < 1e-12
 
 
-def rows_of_prompts() -> dict[str, Any]:
+def partitions_are_even() -> Run:
     """Answers to sixteen prompts, two each, not beside each other."""
     lengths = [int(3 + 1.25**row) for row in range(32)]
     batch = TensorDict(token_rows(lengths, seed=1), batch_size=[32])
-    return {"batch": batch, "uids": [f"prompt-{row % 16}" for row in range(32)], "critic": score_rows}
-
-
-def partitions_are_even(names: dict[str, Any]) -> None:
-    """Every row is in one part, none above plain differencing's largest, and answers to one prompt share a chunk."""
+    names = yield {"batch": batch, "uids": [f"prompt-{row % 16}" for row in range(32)], "critic": score_rows}
+    # Every row is in one part, none above plain differencing's largest, and answers to one prompt share a chunk.
     workloads, plan, chunks = names["workloads"].tolist(), names["plan"], names["chunks"]
     assert sorted(row for part in names["partitions"] for row in part) == list(range(32))
     assert {len(part) for part in names["partitions"]} == {4}
@@ -312,15 +309,12 @@ def partitions_are_even(names: dict[str, Any]) -> None:
     assert names["values"].tolist() == score_rows(names["batch"]).tolist()
 
 
-def six_answers() -> dict[str, Any]:
+def the_budget_is_kept() -> Run:
     """Those of the text, and the task of the block before."""
     lengths = [10000, 7000, 4000, 4000, 3000, 2000]
     task = evenrank.SelfAttentionTask(hidden_size=4096, num_heads=32, head_dim=128, num_layers=32, vocab_size=32000)
-    return {"batch": token_rows(lengths, seed=1), "lengths": lengths, "task": task, "actor": score_rows}
-
-
-def the_budget_is_kept(names: dict[str, Any]) -> None:
-    """Differencing of the workloads breaks it, as the text says; the block prints what its comment says."""
+    names = yield {"batch": token_rows(lengths, seed=1), "lengths": lengths, "task": task, "actor": score_rows}
+    # Differencing of the workloads breaks it, as the text says; the block prints what its comment says.
     lengths = names["lengths"]
     two = evenrank.karmarkar_karp([24576 * each + each**2 for each in lengths], 2, equal_size=False)
     assert [sum(lengths[row] for row in part) for part in two] == [16000, 14000]
@@ -333,13 +327,14 @@ def _text(page: str, number: int) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python")[number + 1]
 
 
-def groups_are_as_printed(names: dict[str, Any]) -> None:
+def groups_are_as_printed() -> Run:
     """What the block prints is the block below it."""
+    names = yield {}
     shown = documented_blocks()["docs/from_areal.md", "Allocators", 1].text
     assert names["printed"].strip() == shown.strip()
 
 
-def preference_pairs() -> dict[str, Any]:
+def pairs_stayed_together() -> Run:
     """Pairs of neighbours, and a model that takes rows put end to end."""
 
     def model(packed: Any) -> torch.Tensor:
@@ -347,30 +342,24 @@ def preference_pairs() -> dict[str, Any]:
         ids, places = packed.inputs["input_ids"][0], packed.inputs["position_ids"][0] + 1
         return torch.stack([(ids * places)[start:end].sum() for start, end in itertools.pairwise(ends)])
 
-    return {"batch": token_rows([4000, 3500, 10, 20, 5000, 100, 700, 800], seed=1), "model": model}
-
-
-def pairs_stayed_together(names: dict[str, Any]) -> None:
-    """Scores are in the order of the batch, and neighbours share a micro-batch within the budget."""
+    names = yield {"batch": token_rows([4000, 3500, 10, 20, 5000, 100, 700, 800], seed=1), "model": model}
+    # Scores are in the order of the batch, and neighbours share a micro-batch within the budget.
     assert names["logprobs"].tolist() == score_rows(names["batch"]).tolist()
     assert all({row ^ 1 for row in group} == set(group) for group in names["micro_batches"].groups)
     assert max(names["micro_batches"].num_tokens) <= 9000 and len(names["micro_batches"]) == 2
 
 
-def uneven_rollouts() -> dict[str, Any]:
+def rewards_came_home() -> Run:
     """Long ones on rank 0, short ones on rank 1."""
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()]
-    return {"rollouts": with_labels(token_rows(lengths, seed=1)), "reward_model": score_rows}
-
-
-def rewards_came_home(names: dict[str, Any]) -> None:
-    """In the order of the rank's own rows, after some have moved; and what was dealt out trains as they do."""
+    names = yield {"rollouts": with_labels(token_rows(lengths, seed=1)), "reward_model": score_rows}
+    # In the order of the rank's own rows, after some have moved; and what was dealt out trains as they do.
     assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
     same_loss([names["moved"].batch], [names["rollouts"]])
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
 
 
-def an_hstu_batch() -> dict[str, Any]:
+def rows_with_their_workloads() -> Run:
     """Users with long histories on rank 0, with short ones on rank 1."""
     longest = [200, 10][dist.get_rank()]
     lengths = evenrank.RandomDistribution("uniform", longest // 2, longest)
@@ -379,11 +368,8 @@ def an_hstu_batch() -> dict[str, Any]:
     batch = evenrank.HSTUBatch.random(
         4, [feature], "item", action_feature_name="action", device=torch.device("cpu"), generator=generator
     )
-    return {"batch": batch}
-
-
-def rows_with_their_workloads(names: dict[str, Any]) -> None:
-    """Every row of the global batch once, with the cost of the rows that are there; loads are nearly even."""
+    names = yield {"batch": batch}
+    # Every row of the global batch once, with the cost of the rows that are there; loads are nearly even.
     assert sorted(of_all(names["indices"].tolist())) == list(range(8))
     assert names["shuffler"].get_workloads(names["batch"]).tolist() == names["workloads"].tolist()
     before, after = map(float, re.findall(r"([\d.]+)%", names["printed"]))

@@ -18,11 +18,17 @@ from torchrec.distributed.train_pipeline import train_pipelines as stock
 from commons.dispatch import SingleRankLoader, redistribute_balanced
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, windowed_iter
+from commons.pipeline import balanced, shuffle_stage, windowed_iter
 from tests.helpers.batches.random_batches import rows_as_values
+from tests.helpers.cuda.pretended_streams import (
+    DEFAULT_STREAM,
+    PretendedStream,
+    on_pretended_streams,
+    on_stream,
+    pretend_from_now_on,
+)
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
-from tests.helpers.pipelines.cpu_pipelines import CpuEvalFusedSparseDist, CpuFusedSparseDist, CpuPrefetch, CpuSemiSync
 from tests.helpers.ranks.faults import my_batch
 
 _IN_PLACE = {"enable_inplace_copy_batch": True}
@@ -61,11 +67,15 @@ STOCK_EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
     "eval fused, lookups ahead": (stock.EvalPipelineFusedSparseDist, {"enable_embedding_lookup_prefetch": True}),
     "eval hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
 }
+# Those that ask CUDA for streams.
 ON_CPU = {
-    stock.EvalPipelineFusedSparseDist: CpuEvalFusedSparseDist,
-    stock.TrainPipelineFusedSparseDist: CpuFusedSparseDist,
-    stock.TrainPipelineSemiSync: CpuSemiSync,
-    stock.PrefetchTrainPipelineSparseDist: CpuPrefetch,
+    kind: on_pretended_streams(kind)
+    for kind in (
+        stock.EvalPipelineFusedSparseDist,
+        stock.TrainPipelineFusedSparseDist,
+        stock.TrainPipelineSemiSync,
+        stock.PrefetchTrainPipelineSparseDist,
+    )
 }
 PIPELINES, EVALUATIONS = (
     {name: (ON_CPU.get(kind, kind), options) for name, (kind, options) in kinds.items()}
@@ -89,11 +99,21 @@ def make_shuffler(kind):
     return IdentityBalancedBatchShuffler() if kind == "identity" else CubicShuffler(ShufflerOptions(mode=kind))
 
 
-def expected_ids(counts, world_size, first=0):
+def staged_pipeline(shuffler):
+    """TorchRec's StagedTrainPipeline, which copies and shuffles batches of `balanced_iter`."""
+    pretend_from_now_on()
+    copy = stock.PipelineStage("copy", lambda batch: batch.to(torch.device("cpu")), PretendedStream())
+    stages = [copy, shuffle_stage(shuffler, copy.stream)]
+    pipeline = stock.StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
+    pipeline._stream_context = on_stream
+    return pipeline
+
+
+def expected_ids(counts, world_size, first=0, sizes=SIZES):
     return sorted(
         int(sample)
         for rank in range(world_size)
-        for batch in rank_batches(rank + first, counts[rank], SIZES)
+        for batch in rank_batches(rank + first, counts[rank], sizes)
         for sample in batch.sample_id[: batch.actual_batch_size]
     )
 
@@ -133,17 +153,17 @@ def train(build, pipeline, kind, iterators, steps_of_first=None):
     }
 
 
-def one_process(counts, world_size):
-    """The global batch on one process, without any of evenrank's stage."""
-    streams = [list(rank_batches(rank, counts[rank], SIZES)) for rank in range(world_size)]
+def one_process(counts, world_size, sizes=SIZES, accumulated=1):
+    """So many global batches at a time on one process, without any of evenrank's stage."""
+    streams = [list(rank_batches(rank, counts[rank], sizes)) for rank in range(world_size)]
     return one_process_of(
         [
             int(sample)
             for batches in streams
-            if step < len(batches)
-            for sample in batches[step].sample_id[: batches[step].actual_batch_size]
+            for batch in batches[step : step + accumulated]
+            for sample in batch.sample_id[: batch.actual_batch_size]
         ]
-        for step in range(max(counts))
+        for step in range(0, max(counts), accumulated)
     )
 
 

@@ -68,6 +68,17 @@ def meet(place: str) -> None:
     store.wait(places, datetime.timedelta(seconds=120))
 
 
+def missed(first: Callable[[], Any], then: Callable[[], Any]) -> str:
+    """What rank 0 says of a call that rank 1 stays away from, after both have made the first one; for own ranks."""
+    first()  # makes the groups, so that rank 0 gets as far as the collective
+    text = ""
+    if dist.get_rank() == 0:
+        limit_waits(0.5)
+        text = raised_by(then)
+    meet("rank 0 has given up")
+    return text
+
+
 def ends_by_itself(work: Callable[..., None], *args: Any) -> bool:
     """Whether the process of rank 0 ends once it gets no more calls, whatever `work` has left running there."""
     with RankPool(2) as pool:

@@ -1,8 +1,11 @@
-"""Speeds on real ranks: a slow rank gets less work by the numbers that all ranks have, and training stays the same."""
+"""What was measured, the same on every rank or an error on all: costs by a calibration, speeds by times of steps."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from contextlib import closing
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,15 +13,141 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.gather import row_costs
 from commons.distributed.options import ShufflerOptions
+from commons.perf_model.calibration import CalibratedTask
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers.batches.random_batches import rows_as_values
-from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.batches.square_shuffler import SquareShuffler
+from tests.helpers.batches.square_shuffler import my_batch as rich_batch
 from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.models.torchrec_model import rank_batches, weights_of
 from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
+from tests.helpers.ranks.faults import my_batch, on_rank, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
+
+
+class UnawareShuffler(MeasuredShuffler):
+    """Never asks for the calibration."""
+
+    def __init__(self, options=None, pg_group=None):
+        BaseTaskBalancedBatchShuffler.__init__(self, options, pg_group)
+        self.cost = self.task
+
+
+def _calibrated(path):
+    with closing(MeasuredShuffler(ShufflerOptions(calibration=path))) as shuffler:
+        batch = my_batch()
+        expected = 0.25 + 0.5 * batch.features.lengths().view(-1, 6)[0].double()
+        times = shuffler.get_workloads(batch) / shuffler.cost.units_per_ms
+        result, workloads = shuffler.shuffle(batch, return_workloads=True)
+        stats = shuffler.last_stats
+        own = float(workloads.sum()) / shuffler.cost.units_per_ms
+    assert isinstance(shuffler.cost, CalibratedTask) and stats.moved
+    saved = (max(stats.loads_before) - max(stats.loads_after)) / shuffler.cost.units_per_ms
+    assert torch.allclose(times.double(), expected, rtol=1e-3)
+    return own, saved, stats.predicted_saving_ms
+
+
+def test_workloads_are_the_measured_times(ranks, tmp_path):
+    answers = ranks.run(_calibrated, write_calibration(tmp_path / "c.toml"))
+    times = [own for own, _, _ in answers]
+    assert max(times) <= 1.1 * sum(times) / len(times)
+    for _, saved, predicted in answers:
+        assert predicted == pytest.approx(saved) and predicted > 0.5
+
+
+def _gated(path, min_gain):
+    """Nobody moves, and no row crosses, when the gain is below the gate."""
+    options = ShufflerOptions(calibration=path, min_gain=min_gain, transport="all_to_all")
+    with closing(MeasuredShuffler(options)) as shuffler:
+        with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as sent:
+            result = shuffler.shuffle(batch := my_batch())
+        return shuffler.last_stats.gated, shuffler.last_stats.predicted_saving, sent.call_count, result is batch
+
+
+def test_the_gate_is_of_measured_times(ranks, tmp_path):
+    path = write_calibration(tmp_path / "c.toml")
+    (_, gain, _, _), *_ = ranks.run(_gated, path, 0.0)
+    assert all(answer == (True, 0.0, 0, True) for answer in ranks.run(_gated, path, gain * 1.01))
+    assert all(answer[:3] == (False, gain, 1) for answer in ranks.run(_gated, path, gain * 0.99))
+
+
+def _shuffles(path, kind=MeasuredShuffler):
+    """What the first shuffle raises."""
+    with closing(kind(ShufflerOptions(calibration=path))) as shuffler:
+        return raised_by(lambda: shuffler.shuffle(my_batch()))
+
+
+def _another_file_on_rank_1(good, bad):
+    return _shuffles(bad if dist.get_rank() == 1 else good)
+
+
+def _rank_1_reads(path, damage):
+    """Rank 1 finds something else at the same path, as on another machine."""
+    damaged = functools.partial(damage, row_costs.load_calibration)
+    with on_rank(1, mock.patch.object(row_costs, "load_calibration", damaged)):
+        return _shuffles(path)
+
+
+def _missing(load, name):
+    return load(name + ".gone")
+
+
+def _slower(load, name):
+    return dataclasses.replace(load(name), per_token=0.75)
+
+
+def test_ranks_with_other_calibrations_stop(ranks, tmp_path):
+    good = write_calibration(tmp_path / "c.toml")
+    for text in ranks.run(_rank_1_reads, good, _missing):
+        assert "rank 1: calibration" in text and "does not exist" in text
+    for text in ranks.run(_rank_1_reads, good, _slower):
+        assert "calibrations differ" in text and "0.75" in text and "per_token" in text and "per_row" not in text
+    for text in ranks.run(_another_file_on_rank_1, good, write_calibration(tmp_path / "d.toml")):
+        assert "options differ" in text and "d.toml" in text
+
+
+def test_a_calibration_that_does_not_fit_is_refused(two_ranks, tmp_path):
+    other_model = write_calibration(tmp_path / "m.toml", task=dataclasses.replace(MeasuredShuffler.task, num_layers=3))
+    other_device = write_calibration(tmp_path / "d.toml", name="another processor")
+    fitting = write_calibration(tmp_path / "c.toml")
+    for text in two_ranks.run(_shuffles, other_model):
+        assert "model.num_layers = 3, here it is 2" in text and "m.toml" in text
+    for text in two_ranks.run(_shuffles, other_device):
+        assert "device.name = 'another processor'" in text
+    for text in two_ranks.run(_shuffles, fitting, UnawareShuffler):
+        assert "UnawareShuffler does not compute its workloads with self.calibrated(task)" in text
+
+
+def _tensor_parallel_costs(path, damage):
+    """DP 2 × TP 2, where rank 1 reads other numbers than its tensor-parallel peer, rank 0."""
+    with model_parallel(2):
+        return _rank_1_reads(path, damage)
+
+
+def _unchanged(load, name):
+    return load(name)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_peers_need_the_same_calibration(tmp_path):
+    path = write_calibration(tmp_path / "c.toml")
+    with RankPool(4) as pool:
+        assert pool.run(_tensor_parallel_costs, path, _unchanged) == ["no error"] * 4
+        # Ranks 0 and 2, and 1 and 3, share batches; 0 and 1 are peers.
+        texts = pool.run(_tensor_parallel_costs, path, _slower)
+        assert all("calibrations differ: rank 0 has {'per_token'" in text for text in texts[:2])
+        assert all("in shuffle of tensor-parallel peers; all ranks pass the same" in text for text in texts)
+        texts = pool.run(_tensor_parallel_costs, path, _missing)
+        assert all("rank 1: calibration" in text and "does not exist" in text for text in texts)
+
+
+# --------------------------------------------------------------------------------------------------------------- speeds
+
 
 SLOW = 1
 FASTEST = 1024
@@ -36,7 +165,7 @@ def _steps(option, factors, state=None, **options):
     with closing(SquareShuffler(ShufflerOptions(speeds=option, slack=0.0, **options))) as shuffler:
         shuffler.load_state_dict(state or {})
         for step, factor in enumerate(factors):
-            batch = my_batch(step, [16] * 4, max_length=20)
+            batch = rich_batch(step, [16] * 4, max_length=20)
             result = shuffler.shuffle(batch)
             stats = shuffler.last_stats
             report(shuffler, stats, factor if dist.get_rank() == SLOW else 1.0)
@@ -98,15 +227,15 @@ def test_a_token_cap_is_kept_whatever_the_speeds(two_ranks):
 
 def _capped(factor, state):
     """Tokens of this rank in the third step, with a cap a little above an even share."""
-    tokens = torch.tensor(my_batch(2, [16] * 4, max_length=20).features.values().numel())
+    tokens = torch.tensor(rich_batch(2, [16] * 4, max_length=20).features.values().numel())
     dist.all_reduce(tokens)
     cap = int(tokens) // dist.get_world_size() + 40
     shuffler = SquareShuffler(ShufflerOptions(speeds="measured", max_tokens_per_rank=cap))
-    shuffler.token_feature_names = list(my_batch(2, [16] * 4).features.keys())
+    shuffler.token_feature_names = list(rich_batch(2, [16] * 4).features.keys())
     with closing(shuffler):
         shuffler.load_state_dict(state)
         for _ in range(3):
-            result = shuffler.shuffle(my_batch(2, [16] * 4, max_length=20))
+            result = shuffler.shuffle(rich_batch(2, [16] * 4, max_length=20))
             report(shuffler, shuffler.last_stats, factor if dist.get_rank() == SLOW else 1.0)
         return result.features.values().numel(), cap, shuffler.last_stats.excess_tokens
 
@@ -144,7 +273,7 @@ def test_the_training_is_the_same(ranks):
 def _reported_windows():
     """Rows in all, the loads of the last steps and the last speeds, of windows whose steps are reported."""
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
-        batches = windowed_iter((my_batch(step, [8] * 4, max_length=20) for step in range(180)), shuffler, 2)
+        batches = windowed_iter((rich_batch(step, [8] * 4, max_length=20) for step in range(180)), shuffler, 2)
         rows, loads = 0, []
         for batch in batches:
             rows += batch.actual_batch_size
@@ -168,7 +297,7 @@ def _tensor_parallel(factors):
     with model_parallel(2), closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
         place = parallel_state.get_data_parallel_rank()
         for step, factor in enumerate(factors):
-            batch = shuffler.shuffle(my_batch(step * 7 + place, [16] * 4, max_length=20))
+            batch = shuffler.shuffle(rich_batch(step * 7 + place, [16] * 4, max_length=20))
             slow = dist.get_rank() == 3  # its peer is rank 2
             report(shuffler, shuffler.last_stats, factor if slow else 1.0)
         return shuffler.last_stats.speeds, batch.features.values().tolist()
