@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.shared.plain import plain_first_fit
+from benchmarks.shared.plain import plain_first_fit, plain_karmarkar_karp
 from commons.micro_batching import (
     ffd_allocate,
     get_allocate_fn,
@@ -74,9 +74,11 @@ def test_what_always_holds(problem):
 
 @settings(max_examples=100)
 @given(problems())
-def test_first_fit_is_first_fit(problem):
+def test_first_fit_is_first_fit_and_refined_takes_no_more_groups_than_plain_differencing(problem):
     values, capacity, *_ = problem
     assert sorted(map(sorted, plain_first_fit(values, capacity))) == sorted(ffd_allocate(values, capacity))
+    for fewer in range(1, len(refined_allocate(values, capacity))):  # into which differencing puts too much
+        assert max(loads_of(values, plain_karmarkar_karp(values, fewer, equal_size=False))) > capacity
 
 
 def set_partitions(num_rows):

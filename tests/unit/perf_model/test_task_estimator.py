@@ -10,37 +10,22 @@ from hypothesis import strategies as st
 
 from commons.perf_model.attention_pairs import attention_pairs
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, training_flops
+from tests.helpers.batches.row_parts import rows_of_parts
+from tests.helpers.models.reference_attention import sees
 
 
-def kept_keys(query, length, targets, causal, group, window=10**9, context=0):
-    """Keys that one query sees, found one by one."""
-    history = length - targets
-
-    def is_kept(key):
-        places = [each if each < history or not causal else history + (each - history) % group for each in (query, key)]
-        is_near = abs(places[0] - places[1]) <= window
-        if not causal:
-            return is_near
-        if query < history or key < history:
-            return key < history if query < context else key <= query and is_near
-        return (query - history) // group == (key - history) // group and key <= query and is_near
-
-    return [key for key in range(length) if is_kept(key)]
+def pairs_by_mask(length, targets, causal, group, window=None, context=0):
+    """Pairs that the mask keeps, one by one."""
+    places = range(length)
+    return sum(sees(i, j, length - targets, group, causal, context, window) for i in places for j in places)
 
 
-def pairs_by_mask(length, *mask):
-    return sum(len(kept_keys(query, length, *mask)) for query in range(length))
-
-
-@st.composite
-def rows_of_parts(draw):
-    """Tokens, targets and contextual tokens of some rows."""
-    lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
-    targets = [draw(st.integers(0, length)) for length in lengths]
-    return lengths, targets, [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
-
-
-@given(rows_of_parts(), st.booleans(), st.integers(1, 25), st.sampled_from([*range(1, 22), 10**6, 2**62, 2**63 - 1]))
+@given(
+    rows_of_parts(20, 4, least_rows=1),
+    st.booleans(),
+    st.integers(1, 25),
+    st.sampled_from([*range(1, 22), 10**6, 2**62, 2**63 - 1]),
+)
 def test_pairs_within_a_window_are_those_that_the_mask_keeps(rows, causal, group, window):
     """For integers, arrays and tensors alike; in a window as wide as the row as without one."""
     options = {"causal": causal, "target_group_size": group}
@@ -122,7 +107,7 @@ def test_hstu_operations_are_those_of_its_products(causal, group, targets, conte
     h, heads, layers, expected = 12, 3, 2, []  # heads · d is not the hidden size
     rows = [4, 9, 6, 1], targets, contextual
     for length, count, context in zip(*rows):
-        pairs = pairs_by_mask(length, count, causal, group, 10**9, context)
+        pairs = pairs_by_mask(length, count, causal, group, None, context)
         products = [(length, h, 2 * heads * (d + value_dim)), (pairs, heads * d, 1), (pairs, heads * value_dim, 1)]
         products.append((length, heads * value_dim * (3 if concat else 1), h))
         expected.append(layers * operations(products))

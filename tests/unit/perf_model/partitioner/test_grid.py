@@ -10,10 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commons.perf_model.partitioner import Grid, lower_bound, partition, partition_grid
+from benchmarks.shared.lengths import COSTS, draw
+from commons.perf_model.partitioner import Grid, karmarkar_karp, lower_bound, partition, partition_grid
 
 METHODS = ["karmarkar_karp", "lpt", "refined", "snake"]
 
+# Few distinct values, so that ties are common; or anything up to sums near 2^62.
 workload_lists = st.one_of(
     st.lists(st.integers(0, 5), max_size=60),
     st.lists(st.integers(0, 10_000), max_size=60),
@@ -176,9 +178,12 @@ def test_one_step_is_a_partition(case, equal_size, method, stay, ranks_per_node,
     assert grid.assignment.tolist() == plan.assignment.tolist() and not grid.step.any()
     assert grid.lower_bound == plan.lower_bound and grid.loads[0].tolist() == plan.loads.tolist()
     assert plan.assignment.dtype == plan.loads.dtype == np.int64
+    groups = [np.flatnonzero(plan.assignment == part).tolist() for part in range(ranks)]
+    assert plan.groups() == groups
     assert plan.imbalance == pytest.approx(grid.imbalance) and plan.optimality_gap == grid.optimality_gap >= 0
     if not stay and not room:
         assert plan.lower_bound == lower_bound(workloads, ranks, equal_size)
+        assert method != "karmarkar_karp" or karmarkar_karp(workloads, ranks, equal_size) == groups
 
 
 def batches_alone(workloads, tokens, ranks, steps, home_step, home, **keywords) -> float:
@@ -290,17 +295,12 @@ def test_a_cap_that_only_the_batches_keep_is_no_error():
     assert max(map(max, loads_of(arguments["tokens"], grid))) <= 5
 
 
-def user_like(count: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return (20 + rng.lognormal(np.log(130), 1.4, count)).clip(20, 8192).astype(np.int64)
-
-
 @pytest.mark.parametrize(
     ("rows", "steps", "most"), [(32, 2, 1.01), (32, 4, 1.01), (32, 8, 1.01), (8, 4, 1.9), (8, 8, 1.2)]
 )
 def test_a_window_fills_up_what_a_heavy_history_leaves_over(rows, steps, most):
-    lengths = user_like(64 * rows * steps, seed=rows + steps)
-    grid = partition_grid(5120 * lengths + lengths**2, 64, steps)
+    lengths = draw("user-like", 64 * rows * steps, seed=rows + steps)
+    grid = partition_grid(COSTS["HSTU"](lengths), 64, steps)
     assert 1 + grid.imbalance <= most and grid.optimality_gap <= 0.05
 
 
