@@ -36,7 +36,7 @@ class TestWholeFolder:
         for target in (tmp_path / "data", tmp_path / "new" / "deep" / "data"):
             with (
                 pytest.raises(type(error)),
-                whole_folder(target, may_replace=lambda path: True, what="thing") as folder,
+                whole_folder(target, **_ANY) as folder,
             ):
                 (folder / "a.txt").write_text("half")
                 raise error
@@ -62,7 +62,7 @@ class TestWholeFolder:
         (tmp_path / "data").rename(tmp_path / ".data.replaced")
         with (
             pytest.raises(OSError, match="disk full"),
-            whole_folder(tmp_path / "data", may_replace=lambda path: True, what="thing"),
+            whole_folder(tmp_path / "data", **_ANY),
         ):
             raise OSError("disk full")
         assert (tmp_path / "data" / "a.txt").read_text() == "before"
@@ -70,7 +70,7 @@ class TestWholeFolder:
 
     def test_two_writers(self, tmp_path):
         context = multiprocessing.get_context("spawn")
-        with whole_folder(tmp_path / "data", may_replace=lambda path: True, what="thing") as folder:
+        with whole_folder(tmp_path / "data", **_ANY) as folder:
             (folder / "a.txt").write_text("first")
             with context.Pool(1) as pool:
                 message = pool.apply(_error_of_second, (tmp_path / "data",))

@@ -1,7 +1,8 @@
-"""The shuffler's parts without ranks: options, registry, plans, and a group of one."""
+"""The shuffler's parts without ranks: options, registry, and a group of one."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -9,11 +10,8 @@ import threading
 import time
 import weakref
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 import hstu
@@ -24,7 +22,6 @@ from commons.distributed.channel import groups
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.batches.easyrec import clicks, easyrec_batch
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
@@ -59,7 +56,9 @@ OPTIONS = ShufflerOptions()
 
 def test_the_registry():
     assert {"identity", "tokens"} <= set(BatchShufflerFactory.list_available())
-    assert BatchShufflerFactory.list_available()["hstu"] is hstu.HSTUBalancedBatchShuffler
+    for name, kind in (("hstu", hstu.HSTUBalancedBatchShuffler), ("sid_gr", sid_gr.SIDGRBalancedBatchShuffler)):
+        with contextlib.closing(BatchShufflerFactory.create(name, hidden_size=8, num_heads=2, head_dim=4)) as made:
+            assert type(made) is BatchShufflerFactory.list_available()[name] is kind
 
     @register_batch_shuffler("mine")
     class Mine(IdentityBalancedBatchShuffler):
@@ -199,54 +198,6 @@ def test_a_group_of_one_returns_the_batch():
     with pytest.raises(ValueError, match="rank 0: this batch differs from the first"):
         shuffler.shuffle(random_batch(0, 5, tiny_dtype=torch.int32))
     shuffler.close()
-
-
-@st.composite
-def gathered_rows(draw):
-    num_ranks = draw(st.integers(1, 6))
-    rows = draw(st.lists(st.integers(0, 6), min_size=num_ranks, max_size=num_ranks))
-    real = [draw(st.integers(0, count)) for count in rows]
-    work = draw(st.lists(st.integers(0, 10**6), min_size=sum(real), max_size=sum(real)))
-    tokens = draw(st.lists(st.integers(0, 100), min_size=sum(real), max_size=sum(real)))
-    return GatheredRows(*(np.array(each, dtype=np.int64) for each in (rows, real, work, tokens)))
-
-
-@given(gathered_rows(), st.booleans(), st.sampled_from([0.0, 0.01, 0.5]), st.sampled_from([0.0, 0.1]))
-def test_a_plan_is_never_worse_than_staying(gathered, equal_size, slack, min_gain):
-    plan = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain)
-    before, after = plan.loads_before.max(initial=0), plan.loads_after.max(initial=0)
-    assert after <= before
-    assert plan.loads_after.sum() == gathered.workloads.sum()
-    if plan.num_moved:
-        assert after < before and (before - after) / before >= min_gain
-        counts = plan.result_real_rows
-        assert not equal_size or counts.max() - counts.min() <= 1
-    else:
-        assert np.array_equal(plan.destination, gathered.home)
-    again = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain)
-    assert again.digest() == plan.digest()
-    assert after == 0 or plan.loads_planned.max() >= plan.lower_bound
-
-
-@given(gathered_rows(), st.integers(1, 300))
-def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(gathered, cap):
-    plan = plan_shuffle(gathered, max_tokens=cap)
-    tokens = np.zeros(gathered.num_ranks, dtype=np.int64)
-    np.add.at(tokens, plan.destination, gathered.tokens)
-    assert plan.excess_tokens == max(0, int(tokens.max(initial=0)) - cap)
-    home = np.zeros(gathered.num_ranks, dtype=np.int64)
-    np.add.at(home, gathered.home, gathered.tokens)
-    assert plan.excess_tokens <= max(0, int(home.max(initial=0)) - cap)
-
-
-@given(gathered_rows(), st.booleans(), st.sampled_from([0.0, 0.01, 0.5]), st.sampled_from([0.0, 1.0]))
-def test_without_padding_every_rank_has_a_row_if_there_are_enough(gathered, equal_size, slack, min_gain):
-    plan = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain, pads=False)
-    if len(gathered.workloads) >= gathered.num_ranks:
-        assert plan.result_real_rows.min() >= 1
-    if gathered.real_rows.all() and equal_size:
-        padded = plan_shuffle(gathered, equal_size=equal_size, slack=slack, min_gain=min_gain)
-        assert np.array_equal(plan.destination, padded.destination)
 
 
 def test_an_idle_worker_keeps_nothing_of_its_last_job():

@@ -194,18 +194,18 @@ def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
     assert torch.equal(output, hstu_attention(*inputs, plan, normalizer=LONGEST))
 
 
-def test_mistakes_are_named():
-    inputs = random_inputs(5, False, seed=7)
-    with pytest.raises(ValueError, match="query has 5 tokens, the plan was made for 6"):
-        hstu_attention(*inputs, make_plan([6], [0]), normalizer=1.0)
-    short = inputs[3][:, :4]
-    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 4"):
-        hstu_attention(*inputs[:3], short, make_plan([5], [0]), normalizer=1.0)
-    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 targets"):
-        make_plan([4, 2], [0, 3])
-    with pytest.raises(ValueError, match="row 0 has -1 tokens"):
-        make_plan([-1], [0])
-    with pytest.raises(ValueError, match="row 1 has 4 tokens and 3 targets and 2 contextual tokens"):
-        make_plan([4, 4], [0, 3], contextual=[4, 2])
-    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 3"):
-        hstu_attention(*inputs[:3], inputs[3][:, :5], make_plan([5], [0], contextual=[1]), normalizer=1.0)
+@pytest.mark.parametrize(
+    ("lengths", "targets", "contextual", "reach", "message"),
+    [
+        ([6], [0], None, 12, "query has 5 tokens, the plan was made for 6"),
+        ([5], [0], None, 4, "longest row has 5 tokens, the position bias reaches 4"),
+        ([5], [0], [1], 5, "longest row has 5 tokens, the position bias reaches 3"),
+        ([4, 2], [0, 3], None, 12, "row 1 has 2 tokens and 3 targets"),
+        ([-1], [0], None, 12, "row 0 has -1 tokens"),
+        ([4, 4], [0, 3], [4, 2], 12, "row 1 has 4 tokens and 3 targets and 2 contextual tokens"),
+    ],
+)
+def test_mistakes_are_named(lengths, targets, contextual, reach, message):
+    *inputs, bias = random_inputs(5, False, seed=7)
+    with pytest.raises(ValueError, match=message):
+        hstu_attention(*inputs, bias[:, :reach], make_plan(lengths, targets, contextual=contextual), normalizer=1.0)

@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +95,7 @@ def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candida
     file = SequenceFile(path, "ml-1m", ["user_id"])
     for split in set(pq.read_table(path)["split"].to_pylist()):
         in_split = file.select(np.array(file.split_rows(split))).values("user_id").tolist()
-        rows = data.draw(st.lists(st.integers(0, len(in_split) - 1), max_size=5))  # any order, repeats
+        rows = data.draw(st.lists(st.integers(0, len(in_split) - 1), max_size=7))  # any order, repeats
         dataset = _dataset(
             path,
             split,
@@ -107,7 +106,8 @@ def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candida
             timestamps=True,
         )
         batch = dataset[rows]
-        assert (batch.batch_size, batch.actual_batch_size) == (5, len(rows))
+        # A sampler's batch may have a row more than the batch size, so that no rank goes without.
+        assert (batch.batch_size, batch.actual_batch_size) == (max(5, len(rows)), len(rows))
         expected = [_expected_row(in_split[row], users, ratings, history, candidates) for row in rows]
         empty = {key: 0 if key == "num_candidates" else [] for key in _per_row(batch)[0]}
         assert _per_row(batch) == expected + [empty] * (5 - len(rows))
@@ -202,16 +202,6 @@ class TestDataset:
             dataset[[0, len(dataset)]]
         with pytest.raises(IndexError, match="row -1"):
             dataset[-1]
-
-    def test_more_rows_than_the_batch_size(self, generated):
-        """A sampler's batch may have a row more, so that no rank goes without."""
-        dataset = _dataset(generated)
-        batch, first, second = dataset[[0, 1, 2, 3, 4]], dataset[[0, 1, 2, 3]], dataset[4]
-        assert batch.batch_size == batch.actual_batch_size == 5 and first.batch_size == 4
-        for name in batch.features.keys():
-            parts = [part.features[name].values() for part in (first, second)]
-            assert batch.features[name].values().tolist() == torch.cat(parts).tolist()
-        assert batch.labels.lengths().numel() == 5 * len(batch.labels.keys())
 
     def test_empty_split(self, tmp_path):
         path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0.0)

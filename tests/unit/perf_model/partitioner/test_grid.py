@@ -168,6 +168,7 @@ def loaded_batches(draw):
     st.sampled_from([0.0, 0.01, 0.3]),
     st.sampled_from([None, 1.0, 1.5]),
 )
+@example(([], [], 3, 1, [], []), True, "refined", False, None, 0.0, None)
 def test_one_step_is_a_partition(case, equal_size, method, stay, ranks_per_node, slack, room):
     """What grids keep, partitions do: loads, counts, homes, caps and bounds."""
     workloads, tokens, ranks, _, _, home = case
@@ -180,10 +181,11 @@ def test_one_step_is_a_partition(case, equal_size, method, stay, ranks_per_node,
     assert plan.assignment.dtype == plan.loads.dtype == np.int64
     groups = [np.flatnonzero(plan.assignment == part).tolist() for part in range(ranks)]
     assert plan.groups() == groups
+    plain = partition(workloads, ranks, method="karmarkar_karp", equal_size=equal_size)
+    assert karmarkar_karp(workloads, ranks, equal_size) == plain.groups()
     assert plan.imbalance == pytest.approx(grid.imbalance) and plan.optimality_gap == grid.optimality_gap >= 0
     if not stay and not room:
         assert plan.lower_bound == lower_bound(workloads, ranks, equal_size)
-        assert method != "karmarkar_karp" or karmarkar_karp(workloads, ranks, equal_size) == groups
 
 
 def batches_alone(workloads, tokens, ranks, steps, home_step, home, **keywords) -> float:
@@ -206,15 +208,6 @@ def keeps_counts(counts: np.ndarray, equal_size: bool) -> bool:
     return bool(counts.min() > 0 or counts.sum() < len(counts))
 
 
-@given(loaded_batches(), st.booleans(), st.sampled_from(METHODS))
-@example(([5, 5, 5, 5, 5, 5, 0, 0], [1] * 8, 2, 2, [0] * 6 + [1] * 2, [0] * 8), True, "refined")
-@example(([9, 9, 0], [1] * 3, 2, 2, [0, 0, 1], [0] * 3), False, "refined")
-def test_batches_of_any_sizes_get_the_counts_that_were_asked_for(case, equal_size, method):
-    workloads, _, ranks, steps, home_step, _ = case
-    grid = partition_grid(workloads, ranks, steps, method=method, equal_size=equal_size, home_step=home_step)
-    assert keeps_counts(counts_of(grid).ravel(), equal_size)
-
-
 @given(
     loaded_batches(),
     st.booleans(),
@@ -222,11 +215,16 @@ def test_batches_of_any_sizes_get_the_counts_that_were_asked_for(case, equal_siz
     st.sampled_from([0.0, 0.01, 0.3]),
     st.sampled_from(METHODS),
 )
-def test_a_window_is_never_worse_than_none(case, equal_size, ranks_per_node, slack, method):
+@example(([5, 5, 5, 5, 5, 5, 0, 0], [1] * 8, 2, 2, [0] * 6 + [1] * 2, [0] * 8), True, None, 0.0, "refined")
+@example(([9, 9, 0], [1] * 3, 2, 2, [0, 0, 1], [0] * 3), False, None, 0.0, "refined")
+def test_a_window_is_never_worse_than_none_and_has_the_counts_that_were_asked_for(
+    case, equal_size, ranks_per_node, slack, method
+):
     workloads, tokens, ranks, steps, home_step, home = case
     keywords = {"method": method, "equal_size": equal_size}
     free = partition_grid(workloads, ranks, steps, home_step=home_step, **keywords)
     check(free, workloads, ranks, steps)
+    assert keeps_counts(counts_of(free).ravel(), equal_size)
     assert free.sum_of_largest <= batches_alone(workloads, tokens, ranks, steps, home_step, None, **keywords)
 
     keywords.update(ranks_per_node=ranks_per_node, slack=slack)

@@ -19,14 +19,6 @@ def test_counting_bound_sees_what_the_mean_does_not():
     assert partition(workloads, 4).loads.max() == 201
 
 
-def test_empty_input_gives_empty_partitions():
-    plan = partition([], 3)
-    assert plan.assignment.shape == (0,) and plan.loads.tolist() == [0, 0, 0]
-    assert (plan.lower_bound, plan.imbalance, plan.optimality_gap) == (0, 0.0, 0.0)
-    assert karmarkar_karp([], 3, True) == [[], [], []]
-    assert lower_bound([], 3) == 0
-
-
 def test_ties_go_to_the_lower_index():
     assert partition([3, 3, 3, 3], 2, method="lpt").assignment.tolist() == [0, 1, 0, 1]
     assert partition([3, 3, 3, 3], 2, method="snake").assignment.tolist() == [0, 1, 1, 0]

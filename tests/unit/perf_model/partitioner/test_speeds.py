@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import draw
-from benchmarks.shared.one_of_many_ranks import packed_rows
 from commons.perf_model.partitioner import partition, partition_grid
-from commons.perf_model.shuffle_plan import plan_shuffle
 
 
 def slowest(workloads, assignment, speeds):
@@ -129,28 +127,6 @@ def test_no_grid_goes_below_its_bound(seed, equal_size):
     for _ in range(20):
         other = rng.permutation(np.repeat(np.arange(ranks * steps), rows))
         assert grid.lower_bound <= rounded_up(sum_of_slowest(other)) + steps - 1
-
-
-@given(seed=st.integers(0, 2**32), slack=st.sampled_from([0.0, 0.01, 0.2]))
-def test_a_shuffle_never_makes_the_slowest_rank_slower(seed, slack):
-    rng = np.random.default_rng(seed)
-    ranks, steps = int(rng.integers(1, 6)), int(rng.integers(1, 3))
-    real = rng.integers(0, 6, ranks * steps)
-    workloads, speeds = rng.integers(0, 10**6, real.sum()), rng.integers(1, 100, ranks)
-    rows = packed_rows(real, real, workloads, workloads, np.zeros((real.sum(), 1), np.int64), steps=steps)
-    plan = plan_shuffle(rows, slack=slack, speeds=speeds)
-
-    def sum_of_slowest(places):
-        return sum(
-            slowest(workloads[places % steps == s], places[places % steps == s] // steps, speeds.tolist())
-            for s in range(steps)
-        )
-
-    before, after = sum_of_slowest(rows.home), sum_of_slowest(plan.destination)
-    assert after <= before
-    if after == before:
-        assert not plan.changes
-    assert sorted(np.bincount(plan.destination, minlength=len(real))) == sorted(plan.result_real_rows)
 
 
 def test_rows_stay_at_home_where_that_costs_little():
