@@ -29,17 +29,13 @@ def _dataset(path, split="train", **arguments) -> SequenceDataset:
 
 
 def _per_row(batch: HSTUBatch) -> list[dict]:
-    """Rows of a batch, one element at a time."""
-    rows = [{} for _ in range(batch.batch_size)]
+    """Rows of a batch."""
+    candidates = [0] * batch.batch_size if batch.num_candidates is None else batch.num_candidates.tolist()
+    rows = [{"num_candidates": count} for count in candidates]
     for kjt in (batch.features, batch.labels):
-        lengths, values, position = kjt.lengths().tolist(), kjt.values().tolist(), 0
-        for key_index, key in enumerate(kjt.keys()):
-            for row in range(batch.batch_size):
-                length = lengths[key_index * batch.batch_size + row]
-                rows[row][key] = values[position : position + length]
-                position += length
-    for row in range(batch.batch_size):
-        rows[row]["num_candidates"] = 0 if batch.num_candidates is None else int(batch.num_candidates[row])
+        for key in kjt.keys():
+            for row, values in zip(rows, kjt[key].to_dense(), strict=True):
+                row[key] = values.tolist()
     return rows
 
 
@@ -118,15 +114,8 @@ class TestDataset:
         dataset = _dataset(generated, max_history_seqlen=30, max_num_candidates=5)
         assert dataset.max_sequence_length == 2 * 30 + 2 * 5 + 5
         batch = dataset[[3, 0, 7]]
-        assert batch.feature_to_max_seqlen == {
-            "user_id": 1,
-            "gender": 1,
-            "age": 1,
-            "occupation": 1,
-            "zip": 1,
-            "movie_id": 35,
-            "rating": 35,
-        }
+        contextual = dict.fromkeys(("user_id", "gender", "age", "occupation", "zip"), 1)
+        assert batch.feature_to_max_seqlen == contextual | {"movie_id": 35, "rating": 35}
         assert batch.num_candidates.tolist() == [5, 5, 5, 0]
         assert batch.labels.keys() == ["task_0"]
         assert batch.num_loss_tokens() == 15
