@@ -226,7 +226,7 @@ def test_mistakes_are_one_line(lengths, options, message):
 )
 def test_arguments_that_do_not_match(changes, message):
     fine = {"batch": {"id": torch.arange(3)}, "spec": MicroBatchSpec(), "lengths": [1, 2, 3]}
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(TypeError if "spec is a dict" in message else ValueError, match=message):
         pack_micro_batches(**fine | changes)
 
 

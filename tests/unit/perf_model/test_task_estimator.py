@@ -46,6 +46,9 @@ def test_a_window_makes_rows_cost_less_and_no_window_is_the_default():
     assert costs[1] == [narrow.get_workloads(*row) for row in zip(lengths.tolist(), targets.tolist())]
     assert costs[1][:2] < costs[0][:2] and costs[1][2:] == costs[0][2:]
     assert HSTUAttentionTask(64, 4, 16, 8, max_attn_len=2**40).get_workloads(lengths, targets).tolist() == costs[0]
+    for wrong in (0, -1, 2.5, "x", True):
+        with pytest.raises(ValueError, match=f"max_attn_len is {wrong!r}; it must be an integer of at least 1: .* out"):
+            HSTUAttentionTask(64, 4, 16, max_attn_len=wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
@@ -85,27 +88,22 @@ def test_lengths_that_are_wrong_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "options", "message"),
+    ("make", "message"),
     [
-        (HSTUAttentionTask, (0, 1, 1), {}, "hidden_size is 0"),
-        *((HSTUAttentionTask, (8, 2, 4), {"value_dim": wrong}, f"value_dim is {wrong}") for wrong in (0, -1)),
-        *(
-            (
-                HSTUAttentionTask,
-                (8, 2, 4),
-                {"max_attn_len": wrong},
-                f"_len is {wrong!r}; it must be an integer of .* out",
-            )
-            for wrong in (0, -1, 2.5, "x", True)
+        (lambda: HSTUAttentionTask(0, 1, 1), "hidden_size is 0"),
+        (lambda: HSTUAttentionTask(8, 2, 4, value_dim=0), "value_dim is 0"),
+        (lambda: HSTUAttentionTask(8, 2, 4, value_dim=-1), "value_dim is -1"),
+        (lambda: SelfAttentionTask(8, 3, 4, num_query_groups=2), "num_query_groups is 2, num_heads is 3"),
+        (
+            lambda: SelfAttentionTask(8, 2, 4, num_experts=2, num_active_experts=3),
+            "num_active_experts is 3, num_experts is 2",
         ),
-        (SelfAttentionTask, (8, 3, 4), {"num_query_groups": 2}, "num_query_groups is 2, num_heads is 3"),
-        (SelfAttentionTask, (8, 2, 4), {"num_experts": 2, "num_active_experts": 3}, "experts is 3, num_experts is 2"),
-        (SelfAttentionTask, (8, 2, 4), {"vocab_size": 0}, "vocab_size is 0"),
+        (lambda: SelfAttentionTask(8, 2, 4, vocab_size=0), "vocab_size is 0"),
     ],
 )
-def test_what_no_model_has_is_refused(kind, sizes, options, message):
+def test_what_no_model_has_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
-        kind(*sizes, **options)
+        make()
 
 
 def operations(products):
