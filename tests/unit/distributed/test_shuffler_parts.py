@@ -153,7 +153,7 @@ def test_the_registry_can_be_cleared_and_is_no_object():
         (lambda: BatchShufflerFactory.create_from_config("tokens"), "the shuffler config is a str; it is a dictionary"),
         (
             lambda: TrainPipelineFactory.register("mine", 3),
-            "pipeline 'mine' is 3, which cannot be called; .* give a cl",
+            "pipeline 'mine' is 3, which cannot be called; .* give a class or a function",
         ),
         (
             lambda: IdentityBalancedBatchShuffler().finish_shuffle(random_batch(0, 2), None),
