@@ -1,8 +1,7 @@
-"""How many bytes does a shuffle send, and what does it cost the thread that launches?
+"""What does a shuffle cost the thread that launches?
 
-Bytes are counted in the exchange that one of up to 1024 ranks makes of a plan. The reference is what a shuffler does
-that gathers every row of every rank on every rank. What the worker thread costs the launching thread is measured on one
-rank, which hears of the others from a list.
+It is measured on one rank, which hears of the others from a list. The bytes that a shuffle sends are counted by
+benchmarks/scale.py.
 """
 
 from __future__ import annotations
@@ -22,39 +21,13 @@ from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
-from benchmarks.shared.one_of_many_ranks import (
-    SIZES,
-    MovedRows,
-    fake_ranks,
-    plan_batch,
-    planned_exchange,
-    tell_of_all_ranks,
-)
-from benchmarks.shared.report import Page, each_column, timed
+from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, tell_of_all_ranks
+from benchmarks.shared.report import Page, timed
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 
 ROWS = 32
-LENGTHS = ("zipf", "lognormal", "user-like, mean 165")
 LAUNCHES = 2000
-
-
-def bytes_sent(world_size: int, lengths_name: str, seed: int) -> dict[str, float]:
-    """Bytes of a shuffle over `world_size` ranks, from the plan."""
-    plan, layout = plan_batch(draw(lengths_name, world_size * ROWS, seed), world_size)
-    moved = MovedRows.of(plan, layout)
-    busiest = int(moved.sent.argmax())
-    by_busiest = planned_exchange(plan.gathered, plan.destination, layout, busiest).bytes_sent
-    everything = moved.everything / world_size * (world_size - 1)
-    return {
-        "sent kB, mean rank": moved.sent.mean() / 1e3,
-        "busiest rank": by_busiest / 1e3,
-        "its bytes ÷ its moved rows": by_busiest / max(moved.sent[busiest], 1),
-        "gathering everything, kB": everything / 1e3,
-        "fewer bytes, ×": everything / max(moved.sent.mean(), 1),
-        "tokens moved": plan.gathered.tokens[plan.moves].sum() / plan.gathered.tokens.sum(),
-        "largest ÷ mean load": plan.loads_after.max() / plan.loads_after.mean(),
-    }
 
 
 def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[str, Any]:
@@ -126,27 +99,15 @@ def without_gil() -> Iterator[list[float]]:
 def main(quick: Quick = False) -> None:
     """Measure and write benchmarks/results/exchange.md."""
     torch.set_num_threads(1)
-    kinds, rounds = (LENGTHS[1:2], 50) if quick else (LENGTHS, 300)
     page = Page(
-        "Exchange: bytes, and what it costs beside",
+        "Exchange: what it costs beside",
         f"{ROWS} samples per rank; five contextual features, items, actions and a label per item; slack 1 %. "
-        f"{described(kinds)}",
+        f"{described(['zipf'])}",
     )
-    planned, launching = [], []
-    for size, kind in tqdm(list(product((8,) if quick else (8, 64, 256, 1024), kinds)), desc="bytes"):
-        means = each_column([bytes_sent(size, kind, seed) for seed in range(3)], np.mean)
-        planned.append({"ranks": size, "lengths": kind} | means)
-    for size, keys in tqdm([(8, 3)] if quick else list(product((8, 64), (3, 102))), desc="launching thread"):
-        launching.append({"ranks": size, "keys": keys} | beside_a_launching_thread(size, keys, rounds))
-    most = max(row["its bytes ÷ its moved rows"] for row in planned)
-    fewest = min(row["fewer bytes, ×"] for row in planned)
-    page.target("bytes sent by the busiest rank", "≤ 1.05 × its moved rows", f"{most:.3f}", most <= 1.05)
-    page.target("bytes beside gathering everything, 8 ranks or more", "≥ 5× fewer", f"{fewest:.0f}×", fewest >= 5)
-    page.section(
-        "What is sent",
-        "All-to-all, nodes of 8, mean of 3 seeds. The reference gathers every row of every rank on every rank.",
-        planned,
-    )
+    launching = [
+        {"ranks": size, "keys": keys} | beside_a_launching_thread(size, keys, 50 if quick else 300)
+        for size, keys in tqdm([(8, 3)] if quick else list(product((8, 64), (3, 102))), desc="launching thread")
+    ]
     page.section(
         "Beside the launching thread",
         f"One rank's worker gathers, plans and prepares a shuffle ({ROWS} rows per rank, keys and labels, Zipf; the "

@@ -73,6 +73,7 @@ class OneRank:
     world_size: int
     message_bytes: int  # what a rank sends to the gather of rows
     compared_bytes: int  # and to that of the plans' digests
+    sent_bytes: int  # in its exchange
     stage_ms: dict[str, float]  # by stage, and the "rest"
     # Most memory beyond that of the process before, in 10^6 bytes: messages, plan, and what is held for a while.
     peak_mb: float
@@ -131,6 +132,7 @@ def play_rank(
             world_size,
             session.channel.message_bytes,
             session.channel.compared_bytes,
+            prepared.exchange.bytes_sent,
             min(times[1:], key=lambda each: sum(each.values())),
             (_memory("VmHWM") - before) / 1e6,
             indices.numel() * indices.element_size() / 1e6,
@@ -215,6 +217,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
         of_size = [_total_ms(each, link) for key, each in played.items() if key[:2] == (size, keys)]
         if of_size:
             page.target_of_cases(f"gather and computed, {size:,} ranks", goal, of_size, " ms")
+    _note_bytes(page, [each for key, each in played.items() if key[1] == keys])
     before, plans, resources = [], [], []
     for (size, of_keys, kind), each in played.items():
         case = {"ranks": size, "features": of_keys, "lengths": kind}
@@ -266,6 +269,20 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
         resources,
     )
     return page
+
+
+def _note_bytes(page: Page, played: list[OneRank]) -> None:
+    """Targets of what a rank sends: its moved rows, and how much less that is than gathering every row everywhere."""
+    ratios, fewer = [], []
+    for each in played:
+        moved, size = each.moved, each.world_size
+        assert moved is not None
+        if own := moved.sent[size // 2]:
+            ratios.append(each.sent_bytes / own)
+        fewer.append(moved.everything / size * (size - 1) / max(moved.sent.mean(), 1))
+    page.target_of_cases("bytes sent", 1.05, ratios, " × moved rows")
+    reached = f"{min(fewer):,.0f} to {max(fewer):,.0f}×"
+    page.target("bytes sent, beside gathering every row on every rank", "≥ 5× fewer", reached, min(fewer) >= 5)
 
 
 def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:

@@ -9,8 +9,8 @@ barrier, with the shuffler's worker idle at its end, so that gather, planning, e
 Variants, each with a replica of the model, the same batches and its turn in every step: speeds "equal"; "measured"; and
 "known", whose plans follow the limit from the step at which it is set: what is possible.
 
-Then what "measured" costs on equal ranks, how long a look takes at many ranks, and, in simulated times, whether speeds
-oscillate and what they gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
+Then what "measured" costs on equal ranks, how long a look takes at many ranks, and, in simulated times, what speeds
+gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
 
 Examples:
     python -m benchmarks.speeds
@@ -36,7 +36,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, SIZES, draw_users, make_batch, make_model
-from benchmarks.shared.speeds_simulated import looks_table, oscillation_table, simulation_table
+from benchmarks.shared.speeds_simulated import looks_table, simulation_table
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.speed_control import FASTEST
 from commons.pipeline import balanced
@@ -281,13 +281,6 @@ def main(
         f"{100 * (ratio - 1):+.2f} %, ratio {text}",
         float(text.rpartition("–")[2].rstrip(")")) <= 1.01,
     )
-    oscillation = oscillation_table(200 if quick else 2000)
-    page.target(
-        "changes of speeds, once settled, in 2,000 simulated steps of equal ranks",
-        "0",
-        str(max(row["changes, equal ranks"] for row in oscillation)),
-        not any(row["changes, equal ranks"] for row in oscillation),
-    )
     page.section(
         "A rank that becomes slow, and recovers",
         "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: what plans gain that "
@@ -302,17 +295,11 @@ def main(
         looks_table(quick),
     )
     page.section(
-        "Simulated: does it oscillate?",
-        "Times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a tail and pauses; lengths vary the load of a step by 15 %. "
-        "Changes of a speed after step 150, where one rank of factor 1.5 is slow from the first step on, and where all "
-        "are equal.",
-        oscillation,
-    )
-    page.section(
         "Simulated: many ranks, some of them slow at random",
-        "Planned by the planner, 32 user-like rows per rank, times as above. Two in a hundred ranks are slower by 1.15 "
-        "to 2 at any time: always the same, or each for 500 steps in the mean and then another one. Sum of the "
-        "longest times, as a ratio to speeds that are equal; possible: plans that know every speed at once.",
+        "Planned by the planner, 32 user-like rows per rank; times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a tail "
+        "and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same, or each for 500 "
+        "steps in the mean and then another one. Sum of the longest times, as a ratio to speeds that are equal; "
+        "possible: plans that know every speed at once.",
         simulation_table(quick),
     )
     page.finish(quick=quick)

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,21 +44,35 @@ WARMUP = 1  # rounds
 _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 
 
-@dataclass
 class Variant:
-    """A replica of the model in its pipeline, and its batches."""
+    """One of `VARIANTS`: a replica of the model in its pipeline, and its batches.
 
-    progress: Callable[[], Any]  # trains the next batch
-    settle: Callable[[], None] = lambda: None  # waits until no thread of the variant is at work
-    # How long the pipeline has waited for the window that came last, and its number; None without one.
-    wait_ms: Callable[[], tuple[int, float] | None] = lambda: None
-    close: Callable[[], None] = lambda: None
-    # Of each step that this rank has trained, 1, rows, tokens and pairs.
-    trained: list[np.ndarray] = field(default_factory=list)
-    processor_ms: list[float] = field(default_factory=list)  # of each of these steps
-    done: list[int] = field(default_factory=list)  # rows of all ranks, by the end of each round
-    first: list[int] = field(default_factory=list)  # the step that each round begins with
-    waits: list[float] = field(default_factory=list)  # of the windows that were begun in the round they were waited for
+    Args:
+        name: which.
+        users: int64 `(n,)`, items of all users, in the order in which they are trained.
+        rows: rows of a rank's batch.
+        rank: this rank.
+    """
+
+    def __init__(self, name: str, users: np.ndarray, rows: int, rank: int) -> None:
+        model, optimizer = make_model()
+        self._shuffler = HSTUBalancedBatchShuffler(*SIZES) if name in ("per batch", "window") else None
+        if name == "per batch":
+            self._pipeline = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=self._shuffler)
+        else:
+            self._pipeline = TrainPipelineBase(model, optimizer, CPU)
+        self._batches: Any = (make_batch(users[own]) for own in numbers_of_batches(name, users, rows, rank))
+        self._windows: Any = None
+        if name == "window":
+            assert self._shuffler is not None
+            self._batches = self._windows = windowed_iter(self._batches, self._shuffler, WINDOW)
+        # Of each step that this rank has trained, 1, rows, tokens and pairs; and its processor time.
+        self.trained: list[np.ndarray] = []
+        self.processor_ms: list[float] = []
+        self.done: list[int] = []  # rows of all ranks, by the end of each round
+        self.first: list[int] = []  # the step that each round begins with
+        self.waits: list[float] = []  # of the windows that were begun in the round they were waited for
+        model.register_forward_pre_hook(lambda _, arguments: self.trained.append(size_of_batch(arguments[0])))
 
     def train_round(self, rows: int) -> None:
         """Train to the end of the next round, each of which has so many rows of all ranks or a few more."""
@@ -68,20 +80,52 @@ class Variant:
         self.first.append(len(self.trained))
         busy = time.process_time()
         while done < end:
-            seen = self.wait_ms()
-            self.progress()
+            seen = self._last_window()
+            self._pipeline.progress(self._batches)
             trained = torch.tensor(int(self.trained[-1][_ROWS]))
             dist.all_reduce(trained)  # a barrier, too
             done += int(trained)
             self.processor_ms.append((time.process_time() - busy) * 1e3)
             busy = time.process_time()
-            last = self.wait_ms()
+            last = self._last_window()
             # A window that was begun in the round before was waited for when that one ended.
             if len(self.done) >= WARMUP and last is not None and last != seen and done == end:
                 self.waits.append(last[1])
-        self.settle()
+        self._settle()
         self.processor_ms[-1] += (time.process_time() - busy) * 1e3
         self.done.append(done)
+
+    def _last_window(self) -> tuple[int, float] | None:
+        """The number of the window that came last, and how long the pipeline has waited for it."""
+        last = None if self._windows is None else self._windows.last_window
+        return None if last is None else (last.window, last.wait_ms)
+
+    def _settle(self) -> None:
+        """Wait until no thread of the variant is at work."""
+        if self._shuffler is not None:
+            self._shuffler.drain()
+
+    def close(self) -> None:
+        """End its threads."""
+        self._settle()
+        if self._windows is not None:
+            self._windows.close()
+        elif self._shuffler is not None:
+            self._pipeline.reset()
+        if self._shuffler is not None:
+            self._shuffler.close()
+
+
+def numbers_of_batches(name: str, users: np.ndarray, rows: int, rank: int) -> Any:
+    """The numbers of the users in each of a rank's batches."""
+    num_ranks, workloads = dist.get_world_size(), TASK.get_workloads(users)
+    share: dict[str, Any] = {"num_ranks": num_ranks, "rank": rank, "shuffle": False}
+    if name == "sampler":
+        return BalancedBatchSampler(workloads, rows, window=WINDOW, **share)
+    if name == "budget":
+        budget = max(int(workloads.max()), int(workloads.mean() * rows))
+        return BudgetBatchSampler(workloads, budget_per_rank=budget, **share)
+    return np.arange(len(users) // (rows * num_ranks) * rows * num_ranks).reshape(-1, num_ranks, rows)[:, rank]
 
 
 def step_size(histories: np.ndarray) -> np.ndarray:
@@ -90,63 +134,9 @@ def step_size(histories: np.ndarray) -> np.ndarray:
     return np.array([1, len(histories), int(tokens.sum()), int(pairs.sum())])
 
 
-def make_variant(name: str, users: np.ndarray, rows: int, rank: int) -> Variant:
-    """One of `VARIANTS`.
-
-    Args:
-        name: which.
-        users: int64 `(n,)`, items of all users, in the order in which they are trained.
-        rows: rows of a rank's batch.
-        rank: this rank.
-    """
-    num_ranks = dist.get_world_size()
-    model, optimizer = make_model()
-    workloads = TASK.get_workloads(users)
-    share: dict[str, Any] = {"num_ranks": num_ranks, "rank": rank, "shuffle": False}
-    in_order = np.arange(len(users) // (rows * num_ranks) * rows * num_ranks).reshape(-1, num_ranks, rows)[:, rank]
-    numbers: Any = in_order
-    if name == "sampler":
-        numbers = BalancedBatchSampler(workloads, rows, window=WINDOW, **share)
-    elif name == "budget":
-        budget = max(int(workloads.max()), int(workloads.mean() * rows))
-        numbers = BudgetBatchSampler(workloads, budget_per_rank=budget, **share)
-    batches: Iterator[Any] = (make_batch(users[own]) for own in numbers)
-    shuffler = None
-    if name in ("per batch", "window"):
-        shuffler = HSTUBalancedBatchShuffler(*SIZES)
-    if name == "per batch":
-        trainer = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
-    else:
-        trainer = TrainPipelineBase(model, optimizer, CPU)
-    made = Variant(lambda: trainer.progress(batches))
-    if shuffler is not None:
-        made.settle = shuffler.drain
-    if name == "window":
-        assert shuffler is not None
-        windows = batches = windowed_iter(batches, shuffler, WINDOW)
-
-        def last_wait() -> tuple[int, float] | None:
-            last = windows.last_window
-            return None if last is None else (last.window, last.wait_ms)
-
-        made.wait_ms = last_wait
-
-    def close() -> None:
-        made.settle()
-        if name == "window":
-            windows.close()
-        if name == "per batch":
-            trainer.reset()
-        if shuffler is not None:
-            shuffler.close()
-
-    made.close = close
-    model.register_forward_pre_hook(lambda _, arguments: made.trained.append(step_size(_real_lengths(arguments[0]))))
-    return made
-
-
-def _real_lengths(batch: HSTUBatch) -> np.ndarray:
-    return batch.features.lengths()[: batch.actual_batch_size].to(torch.int64).numpy()
+def size_of_batch(batch: HSTUBatch) -> np.ndarray:
+    """The `step_size` of its real rows."""
+    return step_size(batch.features.lengths()[: batch.actual_batch_size].to(torch.int64).numpy())
 
 
 def fit_cost(rows: int) -> np.ndarray:
@@ -175,7 +165,7 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     cost = fit_cost(rows)
     per_round = ROUND * rows * dist.get_world_size()
     users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
-    variants = {name: make_variant(name, users, rows, rank) for name in VARIANTS}
+    variants = {name: Variant(name, users, rows, rank) for name in VARIANTS}
     seconds = interleaved_seconds(
         {name: partial(variant.train_round, per_round) for name, variant in variants.items()},
         rounds,

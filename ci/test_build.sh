@@ -26,7 +26,7 @@ cd "$work/evenrank"
 
 echo "== make install"
 make install DEVICE=cpu PYTHON="$python"
-.venv/bin/python -m tests.golden.cases --check
+.venv/bin/python -m pytest -q tests/golden
 .venv/bin/python -c 'from commons.perf_model.partitioner import core; assert core.COMPILER == "zig", core.COMPILER'
 echo "== pip wheel"
 .venv/bin/pip --disable-pip-version-check wheel -q --no-deps -w "$work" .

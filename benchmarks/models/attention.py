@@ -6,15 +6,13 @@ to the longest; time of a training step of a small model against the workloads o
 pairs of long rows by the width of a window. On the CPU, one thread, times are CPU times of the process, medians, taken
 in turn, so that a drifting machine cannot fake a ratio.
 
-With `--device cuda` HSTU's Triton kernels are timed, in bfloat16 and by the device's clock, against the blocks of dense
-products, the kernel of generative-recommenders where that is installed, and the arithmetic floor: 3.5 · 4 · pairs ·
-channels operations at 550 TFLOP/s, two products forward and five backward. It prints, and writes no page; that is
-`benchmarks.on_device`.
+For `python -m benchmarks.on_device --only attention` HSTU's Triton kernels are timed here, in bfloat16 and by the
+device's clock, against the blocks of dense products, the kernel of generative-recommenders where that is installed, and
+the arithmetic floor: 3.5 · 4 · pairs · channels operations at 550 TFLOP/s, two products forward and five backward.
 
 Examples:
     python -m benchmarks.models.attention
     python -m benchmarks.models.attention --quick
-    python -m benchmarks.models.attention --device cuda
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -271,16 +269,8 @@ def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
     return [f"Windows (`max_attn_len`): {len(lengths)} rows of {longest:,} tokens.", rows]
 
 
-def main(device: Literal["cpu", "cuda"] = "cpu", quick: Quick = False) -> None:
-    """Measure, print and, on the CPU, write benchmarks/results/attention.md.
-
-    Args:
-        device: where; on cuda HSTU's kernels are timed.
-    """
-    if device == "cuda":
-        sizes = {"rows": 4, "longest": 256, "repeats": 2} if quick else {}
-        print("\n\n".join(device_sections(torch.device(device), **sizes)))
-        return
+def main(quick: Quick = False) -> None:
+    """Measure, print and write benchmarks/results/attention.md."""
     torch.set_num_threads(1)
     shapes, batches, repeats = (4, 1, 1) if quick else (40, 5, 5)
     page = Page(

@@ -1,4 +1,4 @@
-"""Speeds of ranks by simulated times: what a look costs, whether speeds oscillate, what they gain at many ranks."""
+"""Speeds of ranks by simulated times: what a look costs, and what speeds gain at many ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
 
 FIXED = 0.2  # of the time of a mean load
 ROWS = 32
-# Steps after which a slow rank has its speed.
-_SETTLED = 150
 # Slow ranks: how many, how long, by which factor.
 _SLOW, _EPISODE, _FACTORS = 0.02, 500, (1.15, 2.0)
 
@@ -49,26 +47,6 @@ def looks_table(quick: bool) -> list[dict[str, Any]]:
                 "a step in the mean, µs": float(np.median(per_look.mean(axis=1))),
             }
         )
-    return lines
-
-
-def oscillation_table(steps: int) -> list[dict[str, Any]]:
-    """How often speeds change once they have settled, of equal ranks and with one that is always slow."""
-    lines = []
-    for ranks in (2, 8, 64):
-        line: dict[str, Any] = {"ranks": ranks, "steps": steps}
-        for name, factor in (("equal ranks", 1.0), ("a slow rank", 1.5)):
-            rng, control, speeds = np.random.default_rng(ranks), SpeedControl(ranks), []
-            factors = np.where(np.arange(ranks) == 1, factor, 1.0)
-            for _ in range(steps):
-                total = ranks * max(0.2, 1 + 0.15 * rng.standard_normal())
-                shares = total * control.speeds / control.speeds.sum() * rng.uniform(0.99, 1.0, ranks)
-                _report(control, times_by_load(rng, factors, shares), shares * 1e9)
-                speeds.append(control.speeds)
-            changed = np.diff(np.array(speeds)[min(_SETTLED, steps // 2) :], axis=0)
-            line[f"changes, {name}"] = int(np.count_nonzero(changed))
-        line["largest change of the slow rank"] = float(np.abs(changed[:, 1]).max() / FASTEST)
-        lines.append(line)
     return lines
 
 

@@ -1,15 +1,13 @@
 """Golden cases: thousands of requests to the planner, and a digest of each answer in digests.txt.
 
 They guard plans, routes and tables while the code behind them changes: a change that is not meant to alter plans leaves
-every digest as it is. `python -m tests.golden.cases --check` compares, and prints which differ; without `--check` it
-writes the file anew, for a change that alters plans on purpose.
+every digest as it is. test_golden.py compares; `python -m tests.golden.cases` writes the file anew, for a change that
+alters plans on purpose.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,8 +174,15 @@ def _routes(draws: Draws, number: int) -> Answer:
 def _routed(
     gathered: GatheredRows, destination: np.ndarray, pads: bool, parts: np.ndarray, rank: int, all_gather: bool
 ) -> Answer:
-    indices, planner = route(gathered, destination, pads, parts, rank, all_gather)
+    def allocate(size: int) -> tuple[np.ndarray, int]:
+        array = np.empty(size, np.int64)
+        return array, array.ctypes.data
+
+    exchange = {"parts": parts, "rank": rank, "all_gather": all_gather, "allocate": allocate}
+    planner = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads, **exchange)
+    planner.plan(gathered, destination)
     head, numbers = planner.head, iter(planner.exchange)
+    indices = planner.indices[: head["index_room"]]
 
     def take(count: int) -> list[int]:
         return [next(numbers) for _ in range(count)]
@@ -195,21 +200,6 @@ def _routed(
     yield from ([head["own_segments"], head["buffer_segments"], head["sent_segments"]], *splits, *own_parts)
     for changes, rows, real, *beside in results:
         yield from (changes, rows, real, beside[: len(parts)], beside[len(parts) :])
-
-
-def route(
-    gathered: GatheredRows, destination: np.ndarray, pads: bool, parts: np.ndarray, rank: int, all_gather: bool
-) -> tuple[np.ndarray, ShufflePlanner]:
-    """The index array of one rank's exchange, and the planner with the numbers beside it."""
-
-    def allocate(size: int) -> tuple[np.ndarray, int]:
-        array = np.empty(size, np.int64)
-        return array, array.ctypes.data
-
-    exchange = {"parts": parts, "rank": rank, "all_gather": all_gather, "allocate": allocate}
-    planner = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads, **exchange)
-    planner.plan(gathered, destination)
-    return planner.indices[: planner.head["index_room"]], planner
 
 
 def _table(draws: Draws, number: int) -> Answer:
@@ -304,22 +294,5 @@ def compute(group: str) -> list[str]:
     return [digest_of(group, number) for number in range(GROUPS[group][1])]
 
 
-def main() -> int:
-    """Write the digests, or with `--check` compare them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with the file instead of writing it")
-    check = parser.parse_args().check
-    digests = {group: compute(group) for group in GROUPS}
-    if not check:
-        DIGESTS.write_text("".join(f"{group} {' '.join(each)}\n" for group, each in digests.items()))
-        return 0
-    known, status = expected(), 0
-    for group, each in digests.items():
-        differ = [number for number, (old, new) in enumerate(zip(known[group], each, strict=True)) if old != new]
-        status |= bool(differ)
-        print(f"{group}: {len(differ)} of {len(each)} differ{': ' if differ else ''}{differ[:20] if differ else ''}")
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    DIGESTS.write_text("".join(f"{group} {' '.join(compute(group))}\n" for group in GROUPS))

@@ -1,11 +1,16 @@
-"""The pages lead somewhere, wherever they are read: in the repository and as a site."""
+"""The pages lead somewhere, in the repository and as a site, and what they name is there.
+
+Named are settings of tables, messages that are quoted, and numbers of the stats.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +19,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import evenrank
-from tests.helpers.documents.documented import PAGES, ROOT
+from commons.distributed.options import ShufflerOptions
+from commons.distributed.stats import ShuffleStats
+from commons.trainer.config.args import TrainerArgs
+from tests.helpers.documents.documented import PAGES, ROOT, documented_blocks
 
 DOCS = ROOT / "docs"
 PATHS = sorted({page.relative_to(ROOT).as_posix() for pattern in PAGES for page in ROOT.glob(pattern)})
@@ -131,3 +139,127 @@ def test_a_page_that_loads_from_the_network_stops_the_build(hook, tag, stops):
         return
     with pytest.raises(PluginError, match=r"llm\.md loads .*; the site needs no network"):
         hook.on_post_page(tag, page, config)
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+OPTIONS = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+# Rows of three columns: what one sees or wants, what to set, what it costs.
+DECISIONS = [row for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", OPTIONS, re.MULTILINE) if "`" in row[1]]
+SETTINGS = sorted({setting for _, sets, _ in DECISIONS for setting in re.findall(r"`([a-z_.]+=[^`]+)`", sets)})
+
+
+def test_every_setting_of_a_shuffler_is_in_both_parts():
+    decisions, _, reference = OPTIONS.partition("## ShufflerOptions")
+    for field in fields(ShufflerOptions):
+        assert re.search(rf"`{field.name}\b", decisions), f"no row decides on {field.name}"
+        (default,) = re.findall(rf"^\| `{field.name}` \| (\S+) \|", reference, re.MULTILINE)
+        assert ast.literal_eval(default) == field.default
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_a_row_sets_is_taken(setting):
+    name, value = setting.split("=", 1)
+    value = ast.literal_eval(value)
+    if name.startswith("trainer."):
+        name = name.removeprefix("trainer.")
+        needs = {
+            "shuffle_window": {"enable_balanced_shuffler": True},
+            "budget_per_rank": {"balance_sampler": True, "shuffler": ShufflerOptions(equal_size=False)},
+        }
+        assert getattr(TrainerArgs(8, 8, **{name: value}, **needs.get(name, {})), name) == value
+        return
+    assert getattr(ShufflerOptions(**{name: value}), name) == value
+
+
+def test_what_rows_name_is_there():
+    known = {field.name for field in (*fields(ShufflerOptions), *fields(TrainerArgs), *fields(ShuffleStats))}
+    known |= {"windowed_iter", "global_mean_loss", "pg_group"}
+    named = {name for row in DECISIONS for text in row for name in re.findall(r"`(?:trainer\.)?([a-z_]+)\b", text)}
+    assert len(SETTINGS) > 10 and named - known <= {"evenrank", "optimization"}
+
+
+# ------------------------------------------------------------------------------------------------------ quoted messages
+
+
+MESSAGE_PAGES = ("docs/troubleshooting.md", "docs/dlrm.md", "docs/faq.md")
+SOURCES = ("commons", "hstu", "sid_gr", "evenrank")
+# What a program puts in front of a message.
+PREFIX = re.compile(r"^(error: |ValueError: |rank \d+: )*")
+# A value in a message; %-style of logging, whose template is one literal.
+VALUE = r".+?"
+FORMATTED = re.compile(r"%(?:\.\d+)?[sdgf]")
+# Of a quoted message so much has to be fixed text of the source, and so much may be in no string of it: values, or a
+# command that was put in. Strings with less fixed text are no messages.
+LEAST_FIXED, MOST_LEFT, LEAST_CHARACTERS = 0.3, 0.3, 12
+
+
+def _pattern(node: ast.expr) -> tuple[str, int]:
+    """A string of the source as a regular expression, and how many of its characters are fixed."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    pattern, fixed = "", 0
+    for part in parts:
+        if not (isinstance(part, ast.Constant) and isinstance(part.value, str)):
+            pattern += VALUE
+            continue
+        pieces = FORMATTED.split(part.value)
+        fixed += sum(map(len, pieces))
+        pattern += VALUE.join(map(re.escape, pieces))
+    return pattern, fixed
+
+
+def _strings(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            yield node
+
+
+@pytest.fixture(scope="module")
+def patterns() -> list[tuple[re.Pattern[str], int]]:
+    files = (path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py")))
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
+    found = {_pattern(node) for tree in trees for node in _strings(tree)}
+    longest_first = sorted(found, key=lambda each: (-each[1], each[0]))
+    return [(re.compile(pattern), fixed) for pattern, fixed in longest_first if fixed >= LEAST_CHARACTERS]
+
+
+def _quoted() -> list[str]:
+    blocks = [
+        block for key, block in documented_blocks().items() if key[0] in MESSAGE_PAGES and block.language == "text"
+    ]
+    lines = [line for block in blocks for line in block.text.splitlines()]
+    return [PREFIX.sub("", line) for line in lines if not line.startswith("loss ")]
+
+
+@pytest.mark.parametrize("message", _quoted(), ids=lambda message: message[:40])
+def test_a_quoted_message_is_in_the_source(patterns, message):
+    rest, fixed = message, 0
+    for pattern, length in patterns:  # a message may be put together of a few strings
+        if len(rest) >= length and (match := pattern.search(rest)):
+            fixed += length
+            rest = rest[: match.start()] + rest[match.end() :]
+    assert fixed >= LEAST_FIXED * len(message) and len(rest) <= MOST_LEFT * len(message), f"not in the source: {rest!r}"
+
+
+@pytest.mark.parametrize(
+    ("word", "other"), [("exceeds it by", "exceeds that by"), ("give a", "give an"), ("ended within", "ended in")]
+)
+def test_another_message_is_not_in_the_source(patterns, word, other):
+    changed = [message.replace(word, other) for message in _quoted() if word in message]
+    assert changed and len(_quoted()) >= 15
+    for message in changed:
+        with pytest.raises(AssertionError, match="not in the source"):
+            test_a_quoted_message_is_in_the_source(patterns, message)
+
+
+def test_the_numbers_that_explain_a_symptom_are_there():
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    numbers = {
+        name for name in named if re.search(r"_(ms|before|after|gap|fraction|saving|moved)$|^(moved|gated)$", name)
+    }
+    fields = set(ShuffleStats.__dataclass_fields__) | {
+        name for name in dir(ShuffleStats) if isinstance(getattr(ShuffleStats, name), property)
+    }
+    assert len(numbers) >= 10 and numbers <= fields, numbers - fields

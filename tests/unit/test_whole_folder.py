@@ -34,10 +34,7 @@ class TestWholeFolder:
     def test_a_failure_leaves_what_was_there(self, tmp_path, error):
         write(tmp_path / "data", "before")
         for target in (tmp_path / "data", tmp_path / "new" / "deep" / "data"):
-            with (
-                pytest.raises(type(error)),
-                whole_folder(target, may_replace=lambda path: True, what="thing") as folder,
-            ):
+            with pytest.raises(type(error)), whole_folder(target, **_ANY) as folder:
                 (folder / "a.txt").write_text("half")
                 raise error
         assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
@@ -60,17 +57,14 @@ class TestWholeFolder:
     def test_ended_between_the_renames(self, tmp_path):
         write(tmp_path / "data", "before")
         (tmp_path / "data").rename(tmp_path / ".data.replaced")
-        with (
-            pytest.raises(OSError, match="disk full"),
-            whole_folder(tmp_path / "data", may_replace=lambda path: True, what="thing"),
-        ):
+        with pytest.raises(OSError, match="disk full"), whole_folder(tmp_path / "data", **_ANY):
             raise OSError("disk full")
         assert (tmp_path / "data" / "a.txt").read_text() == "before"
         assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
 
     def test_two_writers(self, tmp_path):
         context = multiprocessing.get_context("spawn")
-        with whole_folder(tmp_path / "data", may_replace=lambda path: True, what="thing") as folder:
+        with whole_folder(tmp_path / "data", **_ANY) as folder:
             (folder / "a.txt").write_text("first")
             with context.Pool(1) as pool:
                 message = pool.apply(_error_of_second, (tmp_path / "data",))

@@ -1,4 +1,4 @@
-"""Zip and tar files of contents by name."""
+"""Zip and tar files of contents by name, and what preprocessing says of bad ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 
 def write_zip(path: Path, members: Mapping[str, str | bytes]) -> Path:
@@ -24,3 +26,13 @@ def write_tar(path: Path, members: Mapping[str, str | bytes]) -> Path:
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return path
+
+
+def error_of(preprocess, source, kind=ValueError) -> str:
+    """The one line that preprocessing an archive ends with; no output is left behind."""
+    output = source.parent / "output"
+    with pytest.raises(kind) as caught:
+        preprocess(source, output)
+    message = str(caught.value)
+    assert "\n" not in message and str(source) in message and not output.exists()
+    return message

@@ -1,4 +1,4 @@
-"""HSTUBatch: what random batches look like, what is refused, and selection against a slow reference."""
+"""HSTUBatch: what random batches look like, what is refused, and the tokens that a model computes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution, padded_kjt
+from tests.helpers.batches.any_batches import as_values
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -39,24 +40,8 @@ def _random_batch(
     )
 
 
-def _rows(kjt: KeyedJaggedTensor) -> dict[str, list[tuple[list, list]]]:
-    """By key, the values and weights of every row, read one element at a time."""
-    lengths = kjt.lengths().tolist()
-    values = kjt.values().tolist()
-    weights = [None] * len(values) if kjt.weights_or_none() is None else kjt.weights().tolist()
-    rows, position = {}, 0
-    for key_index, key in enumerate(kjt.keys()):
-        rows[key] = []
-        for row in range(kjt.stride()):
-            length = lengths[key_index * kjt.stride() + row]
-            rows[key].append((values[position : position + length], weights[position : position + length]))
-            position += length
-    assert position == len(values)
-    return rows
-
-
 def _lengths(kjt: KeyedJaggedTensor, key: str) -> list[int]:
-    return [len(values) for values, _ in _rows(kjt)[key]]
+    return kjt[key].lengths().tolist()
 
 
 class TestRandom:
@@ -106,10 +91,7 @@ class TestRandom:
 
     def test_same_generator_same_batch(self):
         first, second, other = (_random_batch(seed) for seed in (3, 3, 4))
-        assert _rows(first.features) == _rows(second.features)
-        assert _rows(first.labels) == _rows(second.labels)
-        assert first.num_candidates.tolist() == second.num_candidates.tolist()
-        assert _rows(first.features) != _rows(other.features)
+        assert as_values(first) == as_values(second) != as_values(other)
 
     def test_length_distribution_is_clipped_to_the_longest(self):
         dist = RandomDistribution("uniform", low=4, high=90)

@@ -1,4 +1,4 @@
-"""The cases of `interpreted/`, one process per file: the interpreter is chosen before Triton is imported."""
+"""The cases of `interpreted/`, in a process of their own: the interpreter is chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+FOLDER = Path(__file__).parent / "interpreted"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton, which requirements/dev.txt has for Linux")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_kernels_compute_what_the_reference_does(file):
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
+def test_the_kernels_compute_what_the_reference_does():
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(FOLDER)]
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout and "skipped" not in run.stdout

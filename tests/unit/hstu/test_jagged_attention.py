@@ -12,23 +12,12 @@ from hypothesis import strategies as st
 from commons.perf_model.attention_pairs import attention_pairs
 from hstu.model.attention import TokenTimes, hstu_attention, time_buckets
 from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
-from tests.helpers.models.reference_attention import reference_attention, sees
+from tests.helpers.batches.row_parts import rows_of_parts
+from tests.helpers.models.reference_attention import reference_attention
 
 LONGEST = 12
 # From one query at a time to whole blocks.
 TUNINGS = [None, DeviceTuning(1, 1), DeviceTuning(64, 8), DeviceTuning(600, 200)]
-
-
-@st.composite
-def rows_with_targets(draw) -> tuple[list[int], list[int]]:
-    lengths = draw(st.lists(st.integers(0, LONGEST), max_size=7))
-    return lengths, [draw(st.integers(0, length)) for length in lengths]
-
-
-@st.composite
-def rows_with_context_and_targets(draw) -> tuple[list[int], list[int], list[int]]:
-    lengths, targets = draw(rows_with_targets())
-    return lengths, targets, [draw(st.integers(0, n - t)) for n, t in zip(lengths, targets)]
 
 
 def random_inputs(num_tokens, sees_ahead, seed, num_heads=2, head_dim=3):
@@ -52,7 +41,7 @@ def make_plan(lengths, targets, num_heads=2, contextual=None, **options) -> Atte
 
 
 @given(
-    rows_with_context_and_targets(),
+    rows_of_parts(LONGEST, 7),
     st.booleans(),
     st.sampled_from([1, 2, 3, 100]),
     st.sampled_from(TUNINGS),
@@ -101,42 +90,6 @@ def test_output_and_gradients_equal_the_reference(
     for tensor, gradient, wanted in zip(leaves, gradients, expected_gradients):
         gradient, wanted = (torch.zeros_like(tensor) if each is None else each for each in (gradient, wanted))
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("is_causal", "group_size"), [(True, 1), (True, 2), (True, 4), (False, 1)])
-@pytest.mark.parametrize("tuning", [None, DeviceTuning(64, 8)])
-@pytest.mark.parametrize("contextual", [None, [3, 1, 0, 2, 0, 11]])
-@pytest.mark.parametrize("max_attn_len", [None, 1, 3, 12])
-def test_the_mask_has_the_pairs_that_the_cost_formula_counts(
-    dtype, is_causal, group_size, tuning, contextual, max_attn_len
-):
-    """With one-hot values and equal scores, the output is the mask."""
-    lengths, targets = [9, 1, 0, 12, 5, 12], [4, 0, 0, 6, 5, 1]
-    identity = torch.cat([torch.eye(length, 12, dtype=dtype) for length in lengths]).unsqueeze(1)
-    zeros = torch.zeros_like(identity)
-    bias = torch.ones(1, 12 if is_causal and contextual is None else 23, dtype=dtype)
-    options = {"is_causal": is_causal, "target_group_size": group_size, "max_attn_len": max_attn_len}
-    plan = make_plan(lengths, targets, 1, contextual=contextual, tuning=tuning, **options)
-    output = hstu_attention(zeros, zeros, identity, bias, plan, normalizer=1.0).squeeze(1)
-    seen = torch.nn.functional.silu(torch.ones((), dtype=dtype))
-    for row, length, num_targets, first in zip(output.split(lengths), lengths, targets, contextual or [0] * 6):
-        expected = torch.zeros(length, 12, dtype=dtype)
-        for i in range(length):
-            for j in range(length):
-                if sees(i, j, length - num_targets, group_size, is_causal, first, max_attn_len):
-                    expected[i, j] = seen
-        assert torch.equal(row, expected)
-        mask = {"causal": is_causal, "target_group_size": group_size, "max_attn_len": max_attn_len}
-        pairs = attention_pairs(length, num_targets, first, **mask)
-        assert int(row.count_nonzero()) == pairs
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_gradients_agree_with_finite_differences(is_causal):
-    inputs = random_inputs(11, not is_causal, seed=1)
-    plan = make_plan([6, 0, 5], [3, 0, 2], is_causal=is_causal, target_group_size=2, tuning=DeviceTuning(8, 1))
-    assert torch.autograd.gradcheck(lambda *tensors: hstu_attention(*tensors, plan, normalizer=4.0), inputs)
 
 
 @given(st.lists(st.integers(-(10**10), 10**10), max_size=20), st.integers(1, 80))
@@ -241,18 +194,18 @@ def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
     assert torch.equal(output, hstu_attention(*inputs, plan, normalizer=LONGEST))
 
 
-def test_mistakes_are_named():
-    inputs = random_inputs(5, False, seed=7)
-    with pytest.raises(ValueError, match="query has 5 tokens, the plan was made for 6"):
-        hstu_attention(*inputs, make_plan([6], [0]), normalizer=1.0)
-    short = inputs[3][:, :4]
-    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 4"):
-        hstu_attention(*inputs[:3], short, make_plan([5], [0]), normalizer=1.0)
-    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 targets"):
-        make_plan([4, 2], [0, 3])
-    with pytest.raises(ValueError, match="row 0 has -1 tokens"):
-        make_plan([-1], [0])
-    with pytest.raises(ValueError, match="row 1 has 4 tokens and 3 targets and 2 contextual tokens"):
-        make_plan([4, 4], [0, 3], contextual=[4, 2])
-    with pytest.raises(ValueError, match="longest row has 5 tokens, the position bias reaches 3"):
-        hstu_attention(*inputs[:3], inputs[3][:, :5], make_plan([5], [0], contextual=[1]), normalizer=1.0)
+@pytest.mark.parametrize(
+    ("lengths", "targets", "contextual", "reach", "message"),
+    [
+        ([6], [0], None, 12, "query has 5 tokens, the plan was made for 6"),
+        ([5], [0], None, 4, "longest row has 5 tokens, the position bias reaches 4"),
+        ([5], [0], [1], 5, "longest row has 5 tokens, the position bias reaches 3"),
+        ([4, 2], [0, 3], None, 12, "row 1 has 2 tokens and 3 targets"),
+        ([-1], [0], None, 12, "row 0 has -1 tokens"),
+        ([4, 4], [0, 3], [4, 2], 12, "row 1 has 4 tokens and 3 targets and 2 contextual tokens"),
+    ],
+)
+def test_mistakes_are_named(lengths, targets, contextual, reach, message):
+    *inputs, bias = random_inputs(5, False, seed=7)
+    with pytest.raises(ValueError, match=message):
+        hstu_attention(*inputs, bias[:, :reach], make_plan(lengths, targets, contextual=contextual), normalizer=1.0)

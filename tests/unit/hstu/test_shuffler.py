@@ -6,10 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import HSTUBatch
-from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.trainer import DatasetArgs, TrainerArgs
 from hstu import HSTUBalancedBatchShuffler
@@ -20,9 +17,9 @@ from tests.helpers.models.hstu_models import random_batch
 SIZES = {"hidden_size": 32, "num_heads": 2, "head_dim": 24, "num_layers": 3}
 
 
-def make_batch(max_num_candidates=0, actions=True):
-    options = {"max_num_candidates": max_num_candidates, "with_actions": actions}
-    return random_batch(6, longest=60, actual_batch_size=5, seed=3, **options)
+def make_batch(max_num_candidates=0, actions=True, longest=60):
+    options = {"max_num_candidates": max_num_candidates, "with_actions": actions, "longest": longest}
+    return random_batch(6, actual_batch_size=5, seed=3, **options)
 
 
 def context_of(batch):
@@ -32,8 +29,9 @@ def context_of(batch):
 @pytest.mark.parametrize("candidates", [0, 4])
 @pytest.mark.parametrize("actions", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_row_costs_its_own_tokens(candidates, actions, interleaved):
-    batch = make_batch(candidates, actions)
+@pytest.mark.parametrize("longest", [60, 0])  # a user without a history still costs the context
+def test_a_row_costs_its_own_tokens(candidates, actions, interleaved, longest):
+    batch = make_batch(candidates, actions, longest)
     shuffler = HSTUBalancedBatchShuffler(**SIZES, action_interleaved=interleaved)
     items = batch.features["item"].lengths().long()
     factor = 2 if actions and interleaved else 1
@@ -61,21 +59,6 @@ def test_contextual_tokens_that_see_all_cost_more_and_windows_less(candidates, w
     assert recipe.flops(batch) == 3 * int(expected.sum()) and recipe.num_tokens(batch) == int(seqlen.sum())
     plain = HSTUAttentionTask(**SIZES).get_workloads(seqlen, num_targets)
     assert (expected[:5] > plain[:5]).all() if window is None else int(expected.sum()) < int(plain.sum())
-
-
-def test_an_empty_history_still_costs_its_context():
-    batch = HSTUBatch(
-        features=KeyedJaggedTensor(
-            keys=["user", "item"], values=torch.tensor([7]), lengths=torch.tensor([1, 0], dtype=torch.int32)
-        ),
-        batch_size=1,
-        feature_to_max_seqlen={"user": 1, "item": 5},
-        contextual_feature_names=["user"],
-        item_feature_name="item",
-    )
-    shuffler = BatchShufflerFactory.create("hstu", **SIZES)
-    assert shuffler.get_workloads(batch).tolist() == [HSTUAttentionTask(**SIZES).get_workloads(1)]
-    shuffler.close()
 
 
 def test_metas_dimensions_are_those_of_the_task():

@@ -22,6 +22,7 @@ from hstu.model.execution import Execution
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks, candidate_blocks
 from hstu.model.triton_launch import TILE_SPAN, LayerKind, uses_triton
+from tests.helpers.batches.row_parts import rows_of_parts
 from tests.helpers.models.hstu_models import HSTU
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -162,14 +163,7 @@ def test_kernels_are_compiled_once_for_all_batches(kernel_keys, monkeypatch, num
 # -------------------------------------------------------------------------------------------------------------- plan
 
 
-@st.composite
-def batches(draw):
-    lengths = draw(st.lists(st.integers(0, 400), max_size=6))
-    targets = [draw(st.integers(0, length)) for length in lengths]
-    return lengths, targets, [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
-
-
-@given(batches(), st.booleans())
+@given(rows_of_parts(400, 6), st.booleans())
 def test_tiles_cover_every_token_once_the_most_work_first(rows, is_causal):
     lengths, targets, contextual = (torch.tensor(part, dtype=torch.int64) for part in rows)
     plan = plan_triton_attention(lengths, targets, contextual, is_causal=is_causal)

@@ -215,20 +215,24 @@ def test_mistakes_are_one_line(lengths, options, message):
         assert "\n" not in str(caught.value)
 
 
-def test_arguments_that_do_not_match():
-    batch, spec = {"id": torch.arange(3)}, MicroBatchSpec()
-    with pytest.raises(ValueError, match="lengths has 2 entries, there are 3 rows"):
-        pack_micro_batches(batch, spec, [1, 2])
-    with pytest.raises(ValueError, match="loss_tokens has 4 entries, there are 3 rows"):
-        pack_micro_batches(batch, spec, [1, 2, 3], loss_tokens=[1] * 4)
-    with pytest.raises(ValueError, match="workloads has 4 entries, there are 3 rows"):
-        pack_micro_batches(batch, MicroBatchSpec(packing_algorithm="kk"), [1, 2, 3], workloads=[1] * 4)
-    with pytest.raises(ValueError, match="packing_algorithm is 'ffd'; only 'kk' and 'refined' balance them"):
-        pack_micro_batches(batch, spec, [1, 2, 3], workloads=[1] * 3)
-    with pytest.raises(ValueError, match="disagree on the number of rows"):
-        pack_micro_batches({"id": torch.arange(3), "other": torch.arange(4)}, spec, [1, 2, 3])
-    with pytest.raises(TypeError, match="spec is a dict; it must be a MicroBatchSpec"):
-        pack_micro_batches(batch, {"n_mbs": 2}, [1, 2, 3])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [1, 2]}, "lengths has 2 entries, there are 3 rows"),
+        ({"loss_tokens": [1] * 4}, "loss_tokens has 4 entries, there are 3 rows"),
+        (
+            {"spec": MicroBatchSpec(packing_algorithm="kk"), "workloads": [1] * 4},
+            "workloads has 4 entries, there are 3 rows",
+        ),
+        ({"workloads": [1] * 3}, "packing_algorithm is 'ffd'; only 'kk' and 'refined' balance them"),
+        ({"batch": {"id": torch.arange(3), "other": torch.arange(4)}}, "disagree on the number of rows"),
+        ({"spec": {"n_mbs": 2}}, "spec is a dict; it must be a MicroBatchSpec"),
+    ],
+)
+def test_arguments_that_do_not_match(changes, message):
+    fine = {"batch": {"id": torch.arange(3)}, "spec": MicroBatchSpec(), "lengths": [1, 2, 3]}
+    with pytest.raises(TypeError if "spec is a dict" in message else ValueError, match=message):
+        pack_micro_batches(**fine | changes)
 
 
 def test_results_that_do_not_match():

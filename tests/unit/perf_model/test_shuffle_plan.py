@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,6 +113,70 @@ def test_sums_of_a_plan_are_those_counted_by_hand(case, ranks_per_node, data):
             moved[2 * kind + 1, end % known.steps] += size
     assert plan.moved.tolist() == moved.tolist()
     assert plan.num_moved == int((known.home // known.steps != destination // known.steps).sum())
+
+
+def slowest(known, place, speeds):
+    """Sum over the steps of what the slowest rank takes, in loads of the fastest, by exact arithmetic."""
+    loads = np.zeros(known.num_places, np.int64)
+    np.add.at(loads, place, known.workloads)
+    times = [Fraction(int(load) * max(speeds), speeds[at // known.steps]) for at, load in enumerate(loads)]
+    return sum(max(times[step :: known.steps]) for step in range(known.steps))
+
+
+@given(
+    case=batches_of_ranks(),
+    options=st.fixed_dictionaries(
+        {
+            "equal_size": st.booleans(),
+            "slack": st.sampled_from([0.0, 0.01, 0.5]),
+            "min_gain": st.sampled_from([0.0, 0.1]),
+        }
+    ),
+    data=st.data(),
+)
+def test_a_plan_is_never_worse_than_staying(case, options, data):
+    brought, _ = case
+    if not any(brought):
+        return
+    known = gathered_by_hand(brought)
+    of_ranks = st.lists(st.integers(1, 100), min_size=known.num_ranks, max_size=known.num_ranks)
+    speeds = data.draw(st.none() | of_ranks)
+    plan = plan_shuffle(known, **options, speeds=None if speeds is None else np.array(speeds))
+    before, after = (slowest(known, at, speeds or [1] * known.num_ranks) for at in (known.home, plan.destination))
+    assert after <= before and plan.loads_after.sum() == known.workloads.sum()
+    assert sorted(np.bincount(plan.destination, minlength=known.num_places)) == sorted(plan.result_real_rows)
+    if plan.changes:
+        assert after < before and float((before - after) / before) >= options["min_gain"] - 1e-9
+        counts = plan.result_real_rows
+        assert known.steps > 1 or not options["equal_size"] or counts.max() - counts.min() <= 1
+    else:
+        assert np.array_equal(plan.destination, known.home)
+    assert speeds or after == 0 or plan.loads_planned.reshape(-1, known.steps).max(axis=0).sum() >= plan.lower_bound
+
+
+@given(case=batches_of_ranks(), cap=st.integers(1, 300))
+def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(case, cap):
+    brought, _ = case
+    if not any(brought):
+        return
+    known = gathered_by_hand(brought)
+    plan = plan_shuffle(known, max_tokens=cap)
+    planned, home = (np.bincount(at, known.tokens, known.num_places).max() for at in (plan.destination, known.home))
+    assert plan.excess_tokens == max(0, planned - cap) <= max(0, home - cap)
+
+
+@given(case=batches_of_ranks(), equal_size=st.booleans(), slack=st.sampled_from([0.0, 0.01, 0.5]), gain=st.booleans())
+def test_without_padding_every_rank_has_a_row_if_there_are_enough(case, equal_size, slack, gain):
+    brought = [of_rank[:1] for of_rank in case[0] if of_rank]
+    if not brought:
+        return
+    known = gathered_by_hand(brought)
+    options = {"equal_size": equal_size, "slack": slack, "min_gain": float(gain)}
+    plan = plan_shuffle(known, **options, pads=False)
+    if len(known.workloads) >= known.num_ranks:
+        assert plan.result_real_rows.min() >= 1
+    if known.real_rows.all() and equal_size:
+        assert np.array_equal(plan.destination, plan_shuffle(known, **options).destination)
 
 
 def test_what_stops_a_plan_is_told():

@@ -10,37 +10,22 @@ from hypothesis import strategies as st
 
 from commons.perf_model.attention_pairs import attention_pairs
 from commons.perf_model.task_estimator import HSTUAttentionTask, SelfAttentionTask, training_flops
+from tests.helpers.batches.row_parts import rows_of_parts
+from tests.helpers.models.reference_attention import sees
 
 
-def kept_keys(query, length, targets, causal, group, window=10**9, context=0):
-    """Keys that one query sees, found one by one."""
-    history = length - targets
-
-    def is_kept(key):
-        places = [each if each < history or not causal else history + (each - history) % group for each in (query, key)]
-        is_near = abs(places[0] - places[1]) <= window
-        if not causal:
-            return is_near
-        if query < history or key < history:
-            return key < history if query < context else key <= query and is_near
-        return (query - history) // group == (key - history) // group and key <= query and is_near
-
-    return [key for key in range(length) if is_kept(key)]
+def pairs_by_mask(length, targets, causal, group, window=None, context=0):
+    """Pairs that the mask keeps, one by one."""
+    places = range(length)
+    return sum(sees(i, j, length - targets, group, causal, context, window) for i in places for j in places)
 
 
-def pairs_by_mask(length, *mask):
-    return sum(len(kept_keys(query, length, *mask)) for query in range(length))
-
-
-@st.composite
-def rows_of_parts(draw):
-    """Tokens, targets and contextual tokens of some rows."""
-    lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
-    targets = [draw(st.integers(0, length)) for length in lengths]
-    return lengths, targets, [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
-
-
-@given(rows_of_parts(), st.booleans(), st.integers(1, 25), st.sampled_from([*range(1, 22), 10**6, 2**62, 2**63 - 1]))
+@given(
+    rows_of_parts(20, 4, least_rows=1),
+    st.booleans(),
+    st.integers(1, 25),
+    st.sampled_from([*range(1, 22), 10**6, 2**62, 2**63 - 1]),
+)
 def test_pairs_within_a_window_are_those_that_the_mask_keeps(rows, causal, group, window):
     """For integers, arrays and tensors alike; in a window as wide as the row as without one."""
     options = {"causal": causal, "target_group_size": group}
@@ -80,26 +65,45 @@ def test_any_integer_dtype_gives_the_same_int64(dtype):
     assert all(isinstance(value, int) and value >= 0 for value in exact)
 
 
-def test_lengths_that_are_wrong_are_refused():
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([3, -1],), "holds -1"),
+        ((torch.tensor([9, 4]), torch.tensor([1, 5])), "row 1 has 5 targets in 4 tokens"),
+        ((5, [1, 9]), "num_targets has shape"),
+        (([1, 2, 3], [1, 2]), "num_targets has shape"),
+        ((torch.tensor([5, 5]), torch.tensor([1])), "num_targets has shape"),
+        (([3], [-2]), "num_targets holds -2"),
+        (([4], [2], [3]), "row 0 has 5 targets and contextual tokens in 4 tokens"),
+        (([4], [2], [-1]), "num_contextual holds -1"),
+        ((torch.tensor([1.0]),), "float32"),
+        (([2**31],), r"2\*\*63"),
+    ],
+)
+def test_lengths_that_are_wrong_are_refused(arguments, message):
     task = HSTUAttentionTask(64, 4, 16)
-    with pytest.raises(ValueError, match="holds -1"):
-        task.get_workloads([3, -1])
-    with pytest.raises(ValueError, match="row 1 has 5 targets in 4 tokens"):
-        task.get_workloads(torch.tensor([9, 4]), torch.tensor([1, 5]))
-    for wrong in ((5, [1, 9]), ([1, 2, 3], [1, 2]), (torch.tensor([5, 5]), torch.tensor([1]))):
-        with pytest.raises(ValueError, match="num_targets has shape"):
-            task.get_workloads(*wrong)
-    with pytest.raises(ValueError, match="num_targets holds -2"):
-        task.get_workloads([3], [-2])
-    with pytest.raises(TypeError, match="float32"):
-        task.get_workloads(torch.tensor([1.0]))
-    with pytest.raises(ValueError, match="2\\*\\*63"):
-        task.get_workloads([2**31])
-    with pytest.raises(ValueError, match="hidden_size is 0"):
-        HSTUAttentionTask(0, 1, 1)
-    with pytest.raises(ValueError, match="num_query_groups is 2, num_heads is 3"):
-        SelfAttentionTask(8, 3, 4, num_query_groups=2)
+    with pytest.raises(TypeError if message == "float32" else ValueError, match=message):
+        task.get_workloads(*arguments)
     assert task.get_workloads([]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HSTUAttentionTask(0, 1, 1), "hidden_size is 0"),
+        (lambda: HSTUAttentionTask(8, 2, 4, value_dim=0), "value_dim is 0"),
+        (lambda: HSTUAttentionTask(8, 2, 4, value_dim=-1), "value_dim is -1"),
+        (lambda: SelfAttentionTask(8, 3, 4, num_query_groups=2), "num_query_groups is 2, num_heads is 3"),
+        (
+            lambda: SelfAttentionTask(8, 2, 4, num_experts=2, num_active_experts=3),
+            "num_active_experts is 3, num_experts is 2",
+        ),
+        (lambda: SelfAttentionTask(8, 2, 4, vocab_size=0), "vocab_size is 0"),
+    ],
+)
+def test_what_no_model_has_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def operations(products):
@@ -122,7 +126,7 @@ def test_hstu_operations_are_those_of_its_products(causal, group, targets, conte
     h, heads, layers, expected = 12, 3, 2, []  # heads · d is not the hidden size
     rows = [4, 9, 6, 1], targets, contextual
     for length, count, context in zip(*rows):
-        pairs = pairs_by_mask(length, count, causal, group, 10**9, context)
+        pairs = pairs_by_mask(length, count, causal, group, None, context)
         products = [(length, h, 2 * heads * (d + value_dim)), (pairs, heads * d, 1), (pairs, heads * value_dim, 1)]
         products.append((length, heads * value_dim * (3 if concat else 1), h))
         expected.append(layers * operations(products))
@@ -158,17 +162,3 @@ def test_transformer_operations_are_those_of_its_products(options, causal):
 def test_a_value_dim_that_is_that_of_the_queries_is_none():
     assert HSTUAttentionTask(8, 2, 4, value_dim=4) == HSTUAttentionTask(8, 2, 4)
     assert HSTUAttentionTask(8, 2, 4, value_dim=4).get_workloads(9) == HSTUAttentionTask(8, 2, 4).get_workloads(9)
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"value_dim is {wrong}"):
-            HSTUAttentionTask(8, 2, 4, value_dim=wrong)
-
-
-def test_what_no_model_has_is_refused():
-    with pytest.raises(ValueError, match="num_active_experts is 3, num_experts is 2"):
-        SelfAttentionTask(8, 2, 4, num_experts=2, num_active_experts=3)
-    with pytest.raises(ValueError, match="vocab_size is 0"):
-        SelfAttentionTask(8, 2, 4, vocab_size=0)
-    with pytest.raises(ValueError, match="row 0 has 5 targets and contextual tokens in 4 tokens"):
-        HSTUAttentionTask(8, 2, 4).get_workloads([4], [2], [3])
-    with pytest.raises(ValueError, match="num_contextual holds -1"):
-        HSTUAttentionTask(8, 2, 4).get_workloads([4], [2], [-1])

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,7 +18,7 @@ from commons.datasets.public import raw_files
 from commons.datasets.public.kuairand import VERSIONS
 from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.public.registry import PUBLIC_DATASETS
-from tests.helpers.datasets.archives import write_tar, write_zip
+from tests.helpers.datasets.archives import error_of, write_tar, write_zip
 from tests.helpers.datasets.movielens import MOVIES, MOVIES_20M, RATINGS, RATINGS_20M, USERS
 
 PURE = VERSIONS["kuairand-pure"]
@@ -61,10 +62,9 @@ print(json.dumps([
 def test_a_bomb(tmp_path, monkeypatch, name, members, write):
     monkeypatch.setattr(raw_files, "_ALWAYS_ALLOWED", 1 << 20)
     source = write(tmp_path / ("a.zip" if write is write_zip else "a.tar.gz"), members)
-    with pytest.raises(ValueError, match=r"a\.[a-z.]* has [\d,]+ bytes and expands to [\d,]+ or more;") as caught:
-        PUBLIC_DATASETS[name].preprocess(source, tmp_path / "output")
-    assert "; an archive may expand to 100 times its size, and always to 1,048,576: download it" in str(caught.value)
-    assert "\n" not in str(caught.value) and not (tmp_path / "output").exists()
+    message = error_of(PUBLIC_DATASETS[name].preprocess, source)
+    assert re.search(r"a\.[a-z.]* has [\d,]+ bytes and expands to [\d,]+ or more; an archive may expand", message)
+    assert "may expand to 100 times its size, and always to 1,048,576: download it" in message
 
 
 def write_folder(folder, contents, endless):
@@ -207,9 +207,7 @@ def test_what_is_refused(folder, kind):
     write, message = REFUSED[kind]
     source = folder / ("a.tar.gz" if "tar" in kind.split() else "a.zip")
     write(source)
-    with pytest.raises(ValueError, match=message) as caught:
-        preprocess_movielens_20m(source, folder / "output")
-    assert "\n" not in str(caught.value) and not (folder / "output").exists()
+    assert re.search(message, error_of(preprocess_movielens_20m, source))
 
 
 def zip_with_names_twice(path):

@@ -15,6 +15,7 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.file import SequenceFile
+from tests.helpers.datasets.archives import error_of
 from tests.helpers.datasets.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, users_csv, write_tar
 from tests.helpers.datasets.stored_users import users_of
 
@@ -100,15 +101,8 @@ class TestPreprocess:
         assert batch.features.keys() == ["user_id", "onehot_feat3", "video_id", "action_weights"]
 
 
-def error_of(tmp_path: Path, contents: dict[str, str], version=PURE) -> str:
-    source = write_tar(tmp_path / "a.tar.gz", contents)
-    with pytest.raises(ValueError) as caught:
-        version.preprocess(source, tmp_path / "output")
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(source) in message
-    assert not (tmp_path / "output").exists()
-    return message
+def error_of_archive(tmp_path, contents, version=PURE):
+    return error_of(version.preprocess, write_tar(tmp_path / "a.tar.gz", contents))
 
 
 class TestBadArchives:
@@ -134,7 +128,7 @@ class TestBadArchives:
     def test_malformed_line(self, tmp_path, log, old, new, message):
         whole = {"early": EARLY, "late": LATE, "users": USERS}[log]
         assert old in whole
-        assert message in error_of(tmp_path, files_of(**{log: whole.replace(old, new)}))
+        assert message in error_of_archive(tmp_path, files_of(**{log: whole.replace(old, new)}))
 
     @pytest.mark.parametrize(
         ("files", "version", "message"),
@@ -146,11 +140,11 @@ class TestBadArchives:
         ],
     )
     def test_files_that_are_missing_or_empty(self, tmp_path, files, version, message):
-        assert message in error_of(tmp_path, files_of(**files), version)
+        assert message in error_of_archive(tmp_path, files_of(**files), version)
 
     def test_lines_are_counted_with_empty_ones(self, tmp_path):
         lines = "8,20,20220411,1900,1649675512388,0,0,0,0,0,0,0,1385,209900,0,0,0,0,1\n" * 300
-        message = error_of(tmp_path, files_of(early=EARLY + "\n" + lines + lines.replace("8,20,", "9,20,")))
+        message = error_of_archive(tmp_path, files_of(early=EARLY + "\n" + lines + lines.replace("8,20,", "9,20,")))
         assert "line 306 has user_id 9, which" in message
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from commons.datasets.public.movielens import (
     preprocess_movielens_20m,
 )
 from commons.datasets.sequences.file import SequenceFile
+from tests.helpers.datasets.archives import error_of
 from tests.helpers.datasets.movielens import (
     HEADER_20M,
     MOVIES,
@@ -160,50 +160,28 @@ class TestPreprocess20M:
         assert labels == {"task_0": [0, 0, 1, 0, 1], "task_1": [0, 0, 0, 0, 1]}
 
 
-def error_of(
-    source: Path, preprocess: Callable[..., Path] = preprocess_movielens, kind: type[Exception] = ValueError
-) -> str:
-    with pytest.raises(kind) as caught:
-        preprocess(source, source.parent / "output")
-    message = str(caught.value)
-    assert "\n" not in message and not (source.parent / "output").exists()
-    assert str(source) in message
-    return message
+LAYOUT = "UserID::MovieID::Rating::Timestamp"
+MALFORMED = ["7::50::5", "7::50::5::200::1", "7::::5::200", "7::50::6::200", "7::99999999999::3::200", LAYOUT]
 
 
 class TestBadArchives:
     def test_missing(self, tmp_path):
-        assert "does not exist" in error_of(tmp_path / "ml-1m.zip", kind=FileNotFoundError)
+        assert "does not exist" in error_of(preprocess_movielens, tmp_path / "ml-1m.zip", FileNotFoundError)
 
     def test_folder_of_something_else(self, tmp_path):
         (tmp_path / "empty").mkdir()
-        assert "found: nothing" in error_of(tmp_path / "empty")
+        assert "found: nothing" in error_of(preprocess_movielens, tmp_path / "empty")
         for index in range(20):
             (tmp_path / "empty" / f"{index:02}.txt").touch()
-        assert "07.txt and 12 more" in error_of(tmp_path / "empty")
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "7::50::5",
-            "7::50::5::200::1",
-            "7::::5::200",
-            "7::50::6::200",
-            "7::99999999999::3::200",
-            "UserID::MovieID::Rating::Timestamp",
-        ],
-    )
-    def test_malformed_rating(self, tmp_path, line):
-        lines = RATINGS.splitlines()
-        lines.insert(3, line)
-        source = write_zip(tmp_path / "a.zip", ratings="\n".join(lines) + "\n")
-        message = error_of(source)
-        assert f"ratings.dat line 4 is {line!r}" in message
-        assert "UserID::MovieID::Rating::Timestamp" in message
+        assert "07.txt and 12 more" in error_of(preprocess_movielens, tmp_path / "empty")
 
     @pytest.mark.parametrize(
         ("files", "message"),
         [
+            *(
+                ({"ratings": f"{RATINGS}{line}\n"}, f"ratings.dat line 6 is {line!r}; a line is {LAYOUT}")
+                for line in MALFORMED
+            ),
             ({"users": USERS + "4::X::1::10::48067\n"}, "users.dat line 4 is '4::X::1::10::48067'"),
             ({"movies": "1193::No genres\n" + MOVIES}, "movies.dat line 1 is '1193::No genres'"),
             ({"users": USERS + "7::M::1::10::48067\n"}, "users.dat line 4 has user_id 7 again"),
@@ -215,8 +193,8 @@ class TestBadArchives:
             ({"ratings": "x" * 500}, "xxx' …;"),
         ],
     )
-    def test_other_malformed_lines(self, tmp_path, files, message):
-        found = error_of(write_zip(tmp_path / "a.zip", **files))
+    def test_malformed_lines(self, tmp_path, files, message):
+        found = error_of(preprocess_movielens, write_zip(tmp_path / "a.zip", **files))
         assert message in found
         assert len(found) < 500
 
@@ -240,13 +218,8 @@ class TestBadArchives20M:
     def test_malformed_line(self, tmp_path, line, message):
         lines = RATINGS_20M.splitlines()
         lines.insert(3, line)
-        found = error_of(write_zip_20m(tmp_path / "a.zip", ratings="\n".join(lines) + "\n"), preprocess_movielens_20m)
+        found = error_of(preprocess_movielens_20m, write_zip_20m(tmp_path / "a.zip", ratings="\n".join(lines) + "\n"))
         assert f"ratings.csv {message}" in found
-
-    def test_a_malformed_line_far_into_the_file(self, tmp_path):
-        rows = "7,50,3.0,99\n"
-        source = write_zip_20m(tmp_path / "a.zip", ratings=RATINGS_20M + rows * 5000 + "7,50,3.0,x\n" + rows * 99)
-        assert "ratings.csv line 5007 has timestamp 'x'" in error_of(source, preprocess_movielens_20m)
 
     @pytest.mark.parametrize(
         ("files", "message"),
@@ -254,6 +227,10 @@ class TestBadArchives20M:
             (
                 {"ratings": "userId,movieId,rating\n1,2,3\n"},
                 "ratings.csv has columns userId, movieId, rating, but not timestamp",
+            ),
+            (
+                {"ratings": RATINGS_20M + "7,50,3.0,99\n" * 5000 + "7,50,3.0,x\n"},
+                "ratings.csv line 5007 has timestamp 'x'",
             ),
             ({"ratings": ""}, "ratings.csv has columns none, but not userId"),
             ({"ratings": HEADER_20M}, "ratings.csv has no line below its header"),
@@ -268,4 +245,4 @@ class TestBadArchives20M:
         ],
     )
     def test_other_damage(self, tmp_path, files, message):
-        assert message in error_of(write_zip_20m(tmp_path / "a.zip", **files), preprocess_movielens_20m)
+        assert message in error_of(preprocess_movielens_20m, write_zip_20m(tmp_path / "a.zip", **files))

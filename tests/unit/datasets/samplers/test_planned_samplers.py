@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shared.lengths import COSTS, draw
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.perf_model.partitioner import padded_groups
@@ -19,14 +20,8 @@ WORK = st.lists(st.integers(0, 50), max_size=70)
 SPEEDS = st.none() | st.lists(st.integers(1, 9), min_size=4, max_size=4)  # of as many ranks as there are
 
 
-def user_like(num_rows: int, seed: int = 0) -> np.ndarray:
-    """Tokens of users with a heavy tail."""
-    drawn = 20 + np.random.default_rng(seed).lognormal(np.log(130), 1.4, num_rows)
-    return np.minimum(drawn, 8192).astype(np.int64)
-
-
-def cost(lengths: np.ndarray) -> np.ndarray:
-    return 5120 * lengths + lengths**2
+def work_of_users(num_rows):
+    return COSTS["HSTU"](draw("user-like", num_rows, 0))
 
 
 def rows_of(steps):
@@ -173,8 +168,8 @@ def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens,
 
 def test_a_window_evens_the_steps_and_a_budget_their_tokens():
     """The largest load ÷ the mean, and the most tokens of a rank ÷ the mean: over all steps and ranks."""
-    lengths, num_ranks = user_like(16 * 64 * 8), 16
-    work = cost(lengths)
+    lengths, num_ranks = draw("user-like", 16 * 64 * 8, 0), 16
+    work = COSTS["HSTU"](lengths)
 
     def figures(plan):
         steps = list(plan)
@@ -197,7 +192,7 @@ def test_a_window_evens_the_steps_and_a_budget_their_tokens():
 
 def test_slow_ranks_get_less_work():
     """On mixed devices, steps come within a hundredth of what all ranks' speeds allow, where equal work waits."""
-    work, speeds = cost(user_like(8 * 16 * 40)), [10, 10, 10, 10, 6, 6, 6, 6]
+    work, speeds = work_of_users(8 * 16 * 40), [10, 10, 10, 10, 6, 6, 6, 6]
 
     def share(sampler):
         """What the steps take ÷ what they would take if all ranks were always busy."""
@@ -216,7 +211,7 @@ def test_slow_ranks_get_less_work():
 
 def test_padded_batches_cost_less_than_batches_of_equal_work():
     """The sum over all steps of the slowest rank's rows × heaviest row."""
-    work, num_ranks, batch_size = cost(user_like(64 * 32 * 16)), 64, 32
+    work, num_ranks, batch_size = work_of_users(64 * 32 * 16), 64, 32
 
     def slowest(sampler):
         return sum(
@@ -240,7 +235,7 @@ def test_padded_batches_cost_less_than_batches_of_equal_work():
 
 
 def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
-    work = cost(user_like(500))
+    work = work_of_users(500)
     for make in (
         lambda **options: BalancedBatchSampler(work, 4, window=3, **options),
         lambda **options: BudgetBatchSampler(work, budget_per_rank=8 * int(work.mean()), **options),

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from hstu.model import triton_attention as triton_attention_module
-from tests.unit.hstu.interpreted.cases import use_blocks
+from hstu.model import triton_launch
+from hstu.model.triton_blocks import KERNELS, Blocks
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED else ["test_*.py"]
@@ -29,8 +30,15 @@ def bfloat16_products(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    use_blocks(monkeypatch)
+def use_blocks(monkeypatch):
+    """Sets the blocks of every kernel, which are small until it is called."""
+
+    def use(queries, keys):
+        blocks = dict.fromkeys(KERNELS, Blocks(queries, keys, 4, 2))
+        monkeypatch.setattr(triton_launch, "choose_blocks", lambda *_: blocks)
+
+    use(16, 16)
+    return use
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The Triton kernels on a CPU, by Triton's interpreter: values and all gradients against the reference."""
+"""The Triton kernels on a CPU, by Triton's interpreter: values and all gradients against the reference.
+
+And the comparison at the first step, of kernels that compute what they should and of others.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
+from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
+from hstu.model.triton_agreement import disagreement
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_blocks import KERNELS
+from hstu.model.triton_launch import LayerKind
+from tests.helpers.batches.row_parts import rows_of_parts
 from tests.helpers.models.hstu_models import HSTU
-from tests.unit.hstu.interpreted.cases import MASKS, use_blocks
 
+MASKS = {
+    "causal": {},
+    "groups": {"target_group_size": 3},
+    "groups and context": {"target_group_size": 2, "contextual": True},
+    "full": {"is_causal": False},
+}
 # Largest difference, as a part of the largest value: rounding of sums, or of weights and results to 16 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
@@ -76,14 +89,14 @@ def test_values_and_gradients_are_those_of_the_reference(mask, bias, dtype):
 @pytest.mark.parametrize(
     ("mask", "queries", "keys"), [("groups and context", 64, 32), ("groups and context", 128, 128), ("full", 32, 32)]
 )
-def test_blocks_of_any_shape_compute_the_same(monkeypatch, mask, queries, keys):
-    use_blocks(monkeypatch, queries, keys)
+def test_blocks_of_any_shape_compute_the_same(use_blocks, mask, queries, keys):
+    use_blocks(queries, keys)
     agree([135, 0, 40], [30, 0, 3], [70, 0, 1], bias="both", **MASKS[mask])
 
 
 @pytest.mark.parametrize("bias", ["none", "time"])
-def test_blocks_may_have_more_keys_than_queries_where_there_is_no_bias_by_position(monkeypatch, bias):
-    use_blocks(monkeypatch, 16, 32)
+def test_blocks_may_have_more_keys_than_queries_where_there_is_no_bias_by_position(use_blocks, bias):
+    use_blocks(16, 32)
     agree([40, 3], [11, 0], [5, 0], bias=bias, **MASKS["groups and context"])
 
 
@@ -92,17 +105,9 @@ def test_heads_of_any_width_are_padded_within_the_kernel(num_heads, head_dim):
     agree([19, 4], [3, 0], [0, 0], bias="position", num_heads=num_heads, head_dim=head_dim, size=0.3)
 
 
-@st.composite
-def batches(draw):
-    lengths = draw(st.lists(st.integers(0, 24), max_size=3))
-    targets = [draw(st.integers(0, length)) for length in lengths]
-    context = [draw(st.integers(0, length - count)) for length, count in zip(lengths, targets)]
-    return lengths, targets, context
-
-
 @settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # seconds each: nothing is shrunk
 @given(
-    batches(),
+    rows_of_parts(24, 3),
     st.sampled_from(["none", "position", "both"]),
     st.sampled_from(list(TOLERANCE)),
     st.booleans(),
@@ -214,3 +219,64 @@ def test_layers_compute_the_same_with_both(monkeypatch, position_bias, max_attn_
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     with pytest.raises(ValueError, match="the longest row has 41 tokens, the position bias reaches 40"):
         encoder(torch.zeros(41, 8), torch.tensor([41]), None, None, torch.zeros(41, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------------------- the comparison at the first step
+
+KINDS = [
+    LayerKind(torch.float32, 16, True, False, 1, has_position=True, has_time=False),
+    LayerKind(torch.bfloat16, 16, True, True, 2, has_position=True, has_time=True),
+    LayerKind(torch.float16, 24, False, False, 1, has_position=False, has_time=False),
+    LayerKind(torch.float32, 16, True, True, 2, has_position=True, has_time=False, window=300),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_agree_are_trusted(use_blocks, kind):
+    use_blocks(64, 64)
+    assert disagreement.__wrapped__(torch.device("cpu"), kind) is None
+
+
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [
+        (lambda scalars: scalars | {"after": scalars["after"] * 1.2}, "it computes outputs that are off by"),
+        (lambda scalars: 1 / 0, "its kernels cannot run (ZeroDivisionError: division by zero)"),
+        (lambda scalars: scalars | {"window": 300}, "it computes outputs that are off by"),
+    ],
+)
+def test_kernels_that_compute_something_else_are_not(use_blocks, monkeypatch, planted, reason):
+    use_blocks(64, 64)
+    scalars = triton_launch.scalars
+    monkeypatch.setattr(triton_launch, "scalars", lambda inputs: planted(scalars(inputs)))
+    assert reason in disagreement.__wrapped__(torch.device("cpu"), KINDS[-1])
+
+
+def test_all_buckets_of_times_are_compared(use_blocks, monkeypatch):
+    use_blocks(64, 64)
+    made = triton_attention_module.time_table
+    order = [0, *range(22, 0, -1), 23]  # the first and the last one stay
+    monkeypatch.setattr(triton_attention_module, "time_table", lambda bias: made(bias[:, order]))
+    assert "off by" in str(disagreement.__wrapped__(torch.device("cpu"), KINDS[1]))
+
+
+@pytest.mark.parametrize("planted", ["backward", None])
+def test_every_kernel_that_a_batch_may_take_is_compared(use_blocks, monkeypatch, planted):
+    """Also the one that adds up gradients of queries in memory, where a GPU can: long rows take it, short ones not."""
+    use_blocks(64, 64)
+    kind, launch, launched = KINDS[1], triton_attention_module.launch, set()
+
+    def spoiled(kernel, inputs, outputs, *grad):
+        launched.add(kernel)
+        launch(kernel, inputs, outputs, *grad)
+        if kernel == planted:
+            for each in filter(lambda each: each is not None, outputs.values()):
+                each.mul_(2)
+
+    monkeypatch.setattr(triton_attention_module, "launch", spoiled)
+    monkeypatch.setattr(triton_attention_module, "adds_up", lambda _: True)
+    found = disagreement.__wrapped__(torch.device("cpu"), kind)
+    if planted is None:
+        assert found is None and launched == set(KERNELS) - {"backward_value"}  # which is of wide heads
+    else:
+        assert found is not None and "off by" in found

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shared.lengths import COSTS, draw
 from commons.perf_model.partitioner import Grid, partition, partition_grid
-from commons.perf_model.partitioner.inputs import as_int64_workloads
 
 MANY = 512  # as in native/many_parts.hpp
 
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
     @property
     def workloads(self) -> np.ndarray:
-        return as_int64_workloads(5120 * self.tokens + self.tokens**2)
+        return COSTS["HSTU"](self.tokens)
 
     def loads(self, parts: np.ndarray) -> np.ndarray:
         return np.bincount(parts, weights=self.workloads, minlength=self.num_parts).astype(np.int64)
@@ -35,15 +35,8 @@ def make_case(kind: str, num_parts: int, rows: int, seed: int, *, uneven: bool =
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 2 * rows, num_parts) if uneven else np.full(num_parts, rows)
     number = int(counts.sum())
-    if kind == "user-like":
-        tokens = (20 + rng.lognormal(np.log(130), 1.4, number)).clip(20, 8192)
-    elif kind == "zipf":
-        tokens = rng.zipf(1.2, number).clip(1, 4096)
-    elif kind == "ties":
-        tokens = rng.integers(0, 4, number)
-    else:
-        tokens = rng.lognormal(5.89, 0.83, number).clip(1, 4096)
-    return Case(tokens.astype(np.int64), np.repeat(np.arange(num_parts), counts), num_parts)
+    tokens = rng.integers(0, 4, number) if kind == "ties" else draw(kind, number, seed)
+    return Case(tokens, np.repeat(np.arange(num_parts), counts), num_parts)
 
 
 CASES = st.builds(

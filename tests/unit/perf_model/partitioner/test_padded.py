@@ -132,6 +132,7 @@ def test_steps_are_near_the_least_sum():
         work = np.clip(drawn.lognormal(4, 1, 36), 1, 2000).astype(int).tolist()
         groups = padded_groups(work, num_groups=12, steps=3)
         limit = max(costs_of(work, groups))
+        assert limit == least_sum(work, 12, 1, math.inf)
         over.append(sum_of_steps(work, groups, 3) / least_sum(work, 4, 3, limit))
     assert min(over) >= 1 and np.mean(over) < 1.01 and max(over) < 1.1
 

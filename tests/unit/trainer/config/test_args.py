@@ -77,20 +77,6 @@ def test_defaults():
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it names a folder"),
         ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
-        ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
-    ],
-)
-def test_a_wrong_trainer_argument(changes, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        if isinstance(optimization := changes.get("optimization"), dict):
-            changes = {"optimization": OptimizationArgs(**optimization)}
-        TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"dataset_name": ""}, "dataset_name is empty"),
         ({"max_num_candidates": -1}, "max_num_candidates is -1"),
         ({"num_tasks": 0}, "num_tasks is 0"),
@@ -98,8 +84,15 @@ def test_a_wrong_trainer_argument(changes, message):
             {"dataset_name": "ml-1m", "length_distribution": LengthDistribution("zipf", alpha=1.2)},
             "length_distribution is set and dataset_name is 'ml-1m'; .* or choose 'random' or 'sid-random'",
         ),
+        ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
     ],
 )
-def test_a_wrong_dataset_argument(changes, message):
-    with pytest.raises(ValueError, match=message):
-        DatasetArgs(**({"dataset_name": "random", "max_history_seqlen": 4} | changes))
+def test_a_wrong_argument(changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        if isinstance(optimization := changes.get("optimization"), dict):
+            changes = {"optimization": OptimizationArgs(**optimization)}
+        if changes.keys() & DatasetArgs.__dataclass_fields__.keys():
+            DatasetArgs(**({"dataset_name": "random", "max_history_seqlen": 4} | changes))
+        else:
+            TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
+    assert "\n" not in str(caught.value)

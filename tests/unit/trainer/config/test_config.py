@@ -126,12 +126,6 @@ def test_fields_that_take_a_value_keep_it():
         load_config(Required, ["--must", "True", "--may", "maybe"])
 
 
-def test_flags_alone_are_enough():
-    flags = "--trainer.train-batch-size 2 --trainer.eval-batch-size 2 --dataset.dataset-name random"
-    config = load_config(TrainConfig, [*flags.split(), "--dataset.max-history-seqlen", "5"])
-    assert config.dataset.max_history_seqlen == 5
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "hstu/configs").glob("*.toml")), ids=lambda path: path.name)
 def test_the_configs_that_come_along(path):
     assert isinstance(load_config_file(TrainConfig, path), TrainConfig)
