@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from commons.sequence_batch.fields import Path, batch_items, make_batch, path_name
-from commons.sequence_batch.jagged import is_type_of, new_keyed
-from commons.sequence_batch.plain_values import find_type, type_name, unknown_type
+from commons.sequence_batch.jagged import is_type_of, torchrec_class
+from commons.sequence_batch.plain_values import find_type, known_type, type_name
 from commons.sequence_batch.row_leaves import tensor_kind
 
 if TYPE_CHECKING:
@@ -108,24 +108,17 @@ def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], r
             device = next((tensor.device for tensor in tensors), device)
         return make_tensordict(children, [rows, *prototype.batch_size[1:]], device)
     if kind == "keyed":
-        return new_keyed(prototype.keys(), prototype.length_per_key(), children["values"])
-    if kind == "dataclass":
-        return make_batch(type(prototype), children)
-    if kind == "namedtuple":
-        return type(prototype)._make(children.values())
-    if kind == "sequence":
-        return type(prototype)(children.values())
+        return _make_keyed(prototype.keys(), prototype.length_per_key(), children)
+    if kind != "mapping":
+        return _make(kind, type(prototype), children)
     try:
         # A copy keeps what a subclass has beside its items, such as the factory of a defaultdict.
-        result = copy.copy(prototype)
-        for key, child in children.items():
-            result[key] = child
+        return _filled(copy.copy(prototype), children)
     except TypeError:
         raise TypeError(
             f"the batch holds a {type(prototype).__name__}, whose items cannot be set; its rows become a mapping of "
             "the same type: pass a dict"
         ) from None
-    return result
 
 
 def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
@@ -152,20 +145,30 @@ def build_branch(
     if kind == "tensordict":
         return make_tensordict(children, [rows, *content[0]], device)
     if kind == "keyed":
-        return new_keyed(content[0], content[1], children["values"])
+        return _make_keyed(content[0], content[1], children)
     if kind == "defaultdict":
         return defaultdict(None if content[0] is None else _FACTORIES[content[0]], children)
     found = find_class(content[0])
+    return _filled(found(), children) if kind == "mapping" else _make(kind, found, children)
+
+
+def _make(kind: str, made: Any, children: dict[Any, Any]) -> Any:
+    """A dataclass, namedtuple, list or tuple."""
     if kind == "dataclass":
-        return make_batch(found, children)
+        return make_batch(made, children)
     if kind == "namedtuple":
-        return found._make(children[name] for name in found._fields)
-    if kind == "sequence":
-        return found(children[index] for index in range(len(children)))
-    result = found()
+        return made._make(children[name] for name in made._fields)
+    return made(children[index] for index in range(len(children)))
+
+
+def _make_keyed(keys: Sequence[str], widths: Sequence[int], children: dict[Any, Any]) -> KeyedTensor:
+    return torchrec_class("KeyedTensor")(list(keys), list(widths), children["values"])
+
+
+def _filled(mapping: Any, children: dict[Any, Any]) -> Any:
     for key, child in children.items():
-        result[key] = child
-    return result
+        mapping[key] = child
+    return mapping
 
 
 def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
@@ -276,6 +279,4 @@ def _require_only_items(value: Any, path: Path) -> None:
 def find_class(name: str) -> Any:
     """The class of a branch that `describe` names; KeyError where this process has not imported it."""
     found = find_type(name)
-    if found is None or not (dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))):
-        raise unknown_type(name)
-    return found
+    return found if dataclasses.is_dataclass(found) else known_type(name, (Mapping, list, tuple))

@@ -7,6 +7,8 @@ sorted order, so that batches whose dicts were filled in another order are equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -31,7 +33,8 @@ from commons.sequence_batch.fields import (
     row_count_items,
     stated_count,
 )
-from commons.sequence_batch.row_leaves import device_of, is_moved, leaf_kind, require_movable, tensor_kind
+from commons.sequence_batch.row_fields import RowField
+from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, require_movable, tensor_kind
 
 _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
@@ -44,12 +47,18 @@ class Branch(NamedTuple):
     keys: tuple[Any, ...]  # of its children, as the value has them
 
 
-class Tree(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Tree:
     """All that a batch holds, by path and depth first."""
 
     leaves: dict[Path, Any]  # what has an entry per row
     plain: dict[Path, Any]  # metadata
     branches: dict[Path, Branch]  # each before those below it
+
+    @cached_property
+    def fields(self) -> dict[Path, RowField]:
+        """What the leaves are, but for their rows."""
+        return {path: describe_leaf(path, value) for path, value in self.leaves.items()}
 
     @property
     def batch(self) -> Any:
@@ -161,7 +170,7 @@ def rebuild(tree: Tree, values: Mapping[Path, Any], rows: int | None = None, rea
     Where it has another number of `rows`, padding included and `real` of them real, every leaf is among the values.
     """
     made = {**tree.leaves, **tree.plain, **values}
-    leaves, plain = ({path: made[path] for path in each} for each in tree[:2])
+    leaves, plain = ({path: made[path] for path in each} for each in (tree.leaves, tree.plain))
     branches: dict[Path, Branch] = {}
     for path, (value, kind, keys) in reversed(tree.branches.items()):
         children = {key: made[(*path, key)] for key in keys}
@@ -202,7 +211,7 @@ def count_tree(tree: Tree) -> tuple[int, int]:
                 if (count := stated_count(value, name)) is not None:
                     into[(*path, name)] = count
     for path, value in tree.leaves.items():
-        counts[path] = leaf_kind(value).count(path, value)
+        counts[path] = tree.fields[path].count(value)
     if not counts:
         raise _no_rows(tree.batch)
     rows = next(iter(counts.values()))

@@ -44,8 +44,7 @@ def leaf_kind(value: Any) -> type[RowField]:
 
 def describe_leaf(path: Path, value: Any) -> RowField:
     """What a leaf is, but for its rows."""
-    kind = leaf_kind(value)
-    return kind(*kind.facts(path, value))
+    return leaf_kind(value).of(path, value)
 
 
 def is_moved(value: Any) -> bool:
@@ -73,9 +72,3 @@ def require_movable(path: Path, value: Any) -> None:
 def device_of(value: Any) -> torch.device:
     """Device of a tensor, or of the values of a jagged one."""
     return value.device if isinstance(value, torch.Tensor) else value.values().device
-
-
-def pad_leaf(path: Path, value: Any, rows: int) -> Any:
-    """A leaf with so many rows of padding behind its own."""
-    device = device_of(value) if is_moved(value) else None
-    return leaf_kind(value).join([value, describe_leaf(path, value).empty(rows, device)])

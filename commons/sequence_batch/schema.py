@@ -34,7 +34,7 @@ from commons.sequence_batch.plain_values import (
     register_type,
 )
 from commons.sequence_batch.row_fields import DenseField, RowField
-from commons.sequence_batch.row_leaves import KINDS, describe_leaf, leaf_kind
+from commons.sequence_batch.row_leaves import KINDS
 
 T = TypeVar("T", bound=type)
 
@@ -184,8 +184,8 @@ class BatchSchema:
             row_counts(batch, tree)
         if known is None or len(tree.branches) > 1 or not all(map(holds_scalars, (plain := tree.metadata).values())):
             return cls.of_tree(tree)
-        facts = tuple([(kind := leaf_kind(value), kind.facts(path, value)) for path, value in tree.leaves.items()])
-        key = type(batch), per_rank_names(type(batch)), facts, repr(plain)  # as text: in Python, 1, 1.0, True are equal
+        rows = tuple(tree.fields.values())
+        key = type(batch), per_rank_names(type(batch)), rows, repr(plain)  # as text: in Python, 1, 1.0, True are equal
         if key not in known:
             schema = cls.of_tree(tree)
             known.clear()  # batches of a run are alike
@@ -206,7 +206,7 @@ class BatchSchema:
             _require_plain(batch_type, tree)
         return cls(
             (
-                *(describe_leaf(path, value) for path, value in tree.leaves.items()),
+                *tree.fields.values(),
                 *(_describe_plain(path, value, batch_type, path in own) for path, value in tree.metadata.items()),
                 *(
                     BranchField(path, json.dumps(describe(branch.kind, branch.value, path)), branch.keys)

@@ -19,7 +19,6 @@ from commons.sequence_batch.branches import UnsendableError
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.open_batch import Tree, open_tree
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
-from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import BatchSchema
 
@@ -119,9 +118,9 @@ def _describe(tree: Tree, schema: BatchSchema, tensors: list[torch.Tensor]) -> l
     """What the header says of a batch; adds its tensors."""
     leaves = []
     for path, value in tree.leaves.items():
-        kind = leaf_kind(value)
-        kind.check(path, value)
-        content, parts = kind.content(path, value)
+        field = tree.fields[path]
+        field.check(value)
+        content, parts = field.content(value)
         parts = [_require_sendable(path, part) for part in parts]
         tensors += parts
         placed = [[str(part.dtype).removeprefix("torch."), list(part.shape), _place(part.device)] for part in parts]
