@@ -56,7 +56,7 @@ class JaggedField(RowField):
         num_values = value.values().shape[0]
         if last - first != total or not 0 <= first <= last <= num_values:
             raise ValueError(
-                f"field {path_name(self.path)!r} has offsets from {first} to {last}, lengths that add up to {total}, "
+                f"field {self.name!r} has offsets from {first} to {last}, lengths that add up to {total}, "
                 f"and {num_values} values; offsets lie within the values and differ by the lengths: correct them"
             )
 
@@ -117,26 +117,27 @@ class KeyedJaggedField(JaggedField):
         return cls(path, tuple(value.keys()), *_jagged_dtypes(value), None)
 
     def count(self, value: KeyedJaggedTensor) -> int:
-        name = path_name(self.path)
         if value.variable_stride_per_key():
             raise ValueError(
-                f"field {name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must have "
-                "the same number of rows: build the KeyedJaggedTensor without stride_per_key_per_rank"
+                f"field {self.name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must "
+                "have the same number of rows: build the KeyedJaggedTensor without stride_per_key_per_rank"
             )
         if value.inverse_indices_or_none() is not None:
             raise ValueError(
-                f"field {name!r} has inverse_indices; they point into rows that are about to move: expand the "
+                f"field {self.name!r} has inverse_indices; they point into rows that are about to move: expand the "
                 "KeyedJaggedTensor to one row per sample first"
             )
         keys, rows, num_lengths = self.keys, value.stride(), value.lengths().numel()
         if len(set(keys)) != len(keys):
             repeated = sorted({key for key in keys if keys.count(key) > 1})
-            raise ValueError(f"field {name!r} has duplicate keys {repeated}; keys must be unique: rename or merge them")
+            raise ValueError(
+                f"field {self.name!r} has duplicate keys {repeated}; keys must be unique: rename or merge them"
+            )
         require_flat(self.path, value, {"values": value.values(), "weights": value.weights_or_none()})
         if num_lengths != len(keys) * rows:
             raise ValueError(
-                f"field {name!r} has {num_lengths} lengths for {len(keys)} keys and {rows} rows; there is one per key "
-                f"and row, {len(keys) * rows} in all: match them"
+                f"field {self.name!r} has {num_lengths} lengths for {len(keys)} keys and {rows} rows; there is one per "
+                f"key and row, {len(keys) * rows} in all: match them"
             )
         return rows
 

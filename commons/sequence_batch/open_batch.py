@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -47,18 +46,21 @@ class Branch(NamedTuple):
     keys: tuple[Any, ...]  # of its children, as the value has them
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: one is made per batch
 class Tree:
     """All that a batch holds, by path and depth first."""
 
     leaves: dict[Path, Any]  # what has an entry per row
     plain: dict[Path, Any]  # metadata
     branches: dict[Path, Branch]  # each before those below it
+    _fields: dict[Path, RowField] | None = None
 
-    @cached_property
+    @property
     def fields(self) -> dict[Path, RowField]:
         """What the leaves are, but for their rows."""
-        return {path: describe_leaf(path, value) for path, value in self.leaves.items()}
+        if self._fields is None:
+            self._fields = {path: describe_leaf(path, value) for path, value in self.leaves.items()}
+        return self._fields
 
     @property
     def batch(self) -> Any:

@@ -28,6 +28,11 @@ class RowField(ABC):
 
     path: Path
 
+    @property
+    def name(self) -> str:
+        """Its path as messages show it."""
+        return path_name(self.path)
+
     @classmethod
     @abstractmethod
     def of(cls, path: Path, value: Any) -> RowField:
@@ -93,12 +98,12 @@ class DenseField(RowField):
     def count(self, value: torch.Tensor) -> int:
         if value.layout != torch.strided:
             raise ValueError(
-                f"field {path_name(self.path)!r} is a tensor of layout {value.layout}; rows are those of dense and of "
+                f"field {self.name!r} is a tensor of layout {value.layout}; rows are those of dense and of "
                 "jagged tensors: convert it to one of these"
             )
         if value.dim() == 0:
             raise ValueError(
-                f"field {path_name(self.path)!r} is a 0-dimensional tensor; a tensor field must have the batch as its "
+                f"field {self.name!r} is a 0-dimensional tensor; a tensor field must have the batch as its "
                 "first dimension: make it a Python number, or repeat it for every row"
             )
         return value.shape[0]
@@ -136,7 +141,7 @@ class ArrayField(RowField):
     def count(self, value: np.ndarray) -> int:
         if value.ndim == 0:
             raise ValueError(
-                f"field {path_name(self.path)!r} is a 0-dimensional array; an array must have the batch as its first "
+                f"field {self.name!r} is a 0-dimensional array; an array must have the batch as its first "
                 "dimension: make it a Python number, or repeat it for every row"
             )
         return value.shape[0]
@@ -146,7 +151,7 @@ class ArrayField(RowField):
             # Rows of others would be joined and sent as those of a plain one.
             remedy = "np.ma.getdata and np.ma.getmaskarray" if isinstance(value, np.ma.MaskedArray) else "np.asarray"
             raise TypeError(
-                f"field {path_name(self.path)!r} is a {type(value).__name__}; rows are taken from plain arrays, and "
+                f"field {self.name!r} is a {type(value).__name__}; rows are taken from plain arrays, and "
                 f"what it has beside its values would be lost: pass what {remedy} give of it"
             )
 
@@ -161,7 +166,7 @@ class ArrayField(RowField):
             return [None, list(value.shape), encode_plain(value.ravel().tolist(), self.path)], []
         if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
             raise TypeError(
-                f"{path_name(self.path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can "
+                f"{self.name!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can "
                 "be sent: pass its fields as arrays of their own, or convert it"
             )
         raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)

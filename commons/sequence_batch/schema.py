@@ -184,8 +184,8 @@ class BatchSchema:
             row_counts(batch, tree)
         if known is None or len(tree.branches) > 1 or not all(map(holds_scalars, (plain := tree.metadata).values())):
             return cls.of_tree(tree)
-        rows = tuple(tree.fields.values())
-        key = type(batch), per_rank_names(type(batch)), rows, repr(plain)  # as text: in Python, 1, 1.0, True are equal
+        rows, values = tuple(tree.fields.values()), repr(list(plain.values()))  # in Python, 1, 1.0 and True are equal
+        key = type(batch), per_rank_names(type(batch)), rows, tuple(plain), values
         if key not in known:
             schema = cls.of_tree(tree)
             known.clear()  # batches of a run are alike
