@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -33,9 +33,6 @@ class BalancedChunks(Sequence[B]):
 
     def __len__(self) -> int:
         return len(self.chunks)
-
-    def __iter__(self) -> Iterator[B]:
-        return iter(self.chunks)
 
     @overload
     def __getitem__(self, index: int) -> B: ...

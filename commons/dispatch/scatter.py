@@ -147,7 +147,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 numbers = [piece.indices for piece in received if piece.indices is not None]
                 return in_order([piece.rows for piece in received], numbers)
 
-            return exchange(
+            gathered, *_ = exchange(
                 channel,
                 "gather_back",
                 {"src": source.rank, "to_all": bool(to_all)},
@@ -155,7 +155,8 @@ class BalancedShare(Trimmed, Generic[B]):
                 lambda rank: own if rank in receivers else None,
                 collect,
                 expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
-            ).result
+            )
+            return gathered
 
     def _own_results(self, results: R) -> Piece:
         with torch.no_grad():  # selected once for all receivers
@@ -243,21 +244,19 @@ def scatter_rows(
     given = None
     if error is None:
         given, error = attempt(source_rows)
-    split = None if given is None else given[1]
+    rows, split = given or (None, None)
 
-    def shares(rows: Rows[Any], split: Split) -> Callable[[int], Piece]:
-        @cache
-        def padding() -> Padding:
-            real = rows.without_padding()
-            return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
+    @cache
+    def padding() -> Padding:
+        assert rows is not None  # noqa: S101  of the source
+        real = rows.without_padding()
+        return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
 
-        def share_of(rank: int) -> Piece:
-            indices = split.indices[rank]
-            share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding)
-            columns = [[window.start, window.stop, window.width] for window in windows]
-            return Piece(share, indices, [split.imbalance, columns])
-
-        return share_of
+    def share_of(rank: int) -> Piece:
+        assert rows is not None and split is not None  # noqa: S101  of the source
+        indices = split.indices[rank]
+        share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding)
+        return Piece(share, indices, [split.imbalance, [[each.start, each.stop, each.width] for each in windows]])
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
         piece = pieces[source.rank]
@@ -266,17 +265,9 @@ def scatter_rows(
         windows = [Window(trim.name, *each) for trim, each in zip(trims, columns)]
         return BalancedShare(piece.rows.batch, piece.indices, imbalance, 0, source, windows, split)
 
-    exchanged = exchange(
-        channel,
-        call,
-        options,
-        error,
-        None if given is None else shares(*given),
-        as_share,
-        expected_bytes=0 if given is None else given[0].nbytes,
-    )
-    share = exchanged.result
-    return None if share is None else dataclasses.replace(share, bytes_received=exchanged.bytes_received)
+    size, pieces = (0, None) if rows is None else (rows.nbytes, share_of)
+    share, _, received = exchange(channel, call, options, error, pieces, as_share, expected_bytes=size)
+    return None if share is None else dataclasses.replace(share, bytes_received=received)
 
 
 def check_options(

@@ -138,13 +138,8 @@ class BalancedPipeline:
         Raises:
             ValueError: a copy of the user's own has dropped a batch, or lost track of which one it hands on.
         """
-        shuffling = self._shuffling(copied)
-        return copied if shuffling is None else self._finish(shuffling)
-
-    def _shuffling(self, copied: Any) -> ShufflingBatch | None:
-        """The batch with its handle; None if it is finished."""
         if not self._handed_out:
-            return None
+            return copied
         oldest = self._handed_out[0]
         if not isinstance(copied, ShufflingBatch):  # built anew by a copy of the user's own
             if len(self._handed_out) > 1:
@@ -162,7 +157,7 @@ class BalancedPipeline:
                 "ranks: copy every batch that is read, in order, and choose batches in the iterator"
             )
         self._handed_out.popleft()
-        return copied
+        return self._finish(copied)
 
     def _reported(self, message: str) -> ValueError:
         """An error of this rank alone, posted so that the other ranks do not wait for it."""
