@@ -38,11 +38,6 @@ def field_names(batch_type: type) -> tuple[str, ...]:
     return tuple(item.name for item in dataclasses.fields(batch_type))
 
 
-def is_dataclass(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass."""
-    return hasattr(type(value), "__dataclass_fields__")
-
-
 def batch_items(batch: Any) -> dict[str, Any]:
     """All that a batch holds, by name: its fields in the order of declaration, then other attributes.
 
@@ -114,7 +109,7 @@ def per_rank_names(batch_type: type) -> frozenset[str]:
 
 def require_dataclass(batch: Any) -> None:
     """Raise TypeError unless `batch` is an instance of a dataclass."""
-    if not is_dataclass(batch):
+    if not hasattr(type(batch), "__dataclass_fields__"):
         raise TypeError(
             f"the batch is a {type(batch).__name__}; a batch must be an instance of a dataclass: "
             "decorate the class with @dataclasses.dataclass"

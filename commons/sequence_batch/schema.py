@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from commons.sequence_batch.branches import BranchKind, Constant, build_branch, describe, find_class
+from commons.sequence_batch.branches import BranchField, Constant
 from commons.sequence_batch.fields import (
     Path,
     can_state_padding,
@@ -74,43 +74,6 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     register_type(batch_type)
     declare_per_rank(batch_type, per_rank)
     return batch_type
-
-
-@dataclass(frozen=True)
-class BranchField:
-    """What leads to fields: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
-
-    path: Path
-    json: str  # as `branches.describe` writes it, as JSON text
-    # Its children as the batch holds them; ranks may fill their dicts in other orders, and the first rank's counts.
-    keys: tuple[Any, ...] = field(default=(), compare=False)
-
-    @cached_property
-    def described(self) -> list[Any]:
-        """Its kind, and what `build_branch` needs beside."""
-        return json.loads(self.json)
-
-    @property
-    def kind(self) -> BranchKind:
-        """Its kind; of a defaultdict its own."""
-        return self.described[0]
-
-    @property
-    def batch_type(self) -> type:
-        """The class of a dataclass; KeyError where it is not imported."""
-        return find_class(self.described[1])
-
-    def made_of(self, children: dict[Any, Any], rows: int, device: torch.device | None) -> Any:
-        """The branch around children of so many rows, in the order of `keys`; the device is that of a TensorDict."""
-        ordered = {key: children[key] for key in self.keys if key in children} | children
-        return build_branch(self.described, ordered, rows, device)
-
-    def summary(self) -> str:
-        """What messages show of it."""
-        kind, *content = self.described
-        if kind == "keyed":
-            return f"KeyedTensor {content[0]} of widths {content[1]}"
-        return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
 
 
 Field: TypeAlias = RowField | PlainField | BranchField
@@ -208,10 +171,7 @@ class BatchSchema:
             (
                 *tree.fields.values(),
                 *(_describe_plain(path, value, batch_type, path in own) for path, value in tree.metadata.items()),
-                *(
-                    BranchField(path, json.dumps(describe(branch.kind, branch.value, path)), branch.keys)
-                    for path, branch in tree.branches.items()
-                ),
+                *(BranchField.of(path, kind, value, keys) for path, (value, kind, keys) in tree.branches.items()),
             )
         )
 
