@@ -145,7 +145,8 @@ def _pack(
     channel: DispatchChannel, pieces: Callable[[int], Piece | None], expected_bytes: int
 ) -> tuple[Piece | None, MessageBuffer | None]:
     """This rank's own piece, and the messages to the others; None if there are none."""
-    own, buffer = None, None
+    own, buffer, group = None, None, channel.payload_group
+    can_send_from_device = group is not None and channel.has_all_to_all and serves(group, "cuda")
     for rank in range(channel.world_size):
         with torch.no_grad():  # of rows that stay too: what a result is does not depend on where its rows were
             piece = pieces(rank)
@@ -157,17 +158,13 @@ def _pack(
                 piece.rows, *([] if piece.indices is None else [_compact(piece.indices)]), extra=piece.extra
             )
             if buffer is None:
-                on_device = message.on_accelerator and _can_send_from_device(channel)
+                on_device = message.on_accelerator and can_send_from_device
                 headers = channel.world_size * (len(message.header) + 64)  # they differ by a few digits
                 buffer = MessageBuffer(expected_bytes + headers, on_accelerator=on_device)
                 buffer.sizes = [0] * rank
         if buffer is not None:
             buffer.append(message)
     return own, buffer
-
-
-def _can_send_from_device(channel: DispatchChannel) -> bool:
-    return channel.payload_group is not None and channel.has_all_to_all and serves(channel.payload_group, "cuda")
 
 
 def _received(message: torch.Tensor) -> Piece | None:

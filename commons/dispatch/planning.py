@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.rows import Rows
+
+B = TypeVar("B")
 
 _PAD_REMEDY = "use fewer parts or a larger batch, or pad=True, which fills up with rows that are flagged as padding"
 _REMEDY = "use fewer ranks or a larger batch"
@@ -46,20 +49,30 @@ def split_in_turn(rows: Rows[Any], num_parts: int) -> Partition:
     return Partition(assignment, np.bincount(assignment, minlength=num_parts), -(-rows.real // num_parts))
 
 
-def part_indices(plan: Partition, num_rows: int, pad: bool) -> list[torch.Tensor]:
-    """For each part its rows, int64 ascending, then -1 for padding.
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Which rows of a batch each part gets."""
 
-    `pad` gives all parts one size: that of the largest, or a share of the `num_rows` that the batch has with padding.
-    """
-    parts = plan.groups()
-    size = max(*map(len, parts), -(-num_rows // len(parts))) if pad else 0
-    return [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64) for part in parts]
+    indices: list[torch.Tensor]  # for each part int64 `(its rows,)`, ascending, then -1 for padding
+    imbalance: float  # largest load divided by the mean, minus 1
+    num_rows: int  # rows of the batch, padding included
 
+    @classmethod
+    def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
+        """The split of a batch by a plan.
 
-def take_part(rows: Rows[Any], indices: torch.Tensor) -> Rows[Any]:
-    """The rows of one part, as `part_indices` lists them."""
-    part = rows.select(indices[indices >= 0])
-    return part.pad(len(indices)) if part.count < len(indices) else part
+        `pad` gives all parts one size: that of the largest, or a share of the rows that the batch has with padding.
+        """
+        parts = plan.groups()
+        size = max(*map(len, parts), -(-rows.count // len(parts))) if pad else 0
+        padded = [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64) for part in parts]
+        return cls(padded, plan.imbalance, rows.count)
+
+    def take(self, rows: Rows[B], part: int) -> Rows[B]:
+        """The rows of one part."""
+        indices = self.indices[part]
+        taken = rows.select(indices[indices >= 0])
+        return taken.pad(len(indices)) if taken.count < len(indices) else taken
 
 
 def plan_redistribution(

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from commons.checks import as_count
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import in_order, result_rows
-from commons.dispatch.planning import part_indices, split_rows, take_part
+from commons.dispatch.planning import Split, split_rows
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
-from commons.perf_model.partitioner import Partition
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -37,20 +36,6 @@ class Source:
     rank: int  # the source, as a rank of the group
     group: dist.ProcessGroup | None  # the ranks, as the caller named them
     timeout: float  # seconds after which a rank that does not take part is reported
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Which rows of a batch each rank gets, known on the source."""
-
-    indices: list[torch.Tensor]  # for each rank int64 `(its rows,)`, -1 for padding
-    imbalance: float  # largest load divided by the mean, minus 1
-    num_rows: int  # rows of the batch, padding included
-
-    @classmethod
-    def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
-        """The split of a batch by a plan; `pad` gives all ranks one number of rows."""
-        return cls(part_indices(plan, rows.count, pad), plan.imbalance, rows.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +60,6 @@ class BalancedShare(Trimmed, Generic[B]):
     def is_padding(self) -> torch.Tensor:
         """Bool `(rows,)`: which rows are padding."""
         return self.indices < 0
-
-    def with_pinned_batch(self) -> BalancedShare[B]:
-        """The same share with its batch in pinned host memory."""
-        return dataclasses.replace(self, batch=Rows.of(self.batch).pin().batch)
 
     def scatter_more(self, batch: Any | None, *, trim: Trim | Sequence[Trim] | None = None) -> Any:
         """Send more of the same rows, such as advantages computed from what came back; each goes where it went.
@@ -255,7 +236,7 @@ def scatter_rows(
     def share_of(rank: int) -> Piece:
         assert rows is not None and split is not None  # noqa: S101  of the source
         indices = split.indices[rank]
-        share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding)
+        share, windows = trim_share(split.take(rows, rank), int((indices >= 0).sum()), trims, padding)
         return Piece(share, indices, [split.imbalance, [[each.start, each.stop, each.width] for each in windows]])
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:

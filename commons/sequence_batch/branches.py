@@ -136,7 +136,7 @@ class BranchField:
     def of(cls, path: Path, kind: BranchKind, value: Any, keys: tuple[Any, ...]) -> BranchField:
         """What a branch is; TypeError for one that no other rank could make."""
         if kind == "tensordict":
-            described = [kind, list(value.batch_size[1:])]
+            described: list[Any] = [kind, list(value.batch_size[1:])]
         elif kind == "keyed":
             described = [kind, list(value.keys()), list(value.length_per_key())]
         elif type(value) is defaultdict:

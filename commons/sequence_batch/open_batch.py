@@ -7,9 +7,9 @@ sorted order, so that batches whose dicts were filled in another order are equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from commons.sequence_batch.fields import (
 from commons.sequence_batch.row_fields import RowField
 from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, require_movable, tensor_kind
 
+B = TypeVar("B")
+
 _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
 
@@ -47,13 +49,13 @@ class Branch(NamedTuple):
 
 
 @dataclass(eq=False)  # not frozen: one is made per batch
-class Tree:
+class Tree(Generic[B]):
     """All that a batch holds, by path and depth first."""
 
     leaves: dict[Path, Any]  # what has an entry per row
     plain: dict[Path, Any]  # metadata
     branches: dict[Path, Branch]  # each before those below it
-    _fields: dict[Path, RowField] | None = None
+    _fields: dict[Path, RowField] | None = field(default=None, init=False)
 
     @property
     def fields(self) -> dict[Path, RowField]:
@@ -63,7 +65,7 @@ class Tree:
         return self._fields
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> B:
         """The batch itself."""
         return self.branches[()].value if self.branches else {**self.leaves, **self.plain}[()]
 
@@ -91,19 +93,19 @@ class Tree:
         return bool(path) and counts_rows(path[-1], value) and self.branches[path[:-1]].kind == "dataclass"
 
 
-def open_tree(batch: Any) -> Tree:
+def open_tree(batch: B) -> Tree[B]:
     """Open a batch of any kind.
 
     Raises:
         TypeError: a tensorclass.
         ValueError: as `children_of`.
     """
-    tree = Tree({}, {}, {})
+    tree: Tree[B] = Tree({}, {}, {})
     _open(batch, (), False, tree)
     return tree
 
 
-def open_batch(batch: Any) -> Tree:
+def open_batch(batch: B) -> Tree[B]:
     """Open a batch of a shuffler, which moves the rows of tensors: arrays are plain values; raises as `open_tree`."""
     tree = open_tree(batch)
     if not all(map(is_moved, tree.leaves.values())):
@@ -112,7 +114,7 @@ def open_batch(batch: Any) -> Tree:
     return tree
 
 
-def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree) -> None:
+def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> None:
     """Add a value to a tree; `lists_are_plain` is whether it is part of a dataclass."""
     kind, children = children_of(value) if path == () or _has_rows(value, lists_are_plain) else (None, {})
     if isinstance(value, np.ndarray) or is_moved(value) or _is_column(value, lists_are_plain):
@@ -166,7 +168,7 @@ def value_at(batch: Any, path: Path) -> Any:
     return value
 
 
-def rebuild(tree: Tree, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Tree:
+def rebuild(tree: Tree[B], values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Tree[B]:
     """A tree with other leaves or plain values at some paths; no dataclass runs its constructor.
 
     Where it has another number of `rows`, padding included and `real` of them real, every leaf is among the values.
@@ -196,7 +198,7 @@ def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None
     return rebuild(open_batch(batch), values, rows, real).batch
 
 
-def count_tree(tree: Tree) -> tuple[int, int]:
+def count_tree(tree: Tree[Any]) -> tuple[int, int]:
     """Rows with padding, and real ones: `actual_batch_size` where a dataclass states it, else all.
 
     Raises:
@@ -237,7 +239,7 @@ def count_tree(tree: Tree) -> tuple[int, int]:
     return rows, real
 
 
-def row_counts(batch: Any, tree: Tree | None = None) -> tuple[int, int]:
+def row_counts(batch: Any, tree: Tree[Any] | None = None) -> tuple[int, int]:
     """Rows of a batch of a shuffler with padding, and real ones.
 
     Raises:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,18 +42,16 @@ import torch
 from commons.sequence_batch.branches import is_equal
 from commons.sequence_batch.fields import Path, can_state_padding, path_name
 from commons.sequence_batch.open_batch import Tree, count_tree, open_tree, rebuild
-from commons.sequence_batch.row_fields import RowField
 from commons.sequence_batch.row_leaves import device_of, is_moved
 from commons.sequence_batch.schema import BatchSchema
 
 B = TypeVar("B")
 
 
-@dataclass(frozen=True, eq=False)
-class Rows(Generic[B]):
+@dataclass(eq=False)
+class Rows(Tree[B]):
     """A batch, parsed; made by `Rows.of`."""
 
-    tree: Tree  # its branches, leaves and metadata
     count: int  # rows that all leaves agree on, padding included
     real: int  # how many of them, from the first on, are no padding
 
@@ -73,7 +71,7 @@ class Rows(Generic[B]):
         tree = open_tree(batch)
         for path, value in tree.leaves.items():
             tree.fields[path].check(value)
-        return cls(tree, *count_tree(tree))
+        return cls._of_tree(tree, *count_tree(tree))
 
     @staticmethod
     def concat(parts: Sequence[Rows[B]]) -> Rows[B]:
@@ -85,7 +83,7 @@ class Rows(Generic[B]):
         if len(parts) == 0:
             raise ValueError("there are no batches to concatenate; rows come from at least one: give one or more")
         for index, part in enumerate(parts[1:], 1):
-            _require_alike(parts[0].tree, part.tree, index)
+            _require_alike(parts[0], part, index)
         count, real = sum(part.count for part in parts), sum(part.real for part in parts)
         if count > real:
             # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
@@ -94,30 +92,15 @@ class Rows(Generic[B]):
         first = parts[0]
         return first._made(lambda path, _: first.fields[path].join([part.leaves[path] for part in parts]), count, real)
 
-    @property
-    def batch(self) -> B:
-        """The batch itself."""
-        return self.tree.batch
-
     @cached_property
     def schema(self) -> BatchSchema:
         """All but the rows; TypeError for metadata that JSON cannot hold."""
-        return BatchSchema.of_tree(self.tree)
-
-    @property
-    def leaves(self) -> dict[Path, Any]:
-        """Every leaf by its path, depth first."""
-        return self.tree.leaves
-
-    @property
-    def fields(self) -> dict[Path, RowField]:
-        """What every leaf is, but for its rows."""
-        return self.tree.fields
+        return BatchSchema.of_tree(self)
 
     @property
     def states_padding(self) -> bool:
         """Whether the batch can say which of its rows are padding."""
-        branches = self.tree.branches.values()
+        branches = self.branches.values()
         return any(branch.kind == "dataclass" and can_state_padding(type(branch.value)) for branch in branches)
 
     @property
@@ -185,10 +168,10 @@ class Rows(Generic[B]):
 
     def with_own_of(self, other: Rows[B] | None) -> Rows[B]:
         """The same rows; what is each rank's own (`register_batch_type`) is that of another batch, if there is one."""
-        own = [] if other is None else self.tree.own_paths
+        own = [] if other is None else self.own_paths
         if other is None or not own:
             return self
-        return Rows(rebuild(self.tree, {path: other.tree.plain[path] for path in own}), self.count, self.real)
+        return self._of_tree(rebuild(self, {path: other.plain[path] for path in own}), self.count, self.real)
 
     def pin(self) -> Rows[B]:
         """The same rows with their tensors in pinned host memory; arrays and lists stay where they are."""
@@ -215,7 +198,11 @@ class Rows(Generic[B]):
 
     def _made(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
         leaves = {path: function(path, value) for path, value in self.leaves.items()}
-        return Rows(rebuild(self.tree, leaves, count, real), count, real)
+        return self._of_tree(rebuild(self, leaves, count, real), count, real)
+
+    @classmethod
+    def _of_tree(cls, tree: Tree, count: int, real: int) -> Rows[B]:
+        return cls(tree.leaves, tree.plain, tree.branches, count, real)
 
 
 def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) -> B:
@@ -228,7 +215,7 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
     return Rows.of(batch).select(indices).batch
 
 
-def _require_alike(first: Tree, other: Tree, index: int) -> None:
+def _require_alike(first: Tree[Any], other: Tree[Any], index: int) -> None:
     """Raise ValueError, with the place, unless batches have one structure, rows of one kind and equal metadata."""
     mine, its = _traits(first), _traits(other)
     for path, traits in mine.items():
@@ -245,7 +232,7 @@ def _require_alike(first: Tree, other: Tree, index: int) -> None:
         raise ValueError(f"batches 0 and {index} differ at {path_name(path)!r}: {' and '.join(shown)}; {rule}")
 
 
-def _traits(tree: Tree) -> dict[Path, Any]:
+def _traits(tree: Tree[Any]) -> dict[Path, Any]:
     """What batches must have in common to be joined, by path: of branches, leaves and metadata."""
     traits: dict[Path, Any] = {}
     for path, (value, kind, keys) in tree.branches.items():
@@ -256,7 +243,7 @@ def _traits(tree: Tree) -> dict[Path, Any]:
     return traits | {path: value for path, value in tree.metadata.items() if path not in own}
 
 
-def _shown(tree: Tree, path: Path) -> str:
+def _shown(tree: Tree[Any], path: Path) -> str:
     """What messages show of what a batch holds at a path."""
     if path in tree.leaves:
         return tree.fields[path].summary()

@@ -130,7 +130,7 @@ class BatchSchema:
         return any(each.kind == "dataclass" and can_state_padding(each.batch_type) for each in self.branches)
 
     @classmethod
-    def of(cls, batch: Any, tree: Tree | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
+    def of(cls, batch: Any, tree: Tree[Any] | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
         """Describe a batch of a shuffler.
 
         Args:
@@ -156,7 +156,7 @@ class BatchSchema:
         return known[key]
 
     @classmethod
-    def of_tree(cls, tree: Tree) -> BatchSchema:
+    def of_tree(cls, tree: Tree[Any]) -> BatchSchema:
         """Describe a batch of any kind.
 
         Raises:
@@ -286,7 +286,7 @@ class BatchSchema:
         return differences(*({each.path: each for each in schema.fields} for schema in (self, other)))
 
 
-def _require_plain(batch_type: type, tree: Tree) -> None:
+def _require_plain(batch_type: type, tree: Tree[Any]) -> None:
     """Raise ValueError if rows are declared to be each rank's own."""
     own = per_rank_names(batch_type)
     for path in tree.leaves if own else ():

@@ -93,7 +93,7 @@ def encode(*batches: Any, extra: Any = None) -> Message:
     """
     tensors: list[torch.Tensor] = []
     described = [
-        _describe(batch.tree, batch.schema, tensors)
+        _describe(batch, batch.schema, tensors)
         if isinstance(batch, Rows)
         else _describe(tree := open_tree(batch), BatchSchema.of_tree(tree), tensors)
         for batch in batches
@@ -122,7 +122,7 @@ def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
     return [_made_of(tensor, *each) for each in described], decode_plain(extra)
 
 
-def _describe(tree: Tree, schema: BatchSchema, tensors: list[torch.Tensor]) -> list[Any]:
+def _describe(tree: Tree[Any], schema: BatchSchema, tensors: list[torch.Tensor]) -> list[Any]:
     """What the header says of a batch; adds its tensors."""
     leaves = []
     for path, value in tree.leaves.items():
