@@ -237,14 +237,7 @@ def carry_out(
 ) -> RedistributedRows[Any]:
     """Move the rows as planned; called on all ranks together, which raise what went wrong on any.
 
-    Args:
-        channel: the ranks.
-        call: name of the call.
-        own: this rank's rows.
-        routes: of a plan that gives every rank a row.
-        trims: how padded sequences are cut.
-        padding: what padded sequences are like on all ranks.
-        differentiable: leaves whose gradients go back.
+    The plan of `routes` gives every rank a row; `padding` and `differentiable` are what `gather_rows` returned.
     """
     plan, destination = routes.plan, routes.destination
     untrimmed = _pieces(own.rows, destination)

@@ -119,7 +119,13 @@ class BalancedShare(Trimmed, Generic[B]):
         source = self._source
         with open_channel(source.group, source.timeout, DispatchChannel) as channel:
             receivers = range(channel.world_size) if to_all else (source.rank,)
-            own, error = attempt(lambda: self._own_results(results))
+
+            def own_results() -> Piece:
+                with torch.no_grad():  # selected once for all receivers
+                    rows = result_rows(results, self.indices, "the share")
+                    return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])
+
+            own, error = attempt(own_results)
 
             def collect(pieces: list[Piece | None]) -> R | None:
                 if channel.rank not in receivers:
@@ -138,11 +144,6 @@ class BalancedShare(Trimmed, Generic[B]):
                 expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
             )
             return gathered
-
-    def _own_results(self, results: R) -> Piece:
-        with torch.no_grad():  # selected once for all receivers
-            rows = result_rows(results, self.indices, "the share")
-            return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])
 
 
 def scatter_balanced(

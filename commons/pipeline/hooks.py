@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class BalancedPipeline:
     _memcpy_stream: torch.Stream | None
     _stream_context: Any
 
+    hooked: ClassVar[tuple[str, ...]]  # TorchRec's methods that the hook builds on
     starts_on_thread = False
 
     def __init__(
@@ -182,6 +183,8 @@ class BalancedPipeline:
 class HookAtCopy(BalancedPipeline):
     """For TrainPipelineBase, which copies one batch ahead."""
 
+    hooked = ("_copy_batch_to_gpu", "_reset_data_iter")
+
     _cur_batch: Any
     _data_iter_stopped: bool
 
@@ -197,6 +200,8 @@ class HookAtCopy(BalancedPipeline):
 
 class HookAtTransform(BalancedPipeline):
     """For TrainPipelinePT2, which copies each batch on the current stream and gives it to `input_transformer`."""
+
+    hooked = ("_reset_data_iter",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

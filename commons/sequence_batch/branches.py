@@ -164,8 +164,7 @@ class BranchField:
         return found if dataclasses.is_dataclass(found) else known_type(self.described[1], (Mapping, list, tuple))
 
     def made_of(self, children: dict[Any, Any], rows: int, device: torch.device | None) -> Any:
-        """The branch around children of so many rows, in the order of `keys`; the device is that of a TensorDict."""
-        children = {key: children[key] for key in self.keys if key in children} | children
+        """The branch around children of so many rows; the device is that of a TensorDict."""
         kind, *content = self.described
         if kind == "tensordict":
             return _make_tensordict(children, [rows, *content[0]], device)

@@ -222,29 +222,24 @@ class BatchSchema:
         }
         return self.made_of(values | {each.path: each.empty(rows) for each in self.rows}, lambda _: (rows, None))
 
-    def made_of(self, values: Mapping[Path, Any], tensordict: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
+    def made_of(self, values: Mapping[Path, Any], size_of: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
         """A batch of this schema, made without its constructor; KeyError for a class that is not imported here.
 
         Args:
             values: by path, the leaves and the fields that count rows.
-            tensordict: gives the rows and the device of a TensorDict.
+            size_of: gives the rows and the device of a TensorDict by its path; for other branches it does not matter.
         """
-        if not self.branches:
-            return next(iter(values.values()))
-        children: dict[Path, dict[Any, Any]] = {each.path: {} for each in self.branches}
-        of_tensordicts = [each.path for each in self.branches if each.kind == "tensordict"]
-        for path, value in values.items():
-            children[path[:-1]][path[-1]] = value
-        for each in self.fields:
-            if isinstance(each, PlainField):
-                value = each.value() if each.json else _default(self.batch_type, each.path[0])
-                children[each.path[:-1]][each.path[-1]] = Constant(value) if each.path[:-1] in of_tensordicts else value
+        plain = {each.path: each for each in self.fields if isinstance(each, PlainField)}
+        made = {**values}
+        for path, each in plain.items():
+            made[path] = each.value() if each.json else _default(self.batch_type, path[0])
         for branch in reversed(self.branches):
             path = branch.path
-            made = branch.made_of(children[path], *(tensordict(path) if path in of_tensordicts else (0, None)))
-            if path:
-                children[path[:-1]][path[-1]] = made
-        return made
+            children = {key: made[(*path, key)] for key in branch.keys}
+            if branch.kind == "tensordict":
+                children = {key: Constant(each) if (*path, key) in plain else each for key, each in children.items()}
+            made[path] = branch.made_of(children, *size_of(path))
+        return made[()]
 
     @cached_property
     def text(self) -> str:

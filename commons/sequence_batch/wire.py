@@ -148,7 +148,7 @@ def _made_of(
         values[field.path] = field.made_of(content, [tensor(*each) for each in placed])
     paths = [branch.path for branch in schema.branches if branch.kind == "tensordict"]
     sizes = {path: (rows, _device_at(place)) for path, (rows, place) in zip(paths, tensordicts)}
-    return schema.made_of(values, sizes.__getitem__)
+    return schema.made_of(values, lambda path: sizes.get(path, (0, None)))
 
 
 def _require_sendable(path: Path, tensor: torch.Tensor) -> torch.Tensor:
