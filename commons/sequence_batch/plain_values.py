@@ -98,17 +98,6 @@ def decode_plain(data: Any) -> Any:
     return _MAKERS[kind](decode_plain(content))
 
 
-def canonical_plain(data: Any) -> Any:
-    """What `encode_plain` gave, with the items of dicts sorted: equal dicts give equal results."""
-    if isinstance(data, list):
-        return [canonical_plain(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    ((kind, content),) = data.items()
-    content = canonical_plain(content)
-    return {kind: sorted(content, key=json.dumps) if kind == "dict" else content}
-
-
 def show_plain(data: Any) -> str:
     """What `encode_plain` gave, as messages show it; needs no class to be known."""
     if isinstance(data, list):
@@ -144,21 +133,17 @@ class PlainField:
     def __hash__(self) -> int:
         return hash(self.path)
 
-    @functools.cached_property
-    def _data(self) -> Any:
-        return json.loads(self.json)
-
     def value(self) -> Any:
         """The value, equal to what was described; KeyError for a class that is not imported here."""
-        return decode_plain(self._data)
+        return decode_plain(json.loads(self.json))
 
     def canonical(self) -> str:
         """The value as JSON text that equal ones have; as text, because 1, 1.0 and True are equal in Python."""
-        return json.dumps(canonical_plain(self._data))
+        return json.dumps(json.loads(self.json, object_hook=_sorted))
 
     def summary(self) -> str:
         """What messages show of it."""
-        text = show_plain(self._data) if self.json else "a value"
+        text = show_plain(json.loads(self.json)) if self.json else "a value"
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
 
@@ -211,6 +196,11 @@ def known_type(name: str, kinds: tuple[type, ...]) -> Any:
         f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
         f"{module} on every rank, or decorate it with commons.sequence_batch.schema.register_batch_type"
     )
+
+
+def _sorted(data: dict[str, Any]) -> dict[str, Any]:
+    """What `_parts` gave, with the items of a dict sorted: equal dicts give equal results."""
+    return {kind: sorted(content, key=json.dumps) if kind == "dict" else content for kind, content in data.items()}
 
 
 def _listed(items: list[Any]) -> str:
