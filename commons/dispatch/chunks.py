@@ -10,7 +10,7 @@ import torch
 
 from commons.checks import as_count
 from commons.dispatch.home import restore
-from commons.dispatch.planning import Split, split_rows
+from commons.dispatch.planning import split_rows
 from commons.perf_model.loads import imbalance
 from commons.sequence_batch.rows import Rows
 
@@ -108,13 +108,12 @@ def split_balanced(
     """
     rows = Rows.of(batch)
     count = as_count(num_chunks, "num_chunks", 1)
-    plan = split_rows(rows, workloads, count, equal_size=equal_size, groups=groups, may_be_empty=pad)
-    split = Split.of(plan, rows, pad)
+    split = split_rows(rows, workloads, count, equal_size=equal_size, groups=groups, pad=pad)
     flat = torch.cat(split.indices)
     places = torch.nonzero(flat >= 0)[:, 0]
     return BalancedChunks(
         chunks=[split.take(rows, part).batch for part in range(count)],
         indices=split.indices,
         inverse=torch.empty_like(places).index_copy(0, flat[places], places),
-        loads=torch.from_numpy(plan.loads),
+        loads=torch.from_numpy(split.plan.loads),
     )

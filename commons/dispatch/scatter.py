@@ -197,10 +197,7 @@ def scatter_balanced(
             if channel.rank != src:
                 return None
             rows = Rows.of(batch)
-            plan = split_rows(
-                rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, may_be_empty=pad
-            )
-            return rows, Split.of(plan, rows, pad)
+            return rows, split_rows(rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, pad=pad)
 
         source = Source(src, group, timeout)
         share = scatter_rows(channel, "scatter_balanced", options, source, trims, source_rows, error)
@@ -238,7 +235,7 @@ def scatter_rows(
         assert rows is not None and split is not None  # noqa: S101  of the source
         indices = split.indices[rank]
         share, windows = trim_share(split.take(rows, rank), int((indices >= 0).sum()), trims, padding)
-        return Piece(share, indices, [split.imbalance, [[each.start, each.stop, each.width] for each in windows]])
+        return Piece(share, indices, [split.plan.imbalance, [[each.start, each.stop, each.width] for each in windows]])
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
         piece = pieces[source.rank]

@@ -193,9 +193,8 @@ class SingleRankLoader(Iterable[Any]):
         num_ranks, pads = self._channel.world_size, rows.states_padding
         require_enough(num_ranks, rows.real, "rows", pads, _REMEDY)
         if self._get_workloads is None:
-            return rows, Split.of(split_in_turn(rows, num_ranks), rows, pads)
+            return rows, split_in_turn(rows, num_ranks, pads)
         workloads = self._get_workloads(batch)
         if isinstance(workloads, torch.Tensor):
             workloads = workloads.cpu()
-        plan = split_rows(rows, workloads, num_ranks, equal_size=self._equal_size, may_be_empty=pads)
-        return rows, Split.of(plan, rows, pads)
+        return rows, split_rows(rows, workloads, num_ranks, equal_size=self._equal_size, pad=pads)
