@@ -14,7 +14,7 @@ import torch
 
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_fields import ArrayField, DenseField
-from commons.sequence_batch.row_leaves import leaf_kind
+from commons.sequence_batch.row_leaves import tensor_kind
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -268,7 +268,7 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
 
 def _has_columns(value: Any) -> bool:
     """Whether a leaf is a tensor or array `(rows, width, ...)`."""
-    return leaf_kind(value) in (ArrayField, DenseField) and value.ndim >= 2
+    return tensor_kind(value) in (ArrayField, DenseField) and value.ndim >= 2
 
 
 def pad_columns(value: Any, left: int, right: int, fill: Any) -> Any:

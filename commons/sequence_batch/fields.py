@@ -100,8 +100,10 @@ def declare_per_rank(batch_type: type, names: Iterable[str]) -> None:
     """Let plain values of a dataclass differ between ranks, see `register_batch_type`; declarations add up."""
     if added := frozenset(names):
         _PER_RANK[batch_type] = _PER_RANK.get(batch_type, frozenset()) | added
+        per_rank_names.cache_clear()
 
 
+@functools.cache
 def per_rank_names(batch_type: type) -> frozenset[str]:
     """Names of the plain values of a dataclass that may differ between ranks, inherited ones included."""
     return frozenset().union(*(_PER_RANK[each] for each in batch_type.__mro__ if each in _PER_RANK))

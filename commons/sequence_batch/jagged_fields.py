@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class JaggedField(RowField):
     """A JaggedTensor: values `(sum(lengths), *row_shape)`, weights too, over lengths `(rows,)`.
 
@@ -45,10 +45,13 @@ class JaggedField(RowField):
     @classmethod
     def of(cls, path: Path, value: JaggedTensor) -> JaggedField:
         keys = (str(path[-1]) if path else "",)
-        return cls(path, keys, *_jagged_dtypes(value), tuple(value.values().shape[1:]))
+        return cls(path, keys, *_jagged_dtypes(value), tuple(value.values().shape)[1:])
 
     def count(self, value: JaggedTensor) -> int:
         return value.lengths().numel()
+
+    def require_movable(self, value: JaggedTensor) -> None:
+        require_flat(self.path, value, {"weights": value.weights_or_none()})
 
     def check(self, value: JaggedTensor) -> None:
         _require_weights(self.path, value)
@@ -108,7 +111,7 @@ class JaggedField(RowField):
         return f"jagged {what} {short_name(self.values_dtype)}{weights}, lengths {short_name(self.lengths_dtype)}"
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class KeyedJaggedField(JaggedField):
     """A KeyedJaggedTensor with one number of rows for all keys."""
 
@@ -140,6 +143,9 @@ class KeyedJaggedField(JaggedField):
                 f"key and row, {len(keys) * rows} in all: match them"
             )
         return rows
+
+    def require_movable(self, value: KeyedJaggedTensor) -> None:
+        pass  # what `count` takes can move
 
     def check(self, value: KeyedJaggedTensor) -> None:
         self.count(value)
@@ -182,7 +188,7 @@ class KeyedJaggedField(JaggedField):
         return [value.stride(), per_key], self.tensors(value)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class NestedField(RowField):
     """A nested tensor of layout torch.jagged. Its results are contiguous: gaps between rows are left out."""
 
@@ -194,16 +200,27 @@ class NestedField(RowField):
 
     @classmethod
     def of(cls, path: Path, value: torch.Tensor) -> NestedField:
-        if value.layout != torch.jagged:
-            raise ValueError(
-                f"field {path_name(path)!r} is a nested tensor of layout {value.layout}; rows are taken from the "
-                "layout torch.jagged: build it with torch.nested.nested_tensor(..., layout=torch.jagged)"
-            )
+        if value.layout != torch.jagged:  # which `count` refuses
+            return cls(path, value.dtype, (), 0)
         ragged = ragged_axis(value)
         return cls(path, value.dtype, (*value.shape[1:ragged], -1, *value.shape[ragged + 1 :]), ragged)
 
     def count(self, value: torch.Tensor) -> int:
+        if value.layout != torch.jagged:
+            raise ValueError(
+                f"field {self.name!r} is a nested tensor of layout {value.layout}; rows are taken from the layout "
+                "torch.jagged: build it with torch.nested.nested_tensor(..., layout=torch.jagged)"
+            )
         return value.size(0)
+
+    def require_movable(self, value: torch.Tensor) -> None:
+        raise ValueError(
+            f"field {self.name!r} is a nested tensor; rows that move are those of dense tensors, of "
+            "KeyedJaggedTensors and of JaggedTensors: convert it to one of these"
+        )
+
+    def check(self, value: torch.Tensor) -> None:
+        self.count(value)
 
     def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         offsets: torch.Tensor = value.offsets()  # type: ignore[attr-defined]
@@ -241,20 +258,19 @@ def require_sum(path: Path, total: int, num_values: int) -> None:
 
 def require_flat(path: Path, jagged: KeyedJaggedTensor | JaggedTensor, flat: dict[str, torch.Tensor | None]) -> None:
     """Raise ValueError for weights and offsets that do not fit the values, and for tensors of several dimensions."""
-    name, kind = path_name(path), type(jagged).__name__
     for what, tensor in flat.items():
         if tensor is not None and tensor.dim() != 1:
             raise ValueError(
-                f"field {name!r} has {what} of shape {tuple(tensor.shape)}; those of a {kind} have one dimension: "
-                "flatten them, or use one key per column"
+                f"field {path_name(path)!r} has {what} of shape {tuple(tensor.shape)}; those of a "
+                f"{type(jagged).__name__} have one dimension: flatten them, or use one key per column"
             )
     _require_weights(path, jagged)
     offsets = jagged.offsets_or_none()
     # On a device the look at the first offset would wait for everything before it.
     if offsets is not None and offsets.device.type == "cpu" and offsets.numel() and int(offsets[0]):
         raise ValueError(
-            f"field {name!r} has offsets that begin at {int(offsets[0])}; those of a {kind} begin at 0: cut off the "
-            "values before, and subtract it"
+            f"field {path_name(path)!r} has offsets that begin at {int(offsets[0])}; those of a "
+            f"{type(jagged).__name__} begin at 0: cut off the values before, and subtract it"
         )
 
 

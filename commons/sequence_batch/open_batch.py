@@ -23,6 +23,7 @@ from commons.sequence_batch.branches import (
     rebuild_branch,
 )
 from commons.sequence_batch.fields import (
+    ROW_COUNT_FIELDS,
     Path,
     copy_batch,
     counts_rows,
@@ -34,7 +35,7 @@ from commons.sequence_batch.fields import (
     stated_count,
 )
 from commons.sequence_batch.row_fields import RowField
-from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, require_movable, tensor_kind
+from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, tensor_kind
 
 B = TypeVar("B")
 
@@ -91,7 +92,8 @@ class Tree(Generic[B]):
 
     def counts_rows(self, path: Path, value: Any) -> bool:
         """Whether a plain value is the field of a dataclass that counts its rows."""
-        return bool(path) and counts_rows(path[-1], value) and self.branches[path[:-1]].kind == "dataclass"
+        counts = path != () and path[-1] in ROW_COUNT_FIELDS and counts_rows(path[-1], value)
+        return counts and self.branches[path[:-1]].kind == "dataclass"
 
 
 def open_tree(batch: B) -> Tree[B]:
@@ -215,8 +217,8 @@ def count_tree(tree: Tree[Any]) -> tuple[int, int]:
             for into, name in ((counts, "batch_size"), (stated, "actual_batch_size")):
                 if (count := stated_count(value, name)) is not None:
                     into[(*path, name)] = count
-    for path, value in tree.leaves.items():
-        counts[path] = tree.fields[path].count(value)
+    for path, leaf in tree.fields.items():
+        counts[path] = leaf.count(tree.leaves[path])
     if not counts:
         raise _no_rows(tree.batch)
     rows = next(iter(counts.values()))
@@ -251,8 +253,8 @@ def row_counts(batch: Any, tree: Tree[Any] | None = None) -> tuple[int, int]:
     tree = open_batch(batch) if tree is None else tree
     if not tree.leaves:
         raise _no_rows(batch)
-    for path, value in tree.leaves.items():
-        require_movable(path, value)
+    for path, leaf in tree.fields.items():
+        leaf.require_movable(tree.leaves[path])
     return count_tree(tree)
 
 

@@ -20,7 +20,7 @@ from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: one is made per batch and field, and stays as it is
 class RowField(ABC):
     """What a batch holds at a path: values of one kind, in everything but their rows."""
 
@@ -58,6 +58,9 @@ class RowField(ABC):
     def empty(self, rows: int, device: torch.device | None = None) -> Any:
         """`rows` rows of padding: empty where rows are jagged, else zeros, None among objects."""
 
+    def require_movable(self, value: Any) -> None:  # noqa: B027  most kinds can
+        """Raise ValueError or TypeError for a value that a shuffler cannot move; reads nothing from a device."""
+
     def check(self, value: Any) -> None:  # noqa: B027  most kinds need none
         """Raise ValueError or TypeError for parts that do not belong together; may wait for a device."""
 
@@ -82,7 +85,7 @@ class RowField(ABC):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class DenseField(RowField):
     """A tensor `(rows, *trailing)`."""
 
@@ -93,7 +96,7 @@ class DenseField(RowField):
 
     @classmethod
     def of(cls, path: Path, value: torch.Tensor) -> DenseField:
-        return cls(path, value.dtype, tuple(value.shape[1:]))
+        return cls(path, value.dtype, tuple(value.shape)[1:])
 
     def count(self, value: torch.Tensor) -> int:
         if value.layout != torch.strided:
@@ -125,7 +128,7 @@ class DenseField(RowField):
         return torch.zeros(rows, *self.trailing, dtype=self.dtype, device=device)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ArrayField(RowField):
     """A numpy array `(rows, *trailing)`; one of dtype object holds a Python object per row."""
 
@@ -186,7 +189,7 @@ class ArrayField(RowField):
         return array.reshape(shape)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ColumnField(RowField):
     """A list of Python objects, one per row."""
 
@@ -198,6 +201,12 @@ class ColumnField(RowField):
 
     def count(self, value: list[Any]) -> int:
         return len(value)
+
+    def require_movable(self, value: list[Any]) -> None:
+        raise TypeError(
+            f"field {self.name!r} holds a Python object per row; rows that move to other ranks are those of tensors: "
+            "make it a tensor, or leave it out"
+        )
 
     def select(self, value: list[Any], rows: torch.Tensor) -> list[Any]:
         return [value[row] for row in rows.tolist()]

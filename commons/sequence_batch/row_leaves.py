@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.fields import Path
 from commons.sequence_batch.jagged import is_type_of
-from commons.sequence_batch.jagged_fields import JaggedField, KeyedJaggedField, NestedField, require_flat
+from commons.sequence_batch.jagged_fields import JaggedField, KeyedJaggedField, NestedField
 from commons.sequence_batch.row_fields import ArrayField, ColumnField, DenseField, RowField
 
 KINDS: tuple[type[RowField], ...] = (DenseField, KeyedJaggedField, JaggedField, NestedField, ArrayField, ColumnField)
 
 
-_MOVED: tuple[type[RowField] | None, ...] = (DenseField, KeyedJaggedField, JaggedField)
+_MOVED: frozenset[type[RowField] | None] = frozenset([DenseField, KeyedJaggedField, JaggedField])
 
 
 @functools.cache
@@ -37,36 +37,14 @@ def tensor_kind(value: Any) -> type[RowField] | None:
     return NestedField if kind is DenseField and value.is_nested else kind
 
 
-def leaf_kind(value: Any) -> type[RowField]:
-    """The kind of a leaf."""
-    return tensor_kind(value) or ColumnField
-
-
 def describe_leaf(path: Path, value: Any) -> RowField:
     """What a leaf is, but for its rows."""
-    return leaf_kind(value).of(path, value)
+    return (tensor_kind(value) or ColumnField).of(path, value)
 
 
 def is_moved(value: Any) -> bool:
     """Whether a value of a batch is a tensor, a KeyedJaggedTensor or a JaggedTensor: what a shuffler moves."""
     return _kind_of_type(type(value)) in _MOVED  # type: ignore[arg-type]
-
-
-def require_movable(path: Path, value: Any) -> None:
-    """Raise ValueError or TypeError for a leaf that a shuffler cannot move; reads nothing from a device."""
-    kind = leaf_kind(value)
-    if kind is ColumnField:
-        raise TypeError(
-            f"field {path_name(path)!r} holds a Python object per row; rows that move to other ranks are those of "
-            "tensors: make it a tensor, or leave it out"
-        )
-    if kind is NestedField:
-        raise ValueError(
-            f"field {path_name(path)!r} is a nested tensor; rows that move are those of dense tensors, of "
-            "KeyedJaggedTensors and of JaggedTensors: convert it to one of these"
-        )
-    if kind is JaggedField:
-        require_flat(path, value, {"weights": value.weights_or_none()})
 
 
 def device_of(value: Any) -> torch.device:
