@@ -83,7 +83,7 @@ class Tree(Generic[B]):
             path_name((*path, name))
             for path, branch in self.branches.items()
             if branch.kind == "dataclass"
-            for name in per_rank_names(type(branch.value))
+            for name in per_rank_names(type(branch.value))  # type: ignore[arg-type]  # types are hashable
         )
         if not own:
             return []

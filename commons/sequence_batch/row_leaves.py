@@ -15,7 +15,6 @@ from commons.sequence_batch.row_fields import ArrayField, ColumnField, DenseFiel
 
 KINDS: tuple[type[RowField], ...] = (DenseField, KeyedJaggedField, JaggedField, NestedField, ArrayField, ColumnField)
 
-
 _MOVED: frozenset[type[RowField] | None] = frozenset([DenseField, KeyedJaggedField, JaggedField])
 
 

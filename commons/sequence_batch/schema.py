@@ -148,7 +148,8 @@ class BatchSchema:
         if known is None or len(tree.branches) > 1 or not all(map(holds_scalars, (plain := tree.metadata).values())):
             return cls.of_tree(tree)
         rows, values = tuple(tree.fields.values()), repr(list(plain.values()))  # in Python, 1, 1.0 and True are equal
-        key = type(batch), per_rank_names(type(batch)), rows, tuple(plain), values
+        own = per_rank_names(type(batch))  # type: ignore[arg-type]  # types are hashable
+        key = type(batch), own, rows, tuple(plain), values
         if key not in known:
             schema = cls.of_tree(tree)
             known.clear()  # batches of a run are alike
