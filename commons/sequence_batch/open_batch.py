@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -271,7 +270,9 @@ def real_rows(batch: Any) -> int:
 def batch_device(batch: Any) -> torch.device:
     """Device of the batch, taken from its first row field that is no branch, or its first."""
     declared = (getattr(batch, name, None) for name in field_names(batch.__class__))
-    value = next(filter(is_moved, chain(declared, (value for _, value in row_fields(batch)))), None)
+    value = next((value for value in declared if is_moved(value)), None)
+    if value is None:
+        value = next((value for _, value in row_fields(batch)), None)
     if value is None:
         raise _no_rows(batch)
     return device_of(value)
