@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -10,7 +10,7 @@ import torch
 
 from commons.checks import as_count
 from commons.dispatch.home import restore
-from commons.dispatch.planning import part_indices, split_rows, take_part
+from commons.dispatch.planning import split_rows
 from commons.perf_model.loads import imbalance
 from commons.sequence_batch.rows import Rows
 
@@ -33,9 +33,6 @@ class BalancedChunks(Sequence[B]):
 
     def __len__(self) -> int:
         return len(self.chunks)
-
-    def __iter__(self) -> Iterator[B]:
-        return iter(self.chunks)
 
     @overload
     def __getitem__(self, index: int) -> B: ...
@@ -111,13 +108,12 @@ def split_balanced(
     """
     rows = Rows.of(batch)
     count = as_count(num_chunks, "num_chunks", 1)
-    plan = split_rows(rows, workloads, count, equal_size=equal_size, groups=groups, may_be_empty=pad)
-    indices = part_indices(plan, rows.count, pad)
-    flat = torch.cat(indices)
+    split = split_rows(rows, workloads, count, equal_size=equal_size, groups=groups, pad=pad)
+    flat = torch.cat(split.indices)
     places = torch.nonzero(flat >= 0)[:, 0]
     return BalancedChunks(
-        chunks=[take_part(rows, part).batch for part in indices],
-        indices=indices,
+        chunks=[split.take(rows, part).batch for part in range(count)],
+        indices=split.indices,
         inverse=torch.empty_like(places).index_copy(0, flat[places], places),
-        loads=torch.from_numpy(plan.loads),
+        loads=torch.from_numpy(split.plan.loads),
     )

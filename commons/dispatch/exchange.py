@@ -10,8 +10,7 @@ gloo group, those of a device over the payload group. Nothing is sent where no r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -88,15 +87,6 @@ class Piece(NamedTuple):
     extra: Any = None  # a plain value
 
 
-@dataclass(frozen=True)  # a named tuple that is generic would need Python 3.11
-class Exchanged(Generic[T]):
-    """What came of an exchange, and the bytes that this rank has sent and received."""
-
-    result: T | None  # None if no rank has pieces
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-
 def exchange(
     channel: DispatchChannel,
     call: str,
@@ -106,7 +96,7 @@ def exchange(
     collect: Callable[[list[Piece | None]], T],
     *,
     expected_bytes: int = 0,
-) -> Exchanged[T]:
+) -> tuple[T | None, int, int]:
     """Send each rank its piece; called on all ranks together.
 
     Args:
@@ -118,6 +108,9 @@ def exchange(
             kept beside their bytes. This rank's own piece stays as it is. None on a rank that has no pieces.
         collect: makes the result of the pieces by sender, None from those that have none.
         expected_bytes: about what the rows to be sent take up.
+
+    Returns:
+        What `collect` made, None if no rank has pieces, and the bytes that this rank has sent and received.
 
     Raises:
         Exception: what went wrong on any rank, on all of them, in `collect` too.
@@ -131,7 +124,7 @@ def exchange(
     sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
     places = channel.begin(call, options, error, place)
     if max(places) == _NO_PIECES:
-        return Exchanged(None)
+        return None, 0, 0
     messages, incoming = [torch.empty(0)] * channel.world_size, sizes
     if max(places) > _NOTHING_TO_SEND:
         own_sizes = np.array(sizes, dtype=np.int64).reshape(-1, 1)
@@ -145,14 +138,15 @@ def exchange(
         lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
     )
     channel.confirm(error)
-    return Exchanged(result, sum(sizes), sum(incoming))
+    return result, sum(sizes), sum(incoming)
 
 
 def _pack(
     channel: DispatchChannel, pieces: Callable[[int], Piece | None], expected_bytes: int
 ) -> tuple[Piece | None, MessageBuffer | None]:
     """This rank's own piece, and the messages to the others; None if there are none."""
-    own, buffer = None, None
+    own, buffer, group = None, None, channel.payload_group
+    can_send_from_device = group is not None and channel.has_all_to_all and serves(group, "cuda")
     for rank in range(channel.world_size):
         with torch.no_grad():  # of rows that stay too: what a result is does not depend on where its rows were
             piece = pieces(rank)
@@ -164,17 +158,13 @@ def _pack(
                 piece.rows, *([] if piece.indices is None else [_compact(piece.indices)]), extra=piece.extra
             )
             if buffer is None:
-                on_device = message.on_accelerator and _can_send_from_device(channel)
+                on_device = message.on_accelerator and can_send_from_device
                 headers = channel.world_size * (len(message.header) + 64)  # they differ by a few digits
                 buffer = MessageBuffer(expected_bytes + headers, on_accelerator=on_device)
                 buffer.sizes = [0] * rank
         if buffer is not None:
             buffer.append(message)
     return own, buffer
-
-
-def _can_send_from_device(channel: DispatchChannel) -> bool:
-    return channel.payload_group is not None and channel.has_all_to_all and serves(channel.payload_group, "cuda")
 
 
 def _received(message: torch.Tensor) -> Piece | None:

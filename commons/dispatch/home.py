@@ -13,7 +13,6 @@ import torch
 
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_fields import DenseField
-from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 
 R = TypeVar("R")
@@ -72,10 +71,10 @@ def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
         return []
     found = []
     for number, (path, value) in enumerate(rows.leaves.items()):
-        kind = leaf_kind(value)
-        if not any(tensor.requires_grad for tensor in kind.tensors(value)):
+        leaf = rows.fields[path]
+        if not any(tensor.requires_grad for tensor in leaf.tensors(value)):
             continue
-        if kind is not DenseField:
+        if not isinstance(leaf, DenseField):
             raise ValueError(
                 f"field {path_name(path)!r} requires grad and is jagged; gradients follow rows of dense tensors: pass "
                 "detach(), or its rows as a tensor"

@@ -15,11 +15,12 @@ from commons.dispatch.home import differentiable_leaves, leaf_paths
 from commons.dispatch.trim import Trim, find_windows
 from commons.dispatch.widen import Padding, padding_of
 from commons.distributed.gather.schema_agreement import find_difference
+from commons.sequence_batch.branches import BranchField
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.plain_values import PlainField, differences
 from commons.sequence_batch.row_leaves import device_of, is_moved
 from commons.sequence_batch.rows import Rows
-from commons.sequence_batch.schema import BatchSchema, BranchField
+from commons.sequence_batch.schema import BatchSchema
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,52 +15,58 @@ from commons.perf_model.partitioner import Partition, as_int64_workloads, partit
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.rows import Rows
 
+B = TypeVar("B")
+
 _PAD_REMEDY = "use fewer parts or a larger batch, or pad=True, which fills up with rows that are flagged as padding"
 _REMEDY = "use fewer ranks or a larger batch"
 
 
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Which rows of a batch each part gets."""
+
+    indices: list[torch.Tensor]  # for each part int64 `(its rows,)`, ascending, then -1 for padding
+    plan: Partition  # of the rows that are no padding
+    num_rows: int  # rows of the batch, padding included
+
+    @classmethod
+    def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
+        """The split of a batch by a plan.
+
+        `pad` gives all parts one size: that of the largest, or a share of the rows that the batch has with padding.
+        """
+        parts = plan.groups()
+        size = max(*map(len, parts), -(-rows.count // len(parts))) if pad else 0
+        padded = [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64) for part in parts]
+        return cls(padded, plan, rows.count)
+
+    def take(self, rows: Rows[B], part: int) -> Rows[B]:
+        """The rows of one part."""
+        indices = self.indices[part]
+        taken = rows.select(indices[indices >= 0])
+        return taken.pad(len(indices)) if taken.count < len(indices) else taken
+
+
 def split_rows(
-    rows: Rows[Any],
-    workloads: Any,
-    num_parts: int,
-    *,
-    equal_size: bool = True,
-    groups: Any = None,
-    may_be_empty: bool = False,
-) -> Partition:
+    rows: Rows[Any], workloads: Any, num_parts: int, *, equal_size: bool = True, groups: Any = None, pad: bool = False
+) -> Split:
     """Which part each real row goes to, so that the largest load is small; arguments as of `split_balanced`.
 
-    `may_be_empty` allows fewer rows (or groups) than parts; else that is a ValueError.
+    With `pad` there may be fewer rows (or groups) than parts; else that is a ValueError.
     """
     weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
-    require_enough(num_parts, rows.real, "rows", may_be_empty)
-    if groups is None:
-        return partition(weights, num_parts, equal_size=equal_size)
-    numbers = as_int64_ids(groups, rows.count)[: rows.real]
-    require_enough(num_parts, len(np.unique(numbers)), "groups", may_be_empty)
-    return partition(weights, num_parts, equal_size=equal_size, groups=numbers)
+    require_enough(num_parts, rows.real, "rows", pad)
+    numbers = None
+    if groups is not None:
+        numbers = as_int64_ids(groups, rows.count)[: rows.real]
+        require_enough(num_parts, len(np.unique(numbers)), "groups", pad)
+    return Split.of(partition(weights, num_parts, equal_size=equal_size, groups=numbers), rows, pad)
 
 
-def split_in_turn(rows: Rows[Any], num_parts: int) -> Partition:
+def split_in_turn(rows: Rows[Any], num_parts: int, pad: bool) -> Split:
     """Row i to part `i mod num_parts`, as a sampler does that gives each rank every W-th row; a row counts as 1."""
-    assignment = np.arange(rows.real) % num_parts
-    return Partition(assignment, np.bincount(assignment, minlength=num_parts), -(-rows.real // num_parts))
-
-
-def part_indices(plan: Partition, num_rows: int, pad: bool) -> list[torch.Tensor]:
-    """For each part its rows, int64 ascending, then -1 for padding.
-
-    `pad` gives all parts one size: that of the largest, or a share of the `num_rows` that the batch has with padding.
-    """
-    parts = plan.groups()
-    size = max(*map(len, parts), -(-num_rows // len(parts))) if pad else 0
-    return [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64) for part in parts]
-
-
-def take_part(rows: Rows[Any], indices: torch.Tensor) -> Rows[Any]:
-    """The rows of one part, as `part_indices` lists them."""
-    part = rows.select(indices[indices >= 0])
-    return part.pad(len(indices)) if part.count < len(indices) else part
+    assignment, fair = np.arange(rows.real) % num_parts, -(-rows.real // num_parts)
+    return Split.of(Partition(assignment, np.bincount(assignment, minlength=num_parts), fair), rows, pad)
 
 
 def plan_redistribution(

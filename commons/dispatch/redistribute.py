@@ -54,7 +54,7 @@ class Routes:
 
     def out(self, call: str, rows: Rows[R] | None) -> Rows[R] | None:
         """Rows in the order in which this rank had them, to where they are computed."""
-        return self._move(call, rows, self.destination, None, {}, None)
+        return self._move(call, rows, self.destination)
 
     def home(
         self, call: str, rows: Rows[R] | None, options: dict[str, Any] | None = None, error: Exception | None = None
@@ -62,34 +62,29 @@ class Routes:
         """Rows in the order in which they are computed here, to where they lay; None if this rank had none."""
         home = self.plan.gathered.home[self.plan.rows_for(self.rank)]
         order = np.argsort(np.argsort(self.destination, kind="stable"))
-        return self._move(call, rows, home, order, options or {}, error)
+        return self._move(call, rows, home, order, options, error)
 
     def _move(
         self,
         call: str,
         rows: Rows[R] | None,
         receiver: np.ndarray,
-        order: np.ndarray | None,
-        options: dict[str, Any],
-        error: Exception | None,
+        order: np.ndarray | None = None,
+        options: dict[str, Any] | None = None,
+        error: Exception | None = None,
     ) -> Rows[R] | None:
         def in_order(pieces: list[Piece | None]) -> Rows[R] | None:
             present = [piece.rows for piece in pieces if piece is not None]
-            if not present:
-                return None
-            joined = Rows.concat(present)
-            return joined if order is None else joined.select(order)
+            if not present or order is None:
+                return Rows.concat(present) if present else None
+            return Rows.concat(present).select(order)
 
+        size = 0 if rows is None else rows.nbytes
         with open_channel(self.group, self.timeout, DispatchChannel) as channel:
-            return exchange(
-                channel,
-                call,
-                options,
-                error,
-                lambda rank: _piece_of(rows, np.flatnonzero(receiver == rank)),
-                in_order,
-                expected_bytes=0 if rows is None else rows.nbytes,
-            ).result
+            moved, *_ = exchange(
+                channel, call, options or {}, error, _pieces(rows, receiver), in_order, expected_bytes=size
+            )
+        return moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,19 +237,13 @@ def carry_out(
 ) -> RedistributedRows[Any]:
     """Move the rows as planned; called on all ranks together, which raise what went wrong on any.
 
-    Args:
-        channel: the ranks.
-        call: name of the call.
-        own: this rank's rows.
-        routes: of a plan that gives every rank a row.
-        trims: how padded sequences are cut.
-        padding: what padded sequences are like on all ranks.
-        differentiable: leaves whose gradients go back.
+    The plan of `routes` gives every rank a row; `padding` and `differentiable` are what `gather_rows` returned.
     """
-    plan, destination_of_own = routes.plan, routes.destination
+    plan, destination = routes.plan, routes.destination
+    untrimmed = _pieces(own.rows, destination)
 
     def piece_for(rank: int) -> Piece | None:
-        piece = _piece_of(own.rows, np.flatnonzero(destination_of_own == rank))
+        piece = untrimmed(rank)
         if piece is None or not trims:
             return piece
         rows, windows = trim_rows(piece.rows, trims)
@@ -266,18 +255,11 @@ def carry_out(
         joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, padding)
         return joined.with_own_of(own.rows), windows
 
-    sent = int((destination_of_own != channel.rank).sum())
-    exchanged = exchange(
-        channel,
-        call,
-        {},
-        None,
-        piece_for,
-        join,
-        expected_bytes=own.rows.nbytes * sent // own.rows.count if own.rows is not None and sent else 0,
-    )
-    assert exchanged.result is not None  # noqa: S101  every rank has pieces, if only empty ones
-    rows, windows = exchanged.result
+    share_sent = float(np.mean(destination != channel.rank)) if len(destination) else 0.0
+    size = 0 if own.rows is None else int(own.rows.nbytes * share_sent)
+    result, bytes_sent, bytes_received = exchange(channel, call, {}, None, piece_for, join, expected_bytes=size)
+    assert result is not None  # noqa: S101  every rank has pieces, if only empty ones
+    rows, windows = result
     back = functools.partial(routes.home, f"backward of {call}")
     rows, indices = follow_gradients(rows, own.rows, differentiable, back), plan.rows_for(channel.rank)
     return RedistributedRows(
@@ -287,12 +269,18 @@ def carry_out(
         loads_before=torch.from_numpy(plan.loads_before),
         loads_after=torch.from_numpy(plan.loads_after),
         num_moved=plan.num_moved,
-        bytes_sent=exchanged.bytes_sent,
-        bytes_received=exchanged.bytes_received,
+        bytes_sent=bytes_sent,
+        bytes_received=bytes_received,
         _routes=routes,
         _windows=windows,
     )
 
 
-def _piece_of(rows: Rows[Any] | None, indices: np.ndarray) -> Piece | None:
-    return Piece(rows.select(indices)) if rows is not None and len(indices) else None
+def _pieces(rows: Rows[Any] | None, receiver: np.ndarray) -> Callable[[int], Piece | None]:
+    """What `exchange` is given: makes the piece for a rank of the rows whose `receiver`, int64 `(rows,)`, it is."""
+
+    def piece_for(rank: int) -> Piece | None:
+        indices = np.flatnonzero(receiver == rank)
+        return Piece(rows.select(indices)) if rows is not None and len(indices) else None
+
+    return piece_for

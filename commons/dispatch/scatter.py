@@ -18,12 +18,11 @@ import torch.distributed as dist
 from commons.checks import as_count
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import in_order, result_rows
-from commons.dispatch.planning import part_indices, split_rows, take_part
+from commons.dispatch.planning import Split, split_rows
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import attempt
-from commons.perf_model.partitioner import Partition
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -37,20 +36,6 @@ class Source:
     rank: int  # the source, as a rank of the group
     group: dist.ProcessGroup | None  # the ranks, as the caller named them
     timeout: float  # seconds after which a rank that does not take part is reported
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Which rows of a batch each rank gets, known on the source."""
-
-    indices: list[torch.Tensor]  # for each rank int64 `(its rows,)`, -1 for padding
-    imbalance: float  # largest load divided by the mean, minus 1
-    num_rows: int  # rows of the batch, padding included
-
-    @classmethod
-    def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
-        """The split of a batch by a plan; `pad` gives all ranks one number of rows."""
-        return cls(part_indices(plan, rows.count, pad), plan.imbalance, rows.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +60,6 @@ class BalancedShare(Trimmed, Generic[B]):
     def is_padding(self) -> torch.Tensor:
         """Bool `(rows,)`: which rows are padding."""
         return self.indices < 0
-
-    def with_pinned_batch(self) -> BalancedShare[B]:
-        """The same share with its batch in pinned host memory."""
-        return dataclasses.replace(self, batch=Rows.of(self.batch).pin().batch)
 
     def scatter_more(self, batch: Any | None, *, trim: Trim | Sequence[Trim] | None = None) -> Any:
         """Send more of the same rows, such as advantages computed from what came back; each goes where it went.
@@ -138,7 +119,13 @@ class BalancedShare(Trimmed, Generic[B]):
         source = self._source
         with open_channel(source.group, source.timeout, DispatchChannel) as channel:
             receivers = range(channel.world_size) if to_all else (source.rank,)
-            own, error = attempt(lambda: self._own_results(results))
+
+            def own_results() -> Piece:
+                with torch.no_grad():  # selected once for all receivers
+                    rows = result_rows(results, self.indices, "the share")
+                    return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])
+
+            own, error = attempt(own_results)
 
             def collect(pieces: list[Piece | None]) -> R | None:
                 if channel.rank not in receivers:
@@ -147,7 +134,7 @@ class BalancedShare(Trimmed, Generic[B]):
                 numbers = [piece.indices for piece in received if piece.indices is not None]
                 return in_order([piece.rows for piece in received], numbers)
 
-            return exchange(
+            gathered, *_ = exchange(
                 channel,
                 "gather_back",
                 {"src": source.rank, "to_all": bool(to_all)},
@@ -155,12 +142,8 @@ class BalancedShare(Trimmed, Generic[B]):
                 lambda rank: own if rank in receivers else None,
                 collect,
                 expected_bytes=0 if own is None else own.rows.nbytes * len(receivers),
-            ).result
-
-    def _own_results(self, results: R) -> Piece:
-        with torch.no_grad():  # selected once for all receivers
-            rows = result_rows(results, self.indices, "the share")
-            return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])
+            )
+            return gathered
 
 
 def scatter_balanced(
@@ -214,10 +197,7 @@ def scatter_balanced(
             if channel.rank != src:
                 return None
             rows = Rows.of(batch)
-            plan = split_rows(
-                rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, may_be_empty=pad
-            )
-            return rows, Split.of(plan, rows, pad)
+            return rows, split_rows(rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, pad=pad)
 
         source = Source(src, group, timeout)
         share = scatter_rows(channel, "scatter_balanced", options, source, trims, source_rows, error)
@@ -243,21 +223,19 @@ def scatter_rows(
     given = None
     if error is None:
         given, error = attempt(source_rows)
-    split = None if given is None else given[1]
+    rows, split = given or (None, None)
 
-    def shares(rows: Rows[Any], split: Split) -> Callable[[int], Piece]:
-        @cache
-        def padding() -> Padding:
-            real = rows.without_padding()
-            return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
+    @cache
+    def padding() -> Padding:
+        assert rows is not None  # noqa: S101  of the source
+        real = rows.without_padding()
+        return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
 
-        def share_of(rank: int) -> Piece:
-            indices = split.indices[rank]
-            share, windows = trim_share(take_part(rows, indices), int((indices >= 0).sum()), trims, padding)
-            columns = [[window.start, window.stop, window.width] for window in windows]
-            return Piece(share, indices, [split.imbalance, columns])
-
-        return share_of
+    def share_of(rank: int) -> Piece:
+        assert rows is not None and split is not None  # noqa: S101  of the source
+        indices = split.indices[rank]
+        share, windows = trim_share(split.take(rows, rank), int((indices >= 0).sum()), trims, padding)
+        return Piece(share, indices, [split.plan.imbalance, [[each.start, each.stop, each.width] for each in windows]])
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
         piece = pieces[source.rank]
@@ -266,17 +244,9 @@ def scatter_rows(
         windows = [Window(trim.name, *each) for trim, each in zip(trims, columns)]
         return BalancedShare(piece.rows.batch, piece.indices, imbalance, 0, source, windows, split)
 
-    exchanged = exchange(
-        channel,
-        call,
-        options,
-        error,
-        None if given is None else shares(*given),
-        as_share,
-        expected_bytes=0 if given is None else given[0].nbytes,
-    )
-    share = exchanged.result
-    return None if share is None else dataclasses.replace(share, bytes_received=exchanged.bytes_received)
+    size, pieces = (0, None) if rows is None else (rows.nbytes, share_of)
+    share, _, received = exchange(channel, call, options, error, pieces, as_share, expected_bytes=size)
+    return None if share is None else dataclasses.replace(share, bytes_received=received)
 
 
 def check_options(

@@ -7,14 +7,15 @@ number of steps, the end of the data is the same for all, and an error of the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
-from commons.dispatch.planning import require_enough, split_in_turn, split_rows
-from commons.dispatch.scatter import BalancedShare, Source, Split, check_options, scatter_rows
+from commons.dispatch.planning import Split, require_enough, split_in_turn, split_rows
+from commons.dispatch.scatter import BalancedShare, Source, check_options, scatter_rows
 from commons.dispatch.trim import Trim
 from commons.distributed.errors import attempt
 from commons.distributed.process_group import resolve_process_group
@@ -163,7 +164,9 @@ class SingleRankLoader(Iterable[Any]):
                 self._batches = 0
                 return
             self._batches += 1
-            yield share.with_pinned_batch() if self._pin_memory else share
+            if self._pin_memory:
+                share = replace(share, batch=Rows.of(share.batch).pin().batch)
+            yield share
 
     def _open(self, state: dict[str, Any] | None) -> Iterator[Any]:
         """The source's data from where `state` was taken."""
@@ -190,9 +193,8 @@ class SingleRankLoader(Iterable[Any]):
         num_ranks, pads = self._channel.world_size, rows.states_padding
         require_enough(num_ranks, rows.real, "rows", pads, _REMEDY)
         if self._get_workloads is None:
-            return rows, Split.of(split_in_turn(rows, num_ranks), rows, pads)
+            return rows, split_in_turn(rows, num_ranks, pads)
         workloads = self._get_workloads(batch)
         if isinstance(workloads, torch.Tensor):
             workloads = workloads.cpu()
-        plan = split_rows(rows, workloads, num_ranks, equal_size=self._equal_size, may_be_empty=pads)
-        return rows, Split.of(plan, rows, pads)
+        return rows, split_rows(rows, workloads, num_ranks, equal_size=self._equal_size, pad=pads)

@@ -14,7 +14,7 @@ import torch
 
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_fields import ArrayField, DenseField
-from commons.sequence_batch.row_leaves import leaf_kind
+from commons.sequence_batch.row_leaves import tensor_kind
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -204,31 +204,31 @@ def _window(trim: Trim, leaves: _Leaves) -> Window:
             f"fields trimmed by {trim.name!r} have different widths {widths}; they are cut at the same columns: trim "
             "them by a mask or lengths of their own"
         )
-    start, stop = _kept_columns(trim, leaves, width)
+    used = tokens_of(trim, leaves, width).any(dim=0).nonzero()[:, 0]
+    first, last = (int(used[0]), int(used[-1])) if used.numel() else (width, -1)
+    start, stop = (0 if trim.side == "right" else first), (width if trim.side == "left" else last + 1)
     if start >= stop and width > 0:  # models want a column, even where no row has a token
         start, stop = (width - 1, width) if trim.side == "left" else (0, 1)
     return Window(trim.name, start, stop, width, tuple(fields))
 
 
-def _kept_columns(trim: Trim, leaves: _Leaves, width: int) -> tuple[int, int]:
+def tokens_of(trim: Trim, leaves: _Leaves, width: int) -> torch.Tensor:
+    """Bool `(rows, width)`: the columns in which a row has a token; ValueError for lengths that cannot be so."""
     if trim.mask is not None:
-        mask = torch.as_tensor(_find(trim.mask, leaves))
-        used = (mask != 0).any(dim=0).nonzero()[:, 0]
-        first, last = (int(used[0]), int(used[-1])) if used.numel() else (width, -1)
-        return (0 if trim.side == "right" else first), (width if trim.side == "left" else last + 1)
+        return torch.as_tensor(_find(trim.mask, leaves)) != 0
     lengths = torch.as_tensor(_find(trim.lengths, leaves))
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
             f"lengths {trim.name!r} have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; they are an integer "
             "per row: correct them"
         )
-    longest = int(lengths.max()) if lengths.numel() else 0
-    if longest > width or (lengths.numel() and int(lengths.min()) < 0):
+    if lengths.numel() and (int(lengths.max()) > width or int(lengths.min()) < 0):
         raise ValueError(
-            f"lengths {trim.name!r} lie in [{int(lengths.min())}, {longest}], the sequences are {width} wide; a row "
-            f"has 0 to {width} tokens: correct them"
+            f"lengths {trim.name!r} lie in [{int(lengths.min())}, {int(lengths.max())}], the sequences are {width} "
+            f"wide; a row has 0 to {width} tokens: correct them"
         )
-    return (width - longest, width) if trim.side == "left" else (0, longest)
+    columns = torch.arange(width, device=lengths.device)
+    return columns >= width - lengths[:, None] if trim.side == "left" else columns < lengths[:, None]
 
 
 def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
@@ -268,7 +268,7 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
 
 def _has_columns(value: Any) -> bool:
     """Whether a leaf is a tensor or array `(rows, width, ...)`."""
-    return leaf_kind(value) in (ArrayField, DenseField) and value.ndim >= 2
+    return tensor_kind(value) in (ArrayField, DenseField) and value.ndim >= 2
 
 
 def pad_columns(value: Any, left: int, right: int, fill: Any) -> Any:

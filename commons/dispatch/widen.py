@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from commons.dispatch.trim import Trim, Window, as_path, pad_columns, trim_rows
+from commons.dispatch.trim import Trim, Window, pad_columns, tokens_of, trim_rows
 from commons.sequence_batch.fields import Path
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.rows import Rows
@@ -63,7 +63,10 @@ def padding_of(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]
     for trim, window in zip(trims, windows):
         unknown = [path for path in window.fields if path not in trim.stated]
         if unknown:
-            beyond = _beyond_tokens(trim, rows.leaves, window.width)
+            tokens = tokens_of(trim, rows.leaves, window.width)
+            # A hole in a mask is no padding: the columns from the first or to the last token are kept as they are.
+            before, after = tokens.cumsum(1) == 0, tokens.flip(1).cumsum(1).flip(1) == 0
+            beyond = before if trim.side == "left" else after if trim.side == "right" else before | after
             for path in unknown:
                 found[_shown(path)] = [encode_plain(each, path) for each in _different(rows.leaves[path], beyond)]
     return [window.width for window in windows], found
@@ -111,18 +114,6 @@ def trim_share(
         return value
 
     return trimmed.map(fill), windows
-
-
-def _beyond_tokens(trim: Trim, leaves: Mapping[Path, Any], width: int) -> torch.Tensor:
-    """Bool `(rows, width)`: the columns on the trimmed side of all tokens of a row; all of a row without a token."""
-    if trim.mask is not None:
-        tokens = torch.as_tensor(leaves[as_path(trim.mask)]) != 0
-        # A hole in the mask is no padding: the columns from the first or to the last token are kept as they are.
-        before, after = tokens.cumsum(1) == 0, tokens.flip(1).cumsum(1).flip(1) == 0
-        return before if trim.side == "left" else after if trim.side == "right" else before | after
-    lengths = torch.as_tensor(leaves[as_path(trim.lengths)]).unsqueeze(1)
-    columns = torch.arange(width, device=lengths.device)
-    return columns < width - lengths if trim.side == "left" else columns >= lengths
 
 
 def _different(value: Any, beyond: torch.Tensor) -> list[Any]:

@@ -52,22 +52,6 @@ REFUSED: dict[str, str] = {
     "GradientAccumulationWrapper": "is no pipeline but wraps one; put it around balanced(PipelineClass)(...)",
 }
 
-_REQUIRED: dict[type[BalancedPipeline], tuple[str, ...]] = {
-    HookAtCopy: ("_copy_batch_to_gpu", "_reset_data_iter"),
-    HookAtTransform: ("_reset_data_iter",),
-    HookInSparseDist: ("copy_batch_to_gpu", "enqueue_batch", "wait_sparse_data_dist", "attach"),
-    HookWithEvents: ("copy_batch_to_gpu", "enqueue_batch", "wait_sparse_data_dist", "attach"),
-    HookBehindThread: ("start_sparse_data_dist", "wait_sparse_data_dist", "attach"),
-}
-
-
-def _torchrec_ancestor(pipeline_class: type) -> str | None:
-    """Name of the nearest class of TorchRec, the class itself included; None if it has none."""
-    for ancestor in getattr(pipeline_class, "__mro__", ()):
-        if ancestor.__module__.startswith("torchrec."):
-            return ancestor.__name__
-    return None
-
 
 @functools.cache
 def balanced(pipeline_class: type) -> type:
@@ -92,7 +76,8 @@ def balanced(pipeline_class: type) -> type:
     if issubclass(pipeline_class, BalancedPipeline):
         return pipeline_class
     name = pipeline_class.__name__
-    known = _torchrec_ancestor(pipeline_class)
+    # The nearest class of TorchRec, which may be the class itself.
+    known = next((each.__name__ for each in pipeline_class.__mro__ if each.__module__.startswith("torchrec.")), None)
     if known in REFUSED:
         raise TypeError(f"{name} {'' if known == name else f'is a {known}, which '}{REFUSED[known]}")
     hook = HOOKS.get(known or "")
@@ -101,7 +86,7 @@ def balanced(pipeline_class: type) -> type:
             f"{name} has no known place for the shuffle after the host-to-device copy; supported are "
             f"{', '.join(HOOKS)} and their subclasses: use one of them"
         )
-    missing = [method for method in _REQUIRED[hook] if not callable(getattr(pipeline_class, method, None))]
+    missing = [method for method in hook.hooked if not callable(getattr(pipeline_class, method, None))]
     if missing:
         raise TypeError(
             f"{name} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, where the shuffle is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,13 +85,9 @@ class TrainPipelineFactory:
         return sorted(cls._makers)
 
 
-def _balanced_when_made(pipeline_class: type) -> Callable[..., Any]:
-    """A maker of the balanced class: a TorchRec whose class cannot be balanced has all the others."""
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return balanced(pipeline_class)(*args, **kwargs)
-
-    return make
+def _make_balanced(pipeline_class: type, *args: Any, **kwargs: Any) -> Any:
+    """Balanced when it is made: a TorchRec whose class cannot be balanced has all the others."""
+    return balanced(pipeline_class)(*args, **kwargs)
 
 
 for _name, _pipeline_class in {
@@ -100,4 +97,4 @@ for _name, _pipeline_class in {
     "fused": TrainPipelineFusedSparseDist,
     "semi_sync": TrainPipelineSemiSync,
 }.items():
-    TrainPipelineFactory.register(_name, _balanced_when_made(_pipeline_class))
+    TrainPipelineFactory.register(_name, functools.partial(_make_balanced, _pipeline_class))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ class BalancedPipeline:
     _memcpy_stream: torch.Stream | None
     _stream_context: Any
 
+    hooked: ClassVar[tuple[str, ...]]  # TorchRec's methods that the hook builds on
     starts_on_thread = False
 
     def __init__(
@@ -138,13 +139,8 @@ class BalancedPipeline:
         Raises:
             ValueError: a copy of the user's own has dropped a batch, or lost track of which one it hands on.
         """
-        shuffling = self._shuffling(copied)
-        return copied if shuffling is None else self._finish(shuffling)
-
-    def _shuffling(self, copied: Any) -> ShufflingBatch | None:
-        """The batch with its handle; None if it is finished."""
         if not self._handed_out:
-            return None
+            return copied
         oldest = self._handed_out[0]
         if not isinstance(copied, ShufflingBatch):  # built anew by a copy of the user's own
             if len(self._handed_out) > 1:
@@ -162,7 +158,7 @@ class BalancedPipeline:
                 "ranks: copy every batch that is read, in order, and choose batches in the iterator"
             )
         self._handed_out.popleft()
-        return copied
+        return self._finish(copied)
 
     def _reported(self, message: str) -> ValueError:
         """An error of this rank alone, posted so that the other ranks do not wait for it."""
@@ -187,6 +183,8 @@ class BalancedPipeline:
 class HookAtCopy(BalancedPipeline):
     """For TrainPipelineBase, which copies one batch ahead."""
 
+    hooked = ("_copy_batch_to_gpu", "_reset_data_iter")
+
     _cur_batch: Any
     _data_iter_stopped: bool
 
@@ -202,6 +200,8 @@ class HookAtCopy(BalancedPipeline):
 
 class HookAtTransform(BalancedPipeline):
     """For TrainPipelinePT2, which copies each batch on the current stream and gives it to `input_transformer`."""
+
+    hooked = ("_reset_data_iter",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -126,7 +126,10 @@ class LookAhead(Iterator[ShufflingBatch]):
             following = next(self._previous, None)
             if following is not None:
                 return following
-            self._take_over(self._previous)
+            # Go on after it, with its error if it has failed since it was left.
+            previous, self._previous = self._previous, None
+            self._kept, self._error = previous._kept, previous.take_error()
+            self.ended = self._error is not None
         if self.ended:
             raise StopIteration
         if self._next is None:
@@ -168,13 +171,6 @@ class LookAhead(Iterator[ShufflingBatch]):
             self._next[1].drain()
             self._next = None
         self._kept = None
-
-    def _take_over(self, previous: LookAhead) -> None:
-        """Go on after the iterator before, with its error if it has failed since it was left."""
-        self._previous = None
-        self._kept = previous._kept
-        self._error = previous.take_error()
-        self.ended = self._error is not None
 
     def _read_ahead(self) -> tuple[Any | None, ShuffleHandle]:
         batch, error = self._kept, None

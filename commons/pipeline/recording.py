@@ -140,12 +140,6 @@ def _jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
         yield from _jagged_tensors(vars(batch))
 
 
-def _subclasses(base: type) -> Iterator[type]:
-    """A class and all that derive from it, each once."""
-    seen, left = set(), [base]
-    while left:
-        each = left.pop()
-        if each not in seen:
-            seen.add(each)
-            left.extend(each.__subclasses__())
-            yield each
+def _subclasses(base: type) -> set[type]:
+    """A class and all that derive from it."""
+    return {base}.union(*map(_subclasses, base.__subclasses__()))

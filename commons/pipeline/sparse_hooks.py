@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,8 @@ class HookInSparseDist(BalancedPipeline):
     returns, which a subclass may override; where the batch is enqueued, if it came there by another way; and where its
     input distribution starts, if another thread has copied it.
     """
+
+    hooked: ClassVar[tuple[str, ...]] = ("copy_batch_to_gpu", "enqueue_batch", "wait_sparse_data_dist", "attach")
 
     batches: deque[Any]
     contexts: deque[Any]
@@ -108,6 +110,7 @@ class HookBehindThread(HookInSparseDist):
 
     _batch_loader: Any
 
+    hooked = ("start_sparse_data_dist", "wait_sparse_data_dist", "attach")
     starts_on_thread = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -121,7 +121,10 @@ class WindowedBatches(Iterator[Any]):
             return
         self._next = self._start()
         self._ready.extend(shuffled.batches)
-        stats = [None if each is None else self._waited(each, wait_ms) for each in shuffled.stats]
+        stats = [
+            None if each is None else each.carried_out(wait_ms / each.window, each.exchange_ms)  # its share of it
+            for each in shuffled.stats
+        ]
         self._num_rows += [None if each is None else each.num_rows for each in stats]
         while len(self._stats) > _MOST_WAITING:  # of batches that were all handed out before this window
             self._stats.popleft()
@@ -133,11 +136,6 @@ class WindowedBatches(Iterator[Any]):
 
     def _start(self) -> Future[ShuffledWindow]:
         return self._shuffler.engine.start_window(self._reader, self._pg_group)
-
-    @staticmethod
-    def _waited(stats: ShuffleStats, wait_ms: float) -> ShuffleStats:
-        """The stats of a step with its share of the wait for the window."""
-        return stats.carried_out(wait_ms / stats.window, stats.exchange_ms)
 
 
 def windowed_iter(

@@ -17,10 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from commons.checks import as_count
-from commons.sequence_batch.fields import IDENTITY, ROW_COUNT_FIELDS, path_name
+from commons.sequence_batch.fields import IDENTITY, ROW_COUNT_FIELDS, Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
-from commons.sequence_batch.jagged import new_jagged, new_keyed_jagged
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
+from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import select_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -213,7 +213,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
                 caller waits for that stream before using the result.
         """
         if data_copy_stream is None:
-            return self._known_to(self._map(lambda value: _to_device(value, device, non_blocking)))
+            return self._known_to(self._map(lambda _, value: _to_device(value, device, non_blocking)))
         current = torch.get_device_module(device).current_stream(device)
         targets: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -222,7 +222,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             targets.append((target, tensor))
             return target
 
-        moved = self._map(lambda value: _map_tensors(value, allocate))
+        moved = self._map(lambda path, value: describe_leaf(path, value).map(value, allocate))
         # The memory may still be in use by earlier kernels of the caller's stream: copy only after them.
         data_copy_stream.wait_stream(current)
         with torch.get_device_module(device).stream(data_copy_stream):
@@ -241,8 +241,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         for _, value in row_fields(self):
             value.record_stream(stream)
 
-    def _map(self: B, transform: Callable[[Any], Any]) -> B:
-        result = replace_rows(self, {path: transform(value) for path, value in row_fields(self)})
+    def _map(self: B, transform: Callable[[Path, Any], Any]) -> B:
+        result = replace_rows(self, {path: transform(path, value) for path, value in row_fields(self)})
         if IDENTITY in self.__dict__:
             result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
         known = getattr(self, "_global_batch", None)
@@ -266,19 +266,7 @@ def _to_device(value: Any, device: torch.device, non_blocking: bool) -> Any:
     return value.to(device, non_blocking=non_blocking)
 
 
-def _pinned(value: Any) -> Any:
-    return value.pin_memory() if hasattr(value, "pin_memory") else _map_tensors(value, torch.Tensor.pin_memory)
-
-
-def _map_tensors(value: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `transform` to a tensor, or to the values, weights and lengths of a jagged tensor."""
-    if isinstance(value, torch.Tensor):
-        return transform(value)
-    weights = value.weights_or_none()
-    values, lengths = transform(value.values()), transform(value.lengths())
-    weights = None if weights is None else transform(weights)
-    if not isinstance(value, KeyedJaggedTensor):
-        return new_jagged(values, weights, lengths)
-    on_host = value.lengths().device.type == "cpu"
-    per_key = value.length_per_key() if on_host else value.length_per_key_or_none()
-    return new_keyed_jagged(value.keys(), values, weights, lengths, value.stride(), per_key)
+def _pinned(path: Path, value: Any) -> Any:
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    return describe_leaf(path, value).map(value, torch.Tensor.pin_memory)

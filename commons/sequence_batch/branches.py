@@ -1,7 +1,7 @@
 """Kinds of values that a batch branches at: what they consist of, and how one is made again.
 
 Like another one that this process holds (`rebuild_branch`), or from what ranks compare and messages say of it
-(`describe` and `build_branch`), where its class is looked up by name.
+(`BranchField`), where its class is looked up by name.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from commons.sequence_batch.fields import Path, batch_items, make_batch, path_name
-from commons.sequence_batch.jagged import is_type_of, new_keyed
-from commons.sequence_batch.plain_values import find_type, type_name, unknown_type
+from commons.sequence_batch.jagged import is_type_of, torchrec_class
+from commons.sequence_batch.plain_values import find_type, known_type, type_name
 from commons.sequence_batch.row_leaves import tensor_kind
 
 if TYPE_CHECKING:
@@ -106,69 +108,100 @@ def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], r
         if device is not None:  # where its tensors are now
             tensors = (child for child in children.values() if isinstance(child, torch.Tensor))
             device = next((tensor.device for tensor in tensors), device)
-        return make_tensordict(children, [rows, *prototype.batch_size[1:]], device)
+        return _make_tensordict(children, [rows, *prototype.batch_size[1:]], device)
     if kind == "keyed":
-        return new_keyed(prototype.keys(), prototype.length_per_key(), children["values"])
-    if kind == "dataclass":
-        return make_batch(type(prototype), children)
-    if kind == "namedtuple":
-        return type(prototype)._make(children.values())
-    if kind == "sequence":
-        return type(prototype)(children.values())
+        return _make_keyed(prototype.keys(), prototype.length_per_key(), children)
+    if kind != "mapping":
+        return _make(kind, type(prototype), children)
     try:
         # A copy keeps what a subclass has beside its items, such as the factory of a defaultdict.
-        result = copy.copy(prototype)
-        for key, child in children.items():
-            result[key] = child
+        return _filled(copy.copy(prototype), children)
     except TypeError:
         raise TypeError(
             f"the batch holds a {type(prototype).__name__}, whose items cannot be set; its rows become a mapping of "
             "the same type: pass a dict"
         ) from None
-    return result
 
 
-def describe(kind: BranchKind, value: Any, path: Path) -> list[Any]:
-    """What `build_branch` needs beside the children and the number of rows, as JSON; TypeError as `type_name`."""
-    if kind == "tensordict":
-        return [kind, list(value.batch_size[1:])]
-    if kind == "keyed":
-        return [kind, list(value.keys()), list(value.length_per_key())]
-    if type(value) is defaultdict:
-        return ["defaultdict", _factory_name(value.default_factory, path)]
-    if kind != "dataclass":
-        _require_only_items(value, path)
-    return [kind, type_name(type(value), path_name(path))]
+@dataclass(frozen=True)
+class BranchField:
+    """What leads to fields: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
+
+    path: Path
+    json: str  # its kind and what makes it again beside its children and the number of rows, as JSON text
+    # Its children as the batch holds them; ranks may fill their dicts in other orders, and the first rank's counts.
+    keys: tuple[Any, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, path: Path, kind: BranchKind, value: Any, keys: tuple[Any, ...]) -> BranchField:
+        """What a branch is; TypeError for one that no other rank could make."""
+        if kind == "tensordict":
+            described: list[Any] = [kind, list(value.batch_size[1:])]
+        elif kind == "keyed":
+            described = [kind, list(value.keys()), list(value.length_per_key())]
+        elif type(value) is defaultdict:
+            described = ["defaultdict", _factory_name(value.default_factory, path)]
+        else:
+            if kind != "dataclass":
+                _require_only_items(value, path)
+            described = [kind, type_name(type(value), path_name(path))]
+        return cls(path, json.dumps(described), keys)
+
+    @cached_property
+    def described(self) -> list[Any]:
+        """Its kind, of a defaultdict its own, and what `made_of` needs beside."""
+        return json.loads(self.json)
+
+    @property
+    def kind(self) -> str:
+        """The first of `described`."""
+        return self.described[0]
+
+    @property
+    def batch_type(self) -> Any:
+        """The class by which it is described; KeyError where this process has not imported it."""
+        found = find_type(self.described[1])
+        return found if dataclasses.is_dataclass(found) else known_type(self.described[1], (Mapping, list, tuple))
+
+    def made_of(self, children: dict[Any, Any], rows: int, device: torch.device | None) -> Any:
+        """The branch around children of so many rows; the device is that of a TensorDict."""
+        kind, *content = self.described
+        if kind == "tensordict":
+            return _make_tensordict(children, [rows, *content[0]], device)
+        if kind == "keyed":
+            return _make_keyed(content[0], content[1], children)
+        if kind == "defaultdict":
+            return defaultdict(None if content[0] is None else _FACTORIES[content[0]], children)
+        return _filled(self.batch_type(), children) if kind == "mapping" else _make(kind, self.batch_type, children)
+
+    def summary(self) -> str:
+        """What messages show of it."""
+        kind, *content = self.described
+        if kind == "keyed":
+            return f"KeyedTensor {content[0]} of widths {content[1]}"
+        return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
 
 
-def build_branch(
-    described: Sequence[Any], children: dict[Any, Any], rows: int, device: torch.device | None = None
-) -> Any:
-    """A branch, described by `describe`, around children of `rows` rows; the device is that of a TensorDict.
-
-    KeyError for a class that no imported module of this process has.
-    """
-    kind, *content = described
-    if kind == "tensordict":
-        return make_tensordict(children, [rows, *content[0]], device)
-    if kind == "keyed":
-        return new_keyed(content[0], content[1], children["values"])
-    if kind == "defaultdict":
-        return defaultdict(None if content[0] is None else _FACTORIES[content[0]], children)
-    found = find_class(content[0])
+def _make(kind: str, made: Any, children: dict[Any, Any]) -> Any:
+    """A dataclass, namedtuple, list or tuple."""
     if kind == "dataclass":
-        return make_batch(found, children)
+        return make_batch(made, children)
     if kind == "namedtuple":
-        return found._make(children[name] for name in found._fields)
-    if kind == "sequence":
-        return found(children[index] for index in range(len(children)))
-    result = found()
+        return made._make(children[name] for name in made._fields)
+    return made(children[index] for index in range(len(children)))
+
+
+def _make_keyed(keys: Sequence[str], widths: Sequence[int], children: dict[Any, Any]) -> KeyedTensor:
+    return torchrec_class("KeyedTensor")(list(keys), list(widths), children["values"])
+
+
+def _filled(mapping: Any, children: dict[Any, Any]) -> Any:
     for key, child in children.items():
-        result[key] = child
-    return result
+        mapping[key] = child
+    return mapping
 
 
-def make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
+def _make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
     """A TensorDict of tensors, TensorDicts, lists with an object per row, arrays, and objects for all rows."""
     from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
@@ -271,11 +304,3 @@ def _require_only_items(value: Any, path: Path) -> None:
                 f"{path_name(path)!r} is a {made} with the attribute {name!r} beside its items, which alone arrive: "
                 "pass a dict, list or tuple of them"
             )
-
-
-def find_class(name: str) -> Any:
-    """The class of a branch that `describe` names; KeyError where this process has not imported it."""
-    found = find_type(name)
-    if found is None or not (dataclasses.is_dataclass(found) or issubclass(found, (Mapping, list, tuple))):
-        raise unknown_type(name)
-    return found

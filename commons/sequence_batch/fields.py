@@ -40,11 +40,6 @@ def field_names(batch_type: type) -> tuple[str, ...]:
     return tuple(item.name for item in dataclasses.fields(batch_type))
 
 
-def is_dataclass(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass."""
-    return hasattr(type(value), "__dataclass_fields__")
-
-
 def batch_items(batch: Any) -> dict[str, Any]:
     """All that a batch holds, by name: its fields in the order of declaration, then other attributes.
 
@@ -112,8 +107,10 @@ def declare_per_rank(batch_type: type, names: Iterable[str]) -> None:
     """Let plain values of a dataclass differ between ranks, see `register_batch_type`; declarations add up."""
     if added := frozenset(names):
         _PER_RANK[batch_type] = _PER_RANK.get(batch_type, frozenset()) | added
+        per_rank_names.cache_clear()
 
 
+@functools.cache
 def per_rank_names(batch_type: type) -> frozenset[str]:
     """Names of the plain values of a dataclass that may differ between ranks, inherited ones included."""
     return frozenset().union(*(_PER_RANK[each] for each in batch_type.__mro__ if each in _PER_RANK))
@@ -121,7 +118,7 @@ def per_rank_names(batch_type: type) -> frozenset[str]:
 
 def require_dataclass(batch: Any) -> None:
     """Raise TypeError unless `batch` is an instance of a dataclass."""
-    if not is_dataclass(batch):
+    if not hasattr(type(batch), "__dataclass_fields__"):
         raise TypeError(
             f"the batch is a {type(batch).__name__}; a batch must be an instance of a dataclass: "
             "decorate the class with @dataclasses.dataclass"

@@ -23,39 +23,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _ATTRIBUTE = "_evenrank_host_copy"
 
 
-class _State:
-    """A tensor's version, memory and shape at one moment."""
-
-    __slots__ = ("memory", "place", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = _version(tensor)
-        # Weak: an address that is kept by nobody may be taken again by other memory.
-        self.memory = StorageWeakRef(tensor.untyped_storage())
-        self.place = tensor.storage_offset(), tensor.shape
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is still as it was, as far as torch tells."""
-        same = self.version == _version(tensor) and self.place == (tensor.storage_offset(), tensor.shape)
-        return same and self.memory.cdata == tensor.untyped_storage()._cdata
-
-
 class _HostCopy:
     """A host tensor, and the states of it and of the device's tensor at which the two were equal."""
 
-    __slots__ = ("host", "host_state", "owner", "state")
+    __slots__ = ("host", "owner", "states")
 
     def __init__(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self.host = host
         self.owner = id(tensor)  # copy.copy takes attributes along, but not the version
-        self.state, self.host_state = _State(tensor), _State(host)
+        self.states = _state(tensor), _state(host)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has the values of the host tensor."""
-        return self.owner == id(tensor) and self.state.is_of(tensor) and self.host_state.is_of(self.host)
+        """Whether the tensor has the values of the host tensor, as far as torch tells."""
+        return self.owner == id(tensor) and self.states == (_state(tensor), _state(self.host))
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
         return OrderedDict, ()  # a tensor's pickle or deep copy is another tensor; torch.load takes this for harmless
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's version, memory and shape at this moment."""
+    version = None if tensor.is_inference() else tensor._version
+    # Weak: an address that is kept by nobody may be taken again by other memory.
+    return version, StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape
 
 
 def attach_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
@@ -109,7 +99,3 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
 def _as_array(host: torch.Tensor | None) -> np.ndarray:
     assert host is not None  # noqa: S101  attached by the caller
     return host.numpy().astype(np.int64, copy=False)
-
-
-def _version(tensor: torch.Tensor) -> Any:
-    return None if tensor.is_inference() else tensor._version

@@ -7,8 +7,9 @@ sorted order, so that batches whose dicts were filled in another order are equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from commons.sequence_batch.branches import (
     rebuild_branch,
 )
 from commons.sequence_batch.fields import (
+    ROW_COUNT_FIELDS,
     Path,
     copy_batch,
     counts_rows,
@@ -31,7 +33,10 @@ from commons.sequence_batch.fields import (
     row_count_items,
     stated_count,
 )
-from commons.sequence_batch.row_leaves import device_of, is_moved, leaf_kind, require_movable, tensor_kind
+from commons.sequence_batch.row_fields import RowField
+from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, tensor_kind
+
+B = TypeVar("B")
 
 _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
@@ -44,15 +49,24 @@ class Branch(NamedTuple):
     keys: tuple[Any, ...]  # of its children, as the value has them
 
 
-class Tree(NamedTuple):
+@dataclass(eq=False)  # not frozen: one is made per batch
+class Tree(Generic[B]):
     """All that a batch holds, by path and depth first."""
 
     leaves: dict[Path, Any]  # what has an entry per row
     plain: dict[Path, Any]  # metadata
     branches: dict[Path, Branch]  # each before those below it
+    _fields: dict[Path, RowField] | None = field(default=None, init=False)
 
     @property
-    def batch(self) -> Any:
+    def fields(self) -> dict[Path, RowField]:
+        """What the leaves are, but for their rows."""
+        if self._fields is None:
+            self._fields = {path: describe_leaf(path, value) for path, value in self.leaves.items()}
+        return self._fields
+
+    @property
+    def batch(self) -> B:
         """The batch itself."""
         return self.branches[()].value if self.branches else {**self.leaves, **self.plain}[()]
 
@@ -68,7 +82,7 @@ class Tree(NamedTuple):
             path_name((*path, name))
             for path, branch in self.branches.items()
             if branch.kind == "dataclass"
-            for name in per_rank_names(type(branch.value))
+            for name in per_rank_names(type(branch.value))  # type: ignore[arg-type]  # types are hashable
         )
         if not own:
             return []
@@ -77,22 +91,23 @@ class Tree(NamedTuple):
 
     def counts_rows(self, path: Path, value: Any) -> bool:
         """Whether a plain value is the field of a dataclass that counts its rows."""
-        return bool(path) and counts_rows(path[-1], value) and self.branches[path[:-1]].kind == "dataclass"
+        counts = path != () and path[-1] in ROW_COUNT_FIELDS and counts_rows(path[-1], value)
+        return counts and self.branches[path[:-1]].kind == "dataclass"
 
 
-def open_tree(batch: Any) -> Tree:
+def open_tree(batch: B) -> Tree[B]:
     """Open a batch of any kind.
 
     Raises:
         TypeError: a tensorclass.
         ValueError: as `children_of`.
     """
-    tree = Tree({}, {}, {})
+    tree: Tree[B] = Tree({}, {}, {})
     _open(batch, (), False, tree)
     return tree
 
 
-def open_batch(batch: Any) -> Tree:
+def open_batch(batch: B) -> Tree[B]:
     """Open a batch of a shuffler, which moves the rows of tensors: arrays are plain values; raises as `open_tree`."""
     tree = open_tree(batch)
     if not all(map(is_moved, tree.leaves.values())):
@@ -101,7 +116,7 @@ def open_batch(batch: Any) -> Tree:
     return tree
 
 
-def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree) -> None:
+def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> None:
     """Add a value to a tree; `lists_are_plain` is whether it is part of a dataclass."""
     kind, children = children_of(value) if path == () or _has_rows(value, lists_are_plain) else (None, {})
     if isinstance(value, np.ndarray) or is_moved(value) or _is_column(value, lists_are_plain):
@@ -155,13 +170,13 @@ def value_at(batch: Any, path: Path) -> Any:
     return value
 
 
-def rebuild(tree: Tree, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Tree:
+def rebuild(tree: Tree[B], values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Tree[B]:
     """A tree with other leaves or plain values at some paths; no dataclass runs its constructor.
 
     Where it has another number of `rows`, padding included and `real` of them real, every leaf is among the values.
     """
     made = {**tree.leaves, **tree.plain, **values}
-    leaves, plain = ({path: made[path] for path in each} for each in tree[:2])
+    leaves, plain = ({path: made[path] for path in each} for each in (tree.leaves, tree.plain))
     branches: dict[Path, Branch] = {}
     for path, (value, kind, keys) in reversed(tree.branches.items()):
         children = {key: made[(*path, key)] for key in keys}
@@ -185,7 +200,7 @@ def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None
     return rebuild(open_batch(batch), values, rows, real).batch
 
 
-def count_tree(tree: Tree) -> tuple[int, int]:
+def count_tree(tree: Tree[Any]) -> tuple[int, int]:
     """Rows with padding, and real ones: `actual_batch_size` where a dataclass states it, else all.
 
     Raises:
@@ -201,8 +216,8 @@ def count_tree(tree: Tree) -> tuple[int, int]:
             for into, name in ((counts, "batch_size"), (stated, "actual_batch_size")):
                 if (count := stated_count(value, name)) is not None:
                     into[(*path, name)] = count
-    for path, value in tree.leaves.items():
-        counts[path] = leaf_kind(value).count(path, value)
+    for path, leaf in tree.fields.items():
+        counts[path] = leaf.count(tree.leaves[path])
     if not counts:
         raise _no_rows(tree.batch)
     rows = next(iter(counts.values()))
@@ -226,7 +241,7 @@ def count_tree(tree: Tree) -> tuple[int, int]:
     return rows, real
 
 
-def row_counts(batch: Any, tree: Tree | None = None) -> tuple[int, int]:
+def row_counts(batch: Any, tree: Tree[Any] | None = None) -> tuple[int, int]:
     """Rows of a batch of a shuffler with padding, and real ones.
 
     Raises:
@@ -237,8 +252,8 @@ def row_counts(batch: Any, tree: Tree | None = None) -> tuple[int, int]:
     tree = open_batch(batch) if tree is None else tree
     if not tree.leaves:
         raise _no_rows(batch)
-    for path, value in tree.leaves.items():
-        require_movable(path, value)
+    for path, leaf in tree.fields.items():
+        leaf.require_movable(tree.leaves[path])
     return count_tree(tree)
 
 

@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,10 +23,6 @@ from commons.sequence_batch.fields import Path, path_name
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-# A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
-_TUPLE, _DICT, _BYTES, _DTYPE, _DEVICE, _NUMPY = "tuple", "dict", "bytes", "dtype", "device", "numpy"
-_SIZE, _ORDERED, _NAMED_TUPLE, _ENUM, _COMPLEX = "size", "ordered", "namedtuple", "enum", "complex"
 
 # Characters of a value in a message.
 _SHOWN = 200
@@ -45,29 +41,51 @@ def encode_plain(value: Any, path: Path) -> Any:
         return value
     if type(value) is list:
         return [encode_plain(item, path) for item in value]
-    if type(value) is tuple or type(value) is torch.Size:
-        return {_TUPLE if type(value) is tuple else _SIZE: [encode_plain(item, path) for item in value]}
-    if type(value) is dict or type(value) is OrderedDict:
-        items = [[encode_plain(key, path), encode_plain(item, path)] for key, item in value.items()]
-        return {_DICT if type(value) is dict else _ORDERED: items}
-    if type(value) is complex:
-        return {_COMPLEX: [value.real, value.imag]}
-    if type(value) is bytes:
-        return {_BYTES: base64.b64encode(value).decode("ascii")}
+    # A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
+    kind, content = _parts(value, path)
+    return {kind: encode_plain(content, path)}
+
+
+def _parts(value: Any, path: Path) -> tuple[str, Any]:
+    """The kind of a value, and what `_MAKERS` makes it of: a list, or text."""
+    held = type(value)
+    if held is tuple or held is torch.Size:
+        return "tuple" if held is tuple else "size", list(value)
+    if held is dict or held is OrderedDict:
+        return "dict" if held is dict else "ordered", [list(item) for item in value.items()]
+    if held is complex:
+        return "complex", [value.real, value.imag]
+    if held is bytes:
+        return "bytes", base64.b64encode(value).decode("ascii")
     if isinstance(value, enum.Enum):
-        return {_ENUM: [type_name(type(value), path_name(path)), encode_plain(value.value, path)]}
+        return "enum", [type_name(held, path_name(path)), value.value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {_NAMED_TUPLE: [type_name(type(value), path_name(path)), *(encode_plain(item, path) for item in value)]}
+        return "namedtuple", [type_name(held, path_name(path)), *value]
     if isinstance(value, torch.dtype):
-        return {_DTYPE: str(value).removeprefix("torch.")}
+        return "dtype", str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
-        return {_DEVICE: str(value)}
+        return "device", str(value)
     if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
-        return {_NUMPY: [value.dtype.str, encode_plain(value.item(), path)]}
+        return "numpy", [value.dtype.str, value.item()]
     raise TypeError(
-        f"{path_name(path)!r} holds a {type(value).__name__}; what is not moved with the rows travels as JSON: use "
-        "None, numbers, strings, bytes, enums, and lists, tuples and dicts of these, or a tensor of its own for rows"
+        f"{path_name(path)!r} holds a {held.__name__}; what is not moved with the rows travels as JSON: use None, "
+        "numbers, strings, bytes, enums, and lists, tuples and dicts of these, or a tensor of its own for rows"
     )
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "size": torch.Size,
+    "dict": dict,
+    "ordered": OrderedDict,
+    "complex": lambda parts: complex(*parts),
+    "bytes": base64.b64decode,
+    "enum": lambda parts: known_type(parts[0], (enum.Enum,))(parts[1]),
+    "namedtuple": lambda parts: known_type(parts[0], (tuple,))._make(parts[1:]),
+    "dtype": functools.partial(getattr, torch),
+    "device": torch.device,
+    "numpy": lambda parts: np.dtype(parts[0]).type(parts[1]),
+}
 
 
 def decode_plain(data: Any) -> Any:
@@ -77,40 +95,7 @@ def decode_plain(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
-    if kind in (_TUPLE, _SIZE):
-        items = tuple(decode_plain(item) for item in content)
-        return items if kind == _TUPLE else torch.Size(items)
-    if kind in (_DICT, _ORDERED):
-        pairs = ((decode_plain(key), decode_plain(item)) for key, item in content)
-        return dict(pairs) if kind == _DICT else OrderedDict(pairs)
-    if kind == _COMPLEX:
-        return complex(*content)
-    if kind == _BYTES:
-        return base64.b64decode(content)
-    if kind in (_ENUM, _NAMED_TUPLE):
-        name, *items = content
-        found: Any = find_type(name, (enum.Enum if kind == _ENUM else tuple,))
-        if found is None:
-            raise unknown_type(name)
-        values = [decode_plain(item) for item in items]
-        return found(values[0]) if kind == _ENUM else found._make(values)
-    if kind == _DTYPE:
-        return getattr(torch, content)
-    if kind == _DEVICE:
-        return torch.device(content)
-    dtype, item = content
-    return np.dtype(dtype).type(decode_plain(item))
-
-
-def canonical_plain(data: Any) -> Any:
-    """What `encode_plain` gave, with the items of dicts sorted: equal dicts give equal results."""
-    if isinstance(data, list):
-        return [canonical_plain(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    ((kind, content),) = data.items()
-    content = canonical_plain(content)
-    return {kind: sorted(content, key=json.dumps) if kind == _DICT else content}
+    return _MAKERS[kind](decode_plain(content))
 
 
 def show_plain(data: Any) -> str:
@@ -120,11 +105,11 @@ def show_plain(data: Any) -> str:
     if not isinstance(data, dict):
         return repr(data)
     ((kind, content),) = data.items()
-    if kind == _TUPLE:
+    if kind == "tuple":
         return f"({_listed(content)}{',' * (len(content) == 1)})"
-    if kind == _DICT:
+    if kind == "dict":
         return "{" + ", ".join(f"{show_plain(key)}: {show_plain(item)}" for key, item in content) + "}"
-    if kind in (_ENUM, _NAMED_TUPLE):
+    if kind in ("enum", "namedtuple"):
         return f"{content[0].rpartition(':')[2]}({_listed(content[1:])})"
     return f"{kind}({_listed(content) if isinstance(content, list) else content})"
 
@@ -148,21 +133,17 @@ class PlainField:
     def __hash__(self) -> int:
         return hash(self.path)
 
-    @functools.cached_property
-    def _data(self) -> Any:
-        return json.loads(self.json)
-
     def value(self) -> Any:
         """The value, equal to what was described; KeyError for a class that is not imported here."""
-        return decode_plain(self._data)
+        return decode_plain(json.loads(self.json))
 
     def canonical(self) -> str:
         """The value as JSON text that equal ones have; as text, because 1, 1.0 and True are equal in Python."""
-        return json.dumps(canonical_plain(self._data))
+        return json.dumps(json.loads(self.json, object_hook=_sorted))
 
     def summary(self) -> str:
         """What messages show of it."""
-        text = show_plain(self._data) if self.json else "a value"
+        text = show_plain(json.loads(self.json)) if self.json else "a value"
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
 
@@ -194,24 +175,32 @@ def type_name(named: type, where: str) -> str:
     return name_of(named)
 
 
-def find_type(name: str, kinds: tuple[type, ...] = (object,)) -> type | None:
-    """The class of that name if it is a subclass of one of `kinds`; None if there is none."""
+def find_type(name: str) -> type | None:
+    """The class of that name; None if there is none."""
     module, _, qualname = name.partition(":")
     found: object = _REGISTERED.get(name)
     if found is None:
         found = functools.reduce(
             lambda outer, part: getattr(outer, part, None), qualname.split("."), sys.modules.get(module)
         )
-    return found if isinstance(found, type) and issubclass(found, kinds) else None
+    return found if isinstance(found, type) else None
 
 
-def unknown_type(name: str) -> KeyError:
-    """The error of a receiver that has not imported a class."""
+def known_type(name: str, kinds: tuple[type, ...]) -> Any:
+    """The class of that name, a subclass of one of `kinds`; KeyError where this process has not imported it."""
+    found = find_type(name)
+    if found is not None and issubclass(found, kinds):
+        return found
     module, _, qualname = name.partition(":")
-    return KeyError(
+    raise KeyError(
         f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
         f"{module} on every rank, or decorate it with commons.sequence_batch.schema.register_batch_type"
     )
+
+
+def _sorted(data: dict[str, Any]) -> dict[str, Any]:
+    """What `_parts` gave, with the items of a dict sorted: equal dicts give equal results."""
+    return {kind: sorted(content, key=json.dumps) if kind == "dict" else content for kind, content in data.items()}
 
 
 def _listed(items: list[Any]) -> str:

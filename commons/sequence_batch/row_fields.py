@@ -1,14 +1,14 @@
 """Leaves: values of a batch that hold one entry per row. Each kind is a class, and its instances describe values.
 
-The class knows what can be done with the rows of such values; an instance says what values must have in common:
-everything but their rows. This file has the kinds that are no jagged tensors; see jagged_fields.py and row_leaves.py.
+An instance says what values must have in common, everything but their rows, and its methods take such values. This
+file has the kinds that are no jagged tensors; see jagged_fields.py and row_leaves.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen: one is made per batch and field, and stays as it is
 class RowField(ABC):
     """What a batch holds at a path: values of one kind, in everything but their rows."""
 
@@ -28,28 +28,29 @@ class RowField(ABC):
 
     path: Path
 
-    @staticmethod
-    @abstractmethod
-    def facts(path: Path, value: Any) -> tuple[Any, ...]:
-        """What the fields of this class say of a value, in their order."""
+    @property
+    def name(self) -> str:
+        """Its path as messages show it."""
+        return path_name(self.path)
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def count(path: Path, value: Any) -> int:
+    def of(cls, path: Path, value: Any) -> RowField:
+        """What a value of this kind is, but for its rows."""
+
+    @abstractmethod
+    def count(self, value: Any) -> int:
         """Number of rows; ValueError for a value without a row dimension. Reads nothing from a device."""
 
-    @staticmethod
     @abstractmethod
-    def select(value: Any, rows: torch.Tensor) -> Any:
+    def select(self, value: Any, rows: torch.Tensor) -> Any:
         """Rows by index, int64 `(N,)` on the CPU, in new storage; any order, repeats allowed."""
 
-    @staticmethod
     @abstractmethod
-    def join(values: Sequence[Any]) -> Any:
-        """Rows of all values, which one instance describes, in turn."""
+    def join(self, values: Sequence[Any]) -> Any:
+        """Rows of all values, in turn."""
 
-    @staticmethod
-    def tensors(value: Any) -> list[torch.Tensor]:
+    def tensors(self, value: Any) -> list[torch.Tensor]:
         """The tensors that a value is made of; none for arrays and Python objects."""
         return []
 
@@ -57,9 +58,24 @@ class RowField(ABC):
     def empty(self, rows: int, device: torch.device | None = None) -> Any:
         """`rows` rows of padding: empty where rows are jagged, else zeros, None among objects."""
 
+    def require_movable(self, value: Any) -> None:  # noqa: B027  most kinds can
+        """Raise ValueError or TypeError for a value that a shuffler cannot move; reads nothing from a device."""
+
+    def check(self, value: Any) -> None:  # noqa: B027  most kinds need none
+        """Raise ValueError or TypeError for parts that do not belong together; may wait for a device."""
+
+    def content(self, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        """A value as something that JSON holds, and tensors; TypeError for what JSON cannot hold."""
+        return None, self.tensors(value)
+
     def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """The value of which `content` gave these."""
         return tensors[0]
+
+    def map(self, value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A value whose tensors are others."""
+        content, tensors = self.content(value)
+        return self.made_of(content, list(map(function, tensors)))
 
     def summary(self) -> str:
         """What messages show of it."""
@@ -68,17 +84,8 @@ class RowField(ABC):
             [self.label, *(str(list(each)) if isinstance(each, tuple) else short_name(each) for each in facts)]
         )
 
-    @staticmethod  # noqa: B027  most kinds need none
-    def check(path: Path, value: Any) -> None:
-        """Raise ValueError or TypeError for parts that do not belong together; may wait for a device."""
 
-    @classmethod
-    def content(cls, path: Path, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """A value as something that JSON holds, and tensors; TypeError for what JSON cannot hold."""
-        return None, cls.tensors(value)
-
-
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class DenseField(RowField):
     """A tensor `(rows, *trailing)`."""
 
@@ -87,45 +94,41 @@ class DenseField(RowField):
     dtype: torch.dtype
     trailing: tuple[int, ...]
 
-    @staticmethod
-    def facts(path: Path, value: torch.Tensor) -> tuple[Any, ...]:
-        return path, value.dtype, tuple(value.shape[1:])
+    @classmethod
+    def of(cls, path: Path, value: torch.Tensor) -> DenseField:
+        return cls(path, value.dtype, tuple(value.shape)[1:])
 
-    @staticmethod
-    def count(path: Path, value: torch.Tensor) -> int:
+    def count(self, value: torch.Tensor) -> int:
         if value.layout != torch.strided:
             raise ValueError(
-                f"field {path_name(path)!r} is a tensor of layout {value.layout}; rows are those of dense and of "
+                f"field {self.name!r} is a tensor of layout {value.layout}; rows are those of dense and of "
                 "jagged tensors: convert it to one of these"
             )
         if value.dim() == 0:
             raise ValueError(
-                f"field {path_name(path)!r} is a 0-dimensional tensor; a tensor field must have the batch as its first "
-                "dimension: make it a Python number, or repeat it for every row"
+                f"field {self.name!r} is a 0-dimensional tensor; a tensor field must have the batch as its "
+                "first dimension: make it a Python number, or repeat it for every row"
             )
         return value.shape[0]
 
-    @staticmethod
-    def select(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def select(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         selected = take(value, 0, rows.to(value.device))
         known = host_copy(value)
         if known is not None and known is not value:
             attach_host_copy(selected, take(known, 0, rows))
         return selected
 
-    @staticmethod
-    def join(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(values))
 
-    @staticmethod
-    def tensors(value: torch.Tensor) -> list[torch.Tensor]:
+    def tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value]
 
     def empty(self, rows: int, device: torch.device | None = None) -> torch.Tensor:
         return torch.zeros(rows, *self.trailing, dtype=self.dtype, device=device)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ArrayField(RowField):
     """A numpy array `(rows, *trailing)`; one of dtype object holds a Python object per row."""
 
@@ -134,46 +137,40 @@ class ArrayField(RowField):
     dtype: str  # as numpy writes it; of strings without their width: joining widens them
     trailing: tuple[int, ...]
 
-    @staticmethod
-    def facts(path: Path, value: np.ndarray) -> tuple[Any, ...]:
-        dtype = value.dtype.kind if value.dtype.kind in "US" else value.dtype.str
-        return path, dtype, value.shape[1:]
+    @classmethod
+    def of(cls, path: Path, value: np.ndarray) -> ArrayField:
+        return cls(path, value.dtype.kind if value.dtype.kind in "US" else value.dtype.str, value.shape[1:])
 
-    @staticmethod
-    def count(path: Path, value: np.ndarray) -> int:
+    def count(self, value: np.ndarray) -> int:
         if value.ndim == 0:
             raise ValueError(
-                f"field {path_name(path)!r} is a 0-dimensional array; an array must have the batch as its first "
+                f"field {self.name!r} is a 0-dimensional array; an array must have the batch as its first "
                 "dimension: make it a Python number, or repeat it for every row"
             )
         return value.shape[0]
 
-    @staticmethod
-    def check(path: Path, value: np.ndarray) -> None:
+    def check(self, value: np.ndarray) -> None:
         if type(value) not in (np.ndarray, np.memmap):
             # Rows of others would be joined and sent as those of a plain one.
             remedy = "np.ma.getdata and np.ma.getmaskarray" if isinstance(value, np.ma.MaskedArray) else "np.asarray"
             raise TypeError(
-                f"field {path_name(path)!r} is a {type(value).__name__}; rows are taken from plain arrays, and what it "
-                f"has beside its values would be lost: pass what {remedy} give of it"
+                f"field {self.name!r} is a {type(value).__name__}; rows are taken from plain arrays, and "
+                f"what it has beside its values would be lost: pass what {remedy} give of it"
             )
 
-    @staticmethod
-    def select(value: np.ndarray, rows: torch.Tensor) -> np.ndarray:
+    def select(self, value: np.ndarray, rows: torch.Tensor) -> np.ndarray:
         return value[rows.numpy()]
 
-    @staticmethod
-    def join(values: Sequence[np.ndarray]) -> np.ndarray:
+    def join(self, values: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(list(values))
 
-    @classmethod
-    def content(cls, path: Path, value: np.ndarray) -> tuple[Any, list[torch.Tensor]]:
+    def content(self, value: np.ndarray) -> tuple[Any, list[torch.Tensor]]:
         if value.dtype == object:
-            return [None, list(value.shape), [encode_plain(item, path) for item in value.ravel().tolist()]], []
+            return [None, list(value.shape), encode_plain(value.ravel().tolist(), self.path)], []
         if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
             raise TypeError(
-                f"{path_name(path)!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can be "
-                "sent: pass its fields as arrays of their own, or convert it"
+                f"{self.name!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can "
+                "be sent: pass its fields as arrays of their own, or convert it"
             )
         raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)
         return [value.dtype.str, list(value.shape)], [torch.from_numpy(raw)]
@@ -192,31 +189,33 @@ class ArrayField(RowField):
         return array.reshape(shape)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ColumnField(RowField):
     """A list of Python objects, one per row."""
 
     label = "list of objects"
 
-    @staticmethod
-    def facts(path: Path, value: list[Any]) -> tuple[Any, ...]:
-        return (path,)
+    @classmethod
+    def of(cls, path: Path, value: list[Any]) -> ColumnField:
+        return cls(path)
 
-    @staticmethod
-    def count(path: Path, value: list[Any]) -> int:
+    def count(self, value: list[Any]) -> int:
         return len(value)
 
-    @staticmethod
-    def select(value: list[Any], rows: torch.Tensor) -> list[Any]:
+    def require_movable(self, value: list[Any]) -> None:
+        raise TypeError(
+            f"field {self.name!r} holds a Python object per row; rows that move to other ranks are those of tensors: "
+            "make it a tensor, or leave it out"
+        )
+
+    def select(self, value: list[Any], rows: torch.Tensor) -> list[Any]:
         return [value[row] for row in rows.tolist()]
 
-    @staticmethod
-    def join(values: Sequence[list[Any]]) -> list[Any]:
+    def join(self, values: Sequence[list[Any]]) -> list[Any]:
         return [item for value in values for item in value]
 
-    @classmethod
-    def content(cls, path: Path, value: list[Any]) -> tuple[Any, list[torch.Tensor]]:
-        return encode_plain(value, path), []
+    def content(self, value: list[Any]) -> tuple[Any, list[torch.Tensor]]:
+        return encode_plain(value, self.path), []
 
     def empty(self, rows: int, device: torch.device | None = None) -> list[Any]:
         return [None] * rows

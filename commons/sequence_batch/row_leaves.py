@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.fields import Path
 from commons.sequence_batch.jagged import is_type_of
-from commons.sequence_batch.jagged_fields import JaggedField, KeyedJaggedField, NestedField, require_flat
+from commons.sequence_batch.jagged_fields import JaggedField, KeyedJaggedField, NestedField
 from commons.sequence_batch.row_fields import ArrayField, ColumnField, DenseField, RowField
 
 KINDS: tuple[type[RowField], ...] = (DenseField, KeyedJaggedField, JaggedField, NestedField, ArrayField, ColumnField)
 
-
-_MOVED: tuple[type[RowField] | None, ...] = (DenseField, KeyedJaggedField, JaggedField)
+_MOVED: frozenset[type[RowField] | None] = frozenset([DenseField, KeyedJaggedField, JaggedField])
 
 
 @functools.cache
@@ -37,15 +36,9 @@ def tensor_kind(value: Any) -> type[RowField] | None:
     return NestedField if kind is DenseField and value.is_nested else kind
 
 
-def leaf_kind(value: Any) -> type[RowField]:
-    """The kind of a leaf."""
-    return tensor_kind(value) or ColumnField
-
-
 def describe_leaf(path: Path, value: Any) -> RowField:
     """What a leaf is, but for its rows."""
-    kind = leaf_kind(value)
-    return kind(*kind.facts(path, value))
+    return (tensor_kind(value) or ColumnField).of(path, value)
 
 
 def is_moved(value: Any) -> bool:
@@ -53,29 +46,6 @@ def is_moved(value: Any) -> bool:
     return _kind_of_type(type(value)) in _MOVED  # type: ignore[arg-type]
 
 
-def require_movable(path: Path, value: Any) -> None:
-    """Raise ValueError or TypeError for a leaf that a shuffler cannot move; reads nothing from a device."""
-    kind = leaf_kind(value)
-    if kind is ColumnField:
-        raise TypeError(
-            f"field {path_name(path)!r} holds a Python object per row; rows that move to other ranks are those of "
-            "tensors: make it a tensor, or leave it out"
-        )
-    if kind is NestedField:
-        raise ValueError(
-            f"field {path_name(path)!r} is a nested tensor; rows that move are those of dense tensors, of "
-            "KeyedJaggedTensors and of JaggedTensors: convert it to one of these"
-        )
-    if kind is JaggedField:
-        require_flat(path, value, {"weights": value.weights_or_none()})
-
-
 def device_of(value: Any) -> torch.device:
     """Device of a tensor, or of the values of a jagged one."""
     return value.device if isinstance(value, torch.Tensor) else value.values().device
-
-
-def pad_leaf(path: Path, value: Any, rows: int) -> Any:
-    """A leaf with so many rows of padding behind its own."""
-    device = device_of(value) if is_moved(value) else None
-    return leaf_kind(value).join([value, describe_leaf(path, value).empty(rows, device)])

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import NoneType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,17 +42,16 @@ import torch
 from commons.sequence_batch.branches import is_equal
 from commons.sequence_batch.fields import Path, can_state_padding, path_name
 from commons.sequence_batch.open_batch import Tree, count_tree, open_tree, rebuild
-from commons.sequence_batch.row_leaves import describe_leaf, device_of, is_moved, leaf_kind, pad_leaf
+from commons.sequence_batch.row_leaves import device_of, is_moved
 from commons.sequence_batch.schema import BatchSchema
 
 B = TypeVar("B")
 
 
-@dataclass(frozen=True, eq=False)
-class Rows(Generic[B]):
+@dataclass(eq=False)
+class Rows(Tree[B]):
     """A batch, parsed; made by `Rows.of`."""
 
-    tree: Tree  # its branches, leaves and metadata
     count: int  # rows that all leaves agree on, padding included
     real: int  # how many of them, from the first on, are no padding
 
@@ -71,8 +70,8 @@ class Rows(Generic[B]):
         """
         tree = open_tree(batch)
         for path, value in tree.leaves.items():
-            leaf_kind(value).check(path, value)
-        return cls(tree, *count_tree(tree))
+            tree.fields[path].check(value)
+        return cls._of_tree(tree, *count_tree(tree))
 
     @staticmethod
     def concat(parts: Sequence[Rows[B]]) -> Rows[B]:
@@ -84,52 +83,39 @@ class Rows(Generic[B]):
         if len(parts) == 0:
             raise ValueError("there are no batches to concatenate; rows come from at least one: give one or more")
         for index, part in enumerate(parts[1:], 1):
-            _require_alike(parts[0].tree, part.tree, index)
+            _require_alike(parts[0], part, index)
         count, real = sum(part.count for part in parts), sum(part.real for part in parts)
         if count > real:
             # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
             kept = [part._select(torch.arange(part.real), part.real) for part in parts]
             parts = kept + [part._select(torch.arange(part.real, part.count), 0) for part in parts]
-        first, trees = parts[0].tree, [part.tree for part in parts]
-        joined = {
-            path: leaf_kind(value).join([tree.leaves[path] for tree in trees]) for path, value in first.leaves.items()
-        }
-        return Rows(rebuild(first, joined, count, real), count, real)
-
-    @property
-    def batch(self) -> B:
-        """The batch itself."""
-        return self.tree.batch
+        first = parts[0]
+        return first._made(lambda path, _: first.fields[path].join([part.leaves[path] for part in parts]), count, real)
 
     @cached_property
     def schema(self) -> BatchSchema:
         """All but the rows; TypeError for metadata that JSON cannot hold."""
-        return BatchSchema.of_tree(self.tree)
-
-    @property
-    def leaves(self) -> dict[Path, Any]:
-        """Every leaf by its path, depth first."""
-        return self.tree.leaves
+        return BatchSchema.of_tree(self)
 
     @property
     def states_padding(self) -> bool:
         """Whether the batch can say which of its rows are padding."""
-        branches = self.tree.branches.values()
+        branches = self.branches.values()
         return any(branch.kind == "dataclass" and can_state_padding(type(branch.value)) for branch in branches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors and numeric arrays; Python objects are not counted."""
         total = 0
-        for value in self.leaves.values():
-            total += sum(tensor.numel() * tensor.element_size() for tensor in leaf_kind(value).tensors(value))
+        for path, value in self.leaves.items():
+            total += sum(tensor.numel() * tensor.element_size() for tensor in self.fields[path].tensors(value))
             if isinstance(value, np.ndarray) and value.dtype != object:
                 total += value.nbytes
         return total
 
     def map(self, function: Callable[[Path, Any], Any]) -> Rows[B]:
         """Every leaf replaced by `function(path, leaf)`, which keeps the number of rows."""
-        return self._mapped(function, self.count, self.real)
+        return self._made(function, self.count, self.real)
 
     def select(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> Rows[B]:
         """Some of the rows, every tensor in storage of its own.
@@ -173,14 +159,19 @@ class Rows(Generic[B]):
             raise ValueError(
                 f"num_rows is {num_rows}, the batch has {self.count} rows; padding adds rows: raise num_rows"
             )
-        return self._alike(lambda path, value: pad_leaf(path, value, missing), num_rows, self.real)
+
+        def pad(path: Path, value: Any) -> Any:
+            field, device = self.fields[path], device_of(value) if is_moved(value) else None
+            return field.join([value, field.empty(missing, device)])
+
+        return self._alike(pad, num_rows, self.real)
 
     def with_own_of(self, other: Rows[B] | None) -> Rows[B]:
         """The same rows; what is each rank's own (`register_batch_type`) is that of another batch, if there is one."""
-        own = [] if other is None else self.tree.own_paths
+        own = [] if other is None else self.own_paths
         if other is None or not own:
             return self
-        return Rows(rebuild(self.tree, {path: other.tree.plain[path] for path in own}), self.count, self.real)
+        return self._of_tree(rebuild(self, {path: other.plain[path] for path in own}), self.count, self.real)
 
     def pin(self) -> Rows[B]:
         """The same rows with their tensors in pinned host memory; arrays and lists stay where they are."""
@@ -189,7 +180,7 @@ class Rows(Generic[B]):
     def _select(self, chosen: torch.Tensor, num_real: int) -> Rows[B]:
         def select(path: Path, value: Any) -> Any:
             try:
-                return leaf_kind(value).select(value, chosen)
+                return self.fields[path].select(value, chosen)
             except NotImplementedError as error:
                 raise TypeError(
                     f"field {path_name(path)!r} is of a dtype from which no rows can be taken ({error}); rows are "
@@ -200,14 +191,18 @@ class Rows(Generic[B]):
 
     def _alike(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
         """Other rows of the same schema, which is not made again where it is known."""
-        result = self._mapped(function, count, real)
+        result = self._made(function, count, real)
         if "schema" in self.__dict__:
             result.__dict__["schema"] = self.schema
         return result
 
-    def _mapped(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
+    def _made(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
         leaves = {path: function(path, value) for path, value in self.leaves.items()}
-        return Rows(rebuild(self.tree, leaves, count, real), count, real)
+        return self._of_tree(rebuild(self, leaves, count, real), count, real)
+
+    @classmethod
+    def _of_tree(cls, tree: Tree, count: int, real: int) -> Rows[B]:
+        return cls(tree.leaves, tree.plain, tree.branches, count, real)
 
 
 def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) -> B:
@@ -220,7 +215,7 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
     return Rows.of(batch).select(indices).batch
 
 
-def _require_alike(first: Tree, other: Tree, index: int) -> None:
+def _require_alike(first: Tree[Any], other: Tree[Any], index: int) -> None:
     """Raise ValueError, with the place, unless batches have one structure, rows of one kind and equal metadata."""
     mine, its = _traits(first), _traits(other)
     for path, traits in mine.items():
@@ -228,7 +223,7 @@ def _require_alike(first: Tree, other: Tree, index: int) -> None:
             continue
         shown = [_shown(tree, path) for tree in (first, other)]
         if path in first.leaves and shown[0] == shown[1]:
-            shown = [f"{text} on {device}" for text, (_, _, device) in zip(shown, (traits, its[path]))]
+            shown = [f"{text} on {device}" for text, (_, device) in zip(shown, (traits, its[path]))]
         rule = (
             "batches of one structure and with equal metadata can be joined: make them equal, or give a value per row"
         )
@@ -237,22 +232,21 @@ def _require_alike(first: Tree, other: Tree, index: int) -> None:
         raise ValueError(f"batches 0 and {index} differ at {path_name(path)!r}: {' and '.join(shown)}; {rule}")
 
 
-def _traits(tree: Tree) -> dict[Path, Any]:
+def _traits(tree: Tree[Any]) -> dict[Path, Any]:
     """What batches must have in common to be joined, by path: of branches, leaves and metadata."""
     traits: dict[Path, Any] = {}
     for path, (value, kind, keys) in tree.branches.items():
         traits[path] = type(value), set(keys), (value.keys(), value.length_per_key()) if kind == "keyed" else None
     for path, value in tree.leaves.items():
-        leaf = leaf_kind(value)
-        traits[path] = leaf, leaf.facts(path, value), device_of(value) if is_moved(value) else None
+        traits[path] = tree.fields[path], device_of(value) if is_moved(value) else None
     own = tree.own_paths
     return traits | {path: value for path, value in tree.metadata.items() if path not in own}
 
 
-def _shown(tree: Tree, path: Path) -> str:
+def _shown(tree: Tree[Any], path: Path) -> str:
     """What messages show of what a batch holds at a path."""
     if path in tree.leaves:
-        return describe_leaf(path, tree.leaves[path]).summary()
+        return tree.fields[path].summary()
     value = tree.branches[path].value if path in tree.branches else tree.plain.get(path)
     if isinstance(value, Mapping):
         return f"{type(value).__name__} of {sorted(map(str, value))}"

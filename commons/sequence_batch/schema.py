@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from commons.sequence_batch.branches import BranchKind, Constant, build_branch, describe, find_class
+from commons.sequence_batch.branches import BranchField, Constant
 from commons.sequence_batch.fields import (
     Path,
     can_state_padding,
@@ -34,7 +34,7 @@ from commons.sequence_batch.plain_values import (
     register_type,
 )
 from commons.sequence_batch.row_fields import DenseField, RowField
-from commons.sequence_batch.row_leaves import KINDS, describe_leaf, leaf_kind
+from commons.sequence_batch.row_leaves import KINDS
 
 T = TypeVar("T", bound=type)
 
@@ -74,43 +74,6 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     register_type(batch_type)
     declare_per_rank(batch_type, per_rank)
     return batch_type
-
-
-@dataclass(frozen=True)
-class BranchField:
-    """What leads to fields: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
-
-    path: Path
-    json: str  # as `branches.describe` writes it, as JSON text
-    # Its children as the batch holds them; ranks may fill their dicts in other orders, and the first rank's counts.
-    keys: tuple[Any, ...] = field(default=(), compare=False)
-
-    @cached_property
-    def described(self) -> list[Any]:
-        """Its kind, and what `build_branch` needs beside."""
-        return json.loads(self.json)
-
-    @property
-    def kind(self) -> BranchKind:
-        """Its kind; of a defaultdict its own."""
-        return self.described[0]
-
-    @property
-    def batch_type(self) -> type:
-        """The class of a dataclass; KeyError where it is not imported."""
-        return find_class(self.described[1])
-
-    def made_of(self, children: dict[Any, Any], rows: int, device: torch.device | None) -> Any:
-        """The branch around children of so many rows, in the order of `keys`; the device is that of a TensorDict."""
-        ordered = {key: children[key] for key in self.keys if key in children} | children
-        return build_branch(self.described, ordered, rows, device)
-
-    def summary(self) -> str:
-        """What messages show of it."""
-        kind, *content = self.described
-        if kind == "keyed":
-            return f"KeyedTensor {content[0]} of widths {content[1]}"
-        return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
 
 
 Field: TypeAlias = RowField | PlainField | BranchField
@@ -167,7 +130,7 @@ class BatchSchema:
         return any(each.kind == "dataclass" and can_state_padding(each.batch_type) for each in self.branches)
 
     @classmethod
-    def of(cls, batch: Any, tree: Tree | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
+    def of(cls, batch: Any, tree: Tree[Any] | None = None, known: dict[Any, BatchSchema] | None = None) -> BatchSchema:
         """Describe a batch of a shuffler.
 
         Args:
@@ -184,8 +147,9 @@ class BatchSchema:
             row_counts(batch, tree)
         if known is None or len(tree.branches) > 1 or not all(map(holds_scalars, (plain := tree.metadata).values())):
             return cls.of_tree(tree)
-        facts = tuple([(kind := leaf_kind(value), kind.facts(path, value)) for path, value in tree.leaves.items()])
-        key = type(batch), per_rank_names(type(batch)), facts, repr(plain)  # as text: in Python, 1, 1.0, True are equal
+        rows, values = tuple(tree.fields.values()), repr(list(plain.values()))  # in Python, 1, 1.0 and True are equal
+        own = per_rank_names(type(batch))  # type: ignore[arg-type]  # types are hashable
+        key = type(batch), own, rows, tuple(plain), values
         if key not in known:
             schema = cls.of_tree(tree)
             known.clear()  # batches of a run are alike
@@ -193,7 +157,7 @@ class BatchSchema:
         return known[key]
 
     @classmethod
-    def of_tree(cls, tree: Tree) -> BatchSchema:
+    def of_tree(cls, tree: Tree[Any]) -> BatchSchema:
         """Describe a batch of any kind.
 
         Raises:
@@ -206,12 +170,9 @@ class BatchSchema:
             _require_plain(batch_type, tree)
         return cls(
             (
-                *(describe_leaf(path, value) for path, value in tree.leaves.items()),
+                *tree.fields.values(),
                 *(_describe_plain(path, value, batch_type, path in own) for path, value in tree.metadata.items()),
-                *(
-                    BranchField(path, json.dumps(describe(branch.kind, branch.value, path)), branch.keys)
-                    for path, branch in tree.branches.items()
-                ),
+                *(BranchField.of(path, kind, value, keys) for path, (value, kind, keys) in tree.branches.items()),
             )
         )
 
@@ -262,29 +223,24 @@ class BatchSchema:
         }
         return self.made_of(values | {each.path: each.empty(rows) for each in self.rows}, lambda _: (rows, None))
 
-    def made_of(self, values: Mapping[Path, Any], tensordict: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
+    def made_of(self, values: Mapping[Path, Any], size_of: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
         """A batch of this schema, made without its constructor; KeyError for a class that is not imported here.
 
         Args:
             values: by path, the leaves and the fields that count rows.
-            tensordict: gives the rows and the device of a TensorDict.
+            size_of: gives the rows and the device of a TensorDict by its path; for other branches it does not matter.
         """
-        if not self.branches:
-            return next(iter(values.values()))
-        children: dict[Path, dict[Any, Any]] = {each.path: {} for each in self.branches}
-        of_tensordicts = [each.path for each in self.branches if each.kind == "tensordict"]
-        for path, value in values.items():
-            children[path[:-1]][path[-1]] = value
-        for each in self.fields:
-            if isinstance(each, PlainField):
-                value = each.value() if each.json else _default(self.batch_type, each.path[0])
-                children[each.path[:-1]][each.path[-1]] = Constant(value) if each.path[:-1] in of_tensordicts else value
+        plain = {each.path: each for each in self.fields if isinstance(each, PlainField)}
+        made = {**values}
+        for path, each in plain.items():
+            made[path] = each.value() if each.json else _default(self.batch_type, path[0])
         for branch in reversed(self.branches):
             path = branch.path
-            made = branch.made_of(children[path], *(tensordict(path) if path in of_tensordicts else (0, None)))
-            if path:
-                children[path[:-1]][path[-1]] = made
-        return made
+            children = {key: made[(*path, key)] for key in branch.keys}
+            if branch.kind == "tensordict":
+                children = {key: Constant(each) if (*path, key) in plain else each for key, each in children.items()}
+            made[path] = branch.made_of(children, *size_of(path))
+        return made[()]
 
     @cached_property
     def text(self) -> str:
@@ -326,7 +282,7 @@ class BatchSchema:
         return differences(*({each.path: each for each in schema.fields} for schema in (self, other)))
 
 
-def _require_plain(batch_type: type, tree: Tree) -> None:
+def _require_plain(batch_type: type, tree: Tree[Any]) -> None:
     """Raise ValueError if rows are declared to be each rank's own."""
     own = per_rank_names(batch_type)
     for path in tree.leaves if own else ():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from commons.sequence_batch.branches import UnsendableError
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.open_batch import Tree, open_tree
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
-from commons.sequence_batch.row_leaves import leaf_kind
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import BatchSchema
 
@@ -93,7 +93,7 @@ def encode(*batches: Any, extra: Any = None) -> Message:
     """
     tensors: list[torch.Tensor] = []
     described = [
-        _describe(batch.tree, batch.schema, tensors)
+        _describe(batch, batch.schema, tensors)
         if isinstance(batch, Rows)
         else _describe(tree := open_tree(batch), BatchSchema.of_tree(tree), tensors)
         for batch in batches
@@ -109,19 +109,26 @@ def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
     current one of this process, the others to the host. KeyError for a class that no imported module has.
     """
     length = int.from_bytes(bytes(message[:_LENGTH_BYTES].tolist()), "little")
-    header = message[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    header, rest = message[_LENGTH_BYTES : _LENGTH_BYTES + length], message[_LENGTH_BYTES + length :]
     described, extra = json.loads(header.cpu().numpy().tobytes())
-    reader = _Reader(message, _LENGTH_BYTES + length)
-    return [_made_of(reader, *each) for each in described], decode_plain(extra)
+
+    def tensor(name: str, shape: list[int], place: int) -> torch.Tensor:
+        """The next one of the message."""
+        nonlocal rest
+        dtype: torch.dtype = getattr(torch, name)
+        raw, rest = rest.tensor_split([math.prod(shape) * dtype.itemsize])
+        return raw.to(_device_at(place), copy=True).view(dtype).view(shape)
+
+    return [_made_of(tensor, *each) for each in described], decode_plain(extra)
 
 
-def _describe(tree: Tree, schema: BatchSchema, tensors: list[torch.Tensor]) -> list[Any]:
+def _describe(tree: Tree[Any], schema: BatchSchema, tensors: list[torch.Tensor]) -> list[Any]:
     """What the header says of a batch; adds its tensors."""
     leaves = []
     for path, value in tree.leaves.items():
-        kind = leaf_kind(value)
-        kind.check(path, value)
-        content, parts = kind.content(path, value)
+        field = tree.fields[path]
+        field.check(value)
+        content, parts = field.content(value)
         parts = [_require_sendable(path, part) for part in parts]
         tensors += parts
         placed = [[str(part.dtype).removeprefix("torch."), list(part.shape), _place(part.device)] for part in parts]
@@ -132,14 +139,16 @@ def _describe(tree: Tree, schema: BatchSchema, tensors: list[torch.Tensor]) -> l
     return [schema.text, leaves, counts, tensordicts]
 
 
-def _made_of(reader: _Reader, schema_text: str, leaves: list[Any], counts: list[Any], tensordicts: list[Any]) -> Any:
+def _made_of(
+    tensor: Callable[..., torch.Tensor], schema_text: str, leaves: list[Any], counts: list[Any], tensordicts: list[Any]
+) -> Any:
     schema = BatchSchema.from_text(schema_text)
     values = {tuple(decode_plain(path)): count for path, count in counts}
     for field, (content, placed) in zip(schema.rows, leaves):
-        values[field.path] = field.made_of(content, [reader.tensor(*each) for each in placed])
+        values[field.path] = field.made_of(content, [tensor(*each) for each in placed])
     paths = [branch.path for branch in schema.branches if branch.kind == "tensordict"]
     sizes = {path: (rows, _device_at(place)) for path, (rows, place) in zip(paths, tensordicts)}
-    return schema.made_of(values, sizes.__getitem__)
+    return schema.made_of(values, lambda path: sizes.get(path, (0, None)))
 
 
 def _require_sendable(path: Path, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,20 +164,6 @@ def _require_sendable(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             f"{path_name(path)!r} requires gradients, which end where a tensor leaves its process: pass detach()"
         )
     return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-class _Reader:
-    """Takes the tensors of a message, one after another."""
-
-    def __init__(self, message: torch.Tensor, position: int) -> None:
-        self._message, self._position = message, position
-
-    def tensor(self, name: str, shape: list[int], place: int) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, name)
-        size = math.prod(shape) * dtype.itemsize
-        raw = self._message[self._position : self._position + size]
-        self._position += size
-        return raw.to(_device_at(place), copy=True).view(dtype).view(shape)
 
 
 def _place(device: torch.device | None) -> int | None:

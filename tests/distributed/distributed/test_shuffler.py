@@ -22,7 +22,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
 from commons.sequence_batch import branches, fields
 from commons.sequence_batch.fields import batch_items
-from commons.sequence_batch.row_leaves import leaf_kind
+from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
@@ -41,7 +41,7 @@ def _shuffle(seed, rows, real, options, kwargs):
         again = shuffler.shuffle(batch)
         assert rows_as_values(again, padding=True) == rows_as_values(result, padding=True)
         stats = shuffler.last_stats
-    leaves = itertools.chain(*(leaf_kind(leaf).tensors(leaf) for leaf in Rows.of(result).leaves.values()))
+    leaves = itertools.chain(*(describe_leaf((), leaf).tensors(leaf) for leaf in Rows.of(result).leaves.values()))
     storages = [tensor.untyped_storage().data_ptr() for tensor in leaves if tensor.numel()]
     assert len(set(storages)) == len(storages) or not stats.moved  # TorchRec frees some early
     own = SquareShuffler.get_workloads(shuffler, result)[: result.actual_batch_size]

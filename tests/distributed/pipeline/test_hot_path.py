@@ -80,6 +80,7 @@ def _five_batches():
         shuffler.close()
     names = {each.__name__: each.__module__.replace(".", "/") for each in first.classes | fourth.classes}
     parts = {name for name, each in vars(schema).items() if dataclasses.is_dataclass(each)} - {"BatchSchema"}
+    parts |= {kind.__name__ for kind in schema.KINDS}
     return sorted(fourth.files), sorted({each.__name__ for each in fourth.dataclasses} - parts), names, all(moved)
 
 

@@ -105,7 +105,8 @@ def test_batches_whose_keyed_tensors_differ_are_not_joined():
 
 def test_a_batch_is_opened_by_path():
     batch = deep([3, 4])
-    leaves, plain, branches = open_batch(batch)
+    tree = open_batch(batch)
+    leaves, plain, branches = tree.leaves, tree.plain, tree.branches
     assert {path: branches[path].kind for path in branches} == {
         (): "dataclass",
         ("more",): "mapping",

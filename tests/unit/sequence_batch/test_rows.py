@@ -20,7 +20,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.sequence_batch.open_batch import row_counts
-from commons.sequence_batch.row_leaves import leaf_kind
+from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import (
     KINDS,
@@ -38,7 +38,7 @@ from tests.helpers.batches.any_batches import (
 
 
 def tensors_of(batch):
-    return [tensor for leaf in Rows.of(batch).leaves.values() for tensor in leaf_kind(leaf).tensors(leaf)]
+    return [tensor for leaf in Rows.of(batch).leaves.values() for tensor in describe_leaf((), leaf).tensors(leaf)]
 
 
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=6)

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import BatchOrderSampler
-from commons.sequence_batch.row_leaves import leaf_kind
+from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
@@ -78,7 +78,7 @@ def test_several_batches_in_one_buffer():
         tensor.untyped_storage()
         for part in parts[:2]
         for leaf in Rows.of(decode(part)[0][0]).leaves.values()
-        for tensor in leaf_kind(leaf).tensors(leaf)
+        for tensor in describe_leaf((), leaf).tensors(leaf)
     ]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
     assert all(storage.nbytes() < buffer.bytes.numel() for storage in storages)
