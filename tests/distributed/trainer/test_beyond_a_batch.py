@@ -134,8 +134,8 @@ def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ran
     result = rank_pools[num_ranks].run(train, data, others, **loading)
     rest = users_of(result)
     assert trained - again + rest == Counter(dict.fromkeys(rest | trained, 1)) and len(rest | trained) == ROWS
-    said = "behind 2 steps of a window .*: the window is read again, and 16 rows come a second time"
-    assert bool(re.search(said, " ".join(result[0][3]))) == bool(again)
+    line = "saved 2 steps into a window .*: the window is read again, and 16 rows are trained a second time"
+    assert bool(re.search(line, " ".join(result[0][3]))) == bool(again)
 
 
 # With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.

@@ -69,8 +69,8 @@ def test_it_is_simulated(config, capsys):
 
 def test_calibrating_says_what_is_missing(config, tmp_path, capsys):
     assert main(["calibrate", "--config", str(config), "--output", str(tmp_path / "c.toml")]) == 2
-    assert "Least has no make_batch, of which measured batches are made: define it" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="Least has no single_process_model, which is what is measured: define it"):
+    assert "Least has no make_batch; measurements train its batches: define it" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Least has no single_process_model; measurements train this model: define it"):
         Least.load(config, torch.device("cpu")).train_step(None)
 
 

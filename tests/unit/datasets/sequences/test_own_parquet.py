@@ -306,6 +306,6 @@ class TestConfig:
             "max_history_seqlen = 5\n[dataset.columns]\nuser = 'uid'\n"
         )
         with pytest.raises(
-            ValueError, match="columns are given and dataset_name is 'ml-1m'; they say what the parquet"
+            ValueError, match="columns are given and dataset_name is 'ml-1m'; columns are only for"
         ):
             load_config_file(TrainConfig, tmp_path / "a.toml")
