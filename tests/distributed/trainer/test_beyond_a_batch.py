@@ -217,7 +217,7 @@ def test_a_loader_of_the_users_own(two_ranks):
     for error in two_ranks.run(error_of, _open, list(range(11))):
         assert "workloads has 11 entries, the data set has 12 rows" in error
     for error in two_ranks.run(error_of, _open, [list(range(12)), list(range(1, 13))]):
-        assert error.startswith("ValueError: ranks plan by different settings or workloads")
+        assert error.startswith("ValueError: ranks plan with different settings or workloads")
 
 
 def _schedule_without_rows():

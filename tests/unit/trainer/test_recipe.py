@@ -113,6 +113,6 @@ def test_the_demo_replaces_no_data_of_ones_own(tmp_path):
     options.data_dir.mkdir()
     preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), options.data_dir)
     before = {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")}
-    with pytest.raises(FileExistsError, match="holds data that were not generated; .*: choose another --run-dir"):
+    with pytest.raises(FileExistsError, match="contains data that were not generated; .*: choose another --run-dir"):
         prepare_data(options)
     assert {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")} == before

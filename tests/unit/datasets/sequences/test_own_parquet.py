@@ -305,7 +305,5 @@ class TestConfig:
             "[trainer]\ntrain_batch_size = 1\neval_batch_size = 1\n[dataset]\ndataset_name = 'ml-1m'\n"
             "max_history_seqlen = 5\n[dataset.columns]\nuser = 'uid'\n"
         )
-        with pytest.raises(
-            ValueError, match="columns are given and dataset_name is 'ml-1m'; columns are only for"
-        ):
+        with pytest.raises(ValueError, match="columns are given and dataset_name is 'ml-1m'; columns are only for"):
             load_config_file(TrainConfig, tmp_path / "a.toml")
