@@ -113,12 +113,12 @@ def test_a_rank_that_does_not_come_to_the_end_of_a_step_is_named():
     assert "raise trainer.shuffler.timeout" in text
 
 
-def _agrees(ranks_that_hear):
+def _agrees(ranks_with_signal):
     with StopSignal() as stop:
         answers = []
         for step in range(4):
-            if step == 1 and dist.get_rank() in ranks_that_hear:
-                stop._hear(15, None)
+            if step == 1 and dist.get_rank() in ranks_with_signal:
+                stop._handle(15, None)
             stop.after_step()
             answers.append(stop.agreed)
     return answers

@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2]
     for error in two_ranks.run(error_of, run_scaled, str(tmp_path), build_plain, 8, broken_from=3):
-        assert "go on from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
+        assert "continue from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
 
 
 def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path):
