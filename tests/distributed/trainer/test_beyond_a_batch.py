@@ -197,7 +197,7 @@ def _errors(data, run_dir):
 def test_data_that_cannot_be_read_by_their_work(two_ranks, data, tmp_path):
     first, second = two_ranks.run(_errors, data, str(tmp_path))
     assert first == second
-    assert "random data are drawn as they are read; the lengths of their rows are not known" in first[0]
+    assert "random data are drawn while they are read, so the lengths of their rows are not known" in first[0]
     assert "alone has" in first[1] and "max_tokens is 40" in first[1]
 
 

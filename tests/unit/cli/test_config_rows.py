@@ -386,5 +386,5 @@ def test_preprocess_does_not_replace_the_folder_that_holds_its_source(tmp_path, 
     source.symlink_to(inside)
     for path in (inside, source):
         assert main(["preprocess", "ml-1m", "--source", str(path), "--output", str(tmp_path)]) == 2
-        assert "that folder is replaced by the data set: give another output" in capsys.readouterr().err
+        assert "the data set would replace this folder: give another output" in capsys.readouterr().err
     assert inside.stat().st_size > 100

@@ -121,7 +121,7 @@ class TestBadArchives:
             ("early", "8,20,", "8,,", "line 3 has video_id ''"),
             ("early", "8,20,", "9,20,", "line 3 has user_id 9, which user_features_pure.csv does not list"),
             ("early", ",time_ms,", ",time,", "but not time_ms"),
-            ("late", ",long_view,", ",is_click,", "but not is_click, long_view, or not once"),
+            ("late", ",long_view,", ",is_click,", "but not exactly once is_click, long_view"),
             ("users", "user_active_degree", "degree", "user_features_pure.csv has columns user_id, degree,"),
             ("users", "\n5,", "\n8,", "user_features_pure.csv line 4 has user_id 8 again"),
             ("users", "\n5,", "\nx,", "user_features_pure.csv line 4 has user_id 'x'"),

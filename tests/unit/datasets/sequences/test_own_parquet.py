@@ -257,7 +257,7 @@ class TestTraining:
         (tmp_path / "log").mkdir()
         write(tmp_path / "log" / "events.parquet")
         for source in (tmp_path / "log", tmp_path / "log" / "events.parquet"):
-            with pytest.raises(ValueError, match="are made once: run `evenrank preprocess parquet --source") as caught:
+            with pytest.raises(ValueError, match="assigns: run `evenrank preprocess parquet --source") as caught:
                 self.loader(source, COLUMNS)
         command = str(caught.value).split("`")[1].replace("FOLDER", str(tmp_path / "data"))
         assert main(shlex.split(command)[1:]) == 0
@@ -275,7 +275,9 @@ class TestTraining:
         preprocess_parquet(EventColumns("uid", "iid"), write(tmp_path / "a.parquet", table), tmp_path, test_fraction=0)
         (batch,) = self.loader(tmp_path)
         assert batch.features.keys() == ["iid"] and batch.labels is None
-        with pytest.raises(ValueError, match="timestamps are asked for, which 'parquet' was made without: name col"):
+        with pytest.raises(
+            ValueError, match="timestamps is True, and 'parquet' was preprocessed without times: set col"
+        ):
             self.loader(tmp_path, timestamps=True)
 
 
