@@ -122,7 +122,7 @@ class TrainingLoop:
         )
         self._log = TrainLog(self._args, total_steps, first_step=self._step)
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
-            self._log.say(line)
+            self._log.print_line(line)
         # A run that was complete is not evaluated a second time.
         self._results = on_rank_0(lambda: self._log.evaluated, self._device)
         self._evaluated_at = self._step if self._results else -1
@@ -135,7 +135,7 @@ class TrainingLoop:
             if self._evaluated_at != self._step:
                 self._evaluate()
             if self._stop.agreed:
-                self._log.say(
+                self._log.print_line(
                     f"stopped by SIGTERM after step {self._step}{self._checkpoints.how_to_resume(self._step)}"
                 )
         finally:
@@ -236,7 +236,7 @@ class TrainingLoop:
         stats = self._data.stats_of_step(self._pipeline.last_stats)
         self._update.after_step(self._step, output.num_loss_tokens)
         self._step += 1
-        self._guard.look(self._step, output.loss_sum)
+        self._guard.record(self._step, output.loss_sum)
         self._meter.step(output, stats)
         self._forward_timer.step(stats)
         self._report_forward_times()

@@ -127,7 +127,7 @@ def _require_free_folder(args: TrainerArgs) -> None:
     if holds_run and not _continues_run(folder, args):
         empty = f", and ckpt_load_dir {args.ckpt_load_dir} has no checkpoint" if args.ckpt_load_dir else ""
         raise ValueError(
-            f"run_dir {args.run_dir} already contains a run{empty}; a folder holds one run: give another "
+            f"run_dir {args.run_dir} already contains a run{empty}; a folder may contain only one run: give another "
             "--trainer.run-dir, remove the old run with --trainer.overwrite, or continue it from its checkpoints with "
             "--trainer.ckpt-load-dir"
         )

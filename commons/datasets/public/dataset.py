@@ -186,8 +186,8 @@ class TextFile:
         missing = [column.name for column in self._layout.columns if header.count(column.name) != 1]
         if missing:
             raise ValueError(
-                f"{self.where} has columns {', '.join(header) or 'none'}, but not exactly once {', '.join(missing)}; "
-                f"it must be {self._layout.title}: give the archive as published"
+                f"{self.where} has columns {', '.join(header) or 'none'}; it must be {self._layout.title}, with "
+                f"{', '.join(missing)} exactly once: give the archive as published"
             )
         return header
 

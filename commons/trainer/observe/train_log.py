@@ -125,7 +125,7 @@ class TrainLog:
         self._shown.update(values)
         self._bar.set_postfix(self._shown, refresh=False)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         if self._enabled:
             tqdm.write(text)

@@ -180,7 +180,7 @@ class FiniteLossGuard:
         self._first = self._never
         self._step = 0
 
-    def look(self, step: int, loss: torch.Tensor) -> None:
+    def record(self, step: int, loss: torch.Tensor) -> None:
         """Record the loss of this rank in a step; reads nothing from the device."""
         found = torch.where(torch.isfinite(loss).all(), self._never, torch.full_like(self._never, step))
         self._first = torch.minimum(self._first, found)
@@ -193,7 +193,7 @@ class FiniteLossGuard:
             ArithmeticError: names the first such step and its ranks.
             RankMissingError: a rank did not call it in time; the error names the rank.
         """
-        steps = gather_numbers(self._first.view(1), "look at the losses", step=self._step)[:, 0].tolist()
+        steps = gather_numbers(self._first.view(1), "check of the losses", step=self._step)[:, 0].tolist()
         if min(steps) == int(self._never):
             return
         ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]

@@ -54,7 +54,7 @@ def test_other_errors_stay_as_they_are(two_ranks):
 
 def _in_the_trainer_s():
     guard = FiniteLossGuard(torch.device("cpu"))
-    guard.look(7, torch.ones(()))
+    guard.record(7, torch.ones(()))
     guard.check()
 
 
