@@ -248,7 +248,7 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
         assert "hstu.num_attention_heads = 2, here it is 4" in error
     nowhere = changes | {"ckpt_load_dir": str(tmp_path / "nowhere")}
     for error in two_ranks.run(_error_of, data, str(tmp_path / "none"), **nowhere):
-        assert "nowhere does not exist; it is a checkpoint or" in error
+        assert "nowhere does not exist; it must be a checkpoint or" in error
     earlier = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(saved / "step_00000002")}
     for error in two_ranks.run(_error_of, data, str(tmp_path / "run"), **earlier):
         assert error.startswith("ValueError: ") and "holds step_00000004, and this run starts" in error

@@ -107,7 +107,7 @@ def test_another_grouping_is_another_sampler():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"groups": [0, 0, 1]}, "groups have different numbers of rows; .*: take a BudgetBatchSampler"),
+        ({"groups": [0, 0, 1]}, "groups have different numbers of rows; .*: use a BudgetBatchSampler"),
         ({"groups": [0, 0, 1, 1], "batch_size": 3}, "batch_size is 3, groups have 2 rows; .*: give a multiple of 2"),
         ({"groups": [0, 0, 1, 1], "padded": True}, "groups are given, padded is True; .*: leave out one of them"),
         ({"groups": [0, 0, 0, 0]}, "the data set has 1 groups, num_ranks is 2; .*: use fewer ranks or more groups"),

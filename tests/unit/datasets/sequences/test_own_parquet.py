@@ -245,7 +245,7 @@ class TestTraining:
         [
             (EventColumns(item="other"), "columns.item is 'other', .*parquet.parquet was made with 'iid': correct it"),
             (EventColumns(actions=("like",)), r"actions has 'like', .* made with \['click', 'stars >= 4'\]: choose"),
-            (EventColumns(context=("age",)), r"context has 'age', .* was made with \['gender', 'uid'\]: choose among"),
+            (EventColumns(context=("age",)), r"context has 'age', .* was made with \['gender', 'uid'\]: choose from"),
         ],
     )
     def test_columns_that_do_not_agree(self, tmp_path, columns, message):

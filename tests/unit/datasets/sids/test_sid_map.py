@@ -63,7 +63,7 @@ class TestFiles:
         with pytest.raises(FileNotFoundError, match="evenrank make-sids"):
             SIDMap.load(tmp_path / "sids.npy", [3, 2])
         (tmp_path / "folder.parquet").mkdir()
-        with pytest.raises(IsADirectoryError, match="is a folder; .*: give that"):
+        with pytest.raises(IsADirectoryError, match="is a folder; .*: give the file"):
             SIDMap.load(tmp_path / "folder.parquet", [2])
         for name in ("sids.npy", "sids.parquet"):
             (tmp_path / name).write_text("no such thing")
