@@ -1,4 +1,4 @@
-"""Data: HSTUBatch, random data, public data sets with their preprocessors, samplers, and the loader for all of them."""
+"""Data: batches, random data, public data sets with their preprocessors, samplers, and the loader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULE_OF = {"BalancedBatchSampler": "samplers.balanced", "BudgetBatchSampler":
 
 
 def __getattr__(name: str) -> Any:
-    """The samplers, when they are first used: they import torch, and preprocessing does not need it."""
+    """Import a sampler at its first use: samplers import torch, which preprocessing does not need."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,14 +1,14 @@
-"""GPTSIDBatch: the batch of a semantic-ID decoder, and random ones for tests and benchmarks.
+"""GPTSIDBatch: the batch of a semantic-ID decoder, and random batches for tests and benchmarks.
 
-An item is known by its semantic ID (SID): one code per hierarchy, coarse to fine. A row has two sequences, the items
-that a user has seen (history) and those that follow (candidates); a sequence is its items' codes, one after the other:
+An item is identified by its semantic ID (SID): one code per hierarchy, coarse to fine. A row has two sequences, the
+items that a user has seen (history) and the items that follow (candidates). A sequence is the codes of its items:
 
     history   item 1: c₀ c₁ c₂ c₃, item 2: c₀ c₁ c₂ c₃, …        candidates   item n+1: c₀ c₁ c₂ c₃, …
 
-Each sequence is one key of `features`, so that the order of the codes is that of the decoder and a row has two lengths,
-whatever the number of hierarchies. Codes of different hierarchies have nothing in common, so the values are *ids*,
-`id = code + codebook_offsets(codebook_sizes)[hierarchy]`: one embedding table with a row for every code of every
-codebook serves both keys. Labels are codes, since a head scores one codebook.
+Each sequence is one key of `features`, so the codes have the decoder's order and a row has two lengths, whatever the
+number of hierarchies. Equal codes of different hierarchies are unrelated, so the values are *ids*, `id = code +
+codebook_offsets(codebook_sizes)[hierarchy]`: both keys use one embedding table, with a row for every code of every
+codebook. Labels are codes, because a head scores one codebook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LABEL_NAME = "code"
 
 
 def codebook_offsets(codebook_sizes: Sequence[int]) -> list[int]:
-    """The id of every hierarchy's code 0: the codes of all hierarchies before it, the first one coarsest.
+    """The id of code 0 of every hierarchy, coarse to fine: the number of codes of all hierarchies before it.
 
     >>> codebook_offsets([500, 500, 20])
     [0, 500, 1000]
@@ -49,16 +49,16 @@ class GPTSIDBatch(BaseBatch):
     "code": the codes of the candidates, one per id.
 
     Raises:
-        ValueError: as BaseBatch; a feature that is no key or plays both parts, `num_hierarchies` below 1 or other than
-            the number of codebooks, a codebook without codes; on CPU also a sequence that is not made of whole items,
-            or an id outside the codebook of its hierarchy.
+        ValueError: as BaseBatch; a feature name that is no key, equal names for history and candidates,
+            `num_hierarchies` below 1 or unequal to the number of codebooks, a codebook without codes; on CPU also a
+            sequence with an incomplete item, or an id outside the codebook of its hierarchy.
     """
 
     history_feature_name: str = field(kw_only=True)  # key of the histories' ids, `num_hierarchies` per item
     # Key of the candidates' ids: the items that follow the history, in order.
     candidate_feature_name: str = field(kw_only=True)
     num_hierarchies: int = field(default=4, kw_only=True)  # codes of an item
-    # Codes of each hierarchy; None leaves the ids unchecked.
+    # Number of codes of each hierarchy; None leaves the ids unchecked.
     codebook_sizes: list[int] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -69,13 +69,13 @@ class GPTSIDBatch(BaseBatch):
                 f"num_hierarchies is {self.num_hierarchies}; an item has at least one code: give 1 or more"
             )
         if self.codebook_sizes is not None:
-            self.codebook_sizes = list(self.codebook_sizes)  # ranks compare it: a tuple is no list there
+            self.codebook_sizes = list(self.codebook_sizes)  # ranks compare it, and a tuple is not equal to a list
             if len(self.codebook_sizes) != self.num_hierarchies or min(self.codebook_sizes) < 1:
                 raise ValueError(
                     f"codebook_sizes is {self.codebook_sizes}, num_hierarchies is {self.num_hierarchies}; every "
                     "hierarchy has one codebook of at least one code: make them agree"
                 )
-        # On a device these checks would read values back, and so wait for everything before them.
+        # On a device these checks would synchronise.
         if self.features.lengths().device.type == "cpu":
             for name in (self.history_feature_name, self.candidate_feature_name):
                 self._check_items(name)
@@ -85,18 +85,18 @@ class GPTSIDBatch(BaseBatch):
         for attribute in ("history_feature_name", "candidate_feature_name"):
             if getattr(self, attribute) not in keys:
                 raise ValueError(
-                    f"{attribute} is {getattr(self, attribute)!r}, the keys are {keys}; it names one of the keys: "
+                    f"{attribute} is {getattr(self, attribute)!r}, the keys are {keys}; it must be one of the keys: "
                     "correct it"
                 )
             if getattr(self, attribute) not in self.feature_to_max_seqlen:
                 raise ValueError(
                     f"feature_to_max_seqlen has {list(self.feature_to_max_seqlen)} and not the {attribute} "
-                    f"{getattr(self, attribute)!r}; the decoder's layout follows from the most ids of both: add it"
+                    f"{getattr(self, attribute)!r}; the decoder needs the maximum lengths of both: add it"
                 )
         if self.history_feature_name == self.candidate_feature_name:
             raise ValueError(
                 f"history_feature_name and candidate_feature_name are both {self.history_feature_name!r}; histories "
-                "and candidates are keys of their own: name two"
+                "and candidates are different keys: name two"
             )
 
     def _check_items(self, name: str) -> None:
@@ -124,25 +124,25 @@ class GPTSIDBatch(BaseBatch):
             )
 
     def code_lengths(self, feature_name: str) -> torch.Tensor:
-        """int64 `(batch_size,)`: ids per row of one key, on the batch's device."""
+        """The number of ids per row of one key, int64 `(batch_size,)`, on the batch's device."""
         lengths = self.features.lengths().view(len(self.features.keys()), self.batch_size)
         return lengths[self.features.keys().index(feature_name)].to(torch.int64)
 
     @property
     def max_history_length(self) -> int:
-        """The most items a history can have."""
+        """Maximum number of items in a history."""
         return self.feature_to_max_seqlen[self.history_feature_name] // self.num_hierarchies
 
     @property
     def max_candidate_length(self) -> int:
-        """The most candidates a row can have."""
+        """Maximum number of candidates per row."""
         return self.feature_to_max_seqlen[self.candidate_feature_name] // self.num_hierarchies
 
     def sequence_lengths(self) -> torch.Tensor:
-        """Tokens that the decoder computes per row, int64 `(batch_size,)`, on the batch's device, without reading it.
+        """Tokens that the decoder computes per row, int64 `(batch_size,)`, on the batch's device; never synchronises.
 
-        They are BOS and all codes but a row's last one, which predicts nothing, where there are candidates. Padding
-        rows have none.
+        The tokens are BOS and all codes, except the last code of a row with candidates, which predicts nothing. Padding
+        rows have no tokens.
         """
         candidates = self.code_lengths(self.candidate_feature_name)
         tokens = 1 + self.code_lengths(self.history_feature_name) + candidates - (candidates > 0).to(torch.int64)
@@ -166,30 +166,30 @@ class GPTSIDBatch(BaseBatch):
         device: torch.device | str,
         generator: torch.Generator | None = None,
     ) -> GPTSIDBatch:
-        """A batch of random items.
+        """Make a batch of random items.
 
         Args:
-            batch_size: rows, padding included.
-            codebook_sizes: codes of each hierarchy.
-            max_history_length: the most items of a history.
-            max_candidate_length: the most candidates of a row.
+            batch_size: number of rows, including padding.
+            codebook_sizes: number of codes of each hierarchy.
+            max_history_length: maximum items of a history.
+            max_candidate_length: maximum candidates of a row.
             history_feature_name: see GPTSIDBatch.
             candidate_feature_name: see GPTSIDBatch.
-            actual_batch_size: rows that are no padding; all if not given.
-            history_dist: distribution of items per history, clipped to `max_history_length`; uniform on
-                `[0, max_history_length]` if not given.
-            candidate_dist: distribution of candidates per row, clipped to `max_candidate_length`; uniform on
-                `[1, max_candidate_length]` if not given.
-            sids: int64 `(num_items, num_hierarchies)` on the CPU, the items to draw from, equally likely; every code
-                is drawn by itself if not given.
-            with_labels: give the batch labels.
-            device: where the batch is put.
-            generator: source of randomness; torch's global CPU generator if not given. `device` does not change what
-                is drawn.
+            actual_batch_size: number of real rows; None for all rows.
+            history_dist: distribution of items per history, clipped to `max_history_length`; None for uniform on
+                `[0, max_history_length]`.
+            candidate_dist: distribution of candidates per row, clipped to `max_candidate_length`; None for uniform on
+                `[1, max_candidate_length]`.
+            sids: int64 `(num_items, num_hierarchies)` on the CPU, the items to draw from, all equally likely; None to
+                draw every code independently.
+            with_labels: whether the batch has labels.
+            device: device of the batch.
+            generator: source of randomness; None for torch's global CPU generator. `device` does not change the drawn
+                numbers.
 
         Raises:
-            ValueError: `batch_size` below 1, `actual_batch_size` outside `[0, batch_size]`, a negative maximum,
-                `sids` of another shape, or fields that make no GPTSIDBatch.
+            ValueError: `batch_size` below 1, `actual_batch_size` outside `[0, batch_size]`, a negative maximum, `sids`
+                of another shape, or invalid fields of a GPTSIDBatch.
 
         """
         num_real, num_hierarchies = real_rows_of(batch_size, actual_batch_size), len(codebook_sizes)
@@ -241,10 +241,10 @@ class GPTSIDBatch(BaseBatch):
         with_labels: bool = True,
         generator: torch.Generator | None = None,
     ) -> GPTSIDBatch:
-        """A batch of random items with known lengths, on the device of the generator.
+        """Make a batch of random items with given lengths, on the generator's device.
 
-        `history` and `candidates` are their items in every row, int64 `(num_real_rows,)`; without `batch_size` there is
-        no padding. Other arguments and errors as those of `random`.
+        `history` and `candidates` are the numbers of items per row, int64 `(num_real_rows,)`; with `batch_size` None
+        the batch has no padding. Other arguments and errors as for `random`.
         """
         num_hierarchies = len(codebook_sizes)
         batch_size = history.numel() if batch_size is None else batch_size
@@ -273,7 +273,7 @@ class GPTSIDBatch(BaseBatch):
 def _draw_codes(
     num_items: int, codebook_sizes: Sequence[int], sids: torch.Tensor | None, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """int64 `(num_items, num_hierarchies)`."""
+    """Draw codes, int64 `(num_items, num_hierarchies)`."""
     device = None if generator is None else generator.device
     if sids is not None:
         return sids.to(device)[torch.randint(sids.shape[0], (num_items,), generator=generator, device=device)]

@@ -1,7 +1,7 @@
-"""HSTUBatch: the batch of an HSTU model, and random ones for tests and benchmarks.
+"""HSTUBatch: the batch of an HSTU model, and random batches for tests and benchmarks.
 
-A row of the item feature is the user's history followed by the candidates to rank; the action feature, if there is one,
-has one action per item. Contextual features describe the user and stand in front of the sequence.
+A row of the item feature is the user's history followed by the candidates to rank; the action feature, if any, has one
+action per item. Contextual features describe the user and precede the sequence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FeatureConfig:
 
     feature_names: list[str]
     max_item_ids: list[int]  # for each name, the number of ids: ids are drawn from `[0, max_item_id)`
-    max_sequence_length: int  # the longest sequence; of the item feature, history and candidates together
-    is_jagged: bool  # False gives every row `max_sequence_length` tokens
+    max_sequence_length: int  # maximum length; for the item feature, of history and candidates together
+    is_jagged: bool  # False: every row has `max_sequence_length` tokens
     # Distribution of jagged lengths, clipped to `max_sequence_length`; None for uniform on `[0, max_sequence_length]`.
     seqlen_dist: RandomDistribution | None = None
 
@@ -52,7 +52,7 @@ class FeatureConfig:
             raise ValueError(f"max_sequence_length is {self.max_sequence_length}; a length is not negative: raise it")
 
     def draw_lengths(self, num_rows: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Lengths of `num_rows` rows: int64 `(num_rows,)` on the generator's device."""
+        """Draw lengths of rows, int64 `(num_rows,)`, on the generator's device."""
         longest = self.max_sequence_length
         if not self.is_jagged:
             return torch.full((num_rows,), longest, device=None if generator is None else generator.device)
@@ -65,7 +65,7 @@ class HSTUBatch(BaseBatch):
     """A batch of user sequences for HSTU.
 
     Labels of random and real batches are a KeyedJaggedTensor of float32 with keys task_0, task_1, …: one label per
-    candidate, or one per item where there are no candidates.
+    candidate, or one per item without candidates.
 
     Raises:
         ValueError: as BaseBatch; an item or action feature that is no key, or is contextual; candidates without
@@ -77,9 +77,9 @@ class HSTUBatch(BaseBatch):
     host_fields: ClassVar[tuple[str, ...]] = ("num_candidates",)
 
     item_feature_name: str = field(kw_only=True)  # key of the items: history, then candidates
-    # Key of the actions, one per item; None where there are none.
+    # Key of the actions, one per item; None for no actions.
     action_feature_name: str | None = field(default=None, kw_only=True)
-    # The most candidates a row may have; 0 where there are none.
+    # Maximum candidates of a row; 0 for no candidates.
     max_num_candidates: int = field(default=0, kw_only=True)
     # int64 `(batch_size,)`: the last `num_candidates[r]` items of row r are candidates.
     num_candidates: torch.Tensor | None = field(default=None, kw_only=True)
@@ -90,7 +90,7 @@ class HSTUBatch(BaseBatch):
         if self.max_num_candidates < 0 or (self.max_num_candidates > 0 and self.num_candidates is None):
             raise ValueError(
                 f"max_num_candidates is {self.max_num_candidates} and num_candidates is {self.num_candidates}; with "
-                "candidates every row states how many it has: give num_candidates, or set max_num_candidates to 0"
+                "candidates every row needs its number: give num_candidates, or set max_num_candidates to 0"
             )
         if self.num_candidates is not None and (
             self.num_candidates.dim() != 1 or self.num_candidates.dtype not in (torch.int32, torch.int64)
@@ -99,7 +99,7 @@ class HSTUBatch(BaseBatch):
                 f"num_candidates has shape {tuple(self.num_candidates.shape)} and dtype {self.num_candidates.dtype}; "
                 f"one integer per row is needed: give an int64 tensor of shape ({self.batch_size},)"
             )
-        # On a device these checks would read lengths back, and so wait for everything before them.
+        # On a device these checks would synchronise.
         if self.features.lengths().device.type == "cpu":
             self._check_lengths()
 
@@ -110,7 +110,7 @@ class HSTUBatch(BaseBatch):
             if name is None and attribute == "action_feature_name":
                 continue
             if name not in keys:
-                raise ValueError(f"{attribute} is {name!r}, the keys are {keys}; it names one of the keys: correct it")
+                raise ValueError(f"{attribute} is {name!r}, the keys are {keys}; it must be a key: correct it")
             if name in self.contextual_feature_names:
                 raise ValueError(
                     f"{attribute} {name!r} is among contextual_feature_names {self.contextual_feature_names}; a "
@@ -140,29 +140,29 @@ class HSTUBatch(BaseBatch):
             )
 
     def _lengths_of(self, feature_name: str) -> torch.Tensor:
-        """int64 `(batch_size,)`: tokens of one feature, on the batch's device."""
+        """Tokens of one feature per row, int64 `(batch_size,)`, on the batch's device."""
         return self._lengths_by_key()[self.features.keys().index(feature_name)].to(torch.int64)
 
     def _lengths_by_key(self) -> torch.Tensor:
         return self.features.lengths().view(len(self.features.keys()), self.batch_size)
 
     def sequence_lengths(self, action_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that the model computes per row, on the batch's device; nothing is read back from it.
+        """Tokens that the model computes per row, on the batch's device; never synchronises.
 
         Args:
-            action_interleaved: items and actions are tokens of their own; otherwise an action is added to its item's
-                token. Without an action feature both are the same.
+            action_interleaved: whether items and actions are separate tokens; otherwise an action is added to its
+                item's token. No effect without an action feature.
 
         Returns:
-            int64 `(batch_size,)`: tokens: contextual ones, history and candidates.
-            int64 `(batch_size,)`: how many of them, at the end, belong to candidates.
+            The number of tokens, int64 `(batch_size,)`: context, history and candidates.
+            The number of these tokens that belong to candidates, at the end, int64 `(batch_size,)`.
 
         """
         num_tokens, num_targets = self.token_counts(action_interleaved)
         return num_tokens, torch.zeros_like(num_tokens) if num_targets is None else num_targets
 
     def token_counts(self, action_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `sequence_lengths`, with None for the candidates of a batch that has no `num_candidates`."""
+        """As `sequence_lengths`, but with None for the candidates of a batch without `num_candidates`."""
         tokens_per_item = 2 if action_interleaved and self.action_feature_name is not None else 1
         items = self._lengths_by_key()[self.features.keys().index(self.item_feature_name)]
         num_tokens = torch.add(self.contextual_lengths(), items, alpha=tokens_per_item)
@@ -170,16 +170,16 @@ class HSTUBatch(BaseBatch):
         return num_tokens, None if candidates is None else candidates.to(torch.int64) * tokens_per_item
 
     def contextual_lengths(self) -> torch.Tensor:
-        """Contextual tokens per row: int64 `(batch_size,)`, on the batch's device; nothing is read back from it."""
+        """Contextual tokens per row, int64 `(batch_size,)`, on the batch's device; never synchronises."""
         lengths = self._lengths_by_key()
         runs = _runs_of_columns(tuple(self.features.keys()), tuple(self.contextual_feature_names))
         sums = [lengths[first:stop].sum(0, dtype=torch.int64) for first, stop in runs]
         return sum(sums[1:], sums[0]) if sums else lengths.new_zeros(self.batch_size, dtype=torch.int64)
 
     def host_sequence_lengths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Contextual tokens, items (candidates among them) and candidates per row on the host; as `host_lengths`.
+        """Contextual tokens, items (including candidates) and candidates per row on the host; as `host_lengths`.
 
-        Int64 `(batch_size,)` each; no candidates where `max_num_candidates` is 0.
+        Each int64 `(batch_size,)`; candidates are 0 if `max_num_candidates` is 0.
         """
         items, *contextual = self.host_lengths(self.item_feature_name, *self.contextual_feature_names)
         candidates = self.host_values("num_candidates") if self.max_num_candidates > 0 else np.zeros_like(items)
@@ -201,34 +201,34 @@ class HSTUBatch(BaseBatch):
         generator: torch.Generator | None = None,
         timestamps: bool = False,
     ) -> HSTUBatch:
-        """A batch of random ids and labels.
+        """Make a batch of random ids and labels.
 
         A row of n items gets between 1 and `max_num_candidates` candidates, but at most n − 1.
 
         Args:
-            batch_size: rows, padding included.
-            feature_configs: names, ids and lengths of the features; items and actions share a config.
-            item_feature_name: as the fields of HSTUBatch, the next three too.
-            contextual_feature_names: see there.
-            action_feature_name: see there.
-            max_num_candidates: see there.
-            num_tasks: keys of the labels; None for a batch without labels.
-            actual_batch_size: rows that are no padding; all if not given.
-            device: where the batch is put.
-            generator: source of randomness; torch's global CPU generator if not given. `device` does not change what
-                is drawn.
-            timestamps: the last feature is "timestamp", the second of every item, rising within a row; all else is
-                what is drawn without it.
+            batch_size: number of rows, including padding.
+            feature_configs: names, ids and lengths of the features; items and actions must share a config.
+            item_feature_name: see HSTUBatch.
+            contextual_feature_names: see HSTUBatch.
+            action_feature_name: see HSTUBatch.
+            max_num_candidates: see HSTUBatch.
+            num_tasks: number of the labels' keys; None for a batch without labels.
+            actual_batch_size: number of real rows; None for all rows.
+            device: device of the batch.
+            generator: source of randomness; None for torch's global CPU generator. `device` does not change the drawn
+                numbers.
+            timestamps: whether to add a last feature "timestamp": the time of every item in seconds, rising within a
+                row. It does not change the other features.
 
         Raises:
-            ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, or fields
-                that make no HSTUBatch.
+            ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, or invalid
+                fields of an HSTUBatch.
 
         """
         num_real = real_rows_of(batch_size, actual_batch_size)
         if num_tasks is not None and num_tasks < 1:
             raise ValueError(
-                f"num_tasks is {num_tasks}; labels have at least one task: raise it, or give None for none"
+                f"num_tasks is {num_tasks}; labels have at least one task: raise it, or give None for no labels"
             )
         draw_device = None if generator is None else generator.device
         values: dict[str, torch.Tensor] = {}
@@ -241,8 +241,8 @@ class HSTUBatch(BaseBatch):
                 lengths[name] = config_lengths
         if item_feature_name not in lengths:
             raise ValueError(
-                f"item_feature_name is {item_feature_name!r}, the feature configs have {list(lengths)}; it names one "
-                "of them: add a FeatureConfig or correct the name"
+                f"item_feature_name is {item_feature_name!r}, the feature configs have {list(lengths)}; it must be one "
+                "of these: add a FeatureConfig or correct the name"
             )
         targets = lengths[item_feature_name]  # (num_real,)
         num_candidates = None
@@ -278,7 +278,7 @@ class HSTUBatch(BaseBatch):
 
 @functools.lru_cache(maxsize=16)
 def _runs_of_columns(keys: tuple[str, ...], names: tuple[str, ...]) -> list[tuple[int, int]]:
-    """First column and last + 1 of neighbouring ones, of some keys: a list of them would be copied to the device."""
+    """Slices (first, last + 1) of adjacent columns of some keys; an index list would be copied to the device."""
     runs: list[tuple[int, int]] = []
     for column in sorted(keys.index(name) for name in names):
         if runs and column == runs[-1][1]:
@@ -289,20 +289,20 @@ def _runs_of_columns(keys: tuple[str, ...], names: tuple[str, ...]) -> list[tupl
 
 
 def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:
-    """Rows of a random batch that are no padding; ValueError where a batch cannot have so many."""
+    """The number of real rows of a random batch; ValueError if a batch cannot have this number."""
     num_real = batch_size if actual_batch_size is None else actual_batch_size
     if batch_size < 1 or not 0 <= num_real <= batch_size:
         raise ValueError(
-            f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row and "
-            "real rows are counted within it: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
+            f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row, and "
+            "real rows are some of its rows: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
         )
     return num_real
 
 
 def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor], batch_size: int) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor over `batch_size` rows, empty ones behind the given ones, that knows `length_per_key`.
+    """A KeyedJaggedTensor of `batch_size` rows, with empty rows after the given rows, and with `length_per_key` set.
 
-    By key, `values` are `(sum of its lengths,)`, one dtype for all, and `lengths` int64 `(num_rows,)`.
+    By key, `values` have shape `(sum of the key's lengths,)`, all of one dtype, and `lengths` are int64 `(num_rows,)`.
     """
     padded = [torch.nn.functional.pad(row, (0, batch_size - row.numel())) for row in lengths.values()]
     return KeyedJaggedTensor(
@@ -315,7 +315,7 @@ def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor]
 
 
 def outline_kjt(lengths: dict[str, torch.Tensor], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of lengths, by key int64 `(num_rows,)`, whose values, all zero, take no memory."""
+    """A KeyedJaggedTensor of given lengths, by key int64 `(num_rows,)`; all values are 0 and take no memory."""
     per_key = [int(row.sum()) for row in lengths.values()]
     return KeyedJaggedTensor(
         keys=list(lengths),

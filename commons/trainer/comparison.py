@@ -1,11 +1,11 @@
-"""Training both ways: two replicas of one model train the same batches, as loaded and balanced, step by step in turn.
+"""A comparison: two replicas of one model train the same batches, one as loaded and one balanced, step by step in turn.
 
     recipe ─► as loaded: TorchRec's pipeline        ─► <run_dir>/as-loaded  ─┐
            └► balanced: `balanced(...)` of the same ─► <run_dir>/balanced   ─┴► evenrank report
 
-Each side leaves a run folder with a line of the log for every measured step. A step is measured from a barrier to a
-barrier; the balanced side also waits for its worker thread, so that none of its work hides in the other side's step.
-The side that goes first changes with every step, so that a machine that drifts changes both.
+Each side writes a run folder with a line of the log for every measured step. A step is measured from barrier to
+barrier; the balanced side also waits for its worker thread, so that none of its work runs in the other side's step.
+The sides alternate in going first, so that a drift of the machine's speed affects both.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.recipe import Recipe
 from commons.trainer.run import open_run_folder
 
-# Folders of the two runs, within that of the comparison.
+# Folders of the two runs, within the folder of the comparison.
 AS_LOADED, BALANCED = "as-loaded", "balanced"
 
 
 class Side:
-    """One of the two ways to train: a replica of the model, its pipeline, its batches, and the folder of its run.
+    """One side of the comparison: a replica of the model, its pipeline, its batches, and its run folder.
 
-    `shuffler` is None for TorchRec's own pipeline. What an earlier comparison left in `run_dir` is replaced.
+    `shuffler` is None for TorchRec's own pipeline. An earlier comparison in `run_dir` is replaced.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Side:
             yield batch
 
     def train_step(self, *, is_measured: bool) -> dict[str, Any]:
-        """Train one batch until all ranks have, and the shuffler is idle; returns its line of the log."""
+        """Train one batch, wait for all ranks and until the shuffler is idle; returns the step's line of the log."""
         dist.barrier()
         self._meter.begin()
         output = self.pipeline.progress(self._batches)
@@ -96,7 +96,7 @@ class Side:
             self._log.write({"schema": LOG_SCHEMA, "step": self._step, **record})
 
     def finish(self, shuffler: IdentityBalancedBatchShuffler) -> None:
-        """Evaluate on the users that are not trained on, and write the summary; training is over then."""
+        """End training, evaluate on the users outside the training data, and write the summary."""
         self.pipeline.detach()
         batches = tqdm(self._eval_loader, desc="evaluate", unit="batch", leave=False, disable=dist.get_rank() != 0)
         metrics = Evaluation(self._recipe, self._model, batches, shuffler).run()
@@ -108,29 +108,29 @@ class Side:
 
 
 def compare(recipe: Recipe, run_dir: Path, *, steps: int, warmup_steps: int) -> None:
-    """Train every batch both ways and evaluate both replicas; a collective call.
+    """Train every batch on both sides and evaluate both replicas; a collective call.
 
     Args:
-        recipe: of the model, whose training batches are full ones (drop_last).
-        run_dir: for the folders of both runs.
-        steps: to measure; at most one epoch.
-        warmup_steps: before them, not logged.
+        recipe: the model's recipe, with full training batches only (drop_last).
+        run_dir: folder for the folders of both runs.
+        steps: number of steps to measure; at most one epoch.
+        warmup_steps: number of steps before the measured steps, not logged.
 
     Raises:
-        ValueError: fewer batches than are needed to measure a step.
+        ValueError: too few batches to measure a step.
     """
     own_batches = torch.tensor([len(recipe.loaders[0])], device=recipe.device)
     shortest = int(gather_numbers(own_batches, "count of batches").min())
     num_steps = min(warmup_steps + steps, shortest)
     if num_steps <= warmup_steps:
         raise ValueError(
-            f"the data have {shortest} full batches of {recipe.batch_size} users per rank, warmup_steps is "
-            f"{warmup_steps}; at least one step is measured: lower batch_size or raise num_users"
+            f"the data have {shortest} full batches of {recipe.batch_size} users per rank, and warmup_steps is "
+            f"{warmup_steps}; at least one step must be left to measure: lower batch_size or raise num_users"
         )
     shuffler, eval_shuffler = recipe.build_shuffler(balances=True), IdentityBalancedBatchShuffler()
     as_loaded = Side(recipe, num_steps, None, run_dir / AS_LOADED)
-    evened = Side(recipe, num_steps, shuffler, run_dir / BALANCED)
-    order = [as_loaded, evened]
+    balanced_side = Side(recipe, num_steps, shuffler, run_dir / BALANCED)
+    order = [as_loaded, balanced_side]
     with tqdm(total=num_steps, desc="train both ways", unit="step", disable=dist.get_rank() != 0) as progress:
         for step in range(num_steps):
             lines = {side: side.train_step(is_measured=step >= warmup_steps) for side in order}
@@ -138,20 +138,20 @@ def compare(recipe: Recipe, run_dir: Path, *, steps: int, warmup_steps: int) -> 
             progress.set_postfix(
                 {
                     "unbalanced": f"{lines[as_loaded]['step_ms']:.0f} ms",
-                    "balanced": f"{lines[evened]['step_ms']:.0f} ms",
-                    "loss": f"{lines[evened]['loss']:.4f}",
+                    "balanced": f"{lines[balanced_side]['step_ms']:.0f} ms",
+                    "loss": f"{lines[balanced_side]['loss']:.4f}",
                 },
                 refresh=False,
             )
             progress.update()
-    for side in (as_loaded, evened):
+    for side in (as_loaded, balanced_side):
         side.finish(eval_shuffler)
     for used in (eval_shuffler, shuffler):
         used.close()
 
 
 def describe_machine(device: torch.device) -> str:
-    """What is measured on, in a line."""
+    """One line about the hardware: device, cores, threads per rank, version of torch."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     threads = torch.get_num_threads()
     return f"{name}, {os.cpu_count()} cores, {threads} thread{'s' * (threads > 1)} per rank, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""The loaders of a run: DatasetArgs and TrainerArgs in, one rank's batches out."""
+"""The loaders of a run: from DatasetArgs and TrainerArgs to the batches of one rank."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from commons.trainer.config.args import DatasetArgs, TrainerArgs
 def train_and_eval_loaders(
     dataset: DatasetArgs, trainer: TrainerArgs, device: torch.device, **options: Any
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Loaders of this rank's training and evaluation batches, on the host.
+    """Create loaders of this rank's training and evaluation batches, on the host.
 
-    Tensor-parallel peers load the same batches: the ranks that share the data are those of the data-parallel group.
-    With single_rank_load the training loader has the batches of all these ranks together, for a SingleRankLoader.
+    The data are shared by the ranks of the data-parallel group, so tensor-parallel peers load the same batches. With
+    single_rank_load the training loader has the batches of all ranks of the group, for a SingleRankLoader.
 
     Raises:
         KeyError: an unknown data set.
         FileNotFoundError: no file at dataset_path.
-        ValueError: a damaged or foreign file.
+        ValueError: a damaged file, or a file that evenrank did not write.
     """
     group = resolve_process_group()
     options |= {
@@ -47,18 +47,18 @@ def train_and_eval_loaders(
     }
     train_options, batch_size = options, trainer.train_batch_size
     if trainer.single_rank_load:
-        # Only what has been dealt out is pinned.
+        # The SingleRankLoader pins this rank's rows after it has distributed them.
         train_options = options | {"rank": 0, "world_size": 1, "pin_memory": False}
         batch_size *= dist.get_world_size(group)
     train_loader = _open(
         "train", dataset, trainer, batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, **train_options
     )
-    # Never shuffled and never cut: every user is evaluated once, in the same order every time.
+    # Never shuffled, and no drop_last: every user is evaluated once, always in the same order.
     return train_loader, _open("test", dataset, trainer, trainer.eval_batch_size, **options)
 
 
 def single_process_loader(dataset: DatasetArgs, trainer: TrainerArgs, **options: Any) -> DataLoader[Any]:
-    """The training batches as a single rank would read them; arguments and errors as `train_and_eval_loaders`."""
+    """A loader of the training batches for a single rank; arguments and errors as `train_and_eval_loaders`."""
     return _open("train", dataset, trainer, trainer.train_batch_size, shuffle=dataset.shuffle, **options)
 
 
@@ -83,24 +83,27 @@ def balanced_loader(
     trainer: TrainerArgs,
     shuffler: BaseTaskBalancedBatchShuffler,
 ) -> tuple[ResumableLoader, RowsInTurn]:
-    """A loader of the same rows in batches, or steps of constant cost, that are balanced as they are read.
+    """Replace a loader's sampler by a sampler that reads balanced batches, or balanced steps of constant cost.
 
-    Every rank computes the workloads of all rows by the shuffler, from the data set's outlines, and so plans the same.
-    Beside the loader it returns the loads that the same rows would have, dealt to the ranks in turn.
+    Every rank computes the workloads of all rows with the shuffler, from the data set's outlines (batches of lengths
+    only), so all ranks compute the same plan.
+
+    Returns:
+        The loader, and the loads that its rows would have if they were assigned to the ranks in turn.
 
     Raises:
-        ValueError: data whose lengths are not known beforehand; a row above the shuffler's cap on tokens; without
+        ValueError: the data set does not provide its lengths; a row exceeds the shuffler's cap on tokens; without
             drop_last, fewer rows than ranks.
     """
     data: Any = train_loader.dataset
     if not hasattr(data, "outlines") or not isinstance(train_loader, ResumableLoader):
         raise ValueError(
-            f"balance_sampler is True, and a {type(train_loader).__name__} of {type(data).__name__} does not know the "
-            "lengths of its rows beforehand: give a ResumableLoader over a data set with outlines(), as "
-            "SequenceDataset has them, or make a BalancedBatchSampler of its workloads"
+            f"balance_sampler is True, and a {type(train_loader).__name__} over {type(data).__name__} does not provide "
+            "the lengths of its rows: give a ResumableLoader over a data set with outlines(), such as SequenceDataset, "
+            "or make a BalancedBatchSampler from the workloads"
         )
     costs, tokens = _costs(data.outlines(), shuffler)
-    # The planner sums up to 2^62; in larger units the work of all rows stays below that.
+    # The planner's sums end at 2^62: divide the workloads until their sum is lower.
     workloads = costs >> max(0, int(costs.sum(dtype=np.float64)).bit_length() - 61)
     group, cap = resolve_process_group(), trainer.shuffler.max_tokens_per_rank
     num_ranks = dist.get_world_size(group)
@@ -135,18 +138,17 @@ def _costs(outlines: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> 
 
 
 class RowsInTurn:
-    """What a sampler by work gains: the loads of its rows, had a loader dealt row i of every step to rank i mod W.
+    """The baseline of a balancing sampler: the loads if row i of every step went to rank i mod W.
 
-    A sampler deals rows as they are read, so the shuffler sees ranks that are even already and cannot measure what
-    that gained. The sampler knows what each row costs and the order it dealt from.
+    With such a sampler the shuffler sees ranks that are balanced already, so it cannot measure the gain.
 
-    A step has as many rows as the sampler's. With a window above 1 they are other rows than those that the sampler
-    trains in that step; the rows of the whole window are the same, so that sums over the window compare.
+    A step has the same number of rows as the sampler's step. With a window above 1 the rows of a step differ from the
+    sampler's, but the rows of a whole window are the same: compare sums over the window.
 
     Args:
-        sampler: deals the rows by their work.
-        workloads: int64 `(num_rows,)`, what each row of the data set costs, in the shuffler's unit.
-        num_ranks: ranks that share the data.
+        sampler: the balancing sampler.
+        workloads: int64 `(num_rows,)`, the workload of each row of the data set, in the shuffler's unit.
+        num_ranks: number of ranks that share the data.
     """
 
     def __init__(self, sampler: PlannedSampler, workloads: np.ndarray, num_ranks: int) -> None:
@@ -154,14 +156,14 @@ class RowsInTurn:
         self._steps: Iterator[np.ndarray] = iter(())
 
     def open(self, epoch: int, start: Place) -> None:
-        """Begin an epoch at a place; the next `beside` is of the step there."""
+        """Begin an epoch at a place; the next `with_loads_before` is for the first step from there."""
         self._steps = self.loads(epoch, start)
 
     def loads(self, epoch: int, start: Place) -> Iterator[np.ndarray]:
-        """int64 `(num_ranks,)` for each step of an epoch from a place on: the load of every rank, dealt in turn."""
+        """Loads of the ranks, int64 `(num_ranks,)`, with rows in turn, for each step of an epoch from a place on."""
         order = self._sampler.order(len(self._workloads), epoch)
         begin = self._sampler.first_row(start.row, self._sampler.first_rows(order))
-        # The place may lie within a window, whose first steps have taken their share of its rows.
+        # The place may lie within a window: skip the rows of the window's first steps.
         for index, num_rows in enumerate(self._sampler.step_rows(epoch, Place(start.row))):
             rows = order[begin : begin + num_rows]
             begin += num_rows
@@ -169,10 +171,10 @@ class RowsInTurn:
                 ranks = np.arange(num_rows) % self._num_ranks
                 yield sum_by_rank(ranks, self._workloads[rows], self._num_ranks)
 
-    def beside(self, stats: ShuffleStats | None) -> ShuffleStats | None:
-        """The stats of the next step, "before" being its rows dealt in turn and "after" its rows as they were read.
+    def with_loads_before(self, stats: ShuffleStats | None) -> ShuffleStats | None:
+        """The stats of the next step: "before" with the rows assigned in turn, "after" with the sampler's rows.
 
-        `stats` are what a shuffler that moves nothing has observed; None where it has not looked.
+        `stats` are those of a shuffler in mode "observe"; None in mode "off".
         """
         loads = next(self._steps, None)
         if stats is None or loads is None:
@@ -188,5 +190,5 @@ class RowsInTurn:
             largest_load_after=after,
             optimality_gap=after / stats.lower_bound - 1.0 if stats.lower_bound else 0.0,
             predicted_saving=(max(before) - after) / max(before) if max(before) else 0.0,
-            predicted_saving_ms=None,  # it was of the plan that was not carried out
+            predicted_saving_ms=None,  # the shuffler predicted it for its own plan, which moved no row
         )

@@ -1,6 +1,6 @@
-"""A model's demo: a recipe on generated data, trained on ranks as batches are loaded and balanced, side by side.
+"""A model's demo: train a recipe on generated data twice, as loaded and balanced, and compare the two runs.
 
-generated ratings ─► ranks, which torchrun starts with the same command ─► two run folders ─► evenrank report.
+generated ratings ─► ranks, which torchrun starts with the same command ─► two run folders ─► evenrank report
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from commons.trainer.torchrun import torchrun
 
 @dataclass
 class DemoOptions:
-    """What a demo trains both ways, and for how long."""
+    """Sizes and length of a demo, which trains every batch as loaded and balanced."""
 
-    steps: int = 80  # steps that are measured, each trained both ways; at most one epoch
-    warmup_steps: int = 4  # steps before them, trained but not measured
+    steps: int = 80  # measured steps, each trained both as loaded and balanced; at most one epoch
+    warmup_steps: int = 4  # steps before the measured steps, trained but not measured
     batch_size: int = 16  # users per rank and step
-    max_history_seqlen: int = 1024  # the most items of a user; older ones are cut off
-    num_layers: int = 4  # layers of the model, whose other dimensions are those of ModelArgs
+    max_history_seqlen: int = 1024  # maximum number of items of a user; older items are cut off
+    num_layers: int = 4  # layers of the model; its other dimensions are the defaults of ModelArgs
     num_users: int = 6040  # users to generate; the default is the number in MovieLens-1M
     run_dir: Path = Path("runs/demo")  # folder for the data, the folders of both runs, report.html and report.png
     seed: int = 1234  # seed of the data, their order and the weights
-    device: DeviceType = "auto"  # where ranks run; "auto" takes GPUs if there are two or more, else two CPU ranks
-    quick: bool = False  # a few steps on few users, to see it work; its speed-up means nothing
+    device: DeviceType = "auto"  # device of the ranks; "auto" uses GPUs if there are two or more, else two CPU ranks
+    quick: bool = False  # a few steps on few users, as a test of the installation; the speed-up is not meaningful
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
@@ -58,11 +58,11 @@ class DemoOptions:
         return self.run_dir / "data"
 
     def training_config(self, config_class: type[Any], path: str) -> Any:
-        """The training config of a file, on the demo's data and with the demo's sizes, seed and folder."""
+        """Load a training config from a file, with the demo's data, sizes, seed and folder."""
         config = load_config_file(config_class, path)
         size = self.batch_size
         trainer = {"train_batch_size": size, "eval_batch_size": size, "run_dir": str(self.run_dir), "seed": self.seed}
-        trainer["max_eval_iters"] = None  # both replicas are evaluated once, on all users that are not trained on
+        trainer["max_eval_iters"] = None  # both replicas are evaluated once, on all users outside the training data
         dataset = {"max_history_seqlen": self.max_history_seqlen, "dataset_path": str(self.data_dir)}
         return replace(
             config,
@@ -73,9 +73,9 @@ class DemoOptions:
 
 
 def start_ranks(module: str, options: DemoOptions, data: str) -> None:
-    """Run `module` on ranks with this program's command line, wait for them, and report; exits if one fails.
+    """Run `module` on ranks with this program's command line, wait for the ranks, and report; exits if a rank fails.
 
-    `data` is a line about the demo's data.
+    `data` is a line about the demo's data, printed first.
     """
     console = make_console()
     console.print(data)
@@ -84,7 +84,7 @@ def start_ranks(module: str, options: DemoOptions, data: str) -> None:
     status = torchrun(["--standalone", f"--nproc_per_node={num_ranks}", "-m", module, *sys.argv[1:]])
     if status:
         sys.exit(status)
-    # A program of its own, because nothing imports the command line.
+    # A subprocess, because no package imports commons.cli.
     report = [sys.executable, "-m", "commons.cli.main", "report"]
     runs = [str(options.run_dir / name) for name in (AS_LOADED, BALANCED)]
     outputs = [
@@ -92,7 +92,7 @@ def start_ranks(module: str, options: DemoOptions, data: str) -> None:
     ]
     status = subprocess.run([*report, *runs, *outputs], check=False).returncode  # noqa: S603  our own program
     if options.quick:
-        console.print("a quick run, too short to say anything about time")
+        console.print("a quick run: too short to measure time")
     if status:
         sys.exit(status)
 
@@ -104,14 +104,15 @@ def demo_as_rank(
     title: str,
     baselines: Callable[[Any], dict[str, dict[str, float]]] | None = None,
 ) -> None:
-    """One rank of a demo: train both ways.
+    """Run one rank of a demo: train as loaded and balanced.
 
     Args:
         recipe_class: the model.
-        config: of its training.
-        options: of the demo.
-        title: the model and its data.
-        baselines: metrics of what needs no training, by its name; called with the recipe on all ranks together.
+        config: the training config.
+        options: the demo's options.
+        title: the model and its data, printed first.
+        baselines: returns the metrics of each untrained baseline, by its name; called with the recipe on all ranks
+            together. None for no baselines.
     """
     recipe = recipe_class(config, initialize_ranks(device_type=options.device))
     recipe.prepare_ranks()
@@ -127,13 +128,13 @@ def demo_as_rank(
 
 
 def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
-    """Write generated data as the preprocessor writes the published ones; what an earlier run has made serves again."""
+    """Generate data in the preprocessor's format, or reuse an earlier demo's data of the same size and seed."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         found = SequenceFile(options.data_dir, "ml-1m", []).metadata
         if not found.generated:
             raise FileExistsError(
-                f"{options.data_dir} holds data that were not generated; the demo would replace them: choose another "
-                "--run-dir"
+                f"{options.data_dir} contains data that were not generated; the demo would replace them: choose "
+                "another --run-dir"
             )
         if (found.num_users, found.options["seed"]) == (options.num_users, options.seed):
             return found
@@ -142,12 +143,12 @@ def prepare_data(options: DemoOptions) -> SequenceFileMetadata:
 
 
 def choose_ranks(device: DeviceType) -> tuple[int, str]:
-    """Number of ranks, and a line about it; ValueError for "cuda" without a GPU."""
+    """The number of ranks, and a line that explains it; ValueError for "cuda" without a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and num_gpus == 0:
-        raise ValueError("device is 'cuda', this machine has no GPU; choose 'auto' or 'cpu'")
+        raise ValueError("device is 'cuda' and this machine has no GPU; choose 'auto' or 'cpu'")
     if device == "cuda" or (device == "auto" and num_gpus >= 2):
-        return num_gpus, f"{num_gpus} GPUs: one rank on each (NCCL)"
+        return num_gpus, f"{num_gpus} GPUs: one rank per GPU (NCCL)"
     found = {"cpu": "device cpu"}.get(device, "one GPU only" if num_gpus else "no GPU")
     return 2, f"{found}: two ranks on the CPU (gloo, one thread each)"
 

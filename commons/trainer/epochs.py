@@ -1,4 +1,4 @@
-"""Epochs of a loader: opened at their beginning or where a checkpoint ended, in the same order every time."""
+"""Epochs of a loader: opened at their beginning or at a checkpoint's place, always in the same order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
 
-# Which part of the order a rank reads, how much of it at a time, and in which batches.
+# Fields of a sampler's identity that may change between launches: they do not change the order of the rows.
 _PER_LAUNCH = (
     *("rank", "world_size", "batch_size", "rows_per_step"),
     *("window", "workloads", "max_tokens", "budget_per_rank", "max_rows", "plans"),
@@ -38,26 +38,26 @@ _PER_LAUNCH = (
 
 
 class Epochs:
-    """The epochs of a run: their batches, the rows of their steps, and the place behind each step.
+    """The epochs of a run: their batches, the rows of their steps, and the place after each step.
 
-    Called on all ranks together. A sampler of commons.datasets knows the rows of every step beforehand; with another
-    one all steps are taken for full ones.
+    Called on all ranks together. A sampler of commons.datasets computes the rows of every step before the epoch; with
+    another sampler every step counts as a full step.
 
     Args:
-        loader: host batches of this rank, or with single_rank_load of all of them; it has a length, and a sampler with
-            `set_epoch` if epochs differ.
-        recipe: of the run.
-        shuffler: of the training.
+        loader: host batches of this rank, or with single_rank_load of all ranks; it has a length and, if epochs differ,
+            a sampler with `set_epoch`.
+        recipe: the recipe of the run.
+        shuffler: the shuffler for training.
 
     Attributes:
-        loader: what this rank reads; its sampler balances the rows, where the settings say so.
-        in_windows: whether batches come out of windows that are exchanged.
+        loader: the loader of this rank; its sampler balances the rows with balance_sampler.
+        in_windows: whether the rows of a window of batches are exchanged together.
         rows_per_step: rows of a full step, over all ranks.
-        most_batches: batches of an epoch on the rank that has the most.
+        most_batches: batches per epoch of the rank with the most batches.
 
     Raises:
-        ValueError: ranks that would plan differently, a sampler made for another data set, a schedule in rows with a
-            sampler that does not know them, or data that cannot be read by their work.
+        ValueError: the ranks would compute different plans, the sampler was made for another data set, the schedule is
+            in rows and the sampler does not state them, or the sampler cannot balance the data.
     """
 
     def __init__(self, loader: DataLoader[Any], recipe: Recipe, shuffler: BaseTaskBalancedBatchShuffler) -> None:
@@ -67,21 +67,21 @@ class Epochs:
         if self._args.balancing in ("sampler", "budget"):
             loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
         self.loader = loader
-        self._dealt_out: SingleRankLoader | None = None
+        self._single_rank_loader: SingleRankLoader | None = None
         if self._args.single_rank_load:
-            # Row i goes to rank i mod ranks, as where every rank loads its own rows, or where it evens the work.
+            # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.
             get_workloads = shuffler.get_workloads if self._args.balancing == "rank 0" else None
-            self._dealt_out = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
+            self._single_rank_loader = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
         self.in_windows = self._args.balancing == "windows"
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
         self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
         own_batches = torch.tensor([len(loader)], device=recipe.device)
         self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
-        # Of the epoch that is open.
+        # The open epoch and the place where it was opened.
         self._epoch, self._start = 0, EPOCH_START
         self._windows: WindowedBatches | None = None
-        # A user's own sampler may be anything that gives items.
+        # A user's own sampler may yield any items; its steps count as full steps.
         self._steps: EpochSampler[Any] = BatchOrderSampler(self.most_batches, rows_per_step=self.rows_per_step)
         if isinstance(self._sampler, EpochSampler):
             self._steps = self._sampler
@@ -89,16 +89,16 @@ class Epochs:
                 self._steps.require_fits(loader.dataset)
         elif self._args.schedule_in == "rows":
             raise ValueError(
-                f"schedule_in is 'rows' and the sampler is a {type(self._sampler).__name__}, which does not tell the "
-                "rows of each step beforehand: use one of commons.datasets.samplers, or set schedule_in to 'steps'"
+                f"schedule_in is 'rows' and the sampler is a {type(self._sampler).__name__}, which does not state the "
+                "rows of each step: use a sampler of commons.datasets.samplers, or set schedule_in to 'steps'"
             )
         if isinstance(self._sampler, PlannedSampler):
             _require_equal(self._identity(), recipe.device)
 
     def open(self, epoch: int, start: Place) -> Iterator[Any]:
-        """The batches of an epoch, counted from 0, from a place on.
+        """The batches of an epoch, counted from 0, from a place to its end.
 
-        Random states stay as they are: the loader draws more or less often where a run has just been resumed.
+        Restores the random states, because a resumed run's loader draws another number of random values.
 
         Raises:
             ValueError: the sampler cannot begin within an epoch.
@@ -109,48 +109,48 @@ class Epochs:
         with kept_random_state():
             entropy = np.random.SeedSequence([self._args.seed, epoch, dist.get_rank()])
             seed_all(int(entropy.generate_state(1)[0]))
-            batches = iter(self.loader if self._dealt_out is None else self._dealt_out)
+            batches = iter(self.loader if self._single_rank_loader is None else self._single_rank_loader)
         if self._in_turn is not None:
             self._in_turn.open(epoch, start)
         if not self.in_windows:
             return batches
         self._windows = windowed_iter(batches, self._shuffler, self._args.shuffle_window)
-        for _ in range(skipped):  # the window is exchanged as a whole
+        for _ in range(skipped):  # the whole window is exchanged again; its trained steps are dropped
             next(self._windows, None)
             self._windows.take_stats()
         return self._windows
 
     def leave(self) -> None:
-        """End the epoch that is open."""
+        """End the open epoch."""
         if self._windows is not None:
             self._windows.close()
         self._windows = None
 
     def close(self) -> None:
-        """Give back what loading has taken, after a run."""
-        if self._dealt_out is not None:
-            self._dealt_out.close()
+        """Close the single-rank loader, after a run."""
+        if self._single_rank_loader is not None:
+            self._single_rank_loader.close()
 
-    def stats_of_step(self, of_pipeline: ShuffleStats | None) -> ShuffleStats | None:
-        """Stats of the step that was trained next, once for each; `of_pipeline` are those that its pipeline has."""
+    def stats_of_step(self, pipeline_stats: ShuffleStats | None) -> ShuffleStats | None:
+        """Stats of the next trained step; called once per step with the stats of its pipeline."""
         if self._windows is not None:
             return self._windows.take_stats()
-        return of_pipeline if self._in_turn is None else self._in_turn.beside(of_pipeline)
+        return pipeline_stats if self._in_turn is None else self._in_turn.with_loads_before(pipeline_stats)
 
     def details(self) -> dict[str, int]:
-        """What a line of the log says of its stats: 1 where "before" is of the rows that the sampler chose from."""
+        """Details for a log line: "before_in_turn" is 1 if the loads before are of rows assigned to ranks in turn."""
         return {} if self._in_turn is None else {"before_in_turn": 1}
 
     def step_rows(self) -> Iterator[int]:
         """Rows of every step of the open epoch, over all ranks.
 
-        An exchanged window has as many steps and rows as the loader; how many rows each of its steps has is known once
-        the window is open.
+        An exchanged window has the loader's number of steps and of rows; the rows of each step are known after the
+        window's exchange.
         """
         if not self.in_windows:
             return self._steps.step_rows(self._epoch, self._start)
-        of_loader = self._steps.step_rows(self._epoch, Place(self._start.row))
-        return itertools.starmap(self._exchanged_rows, itertools.islice(enumerate(of_loader), self._start.steps, None))
+        loaded = self._steps.step_rows(self._epoch, Place(self._start.row))
+        return itertools.starmap(self._exchanged_rows, itertools.islice(enumerate(loaded), self._start.steps, None))
 
     def num_steps(self, epoch: int, start: Place) -> int:
         """Steps from a place to the end of an epoch."""
@@ -164,7 +164,7 @@ class Epochs:
         return self._steps.num_rows
 
     def place_after(self, steps: int) -> Place:
-        """The place behind so many steps of the open epoch, those from its start on."""
+        """The place after a number of steps of the open epoch, counted from the place where it was opened."""
         if not self.in_windows:
             return self._steps.place_after(steps, self._epoch, self._start)
         windows, steps = divmod(self._start.steps + steps, self._args.shuffle_window)
@@ -174,11 +174,11 @@ class Epochs:
         return end if next(self._steps.step_rows(self._epoch, end), None) is None else Place(row, steps)
 
     def order(self) -> dict[str, Any]:
-        """What decides the order in which all ranks together read the data, JSON-ready; empty where it is not known."""
+        """Settings that determine the order of the rows over all ranks, JSON-ready; empty for a user's own sampler."""
         return {name: value for name, value in self._identity().items() if name not in _PER_LAUNCH}
 
     def window_of(self) -> dict[str, Any]:
-        """What decides which rows of a window share a step, JSON-ready; empty without windows."""
+        """Settings that determine which rows of a window share a step, JSON-ready; empty without windows."""
         if not self.in_windows:
             return self._identity() if self._steps.window > 1 else {}
         options = asdict(self._shuffler.options)
@@ -186,7 +186,7 @@ class Epochs:
         calibration = options["calibration"]
         return {
             **self._identity(),
-            "plans": SOURCES,  # another version may deal the same rows otherwise
+            "plans": SOURCES,  # another version of the planner may compute another plan
             "world_size": dist.get_world_size(resolve_process_group()),
             "window": self._args.shuffle_window,
             "shuffler": type(self._shuffler).__name__,
@@ -194,10 +194,10 @@ class Epochs:
             **{name: options[name] for name in names},
         }
 
-    def _exchanged_rows(self, step: int, of_loader: int) -> int:
-        """Rows of a step counted from the first window; those of the loader in mode "off", which moves none."""
+    def _exchanged_rows(self, step: int, loaded: int) -> int:
+        """Rows of a step, counted from the first window; the loaded rows in mode "off", which moves no row."""
         exchanged = None if self._windows is None else self._windows.num_rows(step)
-        return of_loader if exchanged is None else exchanged
+        return loaded if exchanged is None else exchanged
 
     def _identity(self) -> dict[str, Any]:
         identity: dict[str, Any] = getattr(self._sampler, "identity", dict)()
@@ -211,16 +211,17 @@ class Epochs:
         if not hasattr(self._sampler, "start_at"):
             raise ValueError(
                 f"the checkpoint ends within epoch {self._epoch}, and {type(self._sampler).__name__} cannot begin "
-                "there; resuming needs a sampler with start_at(row): use one of commons.datasets.samplers.epoch"
+                "there; resuming needs a sampler with start_at(row): use a sampler of commons.datasets.samplers.epoch"
             )
         self._sampler.start_at(*(start if start.steps else start[:1]))
 
 
 def _require_equal(identity: dict[str, Any], device: torch.device) -> None:
-    """Raise ValueError on all ranks unless all of them plan by the same."""
+    """Raise ValueError on all ranks unless their samplers are equal."""
     digest = torch.tensor([zlib.crc32(repr(sorted(identity.items())).encode())], device=device)
     if len(gather_numbers(digest, "comparison of plans of the epoch").unique()) > 1:
         raise ValueError(
-            f"ranks plan by different settings or workloads, here by {identity}; each reads its own rows of one plan: "
-            "give all ranks the same workloads, such as those of one calibration, and the same sizes and seed"
+            f"ranks plan with different settings or workloads, here with {identity}; every rank reads its rows of the "
+            "same plan: give all ranks the same workloads, for example from one calibration, and the same sizes and "
+            "seed"
         )

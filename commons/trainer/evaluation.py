@@ -1,4 +1,4 @@
-"""Evaluations: every real row of every rank once, in a pipeline of their own, metrics over all ranks."""
+"""Evaluation in its own pipeline: every real row of every rank once, metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from commons.trainer.ranks.stop import StopSignal
 if TYPE_CHECKING:
     from commons.trainer.recipe import Recipe
 
-# Such as "NDCG@10".
+# A name such as "NDCG@10".
 _TOP_K_NAME = re.compile(r"([A-Za-z]+)@([1-9][0-9]*)")
 
 
 class Metrics(Protocol):
-    """What an evaluation measures; all ranks call its methods together."""
+    """The metrics of an evaluation; all ranks call the methods together."""
 
     def update(self, output: Any) -> None:
-        """Take the output of one batch on this rank."""
+        """Add the model's output for one batch of this rank."""
 
     def compute(self) -> dict[str, float]:
-        """Metrics over all ranks by name."""
+        """The metrics over all ranks, by name."""
 
     def reset(self) -> None:
-        """Forget what was taken."""
+        """Discard all outputs."""
 
 
 class Evaluation:
-    """Evaluates a model on the batches of all ranks; made and called on all of them together.
+    """Evaluates a model on the batches of all ranks; created and called on all ranks together.
 
     Args:
-        recipe: of the model, with its metrics.
-        model: on all ranks.
-        batches: host batches of this rank, iterated once per evaluation; ranks may have different numbers of them.
-        shuffler: for evaluations alone, which agree on the end of their own data.
+        recipe: the model's recipe, with its metrics.
+        model: the model, on all ranks.
+        batches: host batches of this rank, iterated once per evaluation; ranks may have different numbers of batches.
+        shuffler: a shuffler only for evaluations, in which ranks agree on the end of the evaluation data.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Evaluation:
         )
 
     def run(self, stop: StopSignal | None = None) -> dict[str, Any]:
-        """Evaluate the model as it is; it is left in evaluation mode, and the random states as they were.
+        """Evaluate the model; leaves it in evaluation mode and restores the random states.
 
-        No other pipeline is attached to the model.
+        No other pipeline may be attached to the model.
 
         Args:
             stop: ends the evaluation early, on all ranks after the same batch.
 
         Returns:
-            `loss`, the mean over all terms; `rows`, the number of real rows; and the metrics. If it was stopped, those
-            of some rows.
+            `loss`, the mean over all loss terms; `rows`, the number of real rows; and the metrics. If `stop` ended the
+            evaluation, only of the rows until then.
         """
         sums = StepSums()
 
-        def watched() -> Iterator[Any]:
+        def counted() -> Iterator[Any]:
             batches = itertools.islice(iter(self._batches), self._most_batches)
             while stop is None or not stop.agreed:
                 batch = next(batches, None)
@@ -85,8 +85,8 @@ class Evaluation:
                 yield batch
 
         self._model.eval()
-        with torch.no_grad(), kept_random_state():  # training is the same, however often it is evaluated
-            source = watched()
+        with torch.no_grad(), kept_random_state():  # evaluations do not change the random numbers of training
+            source = counted()
             while True:
                 try:
                     output = self._pipeline.progress(source)
@@ -106,17 +106,17 @@ class Evaluation:
 
 
 class TopKMetric(NamedTuple):
-    """A metric and the number of items that it looks at."""
+    """A metric and K, the number of top items that it counts."""
 
     kind: str
     top_k: int
 
 
 def parse_top_k_metric(name: str, kinds: Sequence[str], purpose: str) -> TopKMetric:
-    """Read a name such as "NDCG@10" of one of the metrics `kinds`; `purpose` is what they judge, for the error.
+    """Parse a name such as "NDCG@10" of one of the metrics `kinds`; `purpose`, such as "retrieval", is for the error.
 
     Raises:
-        ValueError: another form, or another kind.
+        ValueError: the name has another form, or the metric is not in `kinds`.
 
     >>> parse_top_k_metric("HitRate@10", ["HR", "NDCG"], "retrieval")
     TopKMetric(kind='HR', top_k=10)

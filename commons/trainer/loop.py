@@ -39,15 +39,15 @@ class TrainingLoop:
     """One run of a recipe: its loaders, model, optimizer and shufflers; made and run on all ranks together.
 
     Raises:
-        KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
+        KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         args, device = recipe.config.trainer, recipe.device
         if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
             raise ValueError(
-                f"pipeline_type is {args.pipeline_type!r}, the device is the CPU; TorchRec's pipeline of that name "
-                "needs CUDA streams: choose 'native' or 'none'"
+                f"pipeline_type is {args.pipeline_type!r} and the device is the CPU; this TorchRec pipeline needs CUDA "
+                "streams: choose 'native' or 'none'"
             )
         self._args, self._device = args, device
         train_loader, eval_loader = recipe.loaders
@@ -59,12 +59,12 @@ class TrainingLoop:
         self._shuffler = recipe.build_shuffler(balances=args.balancing != "none")
         self._data = Epochs(train_loader, recipe, self._shuffler)
         self._shufflers = [self._shuffler]
-        if self._data.in_windows:  # what comes out of a window needs no further shuffle
+        if self._data.in_windows:  # the batches of a window are balanced already
             self._shufflers.append(IdentityBalancedBatchShuffler(options=args.shuffler))
         self._pipeline = TrainPipelineFactory.create(
             args.pipeline_type,
             model=self._model,
-            optimizer=DeferredOptimizer(self._optimizer),  # type: ignore[arg-type]  # stands in for one
+            optimizer=DeferredOptimizer(self._optimizer),  # type: ignore[arg-type]  # has an optimizer's methods
             device=device,
             batch_shuffler=self._shufflers[-1],
         )
@@ -72,9 +72,9 @@ class TrainingLoop:
         if eval_loader is not None:
             self._shufflers.append(recipe.build_shuffler(balances=args.shuffle_eval))
             self._evaluation = Evaluation(recipe, self._model, eval_loader, self._shufflers[-1])
-        # What the latest evaluation has found, by names of the log, and after which step.
+        # The step of the latest evaluation, and its results by their names in the log.
         self._evaluated_at, self._results = -1, dict[str, Any]()
-        # Where only the number of steps is limited, the data repeats.
+        # With a limit on steps only, epochs repeat until the limit.
         self._num_epochs = args.num_epochs or (None if args.max_train_iters else 1)
         self._loss_scaler = recipe.loss_scaler
         self._checkpoints = Checkpointer(recipe, self._model, self._optimizer, self._shuffler, self._data.order())
@@ -93,13 +93,13 @@ class TrainingLoop:
 
         Raises:
             ValueError: the loaders have no batch on any rank.
-            RuntimeError: the checkpoint at the end could not be written; everything else is done by then.
-            RankMissingError: a collective has failed, of the shuffler or of the model.
-            Exception: an error of any rank's data or shuffler, on every rank.
+            RuntimeError: the checkpoint at the end could not be written; all other work is complete by then.
+            RankMissingError: a collective of the shuffler or of the model has failed.
+            Exception: an error of any rank's data or shuffler, raised on every rank.
         """
         with missing_ranks_named(lambda: self._step + 1, self._shufflers), self._stop:
             summary = self._run()
-        # Not after a failure: a worker may then wait for a rank that is gone.
+        # Not after a failure: closing would wait for a worker thread that waits for a rank that has exited.
         for shuffler in self._shufflers:
             shuffler.close()
         self._data.close()
@@ -122,8 +122,8 @@ class TrainingLoop:
         )
         self._log = TrainLog(self._args, total_steps, first_step=self._step)
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
-            self._log.say(line)
-        # A run that was complete is not evaluated once more.
+            self._log.print_line(line)
+        # A run that was complete is not evaluated a second time.
         self._results = on_rank_0(lambda: self._log.evaluated, self._device)
         self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
@@ -135,7 +135,7 @@ class TrainingLoop:
             if self._evaluated_at != self._step:
                 self._evaluate()
             if self._stop.agreed:
-                self._log.say(
+                self._log.print_line(
                     f"stopped by SIGTERM after step {self._step}{self._checkpoints.how_to_resume(self._step)}"
                 )
         finally:
@@ -148,17 +148,17 @@ class TrainingLoop:
         return summary
 
     def _start(self) -> tuple[Place, str]:
-        """Where the current epoch goes on, and a line about rows that are trained a second time, or ""."""
+        """The place where the current epoch continues, and a line about rows that are trained a second time, or ""."""
         progress = self._progress
         if not progress.window_steps:
             return Place(progress.rows_in_epoch), ""
-        # Rank 0 decides for all, because it wrote the checkpoint.
+        # Rank 0 decides for all ranks, because it wrote the checkpoint.
         if on_rank_0(self._data.window_of, self._device) == progress.window_of:
             return Place(progress.rows_in_epoch, progress.window_steps), ""
         self._progress = replace(progress, window_steps=0, window_rows=0)
         return Place(progress.rows_in_epoch), (
-            f"the checkpoint is behind {progress.window_steps} steps of a window that was planned for other ranks or "
-            f"settings: the window is read again, and {progress.window_rows} rows come a second time"
+            f"the checkpoint was saved {progress.window_steps} steps into a window that was planned for other ranks or "
+            f"settings: the window is read again, and {progress.window_rows} rows are trained a second time"
         )
 
     def _train(self, start: Place) -> int:
@@ -173,7 +173,7 @@ class TrainingLoop:
         return epochs
 
     def _train_epoch(self, epoch: int, start: Place) -> None:
-        """Train what is left of an epoch from a place on: segments, and what is due between them."""
+        """Train an epoch from a place to its end: segments, with checkpoints and evaluations between them."""
         first_step = self._step
         behind_window = self._progress.window_rows if start.steps else 0
         batches = self._data.open(epoch, start)
@@ -201,15 +201,15 @@ class TrainingLoop:
                 self._save()
             if trained and self._evaluates_after(self._step):
                 self._evaluate()
-            # The same on all ranks: they train together until the last has ended.
+            # `trained` is equal on all ranks: they train together until the data of the last rank end.
             if not trained or not self._pauses_after(self._step):
                 break
         self._data.leave()
 
     def _segment(self, batches: Iterator[Any], first_step: int) -> Iterator[Any]:
-        """Batches of this rank until something else than training is due, or until the data end."""
+        """Batches of this rank until a checkpoint, an evaluation or the end of the run is due, or the data end."""
         for step in itertools.count(first_step):
-            if self._may_stop_after(step - 1):  # looked at before a batch is taken, which would be lost
+            if self._may_stop_after(step - 1):  # checked before a batch is read: that batch would be lost
                 return
             batch = next(batches, None)
             if batch is None:
@@ -236,7 +236,7 @@ class TrainingLoop:
         stats = self._data.stats_of_step(self._pipeline.last_stats)
         self._update.after_step(self._step, output.num_loss_tokens)
         self._step += 1
-        self._guard.look(self._step, output.loss_sum)
+        self._guard.record(self._step, output.loss_sum)
         self._meter.step(output, stats)
         self._forward_timer.step(stats)
         self._report_forward_times()
@@ -254,7 +254,7 @@ class TrainingLoop:
         self._guard.check()
         numbers, details = self._meter.take()
         if numbers:
-            self._report_forward_times()  # the meter has waited for the end of the last step
+            self._report_forward_times()  # the meter has waited until the last step ended on the device
             if self._forward_timer.is_on and "loads_after" in details:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.get_scale()}
@@ -268,9 +268,9 @@ class TrainingLoop:
             self._checkpoints.save(self._progress)
 
     def _evaluate(self) -> None:
-        """Evaluate the state after this step, unless the run ends early; the training pipeline has nothing in flight.
+        """Evaluate the state after this step, unless the run ends early; the training pipeline has no batch in flight.
 
-        Meanwhile the changes that this pipeline has made to the model are undone.
+        The training pipeline detaches from the model for the evaluation: it replaces forward methods of the model.
         """
         if self._evaluation is None or self._stop.agreed:
             return
@@ -285,11 +285,11 @@ class TrainingLoop:
             self._log.line({"step": self._step, **self._results})
 
     def _pauses_after(self, step: int) -> bool:
-        """Whether something else than training is due after a step; the same on all ranks."""
+        """Whether a checkpoint, an evaluation or the end of the run is due after a step; equal on all ranks."""
         return self._has_trained_all(step) or self._saves_after(step) or self._evaluates_after(step)
 
     def _saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step; it holds no half-accumulated gradient."""
+        """Whether a checkpoint is due after a step; never within an accumulation, because gradients are not saved."""
         every = self._args.optimization.accumulation_steps
         return self._checkpoints.saves and self._schedule.is_due(self._args.ckpt_save_interval, step, every=every)
 
@@ -301,14 +301,14 @@ class TrainingLoop:
         return limit is not None and self._schedule.done_after(step) >= limit
 
     def _may_stop_after(self, step: int) -> bool:
-        """Whether a run that was asked to end may do so after a step: not within an accumulation."""
+        """Whether a run that received SIGTERM may end after a step: not within an accumulation."""
         return self._stop.agreed and self._update.is_whole_after(step)
 
     def _is_done(self) -> bool:
         return self._has_trained_all(self._step) or self._may_stop_after(self._step)
 
     def _total_steps(self, start: Place) -> int:
-        """Steps of the run, those before a checkpoint included; an estimate where steps differ in their rows."""
+        """Steps of the run, including the steps before a checkpoint; an estimate if steps differ in their rows."""
         limits, limit = [], self._args.max_train_iters
         if limit is not None:
             limits.append(-(-limit // self._data.rows_per_step) if self._schedule.in_rows else limit)
@@ -319,7 +319,7 @@ class TrainingLoop:
         return max(self._step, min(limits))
 
     def _total_rows(self) -> int:
-        """Rows of the run, those before a checkpoint included."""
+        """Rows of the run, including the rows before a checkpoint."""
         progress, of_epoch = self._progress, self._data.num_rows
         limits = [] if self._args.max_train_iters is None else [self._args.max_train_iters]
         if self._num_epochs is not None:

@@ -1,4 +1,4 @@
-"""A model as one recipe: all that training, the demo, `evenrank calibrate` and `evenrank simulate` ask about it.
+"""A model as one recipe: all that training, the demo, `evenrank calibrate` and `evenrank simulate` need of it.
 
     config ─► loaders ─► build_model ─► shuffler, metrics, flops ─► `run_training`, `compare`
       └─► task, row_tokens, host_batches ─► simulate;  with single_process_model, make_batch ─► calibrate
@@ -33,70 +33,70 @@ R = TypeVar("R", bound="Recipe")
 
 
 class Recipe(ABC):
-    """A model, its data and its costs, by a config; it is a `commons.perf_model.measurement.CostTarget` too.
+    """A model, its data and its costs, built from a config; it is also a `commons.perf_model.measurement.CostTarget`.
 
-    A model's own recipe defines `config_class`, `task`, `row_tokens` and `build_model`; for `evenrank calibrate` also
-    `single_process_model` and `make_batch`. What else it overrides is up to it. `device` is this rank's, or the one
-    process's.
+    A subclass must define `config_class`, `task`, `row_tokens` and `build_model`; for `evenrank calibrate` also
+    `single_process_model` and `make_batch`. Every other method may be overridden. `device` is the device of this rank,
+    or of the only process.
     """
 
     # A dataclass with the fields `trainer` (TrainerArgs), `dataset` (DatasetArgs), `optimizer` (OptimizerArgs) and
-    # `shuffler_type`, the name of a registered shuffler; and whatever else the model needs.
+    # `shuffler_type`, the name of a registered shuffler; the model may need further fields.
     config_class: ClassVar[type[Any]]
-    compute_dtype: torch.dtype = torch.float32  # of the matrix products, for MFU
-    loss_scaler: torch.amp.GradScaler | None = None  # of a model that scales its loss
+    compute_dtype: torch.dtype = torch.float32  # dtype of the matrix products, for MFU
+    loss_scaler: torch.amp.GradScaler | None = None  # set by a model that scales its loss
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.config = config
         self.device = device
         self.batch_size: int = config.trainer.train_batch_size  # rows per rank in training
-        self.max_length: int = config.dataset.max_history_seqlen  # the most items of a history
+        self.max_length: int = config.dataset.max_history_seqlen  # maximum number of items in a history
 
     @classmethod
     def load(cls: type[R], path: Path, device: torch.device) -> R:
         """The recipe of a config file, for one process; raises as `load_config_file`."""
         return cls(load_config_file(cls.config_class, path), device)
 
-    # What a row costs.
+    # The cost of a row.
 
     @property
     @abstractmethod
     def task(self) -> AttentionTask:
-        """The operations of the layers."""
+        """The task that computes the FLOPs of the layers."""
 
     @abstractmethod
     def row_tokens(self, batch: Any) -> RowTokens:
-        """Tokens that the model computes for every real row of a batch."""
+        """The number of tokens that the model computes for every real row of a batch."""
 
     def num_tokens(self, batch: Any) -> int:
-        """Tokens of a host batch, for the log: the values of its features, contextual ones too."""
+        """The number of tokens of a host batch, for the log: all values of its features, contextual features too."""
         return int(batch.features.values().numel())
 
     def flops(self, batch: Any) -> int:
-        """Forward and backward operations of the layers on a host batch; embeddings and heads are left out."""
+        """Forward and backward FLOPs of the layers on a host batch, without embeddings and heads."""
         return training_flops(int(self.task.get_workloads(*self.row_tokens(batch)).sum()))
 
-    # Training; called on all ranks together.
+    # Training; all ranks call these methods together.
 
     def prepare_ranks(self) -> None:
-        """Make process groups, before anything else is done."""
+        """Create process groups; called before every other method."""
         return
 
     def release_ranks(self) -> None:
-        """Destroy what `prepare_ranks` has made, after a run; not after a failure."""
+        """Destroy the process groups of `prepare_ranks`; called after a run, but not after a failure."""
         return
 
     def data_options(self) -> dict[str, Any]:
-        """Further arguments of `get_data_loader`."""
+        """Further keyword arguments for `get_data_loader`."""
         return {}
 
     def open_loaders(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-        """New loaders of this rank's training and evaluation batches, on the host; None for no evaluation."""
+        """Create loaders of this rank's training and evaluation batches, on the host; None for no evaluation."""
         return train_and_eval_loaders(self.config.dataset, self.config.trainer, self.device, **self.data_options())
 
     @cached_property
     def loaders(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-        """The loaders of this run."""
+        """The training and evaluation loaders of this run."""
         return self.open_loaders()
 
     def notes(self) -> list[str]:
@@ -105,73 +105,73 @@ class Recipe(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model on all ranks; it returns a loss to call `backward` on and a StepOutput.
+        """Build the model on all ranks; the model returns a loss to call `backward` on and a StepOutput.
 
-        Called again, it gives an equal model: it sets the random states that weights and dropout are drawn from.
+        A second call returns an equal model, because it seeds the random states of weights and dropout.
         """
 
     def layers(self, model: nn.Module) -> nn.Module | None:
-        """The part of the model whose forward pass waits for no other rank, and whose operations loads count.
+        """The submodule whose forward pass waits for no other rank, and whose FLOPs the workloads count.
 
-        It is timed, for the speeds of the ranks; None for nothing. What it is given has been waited for: embeddings
-        come from other ranks, and TorchRec waits for them where they are first used.
+        It is timed to measure the speed of each rank; None times nothing. Its inputs must be complete before it runs:
+        embeddings come from other ranks, and TorchRec waits for an embedding at its first use.
         """
         return None
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of what does not train itself."""
+        """The optimizer of all parameters that are not updated in the backward pass."""
         return build_optimizer(model, self.config.optimizer)
 
     def metrics(self, model: nn.Module) -> Metrics | None:
-        """What evaluations measure besides the loss."""
+        """The metrics of evaluations; None for the loss only."""
         return None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal to load a checkpoint, JSON-ready."""
+        """Settings that a checkpoint and the run that loads it must share, JSON-ready."""
         return {"optimizer": self.config.optimizer.kinds()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
-        """Arguments of the shufflers that take a model's dimensions, by name; others are made without."""
+        """Keyword arguments by name of the shuffler, for shufflers that take the model's dimensions."""
         return {}
 
     def build_shuffler(self, *, balances: bool) -> BaseTaskBalancedBatchShuffler:
-        """The shuffler that the config names, with the run's options; with `balances` False one that moves nothing.
+        """Create the config's shuffler with the run's options; with `balances` False a shuffler that moves no row.
 
         Raises:
-            KeyError: an unknown name.
+            KeyError: no shuffler of this name is registered.
         """
         trainer = self.config.trainer
         options = trainer.shuffler
         if trainer.balances_at_loading and options.mode == "balance":
-            # Rows are dealt out, or read, evenly already; the shuffler only reports how even they are.
+            # Rank 0 or the sampler has balanced the rows already; the shuffler only reports the balance.
             options = replace(options, mode="observe")
         if not balances:
             return IdentityBalancedBatchShuffler(options=options)
         name = self.config.shuffler_type
         return BatchShufflerFactory.create(name, options=options, **self.shuffler_arguments().get(name, {}))
 
-    # Costs, in one process.
+    # Measurement of costs, in one process.
 
     def single_process_model(self) -> nn.Module:
-        """The whole model in this process, on its device; ValueError where the recipe does not define it."""
-        raise ValueError(f"{type(self).__name__} has no single_process_model, which is what is measured: define it")
+        """Build the whole model in this process, on its device; ValueError if the recipe does not define it."""
+        raise ValueError(f"{type(self).__name__} has no single_process_model; measurements train this model: define it")
 
     def make_batch(self, lengths: Sequence[int]) -> Any:
-        """A random batch on the device, of rows of these lengths (items of a history, each at least 1).
+        """Make a random batch on the device whose rows have these lengths (items of a history, each at least 1).
 
         Raises:
             ValueError: the recipe does not define it.
         """
-        raise ValueError(f"{type(self).__name__} has no make_batch, of which measured batches are made: define it")
+        raise ValueError(f"{type(self).__name__} has no make_batch; measurements train its batches: define it")
 
     @cached_property
     def measured_model(self) -> nn.Module:
-        """The model that `train_step` trains."""
+        """The seeded model that `train_step` trains."""
         seed_all(self.config.trainer.seed)
         return self.single_process_model().to(self.device).train()
 
     def train_step(self, batch: Any) -> None:
-        """Forward and backward pass."""
+        """Run one forward and backward pass."""
         loss, _ = self.measured_model(batch)
         loss.backward()
         self.measured_model.zero_grad(set_to_none=True)
@@ -183,10 +183,10 @@ class Recipe(ABC):
 
     @property
     def draws_per_rank(self) -> bool:
-        """Whether each rank draws batches of its own, as of random data; else the rows of all are dealt in turn."""
+        """Whether each rank generates its own batches (random data); else row i of the data goes to rank i mod W."""
         return hasattr(self.single_loader.dataset, "stream")
 
     def host_batches(self) -> Iterator[Any]:
-        """Batches of the training data, as a single rank would read them, each row once; random data have no end."""
+        """Batches of the training data, as a single rank would read them, each row once; endless for random data."""
         dataset: Any = self.single_loader.dataset
         return dataset.stream() if self.draws_per_rank else iter(self.single_loader)

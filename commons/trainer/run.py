@@ -1,4 +1,4 @@
-"""One run of a recipe: its ranks, its folder, the loop, and the end."""
+"""One run of a recipe: join the ranks, open the run folder, train, leave."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from commons.trainer.recipe import Recipe
 
 
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
-    """One rank of a run that torchrun started with a config and flags: what a model's training script calls.
+    """Run one rank of a training that torchrun started, with the command line's config and flags.
 
-    `prog` is the name of the script, `description` what it does, with examples, both for the help.
+    A model's training script calls it. `--help` prints `prog`, the name of the script, and `description`, its purpose
+    with examples.
     """
     config = load_config(recipe_class.config_class, sys.argv[1:], prog=prog, description=description)
     return train(recipe_class, config, logs_to_file=True)
@@ -46,23 +47,23 @@ def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | N
 def train(
     recipe_class: type[Recipe], config: Any, *, ranks: RankInfo | None = None, logs_to_file: bool = False
 ) -> TrainSummary:
-    """One rank of a run, for any launcher and any script; called on all ranks together.
+    """Run one rank of a training, under any launcher and in any script; called on all ranks together.
 
-    A process group that exists is joined and left as it is, and so are logging and signals, SIGTERM in a run that saves
-    checkpoints aside. A group that is made here ends with the run, unless that fails: ranks that are gone would be
-    waited for.
+    An existing process group is used and not destroyed. Logging and signal handlers stay unchanged, except SIGTERM in
+    a run that saves checkpoints. A process group that is created here is destroyed after a successful run; after a
+    failure it is not, because destroying it would wait for ranks that have exited.
 
     Args:
         recipe_class: the model.
-        config: an instance of its `config_class`, or nested dictionaries of such, as a config file holds them.
-        ranks: which rank this is, where there is no process group and torchrun has not started the process.
-        logs_to_file: let the logging of this process go to the run's folder.
+        config: an instance of `recipe_class.config_class`, or the nested dictionaries of a config file.
+        ranks: the rank of this process; needed without a process group and without torchrun.
+        logs_to_file: whether this process writes its logging to the run folder.
 
     Returns:
-        What came out of the run.
+        The result of the run.
 
     Raises:
-        KeyError, FileNotFoundError, ValueError: data, ranks or settings that do not fit.
+        KeyError, FileNotFoundError, ValueError: wrong data, ranks or settings.
     """
     if isinstance(config, Mapping):
         config = make_config(recipe_class.config_class, config)
@@ -82,27 +83,27 @@ def train(
 
 
 def run_training(recipe: Recipe) -> TrainSummary:
-    """Train and, if there is something to evaluate on, evaluate; called on all ranks together.
+    """Train and, if the recipe has evaluation data, evaluate; called on all ranks together.
 
     Raises:
-        KeyError, FileNotFoundError, ValueError: data or settings that do not fit.
+        KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
     _divide_batch(recipe)
     return TrainingLoop(recipe).run()
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
-    """Let a run have its folder, write config.json there and, with `logs_to_file`, log there; called on all ranks.
+    """Create the run folder, write config.json and, with `logs_to_file`, log there; called on all ranks together.
 
-    A run that resumes (ckpt_load_dir) goes on with the run in the folder; with `overwrite` that run is removed.
+    With `ckpt_load_dir` this run continues the run in the folder; with `overwrite` the run in the folder is removed.
 
     Raises:
-        ValueError: the folder holds another run, or cannot be written.
+        ValueError: the folder contains another run, or cannot be written.
         ImportError: a sink's library is not installed.
     """
     args = config.trainer
     require_sinks(args.sinks)
-    on_rank_0(lambda: _make_room(args), device)
+    on_rank_0(lambda: _require_free_folder(args), device)
     if logs_to_file:
         log_to_file(args.run_dir)
     if dist.get_rank() == 0:
@@ -110,33 +111,33 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
         write_whole(Path(args.run_dir) / CONFIG_FILE, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
-def _make_room(args: TrainerArgs) -> None:
-    """Raise ValueError unless the folder may take the run."""
+def _require_free_folder(args: TrainerArgs) -> None:
+    """Remove the run in the folder with `overwrite`; raise ValueError unless this run may use the folder."""
     folder = Path(args.run_dir)
     try:
         if args.overwrite:
             _remove_run(folder)
         log = folder / LOG_FILE
-        # One that ended before its first line has left no results.
+        # A run that ended before its first line of the log has left no results.
         holds_run = (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
     except OSError as error:
         raise ValueError(
-            f"run_dir is {args.run_dir!r}, which cannot be looked through ({error}): give a folder of yours"
+            f"run_dir is {args.run_dir!r}, which cannot be read ({error}): give a folder of yours"
         ) from None
-    if holds_run and not _goes_on(folder, args):
-        empty = f", and ckpt_load_dir {args.ckpt_load_dir} no checkpoint" if args.ckpt_load_dir else ""
+    if holds_run and not _continues_run(folder, args):
+        empty = f", and ckpt_load_dir {args.ckpt_load_dir} has no checkpoint" if args.ckpt_load_dir else ""
         raise ValueError(
-            f"run_dir {args.run_dir} holds a run already{empty}; two runs in one folder would be taken for one: give "
-            "another --trainer.run-dir, remove that run with --trainer.overwrite, or go on with it from its "
-            "checkpoints, --trainer.ckpt-load-dir"
+            f"run_dir {args.run_dir} already contains a run{empty}; a folder may contain only one run: give another "
+            "--trainer.run-dir, remove the old run with --trainer.overwrite, or continue it from its checkpoints with "
+            "--trainer.ckpt-load-dir"
         )
 
 
-def _goes_on(folder: Path, args: TrainerArgs) -> bool:
-    """Whether the run that the settings describe is a later part of the one in the folder."""
+def _continues_run(folder: Path, args: TrainerArgs) -> bool:
+    """Whether a run with these settings continues the run in the folder."""
     if not args.ckpt_load_dir or holds_checkpoint(args.ckpt_load_dir):
         return bool(args.ckpt_load_dir)
-    # Given again, a command whose run ended before its first checkpoint begins it anew.
+    # A run that ended before its first checkpoint starts again when its command is repeated.
     try:
         before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]["ckpt_save_dir"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -145,7 +146,7 @@ def _goes_on(folder: Path, args: TrainerArgs) -> bool:
 
 
 def _remove_run(folder: Path) -> None:
-    """Remove what a run writes, and nothing else."""
+    """Remove the files that a run writes, and no other file."""
     patterns = [LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"]
     for pattern in (*patterns, f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"):
         for path in folder.glob(pattern):
@@ -153,13 +154,13 @@ def _remove_run(folder: Path) -> None:
 
 
 def _divide_batch(recipe: Recipe) -> None:
-    """Give every rank its part of global_batch_size, if that is set."""
+    """Set train_batch_size to this rank's part of global_batch_size, if global_batch_size is set."""
     args, ranks = recipe.config.trainer, dist.get_world_size(resolve_process_group())
     if args.global_batch_size is None:
         return
     if args.global_batch_size % ranks:
         raise ValueError(
-            f"global_batch_size is {args.global_batch_size}, and {ranks} ranks share the data; each trains an equal "
-            "part: give a multiple of every number of ranks that the run may have"
+            f"global_batch_size is {args.global_batch_size}, and {ranks} ranks share the data; each rank trains an "
+            "equal part: give a multiple of every number of ranks that the run may have"
         )
     args.train_batch_size = recipe.batch_size = args.global_batch_size // ranks

@@ -25,7 +25,7 @@ _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 _CPU_OPTIMIZERS = ("sgd", "rowwise_adagrad")  # fbgemm has no CPU kernel for the others
-# A data-parallel table has no optimizer of its own, so the planner may not choose that unasked.
+# Without data_parallel: the caller's optimizer would have to train such a table, so only the user can choose it.
 _PLANNED_TYPES = [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
 
 
@@ -43,9 +43,9 @@ def shard_model(
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank.
 
-    A collective call: every rank of the group makes it, with the same arguments. Tables made on a real device keep
-    their weights, which must be the same on all ranks; tables on "meta" are initialised shard by shard, by each rank
-    from its own random state: seed the ranks differently, or their shards are alike.
+    A collective call: every rank of the group calls it with the same arguments. Tables on a real device keep their
+    weights, which must be equal on all ranks. On "meta" every rank initialises its shards from its own random state:
+    seed the ranks differently, or shards of different ranks have equal weights.
 
     Args:
         model: the model, with its tables in TorchRec's EmbeddingCollections.
@@ -53,19 +53,19 @@ def shard_model(
         device: this rank's device.
         embedding_optimizer: updates table-wise and row-wise tables during the backward pass. On CPU fbgemm offers "sgd"
             and "rowwise_adagrad".
-        embedding_lr: its learning rate.
-        sharding: one kind for all tables, or a kind by table: "table_wise" (a table on one rank), "row_wise" (its rows
-            over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
+        embedding_lr: learning rate of that optimizer.
+        sharding: one kind for all tables, or a kind by table: "table_wise" (a table on one rank), "row_wise" (the rows
+            of a table over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
             `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two).
-        process_group: the ranks; WORLD if not given.
-        local_world_size: ranks per host; what torchrun sets if not given, else all ranks.
-        data_parallel_wrapper: copies what is not sharded and averages its gradients; torch's DistributedDataParallel,
-            from rank 0's weights, if not given.
+        process_group: the ranks; None for WORLD.
+        local_world_size: ranks per host; None for torchrun's number or, without torchrun, all ranks.
+        data_parallel_wrapper: copies the other parameters to every rank and averages their gradients; None for torch's
+            DistributedDataParallel, which starts from rank 0's weights.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: a sharding for an unknown table, an unknown kind or optimizer, one that this device does not offer,
-            or a learning rate that is not positive.
+        ValueError: a sharding for an unknown table, a kind or optimizer that is unknown or not available on this
+            device, or a learning rate that is not positive.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -84,8 +84,8 @@ def shard_model(
             world_size=world_size,
             local_world_size=get_local_size(world_size) if local_world_size is None else local_world_size,
             compute_device=device.type,
-            # TorchRec assumes 32 GiB of any GPU: tables that fit would lie in the host's memory, or the plan would not
-            # fit. None lets it assume what it does for other devices.
+            # TorchRec assumes 32 GiB for every GPU; on a larger GPU tables would go to host memory or not fit.
+            # None is TorchRec's own default for other devices.
             hbm_cap=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         ),
         constraints={
@@ -104,7 +104,7 @@ def shard_model(
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that the caller's optimizer has to train: all but the tables that update themselves."""
+    """Parameters that the caller's optimizer must train: all except tables updated in the backward pass."""
     return dict(in_backward_optimizer_filter(model.named_parameters()))
 
 
@@ -123,7 +123,7 @@ def _check_optimizer(optimizer: str, lr: float, device: torch.device) -> None:
 def _sharding_by_table(
     sharding: Mapping[str, Sharding | None] | Sharding | None, tables: list[str], device: torch.device
 ) -> dict[str, str | None]:
-    """The kind of every table, None where the planner chooses."""
+    """The kind of every table; None where the planner chooses."""
     if not isinstance(sharding, Mapping):
         sharding = dict.fromkeys(tables, sharding)
     unknown = [table for table in sharding if table not in tables]
@@ -137,9 +137,9 @@ def _sharding_by_table(
                 "planner's choice: choose one"
             )
         if kind == "data_parallel" and device.type == "cpu":
-            # fbgemm's dense tables ignore there that sequences are not pooled, and answer one row per sample.
+            # On CPU, fbgemm's dense tables pool every sequence and return one row per sample.
             raise ValueError(
-                f"sharding of table {table!r} is 'data_parallel' on CPU; TorchRec looks up no sequences in such "
-                "tables there: choose 'table_wise' or 'row_wise'"
+                f"sharding of table {table!r} is 'data_parallel' on CPU; there TorchRec cannot look up sequences in "
+                "data-parallel tables: choose 'table_wise' or 'row_wise'"
             )
     return kinds

@@ -1,8 +1,8 @@
-"""torchrun without its own traceback: the same arguments, and the exit status of the rank that failed.
+"""torchrun without its own traceback: takes the same arguments and returns the exit status of the rank that failed.
 
     python -m commons.trainer.torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
 
-torchrun prints fifty lines of its own below what a failed rank has printed. Here the rank's own line is the last one.
+torchrun prints fifty lines of its own below the error of a failed rank. Here the rank's error is the last line.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def torchrun(argv: Sequence[str]) -> int:
     """Start ranks with torchrun's arguments and wait for them.
 
     Returns:
-        0, or the exit status of the rank that failed first; 128 + n if signal n ended a rank, or this process, as a
-        shell does it: 130 after Ctrl-C.
+        0, or the exit status of the rank that failed first; 128 + n if signal n ended a rank or this process, as in a
+        shell: 130 after Ctrl-C.
     """
-    # The rank itself reports its failure; torchrun's log adds nothing to it and the exit status.
+    # The failed rank prints its own error; torchrun's log would only repeat it.
     logging.disable(logging.ERROR)
     try:
         torch.distributed.run.main(list(argv))
@@ -39,7 +39,7 @@ def torchrun(argv: Sequence[str]) -> int:
 
 def _exit_status(error: ChildFailedError) -> int:
     first, first_failure = error.get_first_failure()
-    # SIGTERM is torchrun's own, for the peers of a failed rank; where it came first, somebody else has sent it.
+    # torchrun sends SIGTERM to the peers of a failed rank; only if the first failure is a SIGTERM, another sent it.
     ended = [
         (rank, failure)
         for rank, failure in sorted(error.failures.items())
@@ -48,7 +48,8 @@ def _exit_status(error: ChildFailedError) -> int:
     if not ended:
         return first_failure.exitcode
     rank, failure = ended[0]
-    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")  # it could not report that itself
+    # A process that a signal ends cannot report that itself.
+    sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")
     return 128 - failure.exitcode
 
 

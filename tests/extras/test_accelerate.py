@@ -43,5 +43,5 @@ def test_a_sampler_of_one_rank_is_refused(of_ranks):
             ("make it with rank=None", "make it with rank=None", "use torch's BatchSampler"),
             told["refused"],
         ):
-            assert message.startswith(f"ValueError: this {name} has the batches of rank {rank} of 2 alone")
+            assert message.startswith(f"ValueError: this {name} has only the batches of rank {rank} of 2")
             assert message.endswith(f"which leaves rows out: {remedy}, or do not prepare the loader")

@@ -1,1 +1,1 @@
-"""The loader of batches, by the name of a data set."""
+"""The loader of batches for a data set's name."""

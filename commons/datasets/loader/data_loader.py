@@ -1,6 +1,6 @@
-"""Data sets by name, and the one function that makes a loader for any of them.
+"""Data sets by name, and the function that makes a loader for any of them.
 
-To add a data set of sequences: add it to `PUBLIC_DATASETS`; one of another kind: a branch in `get_data_loader`.
+To add a data set of sequences, add it to `PUBLIC_DATASETS`; for another kind, add a branch to `get_data_loader`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN, Histories, P
 from commons.datasets.sids.map import SIDMap
 
 BatchDataset = SequenceDataset | RandomHSTUDataset | SIDDataset | RandomSIDDataset
-# By the kind of their batches: HSTUBatch and GPTSIDBatch; of the latter random items, any parquet file of item-id
-# histories, and preprocessed data sets.
+# Data sets with HSTUBatch, and those with GPTSIDBatch: random items, any parquet file of item-id histories ("sid"), and
+# preprocessed data sets.
 HSTU_DATASETS = ("random", *PUBLIC_DATASETS, OWN_DATASET)
 SID_DATASETS = ("sid-random", "sid", *(f"sid-{name}" for name in (*PUBLIC_DATASETS, OWN_DATASET)))
 
@@ -48,21 +48,21 @@ def _make_sequences(
         )
     schema = _schema(name, Path(path), columns)
     if contextual_feature_names is not None:
-        # A name given twice would be two tokens of one feature.
+        # Without repeats: a repeated name would add two tokens for one feature.
         names = tuple(dict.fromkeys(contextual_feature_names))
         schema = dataclasses.replace(schema, contextual_feature_names=names)
     return SequenceDataset(path, schema, split=split, **options)
 
 
 def _schema(name: str, path: Path, given: EventColumns | None = None) -> SequenceSchema:
-    """The schema of a data set; ValueError for raw parquet files, with the command that makes one of them."""
+    """The schema of a data set; ValueError for a user's raw parquet files, with the command to preprocess them."""
     if name != OWN_DATASET:
         return PUBLIC_DATASETS[name].schema
     given = given or EventColumns()
     is_made = any((own / MANIFEST).is_file() for own in (path, path / f"{OWN_DATASET}.parquet"))
     if not is_made and (path.is_file() or any(path.rglob("*.parquet"))):
         raise ValueError(
-            f"dataset_path {path} holds parquet files as they are; tables need dense ids, which are made once: run "
+            f"dataset_path {path} has raw parquet files; tables need dense ids, which preprocessing assigns: run "
             f"`evenrank preprocess parquet --source {path} --output FOLDER {given.as_flags()}".rstrip()
             + "` and give FOLDER as dataset_path"
         )
@@ -87,21 +87,21 @@ def _make_sids(
 ) -> SIDDataset | RandomSIDDataset:
     if sid_map is None:
         raise ValueError(
-            "sid_map is not given; batches of semantic IDs need to know every item's SID: load one with SIDMap.load"
+            "sid_map is not given; batches of semantic IDs need every item's SID: load a map with SIDMap.load"
         )
     if num_tasks != 1:
-        raise ValueError(f"num_tasks is {num_tasks}; the next item is the one task of semantic IDs: leave it at 1")
+        raise ValueError(f"num_tasks is {num_tasks}; semantic IDs have one task, the next item: leave it at 1")
     sizes: dict[str, Any] = {
         "batch_size": batch_size,
         "max_history_length": max_history_seqlen,
-        # None for all items; in evaluation the last item alone, so that a user is predicted once.
+        # None for all items; in evaluation only the last item, so that every user is predicted once.
         "max_candidate_length": (max_num_candidates or None) if split == "train" else 1,
     }
     if name in RANDOM_DATASETS:
         lengths = (length_distribution or LengthDistribution()).within(max_history_seqlen)
         return RandomSIDDataset(sid_map, num_batches=num_batches, history_dist=lengths, **sizes, **stream, **options)
     if path is None:
-        made_by = "holds a list column of item ids" if name == "sid" else "is written by `evenrank preprocess`"
+        made_by = "has a list column of item ids" if name == "sid" else "`evenrank preprocess` has written"
         raise ValueError(f"dataset_path is not set; histories are read from a parquet file that {made_by}: set it")
     histories: Histories
     if name == "sid":
@@ -112,7 +112,7 @@ def _make_sids(
 
 
 def list_datasets() -> list[str]:
-    """Names that `get_data_loader` knows."""
+    """All names for `get_data_loader`."""
     return sorted((*HSTU_DATASETS, *SID_DATASETS))
 
 
@@ -131,22 +131,23 @@ def get_data_loader(
     pin_memory: bool = False,
     **options: Any,
 ) -> ResumableLoader:
-    """A loader of one rank's batches; what it is given has been checked by DatasetArgs and TrainerArgs.
+    """Make a loader of one rank's batches; values must have passed the checks of DatasetArgs and TrainerArgs.
 
-    `split` is "train" or "test", `batch_size` rows per rank, of which the last batch may be padded. `rank` is that
-    among the `world_size` ranks that share the data; they have the same seed. Other arguments are those of DatasetArgs,
-    or of the data set: `num_batches` and `length_distribution` of random data, `contextual_feature_names` and
-    `table_sizes` of public data, `columns` of own parquet files, `timestamps` of all three, `sid_map` of semantic IDs.
+    `split` is "train" or "test". `batch_size` is the number of rows per rank; the last batch may be padded. `rank` is
+    the rank among the `world_size` ranks that share the data; all have the same seed. Other arguments are those of
+    DatasetArgs, or of the data set: `num_batches` and `length_distribution` of random data, `contextual_feature_names`
+    and `table_sizes` of public data, `columns` of your own parquet files, `timestamps` of all three, `sid_map` of
+    semantic IDs.
 
-    `loader.dataset` tells vocabulary sizes and the longest sequence. Iterating again draws the next epoch;
-    `loader.sampler.set_epoch(epoch)` chooses one, `loader.sampler.start_at(row)` a place in it. `loader.state_dict()`
-    is the place behind the last batch that was given, however many worker processes have read ahead. Ranks may have
-    different numbers of batches.
+    `loader.dataset` has the vocabulary sizes and the longest sequence. Iterating again draws the next epoch;
+    `loader.sampler.set_epoch(epoch)` sets the epoch, `loader.sampler.start_at(row)` a place in it.
+    `loader.state_dict()` is the place after the last returned batch, whatever number of batches worker processes have
+    prefetched. Ranks may have different numbers of batches.
 
     Raises:
         KeyError: an unknown data set.
         FileNotFoundError: no file at `dataset_path`.
-        ValueError: an argument that does not fit the data set, or a damaged or foreign file.
+        ValueError: an argument that does not fit the data set, a damaged file, or one that evenrank did not write.
 
     >>> loader = get_data_loader("random", batch_size=4, max_history_seqlen=20, num_batches=3)
     >>> [batch.actual_batch_size for batch in loader]
@@ -157,7 +158,7 @@ def get_data_loader(
         raise KeyError(
             f"dataset_name is {dataset_name!r}; known data sets are {', '.join(list_datasets())}: choose one of them"
         )
-    # Another stream of random data for each split and rank.
+    # Every split and rank has its own stream of random data.
     stream: dict[str, Any] = {"seed": seed * 2 + (split != "train"), "rank": rank, "world_size": world_size}
     options |= {"batch_size": batch_size}
     dataset: BatchDataset
@@ -169,7 +170,7 @@ def get_data_loader(
         dataset = _make_sequences(dataset_name, split, dataset_path, **options)
     sampler: EpochSampler[Any]
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed}
-    if isinstance(dataset, RandomBatches):  # drawn full, for every rank its own
+    if isinstance(dataset, RandomBatches):  # its items are the batches of this rank
         sampler = BatchOrderSampler(len(dataset), rows_per_step=batch_size * world_size, **order)
     else:
         order |= {"rank": rank, "world_size": world_size, "drop_last": drop_last}

@@ -1,7 +1,7 @@
-"""The loader of batches: torch's DataLoader over a data set whose items are batches, which tells its place in the data.
+"""The loader of batches: torch's DataLoader over a data set whose items are batches, with a state to resume from.
 
-A worker process hands a batch over as one tensor in shared memory. Sent as it is, a batch would take a file descriptor
-and a connection for every tensor in it, which costs a worker more than to assemble a small batch.
+A worker process sends a batch as one tensor in shared memory. torch would use a file descriptor and a connection for
+every tensor of the batch, which takes longer than assembling a small batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from commons.datasets.samplers.epoch import EpochSampler, Place
 from commons.sequence_batch.wire import UnsendableError, decode, encode
 
-# How torch begins the message of an error that a worker process, or the pinning thread, met with a batch.
+# The beginning of torch's message about an error that a batch caused in a worker process or in the pinning thread.
 _WITH_A_BATCH = re.compile(r"Caught \w+ in (DataLoader worker process \d+|pin memory thread for device \S+)\.\n")
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Batches, which are the items of a data set, in the order of a sampler; each iteration draws its next epoch.
+    """Loads batches, the items of a data set, in the order of a sampler; each iteration draws the sampler's next epoch.
 
-    Worker processes, if there are any, stay from epoch to epoch. ValueError for a sampler that was made for other rows
-    than those of the data set.
+    Worker processes are kept between epochs. ValueError if the sampler was made for other rows than the data set's.
     """
 
     sampler: EpochSampler[Any]
@@ -47,7 +46,7 @@ class ResumableLoader(DataLoader[Any]):
         self._given: _Given | None = None
 
     def with_sampler(self, sampler: EpochSampler[Any]) -> ResumableLoader:
-        """A loader of the same data set, read in the order of another sampler; ValueError if that is of other rows."""
+        """A loader of the same data set with another sampler; ValueError if the sampler was made for other rows."""
         sampler.require_fits(self.dataset)
         sampler.yields_epochs = self.sampler.yields_epochs
         return ResumableLoader(self.dataset, sampler, num_workers=self.num_workers, pin_memory=self.pin_memory)
@@ -58,10 +57,10 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(super().__iter__(), given, in_workers=self.num_workers > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch given, or the one that raised instead, JSON-ready.
+        """The place after the last returned batch, or after the batch that raised an error instead, JSON-ready.
 
-        Its epoch, the rows of the epoch before it, over all ranks, and, behind the first batches of a window, which
-        begins at that row, how many these are.
+        It has the epoch, the rows of the epoch before the place, over all ranks, and the steps of the window that
+        begins at this row and are before the place.
         """
         given = self._given
         if given is None or given.has_ended:
@@ -70,22 +69,22 @@ class ResumableLoader(DataLoader[Any]):
         return {"epoch": given.epoch, "row": row, "steps": steps, "sampler": self.sampler.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on from a place; those after it draw the next epochs.
+        """Set the place from which the next iteration continues; iterations after it draw the next epochs.
 
-        ValueError for a state of no loader, or of one of other data, another batch size or another rank.
+        ValueError for an invalid state, or the state of a loader of other data, another batch size or another rank.
         """
         if set(state_dict) != {"epoch", "row", "steps", "sampler"}:
             raise ValueError(
-                f"the loader's state has {list(state_dict)}; it has epoch, row, steps and sampler: give what "
+                f"the loader's state has {list(state_dict)}; it must have epoch, row, steps and sampler: give what "
                 "state_dict() returned"
             )
         for name, value in self.sampler.identity().items():
             saved = state_dict["sampler"].get(name)
-            # Another version of the planner reads other rows in the rest of a window, and the same in whole ones.
+            # Another version of the planner matters only within a window, whose remaining rows would differ.
             if saved != value and (name != "plans" or state_dict["steps"] > 0):
                 raise ValueError(
-                    f"the loader's state has {name} {saved}, this loader has {value}; a state tells a place in one "
-                    "order of batches: make the loader as it was, or begin at a row with sampler.start_at"
+                    f"the loader's state has {name} {saved}, this loader has {value}; a state is valid for one order "
+                    "of batches: make the loader as it was, or begin at a row with sampler.start_at"
                 )
         self._given = None
         self.sampler.set_epoch(state_dict["epoch"])
@@ -99,20 +98,20 @@ class WrappedBatch:
     message: torch.Tensor  # uint8 `(nbytes,)` in shared memory, see `commons.sequence_batch.wire`
 
     def unwrap(self) -> Any:
-        """The batch, every tensor in storage of its own."""
+        """The batch, with every tensor in its own storage."""
         (batch,), _ = decode(self.message)
         return batch
 
     def pin_memory(self) -> Any:
-        """The batch in pinned memory; the loader's pinning thread calls it, so that the main thread need not unwrap."""
-        return pin_memory(self.unwrap())  # torch's own, which knows what to do with lists and dictionaries
+        """The batch in pinned memory; called in the loader's pinning thread, so the main thread need not unwrap."""
+        return pin_memory(self.unwrap())  # torch's function, which also pins lists and dictionaries
 
 
 def wrap(batch: Any) -> Any:
-    """A batch as one tensor in shared memory; one with something that a message cannot hold stays as it is.
+    """A batch as one tensor in shared memory; a batch that cannot be encoded is returned unchanged.
 
     Raises:
-        TypeError: a tensor computed with gradients, or a defaultdict whose factory has no name of its own.
+        TypeError: a tensor computed with autograd, or a defaultdict whose factory has no importable name.
     """
     try:
         message = encode(batch)
@@ -120,28 +119,28 @@ def wrap(batch: Any) -> Any:
         message.write(shared)
     except UnsendableError:
         raise
-    except Exception:  # of whatever kind of tensor; torch sends it, or says why it cannot
+    except Exception:  # an unusual kind of tensor: torch sends it, or raises its own error
         return batch
     return WrappedBatch(shared)
 
 
 def unwrap(item: Any) -> Any:
-    """What `wrap` was given."""
+    """The batch that `wrap` was called with."""
     return item.unwrap() if isinstance(item, WrappedBatch) else item
 
 
 @dataclass
 class _Given:
-    """What an iteration has given."""
+    """The progress of an iteration."""
 
-    epoch: int  # that it draws
-    start: Place  # where in the epoch it began
-    num_batches: int = 0  # batches given, and those that raised
-    has_ended: bool = False  # whether there are no more
+    epoch: int  # its epoch
+    start: Place  # the place where it began
+    num_batches: int = 0  # batches that were returned or raised an error
+    has_ended: bool = False  # whether it has no more batches
 
 
 class _Batches(Iterator[Any]):
-    """Batches of one iteration, counted; the data's errors say the same from a worker process as from this one."""
+    """Counts the batches of one iteration; raises errors of worker processes with their original type and message."""
 
     def __init__(self, iterator: Iterator[Any], given: _Given, *, in_workers: bool) -> None:
         self._iterator = iterator
@@ -155,8 +154,8 @@ class _Batches(Iterator[Any]):
             self._given.has_ended = True
             raise
         except Exception as error:
-            # The next call gives the batch after this one, so a place behind the error is behind this batch too. Where
-            # a worker has died or the sampler has failed beside workers, no batch was lost.
+            # The next call returns the batch after this one, so this batch counts. If a worker has died, or the sampler
+            # has failed with worker processes, no batch was lost.
             if not self._in_workers or _WITH_A_BATCH.match(str(error)):
                 self._given.num_batches += 1
             message = _message_in_worker(error)
@@ -168,7 +167,7 @@ class _Batches(Iterator[Any]):
 
 
 def _message_in_worker(error: Exception) -> str | None:
-    """What an error said in a worker, without the traceback; None for others, and for what has several lines."""
+    """The message of a worker's error without the traceback; None for other errors, and if it has several lines."""
     if not _WITH_A_BATCH.match(str(error)):
         return None
     name, _, message = str(error).rstrip().splitlines()[-1].partition(": ")

@@ -1,7 +1,7 @@
-"""What describes a public data set, and how its raw files become events, users and items.
+"""The description of a public data set, and the reader of its raw files: events, users and items.
 
-Its text files, CSV or lines of fields, are read by DuckDB and checked value by value. Where something does not fit, the
-file is read again line by line, to name the line, its value and the rule.
+DuckDB reads the text files, CSV or lines of fields, and checks every value. After an error the file is read again line
+by line, so that the message has the line number, the value and the rule.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _REMEDY = "mend it or download the archive again"
 class Column(NamedTuple):
     """A column of a text file."""
 
-    name: str  # in the header, if there is one
-    type: str = "VARCHAR"  # in SQL
-    pattern: str | None = None  # a regular expression that a value matches as a whole; None for any text
-    rule: str = "a text"  # the same in words, for errors: "seconds since 1970"
+    name: str  # name in the header, if there is one
+    type: str = "VARCHAR"  # type in SQL
+    pattern: str | None = None  # a regular expression that matches a whole value; None for any text
+    rule: str = "a text"  # the pattern in words, for errors: "seconds since 1970"
 
     def fits(self, value: str) -> bool:
         """Whether a text is a value of the column."""
         return self.pattern is None or re.fullmatch(self.pattern, value, re.ASCII) is not None
 
     def sql(self, value: str) -> str:
-        """The column, of SQL of its text; DuckDB's error for another text."""
+        """SQL of the typed column, from the SQL of its text; DuckDB raises an error for an invalid text."""
         if self.pattern is None:
             return value
         choices = self.pattern.replace(r"\.", ".").split("|")
         fits = f"regexp_full_match({value}, {sql_text(self.pattern)})"
-        if all(choice.replace(".", "").isalnum() for choice in choices):  # is faster
+        if all(choice.replace(".", "").isalnum() for choice in choices):  # a list of plain values: IN is faster
             fits = f"{value} IN ({', '.join(map(sql_text, choices))})"
         return f"CASE WHEN {fits} THEN {value}::{self.type} ELSE error('no {self.name}') END"
 
@@ -62,12 +62,12 @@ ID = ("INTEGER", r"\d{1,8}", "a number of 0 to 99,999,999")
 
 @dataclass(frozen=True)
 class TextLayout:
-    """A CSV file with a header, or lines in Latin-1 whose fields are parted otherwise, without one."""
+    """The layout of a CSV file with a header, or of a Latin-1 file with another separator and without a header."""
 
-    title: str  # what it is, for errors; of a file without a header, what a line is
-    columns: tuple[Column, ...]  # those that are read, others of a CSV file are passed over; all those of a line
+    title: str  # description for errors: of the file or, without a header, of a line
+    columns: tuple[Column, ...]  # the columns of a CSV file that are read or, without a header, all columns
     separator: str = ","
-    may_be_empty: bool = False  # there need be no line, or none below the header
+    may_be_empty: bool = False  # whether a file may have no rows
 
     @property
     def has_header(self) -> bool:
@@ -76,25 +76,25 @@ class TextLayout:
 
     @property
     def encoding(self) -> str:
-        """Of the text."""
+        """Encoding of the text."""
         return "utf-8" if self.has_header else "latin-1"
 
     def split(self, line: bytes) -> list[str]:
-        """The fields of a line; csv.Error where it has none."""
+        """The fields of a line; raises csv.Error for a malformed line."""
         text = line.decode(self.encoding, errors="replace").rstrip("\r\n")
         return next(csv.reader([text], strict=True), []) if self.has_header else text.split(self.separator)
 
 
 class TextFile:
-    """A text file of a data set, and what may be wrong with it."""
+    """A reader of one text file of a data set, with errors that name the line."""
 
     def __init__(self, files: RawFiles, name: str, layout: TextLayout) -> None:
         self.path, self.where, self._layout = files.paths[name], files.where(name), layout
         self._names = self._header() if layout.has_header else [column.name for column in layout.columns]
-        self.first_row = 0  # of the store, with which its events begin
+        self.first_row = 0  # row of the store at which this file's events begin
 
     def add_to(self, store: EventStore, event: Mapping[str, str]) -> None:
-        """Put its events into the store: by column of the store, SQL of the layout's columns.
+        """Add the file's events to the store; `event` is SQL of the layout's columns, by column of the store.
 
         Raises:
             ValueError: a malformed line, named by file and line.
@@ -106,17 +106,17 @@ class TextFile:
         self._require_lines(store.num_rows - self.first_row)
 
     def listed(self, store: EventStore) -> pa.Table:
-        """All lines of a file with one for each user or item, sorted by its id, the first column of the layout.
+        """All lines of a file with one line per user or item, sorted by id, the layout's first column.
 
         Raises:
-            ValueError: a malformed line, a file of more than 256 MiB, or an id that stands twice.
+            ValueError: a malformed line, a file of more than 256 MiB, or a repeated id.
 
         """
         size, key = self.path.stat().st_size, self._layout.columns[0].name
         if size > _MOST_IN_MEMORY:
             raise ValueError(
-                f"{self.where} has {size:,} bytes; it is held in memory, and may have {_MOST_IN_MEMORY:,}: give the "
-                "archive as published"
+                f"{self.where} has {size:,} bytes; it is read into memory and may have at most {_MOST_IN_MEMORY:,}: "
+                "give the archive as published"
             )
         with self._rows() as rows:
             table = store.query(f"FROM {rows}")
@@ -132,14 +132,14 @@ class TextFile:
         return table.take(pa.array(order)).combine_chunks()
 
     def line_of(self, row: int) -> str:
-        """The line of a row, for errors; empty lines are no rows."""
+        """File and line number of a row, for errors; empty lines are not rows."""
         with self.path.open("rb") as file:
             lines = (number for number, line in enumerate(file, 1) if line.strip())
             return f"{self.where} line {next(itertools.islice(lines, row + self._layout.has_header, None))}"
 
     @contextlib.contextmanager
     def _rows(self) -> Iterator[str]:
-        """SQL of the file's rows; errors of what is done with them name the line."""
+        """A context with SQL of the file's rows; DuckDB's errors inside become ValueErrors that name the line."""
         layout = self._layout
         options = {
             "columns": "{" + ", ".join(f"'c{place}': 'VARCHAR'" for place in range(len(self._names))) + "}",
@@ -157,20 +157,20 @@ class TextFile:
         with self.path.open("rb") as file:
             has_nul = any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b""))
         try:
-            if has_nul:  # DuckDB passes over them; a broken download may end with many
+            if has_nul:  # DuckDB skips NUL bytes, with which a broken download may end
                 raise duckdb.InvalidInputException("it has NUL bytes")
             yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
         except duckdb.Error as error:
             raise self._first_wrong() or ValueError(
-                f"{self.where} cannot be read ({reason_of(error)}); it is to be {layout.title}: download the "
-                "archive again"
+                f"{self.where} cannot be read ({reason_of(error)}); it must be {layout.title}: download the archive "
+                "again"
             ) from error
 
     def _require_lines(self, num_rows: int) -> None:
-        """Raise ValueError for a file without rows, unless it may be one."""
+        """Raise ValueError for a file without rows, unless the layout allows it."""
         if num_rows == 0 and not self._layout.may_be_empty:
             found = "has no line below its header" if self._layout.has_header else "is empty"
-            raise ValueError(f"{self.where} {found}; it is to be {self._layout.title}: download the archive again")
+            raise ValueError(f"{self.where} {found}; it must be {self._layout.title}: download the archive again")
 
     def _header(self) -> list[str]:
         with self.path.open("rb") as file:
@@ -186,13 +186,13 @@ class TextFile:
         missing = [column.name for column in self._layout.columns if header.count(column.name) != 1]
         if missing:
             raise ValueError(
-                f"{self.where} has columns {', '.join(header) or 'none'}, but not {', '.join(missing)}, or not once; "
-                f"it is to be {self._layout.title}: give the archive as published"
+                f"{self.where} has columns {', '.join(header) or 'none'}; it must be {self._layout.title}, with "
+                f"{', '.join(missing)} exactly once: give the archive as published"
             )
         return header
 
     def _first_wrong(self) -> ValueError | None:
-        """The error of the first line that does not fit, if there is one."""
+        """An error about the first invalid line, if there is one."""
         with self.path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
                 self._require_short(line, number)
@@ -204,7 +204,7 @@ class TextFile:
         return None
 
     def _broken_rule(self, line: bytes) -> str | None:
-        """What is wrong with a line; None where nothing is."""
+        """The error in a line, in words; None for a valid line."""
         layout, num_fields = self._layout, len(self._names)
         try:
             fields = layout.split(line)
@@ -224,34 +224,33 @@ class TextFile:
     def _require_short(self, line: bytes, number: int) -> None:
         if len(line) > _LONGEST_LINE:
             raise ValueError(
-                f"{self.where} line {number} has more than {_LONGEST_LINE:,} bytes, which is the most that a line may "
-                f"have: {_REMEDY}"
+                f"{self.where} line {number} has more than {_LONGEST_LINE:,} bytes, the maximum of a line: {_REMEDY}"
             )
 
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A public data set; `PUBLIC_DATASETS` has them by name."""
+    """The description of a public data set; `PUBLIC_DATASETS` lists all by name."""
 
-    schema: SequenceSchema  # of its columnar files
-    raw: RawKind  # the archive
-    event_files: tuple[str, ...]  # files of events, in the order in which ties of time are broken
-    layout: TextLayout  # of these
-    event: Mapping[str, str]  # by column of the store, SQL of the layout's columns
+    schema: SequenceSchema  # schema of its columnar files
+    raw: RawKind  # its published archive
+    event_files: tuple[str, ...]  # files of events; the order breaks ties between equal times
+    layout: TextLayout  # layout of the event files
+    event: Mapping[str, str]  # SQL of the layout's columns, by column of the store
     action_vocabulary_size: int  # actions lie in `[0, action_vocabulary_size)`
-    # Files with a line for each "user" or each "item", by the id, which is the first column of their layout. The other
-    # columns of users are contextual features. Without a file, there are those of the events.
+    # Name and layout of the file that lists every "user" or "item"; the layout's first column is the id, the other
+    # columns of users are contextual features. Without a file, users or items are those of the events.
     listings: Mapping[str, tuple[str, TextLayout]] = field(default_factory=dict)
     check: Callable[[RawFiles], None] = lambda files: None  # raises ValueError for the files of another data set
 
     def preprocess(self, source: str | Path, output: str | Path, **options: Any) -> Path:
-        """Write the columnar files; arguments and errors as those of `writer.preprocess`."""
+        """Write the columnar files; arguments and errors as for `writer.preprocess`."""
         return preprocess(self.schema.dataset_name, self._read, source, output, **options)
 
     def describe(
         self, store: EventStore, listed: Mapping[str, pa.Table], *, generated: bool, sha256: str = ""
     ) -> SequenceSource:
-        """What is known of the data set, whose events are in the store, and whose listings are sorted by id."""
+        """The SequenceSource of events in the store and of listings sorted by id."""
         users = listed.get("user")
         ids = {
             part: listed[part].column(0).combine_chunks() if part in listed else store.values(part)
@@ -285,7 +284,7 @@ class PublicDataset:
 
 
 def _require_listed(store: EventStore, part: str, listed: pa.Table, name: str, events: Sequence[TextFile]) -> None:
-    """Raise ValueError for the first event whose user, or item, a file of this name does not list."""
+    """Raise ValueError for the first event whose user or item is missing from the listing in file `name`."""
     found = store.query(
         f"SELECT rowid AS number, {part} AS value FROM events ANTI JOIN known ON {part} = known.value "  # noqa: S608
         "ORDER BY rowid LIMIT 1",
@@ -296,10 +295,10 @@ def _require_listed(store: EventStore, part: str, listed: pa.Table, name: str, e
         file = next(file for file in reversed(events) if file.first_row <= row)
         raise ValueError(
             f"{file.line_of(row - file.first_row)} has {listed.column_names[0]} {found['value'][0]}, which {name} does "
-            "not list; both files come from one archive: download it again"
+            "not list; both files must come from one archive: download it again"
         )
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text from an archive, quoted."""
+    """The beginning of a text, quoted."""
     return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"

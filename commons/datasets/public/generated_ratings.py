@@ -1,17 +1,16 @@
-"""Generated ratings in the columnar files of MovieLens-1M: data for the demos, with something to learn.
+"""Generated ratings in the columnar files of MovieLens-1M: data for the demos.
 
-Users, movies and ratings come from a small latent model, so that there is something to learn:
+Users, movies and ratings come from a small latent model, so that a recommender can learn from them:
 
-- A movie has one to three genres, a quality and a vector close to those of its genres.
-- A user has a taste that drifts, phase by phase, from where it starts to where it ends; gender and age shift the start.
+- A movie has one to three genres, a quality and a vector close to the vectors of its genres.
+- A user has a taste that drifts, phase by phase, from a start to an end; gender and age shift both.
 - In each phase the user picks unseen movies one by one, each with probability proportional to popularity × exp(taste ·
-  vector): a recommender that sees the latest movies can tell what comes next.
-- The rating is the quantile, under the published histogram, of quality + opinion · vector + mildness + noise, where the
-  opinion shares a part with the taste: a recommender that sees past movies *with* their ratings can tell what will be
-  liked.
+  vector), so the next movies can be predicted from the latest ones.
+- The rating is the quantile, under the published histogram, of quality + opinion · vector + mildness + noise. The
+  opinion is correlated with the taste, so ratings can be predicted from past movies *with* their ratings.
 
-Lengths follow the published statistics: 20 plus a Weibull variable of shape 0.76 fits mean (165.6), quartiles (44, 96,
-208) and maximum (2,314) of the 6,040 users at once. All randomness comes from one numpy Generator.
+Lengths follow the published statistics: 20 plus a Weibull variable of shape 0.76 fits the mean (165.6), quartiles (44,
+96, 208) and maximum (2,314) of the 6,040 users. All randomness comes from one numpy Generator.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ NUM_GENRES = 18
 
 _LATENT_SIZE = 16
 _NUM_PHASES = 8
-_TASTE_SCALE = 1.5  # standard deviation of taste · vector over the movies: how much a taste changes what is picked
-_DRIFT = 0.8  # how far the end of a taste is from its start: 0 is none, 1 is independent of it
+_TASTE_SCALE = 1.5  # standard deviation of taste · vector over the movies: the influence of taste on the choice
+_DRIFT = 0.8  # distance of a taste's end from its start: 0 for equal, 1 for independent
 _SHARED_OPINION = 0.5  # correlation of opinion and taste
 _QUALITY_SCALE, _OPINION_SCALE, _MILDNESS_SCALE, _NOISE_SCALE = 0.6, 1.0, 0.4, 0.6
-_BYTES_PER_USER = 33_000  # memory: drawn ratings, which are all held until they are sorted
+_BYTES_PER_USER = 33_000  # memory of the drawn ratings, all in memory until they are sorted
 _USERS_PER_CHUNK = 128
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Generated ratings, and who gave them to what."""
+    """Generated ratings, with their users and movies."""
 
     movies: Movies
     users: Users
-    # user_id, movie_id, rating (1 to 5) and timestamp (seconds since 1970), int64; users in order, the ratings of
-    # each in random order
+    # user_id, movie_id, rating (1 to 5) and timestamp (seconds since 1970), int64; users in order, the ratings of each
+    # user in random order
     table: pa.Table
 
     @classmethod
     def draw(cls, num_users: int = NUM_USERS, *, seed: int = 0, show_progress: bool = False) -> Ratings:
-        """Draw ratings; the same seed gives the same ones. ValueError for more users than there is memory for."""
+        """Draw ratings; equal seeds give equal ratings. ValueError for more users than memory allows."""
         require_memory(num_users * _BYTES_PER_USER, f"num_users is {num_users:,}", "give fewer")
         rng = np.random.default_rng(seed)
         genres = _unit(_normal(rng, NUM_GENRES, _LATENT_SIZE))  # one vector each
@@ -80,10 +79,10 @@ def generate_ratings(
     seed: int = 0,
     show_progress: bool = False,
 ) -> Path:
-    """Write generated ratings as the preprocessor of MovieLens-1M writes the published ones; returns the folder.
+    """Write generated ratings in the format of MovieLens-1M's preprocessor; returns the folder.
 
-    Arguments and errors as those of `preprocess` and `Ratings.draw`; `seed` is of the ratings and of the split, and
-    the same one gives the same files.
+    Arguments and errors as for `preprocess` and `Ratings.draw`. `seed` is for the ratings and the split; equal seeds
+    give equal files.
     """
     drawn = Ratings.draw(num_users, seed=seed, show_progress=show_progress)
 
@@ -101,14 +100,14 @@ def generate_ratings(
 
 @dataclass(frozen=True)
 class Movies:
-    """The movies that are rated, the most popular first."""
+    """The rated movies, most popular first."""
 
     ids: np.ndarray  # int64 `(num_movies,)`
-    vectors: np.ndarray  # float32 `(num_movies, latent_size)`; products with a unit vector have a deviation of 1
+    vectors: np.ndarray  # float32 `(num_movies, latent_size)`; products with a unit vector have standard deviation 1
     quality: np.ndarray  # float32 `(num_movies,)`, mean 0 and standard deviation 1
     popularity: np.ndarray  # float32 `(num_movies,)`, weights in the choice of a movie
-    all_ids: np.ndarray  # int64 `(num_all,)`, ascending: the movies that nobody rates among them
-    all_genres: np.ndarray  # up to three genres of each, int64 `(num_all, 3)`, some more than once
+    all_ids: np.ndarray  # int64 `(num_all,)`, ascending, with movies that no user rates
+    all_genres: np.ndarray  # int64 `(num_all, 3)`, three genres of each movie, which may be equal
     years: np.ndarray  # int64 `(num_all,)`
 
 
@@ -116,10 +115,10 @@ class Movies:
 class Users:
     """The users in the order of their ids, 1 to num_users."""
 
-    lengths: np.ndarray  # int64 `(num_users,)`, ratings of each
+    lengths: np.ndarray  # int64 `(num_users,)`, ratings of each user
     taste_start: np.ndarray  # float32 `(num_users, latent_size)`, unit vectors
-    taste_end: np.ndarray  # the same
-    opinion: np.ndarray  # the same: the part of the opinion that is independent of the taste
+    taste_end: np.ndarray  # float32 `(num_users, latent_size)`, unit vectors
+    opinion: np.ndarray  # float32 `(num_users, latent_size)`, unit vectors: the opinion's part independent of the taste
     mildness: np.ndarray  # float32 `(num_users,)`, mean 0 and standard deviation 1
     table: pa.Table  # user_id int32, age and occupation int64, gender and zip string
 
@@ -135,14 +134,14 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def _draw_movies(genres: np.ndarray, rng: np.random.Generator) -> Movies:
     ids = 1 + np.sort(rng.permutation(_MAX_MOVIE_ID - 1)[: _NUM_MOVIES - 1])
     ids = np.append(ids, _MAX_MOVIE_ID)
-    # One to three genres each; a repeated draw means fewer.
+    # Three draws per movie; with repeated draws a movie has fewer genres.
     genre_ids = rng.integers(NUM_GENRES, size=(_NUM_MOVIES, 3))
     genre_ids[:, 1:] = np.where(rng.random((_NUM_MOVIES, 2)) < 0.5, genre_ids[:, :1], genre_ids[:, 1:])
     years = rng.integers(1919, 2001, _NUM_MOVIES)
     by_popularity = rng.permutation(_NUM_MOVIES)[:_NUM_RATED_MOVIES]
     own_part = _unit(_normal(rng, _NUM_RATED_MOVIES, _LATENT_SIZE))
     vectors = _unit(_unit(genres[genre_ids[by_popularity]].sum(axis=1)) + 0.5 * own_part)
-    # The number of ratings of the published movies falls about like this with the rank.
+    # Roughly how the number of ratings of the published movies falls with their rank.
     popularity = np.exp(-np.arange(_NUM_RATED_MOVIES, dtype=np.float32) / 650) + np.float32(0.002)
     vectors = vectors * np.float32(np.sqrt(_LATENT_SIZE))
     return Movies(ids[by_popularity], vectors, _normal(rng, _NUM_RATED_MOVIES), popularity, ids, genre_ids, years)
@@ -178,7 +177,7 @@ def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) ->
             "zip": pa.array(zips).take(pa.array(zip_ids)),
         }
     )
-    # A taste is a few genres, what is usual at that gender and age, and something of its own.
+    # A taste is the sum of two genres, the taste of the user's gender and age, and noise.
     group_taste = _unit(_normal(rng, 2, len(_AGES), _LATENT_SIZE))[is_female.astype(np.int64), age]
 
     def draw_taste() -> np.ndarray:
@@ -194,9 +193,9 @@ def _draw_users(num_users: int, genres: np.ndarray, rng: np.random.Generator) ->
 
 
 def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_progress: bool) -> pa.Table:
-    """ratings.dat as a table, users in order, each user's ratings in random order."""
+    """The ratings as a table, users in order, each user's ratings in random order."""
     num_users = len(users.lengths)
-    # Users of similar length together: a chunk looks for as many movies as its longest user needs.
+    # Users of similar length in one chunk, because a chunk draws as many movies per user as its longest user needs.
     by_length = np.argsort(users.lengths, kind="stable")
     parts: list[tuple[np.ndarray, ...]] = []
     with tqdm(total=num_users, desc="generate", unit="user", disable=None if show_progress else True) as progress:
@@ -227,9 +226,9 @@ def _draw_ratings(movies: Movies, users: Users, rng: np.random.Generator, show_p
 def _pick_movies(
     movies: Movies, users: Users, chunk: np.ndarray, rng: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """What the users of a chunk watch: for each phase their index, the movie's, the phase, and the opinion of it.
+    """The movies of a chunk of users: for each phase the user and movie indices, the phase, and the opinion.
 
-    To pick without replacement by weight, take the smallest of Exp(1) ÷ weight (Efraimidis and Spirakis 2006).
+    The smallest values of Exp(1) ÷ weight are a weighted draw without replacement (Efraimidis and Spirakis 2006).
     """
     seen = np.zeros((len(chunk), len(movies.ids)), dtype=bool)
     parts = []
@@ -255,7 +254,7 @@ def _pick_movies(
 
 
 def _draw_timestamps(user: np.ndarray, phase: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Seconds, not falling within a user: most users rate in one sitting, some come back days later."""
+    """Timestamps in seconds, ascending within a user: most users rate in one session, some return days later."""
     num_users = int(user[-1]) + 1
     latest_start = _LAST_SECOND - _FIRST_SECOND - 90 * 86_400
     start = _FIRST_SECOND + rng.beta(0.6, 2.5, num_users) * latest_start

@@ -1,12 +1,12 @@
 """KuaiRand-Pure, KuaiRand-1K and KuaiRand-27K (Gao et al., CIKM 2022): from the raw archives to the columnar files.
 
 One row per user of `user_features_*.csv`, with or without interactions: the user's features, `video_id` (list of ids),
-`action_weights` (list), `timestamp` (list, milliseconds), oldest first, and `split`. The interactions are those of the
-standard logs; the 0.4 % that were exposed at random have a log of their own, which is not read. The items are the
-videos of the interactions.
+`action_weights` (list), `timestamp` (list, milliseconds), oldest first, and `split`. Interactions come from the
+standard logs; the log of randomly exposed videos (0.4 % of the interactions) is not read. The items are the videos of
+the interactions.
 
-An action weight is the sum of the weights of the feedback that a user gave, 0 to 255: `FEEDBACK_WEIGHTS`. The tasks are
-these eight in order: the first is a click.
+An action weight, 0 to 255, is the sum of `FEEDBACK_WEIGHTS` over the kinds of feedback that a user gave. Every kind is
+a task, in the same order: the first is a click.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FEEDBACK_WEIGHTS = {
     "long_view": 64,
     "is_profile_enter": 128,
 }
-# Columns of user_features_*.csv with few values; the others are counts, which the ranges sum up.
+# Columns of user_features_*.csv with few values; the other columns are counts, which the *_range columns bin.
 USER_FEATURES = (
     *("user_active_degree", "is_lowactive_period", "is_live_streamer", "is_video_author"),
     *("follow_user_num_range", "fans_user_num_range", "friend_user_num_range", "register_days_range"),
     *(f"onehot_feat{index}" for index in range(18)),
 )
-# What a model gets unless it asks for others: each is one token in front of the history.
+# Default contextual features: each is one token before the history.
 _CONTEXTUAL = ("user_id", "user_active_degree", *USER_FEATURES[4:8])
 _USER = Column("user_id", *ID)
 _LOG = TextLayout(
@@ -45,7 +45,7 @@ _LOG = TextLayout(
         Column("time_ms", "BIGINT", r"\d{1,14}", "a number of milliseconds since 1970"),
         *(Column(name, "SMALLINT", "0|1", "0 or 1") for name in FEEDBACK_WEIGHTS),
     ),
-    may_be_empty=True,  # one of a few users may be
+    may_be_empty=True,  # a log of only a few users may have no line
 )
 _USERS = TextLayout("KuaiRand's user features", (_USER, *map(Column, USER_FEATURES)))
 _ACTION = " + ".join(f"{weight} * {name}" for name, weight in FEEDBACK_WEIGHTS.items())
@@ -53,7 +53,7 @@ _EVENT = {"user": "user_id", "item": "video_id", "action": f"({_ACTION})::SMALLI
 
 
 def _version(title: str, log_parts: int = 1) -> PublicDataset:
-    """One of the three data sets; each of the two periods has a log, which comes in parts where it is large."""
+    """One of the three data sets; each of the two periods has a log, which is split into parts if it is large."""
     suffix = title.removeprefix("KuaiRand-").lower()
     parts = [f"_part{part}" for part in range(1, log_parts + 1)] if log_parts > 1 else [""]
     return PublicDataset(

@@ -1,9 +1,9 @@
 """MovieLens-1M and MovieLens-20M: from the raw archives to the columnar files.
 
 One row per user: `movie_id` (list of ids), `rating` (list), `timestamp` (list, seconds), oldest first, and `split`.
-MovieLens-1M has `user_id`, `gender`, `age`, `occupation` and `zip` for each user and ratings of 1 to 5 stars;
-MovieLens-20M has `user_id` alone, and its ratings count half stars, 1 to 10. The items are all of the archive's movies,
-rated or not. Ids are the ranks of the raw values among the sorted ones. Tasks: 4 stars or more, and 5 stars.
+MovieLens-1M has `user_id`, `gender`, `age`, `occupation` and `zip` for each user, and ratings of 1 to 5 stars.
+MovieLens-20M has only `user_id`, and ratings in half stars, 1 to 10. The items are all movies of the archive, rated or
+not. An id is the position of the raw value among the sorted raw values. Tasks: 4 stars or more, and 5 stars.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ _MOVIES_CSV = TextLayout("MovieLens-20M's movies, movieId,title,genres", (_MOVIE
 
 
 def _require_20m(files: RawFiles) -> None:
-    """Raise ValueError for MovieLens archives of another size, which have files of the same names."""
+    """Raise ValueError for a MovieLens archive of another size, which has the same file names."""
     path = next(path for path in files.members if path.endswith("ratings.csv"))
     top = path.split("/")[0] if "/" in path else ""
     stated = [name for name in (b"ml-25m", b"ml-10m", b"ml-32m", b"ml-latest") if b"(" + name in files.readme]
     if top not in ("", "ml-20m") or (stated and b"(ml-20m)" not in files.readme):
         found = stated[0].decode() if stated else top
         raise ValueError(
-            f"{files.source} holds {found}, not MovieLens-20M: give the path of ml-20m.zip or of its unpacked folder"
+            f"{files.source} contains {found}, not MovieLens-20M: give the path of ml-20m.zip or of its unpacked folder"
         )
 
 
@@ -92,7 +92,7 @@ ML_1M = PublicDataset(
     event_files=("ratings.dat",),
     layout=_RATINGS,
     event={column.name: column.name for column in _RATINGS.columns},
-    # Ratings are used as they are: an embedding table for them has a row 0 that nothing uses.
+    # Ratings 1 to 5 are used directly as ids: row 0 of an embedding table of ratings stays unused.
     action_vocabulary_size=6,
     listings={"user": ("users.dat", _USERS), "item": ("movies.dat", _MOVIES)},
 )

@@ -1,7 +1,7 @@
 """Raw files of public data sets, from their folder, or unpacked from a zip file or a tar file.
 
-Files go by their name without folders, so that no name in an archive leads anywhere; those that are not wanted are
-passed over. What is unpacked may have 100 times the size of the archive, and always 64 MiB.
+Only the files of the data set are unpacked, by their names without folders, so that no path in an archive can point
+elsewhere. Their total size is limited to 100 times the size of the archive, or 64 MiB if that is more.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 
 from commons.console import progress_bar
 
-# First words of the README of an archive that holds generated data; published READMEs begin otherwise.
+# First words of the README of an archive with generated data.
 GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
-# What damaged archives raise while they are listed or read; RuntimeError for an encrypted or unknown kind of member,
-# struct.error and IndexError for a zip file's directory.
+# Errors from reading a damaged archive: RuntimeError for an encrypted or unknown kind of member, struct.error and
+# IndexError for a zip file's directory.
 _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError),
     *(struct.error, IndexError),
 )
-# Path and size of a file in an archive, and how to open it.
+# Path and size of a file in an archive, and the function that opens it.
 _Member = tuple[str, int, Callable[[], Any]]
 
 
@@ -43,9 +43,9 @@ _Member = tuple[str, int, Callable[[], Any]]
 class RawKind:
     """The archive in which a data set is published."""
 
-    title: str  # its name, for errors
+    title: str  # name of the data set, for errors
     archive: str  # file name of the archive
-    folder: str  # in which the archive holds the files
+    folder: str  # folder of the files within the archive
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,29 @@ class RawFiles:
     """The files of a data set."""
 
     source: Path  # the archive, or its unpacked folder
-    paths: dict[str, Path]  # of the files that are read, by name
-    members: list[str]  # paths of all files within the archive, or the folder
+    paths: dict[str, Path]  # paths of the files that are read, by name
+    members: list[str]  # paths of all files within the archive or the folder
     readme: bytes  # the first MiB of README or README.txt
-    sha256: str  # in hex, of the archive; of a folder, that of the lines which `sha256sum` prints for the files, sorted
+    sha256: str  # hex digest of the archive; for a folder, of the sorted lines that `sha256sum` prints for its files
 
     @property
     def is_generated(self) -> bool:
-        """Whether the files say that they were generated, and are not the published ones."""
+        """Whether the README marks the files as generated, not published."""
         return self.readme.startswith(GENERATED_MARK.encode())
 
     def where(self, name: str) -> str:
-        """A file, for errors."""
+        """Source and name of a file, for errors."""
         return f"{self.source}: {name}"
 
 
 def open_raw_files(
     kind: RawKind, names: tuple[str, ...], source: Path, scratch: Path, *, show_progress: bool = False
 ) -> RawFiles:
-    """Find the files of a data set in a folder, a zip file or a tar file, which is unpacked into a folder of `scratch`.
-
-    `names` are those of the files that are read.
+    """Find the files `names` of a data set in a folder or an archive; an archive is unpacked to `scratch`.
 
     Raises:
-        FileNotFoundError: nothing at `source`.
-        ValueError: a truncated or damaged file, no archive, one that expands to more than it may, or a missing file.
+        FileNotFoundError: `source` does not exist.
+        ValueError: a damaged file, no zip or tar file, an archive that expands beyond the limit, or a missing file.
 
     """
     hint = f"the source is {kind.archive} as published, or its unpacked folder: correct the path"
@@ -105,7 +103,7 @@ def open_raw_files(
     if source.is_dir():
         lines = "".join(f"{_sha256_of(paths[name])}  {name}\n" for name in sorted(names))
         sha256 = hashlib.sha256(lines.encode()).hexdigest()
-    # A README stands above an inner folder of data.
+    # The README may be in the folder above the data folder.
     above = [root.resolve().parent] if "/" in kind.folder and root.resolve().name == inner else []
     readmes = [folder / name for folder in (root, *above) for name in _READMES if (folder / name).is_file()]
     readme = b""
@@ -116,7 +114,7 @@ def open_raw_files(
 
 
 def _unpack(source: Path, names: tuple[str, ...], folder: Path, hint: str, show_progress: bool) -> list[str]:
-    """Unpack some files of an archive, and its README; returns the paths of all in the archive."""
+    """Unpack some files of an archive and its README; returns the paths of all files in the archive."""
     with source.open("rb") as file:
         start = file.read(2)
     is_zip = source.suffix == ".zip" or start == _ZIP_MAGIC
@@ -131,18 +129,18 @@ def _unpack(source: Path, names: tuple[str, ...], folder: Path, hint: str, show_
         expanded = 0
         for member, num_bytes, open_member in (_zip_members if is_zip else _tar_members)(source):
             name = PurePosixPath(member).name
-            # The first of several with one name counts. Archives made on macOS repeat names.
+            # The first file of each name is used: archives made on macOS repeat names.
             if member.startswith("__MACOSX/") or name.startswith("._") or name in found:
                 continue
             found[name] = str(PurePosixPath(member))
             if name not in (*names, *_READMES):
                 continue
-            expanded += num_bytes  # no more comes of it
+            expanded += num_bytes  # the archive's own number; the readers stop there
             if expanded > max(_MOST_EXPANSION * size, _ALWAYS_ALLOWED):
                 raise ValueError(
                     f"{source} has {size:,} bytes and expands to {expanded:,} or more; an archive may expand to "
-                    f"{_MOST_EXPANSION} times its size, and always to {_ALWAYS_ALLOWED:,}: download it again or, if "
-                    "you trust it, unpack it and give the folder"
+                    f"{_MOST_EXPANSION} times its size, or to {_ALWAYS_ALLOWED:,} bytes: download it again or, if you "
+                    "trust it, unpack it and give the folder"
                 )
             with open_member() as stream, (folder / name).open("xb") as target:
                 shutil.copyfileobj(stream, target, _BLOCK)
@@ -158,16 +156,16 @@ def _zip_members(source: Path) -> Iterator[_Member]:
 
 
 def _tar_members(source: Path) -> Iterator[_Member]:
-    """Files of a tar file, each to be opened before the next one; links and devices are passed over."""
+    """Files of a tar file, each opened before the next one is read; links and devices are skipped."""
     with source.open("rb") as file:
         is_gzip = file.read(2) == _GZIP_MAGIC
         file.seek(0)
         plain: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
         with tarfile.open(fileobj=plain, mode="r|", bufsize=_BLOCK) as archive:
             for info in archive:
-                if info.isfile() and not info.issparse():  # holes take no room in the archive
+                if info.isfile() and not info.issparse():  # a sparse file could expand without limit
                     yield info.name, info.size, partial(archive.extractfile, info)
-        while plain.read(_BLOCK):  # to the end of the file, where gzip compares its checksum
+        while plain.read(_BLOCK):  # read to the end of the file, where gzip compares its checksum
             pass
 
 
@@ -176,7 +174,7 @@ def _damage_named(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (*_DAMAGE, OSError) as error:
-        # A damaged directory of a zip file sends the reader to a place before its start.
+        # EINVAL: a damaged directory of a zip file has an offset before the start of the file.
         if isinstance(error, _DAMAGE) or error.errno == errno.EINVAL:
             raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
         raise

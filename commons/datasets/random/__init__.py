@@ -1,1 +1,1 @@
-"""Random data of any distribution of lengths."""
+"""Random data with any distribution of lengths."""

@@ -21,15 +21,15 @@ _Batch_co = TypeVar("_Batch_co", covariant=True)
 
 
 class RandomBatches(Dataset[_Batch_co]):
-    """`num_batches` random batches, different on every rank and the same in every run.
+    """`num_batches` random batches, different on every rank and equal in every run.
 
-    Batch i of a rank depends on `seed`, `rank`, `world_size` and i alone, so workers may draw batches in any order.
+    Batch i of a rank depends only on `seed`, `rank`, `world_size` and i, so workers may draw batches in any order.
 
     Args:
-        draw: makes a batch; called with `actual_batch_size`, None for all rows, `device` and `generator`.
+        draw: makes a batch; called with `actual_batch_size` (None for all rows), `device` and `generator`.
         num_batches: batches of this rank.
-        last_batch_size: rows of the last batch that are no padding; all if not given.
-        seed: of the whole data set; the same on every rank.
+        last_batch_size: real rows of the last batch; None for all rows.
+        seed: seed of the data set, equal on every rank.
         rank: this rank.
         world_size: number of ranks.
 
@@ -57,18 +57,18 @@ class RandomBatches(Dataset[_Batch_co]):
         return self._draw(index)
 
     def stream(self) -> Iterator[_Batch_co]:
-        """The batches of the data set, and on from there without end."""
+        """The batches of the data set, followed by further batches without end."""
         return map(self._draw, itertools.count())
 
     def outlines(self) -> Iterator[_Batch_co]:
-        """Raise ValueError: no lengths are known beforehand."""
+        """Raise ValueError: lengths are drawn with the batches."""
         raise ValueError(
-            "random data are drawn as they are read; the lengths of their rows are not known beforehand: balance "
-            "batches as they come (enable_balanced_shuffler, with a shuffle_window), or read a file"
+            "random data are drawn while they are read, so the lengths of their rows are not known before: balance "
+            "loaded batches (enable_balanced_shuffler, with a shuffle_window), or read a file"
         )
 
     def _draw(self, index: int) -> _Batch_co:
-        # Batch numbers are global, so that the streams of two ranks never meet.
+        # Batch numbers are global, so that two ranks never draw the same batch.
         entropy = [self._seed, index * self._world_size + self._rank]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
         num_real = self._last_batch_size if index == self._num_batches - 1 else None
@@ -76,7 +76,7 @@ class RandomBatches(Dataset[_Batch_co]):
 
 
 class RandomHSTUDataset(RandomBatches[HSTUBatch]):
-    """Random batches; arguments as those of `HSTUBatch.random` and, in `options`, of `RandomBatches`.
+    """Random HSTU batches; arguments as for `HSTUBatch.random`; `options` are arguments of `RandomBatches`.
 
     >>> configs = [FeatureConfig(["item"], [100], 10, is_jagged=True)]
     >>> dataset = RandomHSTUDataset(configs, "item", batch_size=4, num_batches=2)
@@ -109,7 +109,7 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         for config in feature_configs:
             self.vocabulary_sizes |= dict(zip(config.feature_names, config.max_item_ids))
             longest |= dict.fromkeys(config.feature_names, config.max_sequence_length)
-        # The most tokens of a row: contextual features, items and, interleaved, their actions.
+        # Maximum tokens of a row: contextual features, items and, if interleaved, their actions.
         items = longest[item_feature_name] * (1 if action_feature_name is None else 2)
         self.max_sequence_length = items + sum(longest[name] for name in contextual_feature_names)
 
@@ -125,9 +125,9 @@ def user_like_dataset(
 ) -> RandomHSTUDataset:
     """Random batches that resemble a public data set: two contextual features, items and actions.
 
-    Lengths are those of `LengthDistribution()` if not given: lognormal with a mean of a quarter of the longest and a
-    standard deviation as large, so that few long histories carry much of the work, as in real data. `options` are
-    those of `RandomHSTUDataset`.
+    The default of `length_distribution` is lognormal; mean and standard deviation are a quarter of the maximum length,
+    so that a few long histories are a large part of the work, as in real data. `options` are arguments of
+    `RandomHSTUDataset`.
 
     Raises:
         ValueError: lengths beyond `max_history_seqlen + max_num_candidates`; and as `RandomHSTUDataset`.
@@ -151,11 +151,11 @@ def user_like_dataset(
 
 
 class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
-    """Random batches whose rows all have `max_candidate_length` candidates.
+    """Random batches of semantic IDs, in which every row has `max_candidate_length` candidates.
 
-    Items are equally likely. Without `max_candidate_length` all of a row's items are candidates, and histories empty;
-    then `history_dist`, that of `LengthDistribution()` if not given, is that of the candidates. `options` are those of
-    `RandomBatches`.
+    All items are equally likely. With `max_candidate_length` None, all items of a row are candidates and histories are
+    empty; `history_dist` is then the distribution of candidates. Its default is `LengthDistribution()`. `options` are
+    arguments of `RandomBatches`.
 
     >>> sid_map = SIDMap(np.arange(2), np.array([[0, 1], [1, 0]]), (2, 2))
     >>> dataset = RandomSIDDataset(sid_map, batch_size=4, num_batches=2, max_history_length=5)
@@ -181,6 +181,6 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
             fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
             distributions = {"history_dist": drawn, "candidate_dist": fixed}
         longest = (0 if max_candidate_length is None else max_history_length, most_candidates)
-        self.max_items = sum(longest)  # the most items of a row, candidates among them
+        self.max_items = sum(longest)  # maximum items of a row, including candidates
         draw = partial(GPTSIDBatch.random, batch_size, sid_map.codebook_sizes, *longest, HISTORY, CANDIDATE)
         super().__init__(partial(draw, sids=torch.from_numpy(sid_map.codes), **distributions), **options)

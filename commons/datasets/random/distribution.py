@@ -8,14 +8,14 @@ from typing import Literal
 
 import torch
 
-# Data sets without a file, as long as one asks for: they take `num_batches`.
+# Data sets without a file, whose size is `num_batches`.
 RANDOM_DATASETS = ("random", "sid-random")
 
-# Numbers that the distributions need.
+# The parameters that each distribution requires.
 _NEEDS = {"uniform": ("high",), "normal": ("mean", "std"), "zipf": ("alpha",), "lognormal": ("mean", "std")}
-# Times of items: histories begin in the years from 2000 on, and gaps are of a second to a month.
+# Timestamps of items: histories begin in the ten years from 2000 on, gaps are between a second and a month.
 _FIRST_SECOND, _STARTS, _LONGEST_GAP = 946_684_800, 10 * 365 * 86_400, 30 * 86_400
-# Draws are rounded and become int64: below its limit (9.2e18), and exact in float64 as a power of two.
+# Largest draw: below int64's limit (9.2e18), and exact in float64 because it is a power of two.
 _LARGEST = float(2**62)
 
 
@@ -24,7 +24,7 @@ class RandomDistribution:
     """A distribution of non-negative integers, clipped to `[low, high]`.
 
     ===========  =============================================  ==========================
-    `dist_type`  what is drawn before clipping                  needs
+    `dist_type`  distribution before clipping                   requires
     ===========  =============================================  ==========================
     uniform      integers of `[low, high]`, equally likely      `high`
     normal       N(mean, std²), rounded                         `mean`, `std`
@@ -32,12 +32,12 @@ class RandomDistribution:
     lognormal    exp N(µ, σ²) of the given mean and std         `mean` > 0, `std`
     ===========  =============================================  ==========================
 
-    `mean` and `std` are those of the drawn numbers (for lognormal too, where σ² = ln(1 + std²/mean²) and
-    µ = ln(mean) − σ²/2), not those after clipping. Clipping puts what lies outside on the bounds; it does not draw
-    again. What a distribution does not need is ignored.
+    `mean` and `std` describe the numbers before clipping (for lognormal too, where σ² = ln(1 + std²/mean²) and
+    µ = ln(mean) − σ²/2). Clipping sets numbers outside the range to its bounds; it does not draw again. Parameters that
+    a distribution does not require are ignored.
 
     Raises:
-        ValueError: an unknown distribution, a number that is missing or out of range.
+        ValueError: an unknown distribution, a missing parameter or a parameter out of range.
 
     Examples:
         >>> lengths = RandomDistribution("uniform", low=2, high=4).sample(5, generator=torch.Generator().manual_seed(0))
@@ -63,7 +63,7 @@ class RandomDistribution:
         if self.low < 0:
             raise ValueError(f"low is {self.low}; lengths are not negative: set low to 0 or more")
         if self.high is not None and self.high < self.low:
-            raise ValueError(f"high is {self.high}, low is {self.low}; high bounds from above: raise high or lower low")
+            raise ValueError(f"high is {self.high}, low is {self.low}; high must not be lower: raise high or lower low")
         for name in _NEEDS[self.dist_type]:
             value = getattr(self, name)
             if value is None or not math.isfinite(value):
@@ -85,10 +85,10 @@ class RandomDistribution:
         """Draw numbers: int64 `(size,)`.
 
         Args:
-            size: how many.
-            device: where the result goes; the device of the generator if not given.
-            generator: source of randomness; torch's global CPU generator if not given. Numbers are drawn on its
-                device, so that `device` does not change them.
+            size: number of draws.
+            device: device of the result; None for the generator's device.
+            generator: source of randomness; None for torch's global CPU generator. Numbers are drawn on the generator's
+                device, so `device` does not change them.
 
         """
         drawn = self._draw(size, generator)  # float64 (size,)
@@ -110,10 +110,10 @@ class RandomDistribution:
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """How many items the rows of random data have: what is left out follows from the longest possible row.
+    """Distribution of the number of items per row of random data; defaults depend on the maximum length.
 
     Raises:
-        ValueError: as `RandomDistribution`; a number that the distribution does not take.
+        ValueError: as `RandomDistribution`; a parameter that the distribution does not have.
 
     Examples:
         >>> LengthDistribution("zipf", alpha=1.2).within(4096).high
@@ -121,25 +121,25 @@ class LengthDistribution:
     """
 
     dist_type: Literal["lognormal", "zipf", "normal", "uniform"] = "lognormal"
-    """What lengths are drawn from; see RandomDistribution."""
+    """Kind of distribution; see RandomDistribution."""
 
     low: int = 1
-    """Items of the shortest row."""
+    """Minimum number of items per row."""
 
     high: int | None = None
-    """Items of the longest row; None for the most that the data set may have. Longer draws become so long."""
+    """Maximum number of items per row; None for the data set's maximum. Longer draws are cut to it."""
 
     mean: float | None = None
-    """Of normal and lognormal lengths; None for a quarter of the most items."""
+    """Mean of normal and lognormal lengths; None for a quarter of the data set's maximum."""
 
     std: float | None = None
-    """Of normal and lognormal lengths; None for the mean."""
+    """Standard deviation of normal and lognormal lengths; None for the mean."""
 
     alpha: float | None = None
-    """Exponent of Zipf lengths, above 1: a row has k items more than the shortest with probability ∝ (k + 1)^-alpha."""
+    """Exponent of Zipf lengths, above 1: a row has low + k items with probability ∝ (k + 1)^-alpha."""
 
     def __post_init__(self) -> None:
-        if self.mean is not None and self.mean < 0:  # std follows from it where none is given
+        if self.mean is not None and self.mean < 0:  # checked first, because the mean is the default of std
             raise ValueError(f"mean is {self.mean}; lengths are not negative: raise it")
         largest = max(self.low, 1 << 31) if self.high is None else self.high
         takes = _NEEDS[self._over(largest).dist_type]
@@ -151,7 +151,7 @@ class LengthDistribution:
                 )
 
     def within(self, most_items: int) -> RandomDistribution:
-        """The distribution, for rows of at most so many items; ValueError where `low` or `high` is above that."""
+        """The distribution for rows of at most `most_items` items; ValueError if `low` or `high` exceeds it."""
         for name, value in (("low", self.low), ("high", self.high)):
             if value is not None and value > most_items:
                 raise ValueError(
@@ -168,7 +168,7 @@ class LengthDistribution:
 
 
 def _draw_zipf(size: int, alpha: float, low: int, generator: torch.Generator | None) -> torch.Tensor:
-    """Devroye's rejection method for the zeta distribution (Non-Uniform Random Variate Generation, 1986, X.6.1)."""
+    """Draw with Devroye's rejection method for the zeta distribution (Non-Uniform Random Variate Generation, X.6.1)."""
     exponent = alpha - 1
     scale = 2.0**exponent
     parts: list[torch.Tensor] = []
@@ -189,9 +189,10 @@ def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:
 
 
 def random_times(lengths: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Seconds since 1970, rising within a row: gaps of a second to a month, those of every order equally likely.
+    """Random timestamps in seconds since 1970, rising within a row; gaps are log-uniform from a second to a month.
 
-    Int64 `(sum(lengths),)`, row after row, for int64 `(num_rows,)` items per row on the device of the generator.
+    `lengths` is int64 `(num_rows,)`, the items per row, on the generator's device; the result is int64
+    `(sum(lengths),)`, row after row.
 
     >>> times = random_times(torch.tensor([2, 0, 1]), torch.Generator().manual_seed(0))
     >>> times.shape, bool(times[1] > times[0])

@@ -1,1 +1,1 @@
-"""Which rows of a data set each rank reads in each step."""
+"""Samplers: the rows of a data set that each rank reads in each step."""

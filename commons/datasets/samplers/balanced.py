@@ -1,4 +1,4 @@
-"""BalancedBatchSampler: batches of equal size whose work is even over ranks and over the steps of a window."""
+"""BalancedBatchSampler: batches of equal size, with work balanced over ranks and over the steps of a window."""
 
 from __future__ import annotations
 
@@ -16,47 +16,46 @@ from commons.perf_model.partitioner import padded_groups, partition_grid
 
 
 class BalancedBatchSampler(PlannedSampler):
-    """Rows of the batches of one rank, for a data set whose lengths are known beforehand.
+    """Rows of the batches of one rank, for a data set whose workloads are known before the epoch.
 
-    The epoch's order of all rows is cut into windows of `window · num_ranks · batch_size` rows; `partition_grid` deals
-    the rows of each to its steps and ranks. Every rank computes the same plan, a window at a time, and reads its own
-    rows: no row is exchanged. Every row comes once per epoch, all ranks have the same number of batches, and none is
-    empty: a loop that meets the other ranks in every step ends with them. Every batch has `batch_size` rows, but for
-    those of the last window: it has as many steps as its rows need, and they share its rows evenly (sizes differ by one
-    at most). Fewer rows than ranks at the end are too few for a step. With `batch_size` 1 they come as second rows of
-    batches before; otherwise the last window begins earlier by the rows that are missing.
+    The epoch's order of all rows is cut into windows of `window · num_ranks · batch_size` rows, and `partition_grid`
+    assigns the rows of a window to its steps and ranks. Every rank computes the same plan, one window at a time, and
+    reads its own rows, so no row is exchanged. Every row is read once per epoch. All ranks have the same number of
+    batches, none of them empty, so a loop with collectives in every step ends on all ranks together. Every batch has
+    `batch_size` rows, except in the last window: its rows are spread evenly over as few steps as possible (sizes differ
+    by at most one). Fewer rows than ranks at the end cannot fill a step. With `batch_size` 1 they become second rows of
+    earlier batches; otherwise the last window begins earlier, by the number of missing rows.
 
-    Where a place (`start_at`) leaves fewer rows than ranks, the last rows before it come a second time, with a warning.
+    If a place (`start_at`) leaves fewer rows than ranks, the last rows before it are read again, with a warning.
 
-    It gives lists of row numbers: `DataLoader(dataset, batch_sampler=sampler)` for any map-style data set, with worker
-    processes or without. `set_epoch` chooses an epoch, `start_at` a place in it.
+    It yields lists of row numbers: `DataLoader(dataset, batch_sampler=sampler)` for any map-style data set, with or
+    without worker processes. `set_epoch` sets the epoch, `start_at` a place in it.
 
     Args:
-        workloads: what each row of the data set costs: list, array or CPU tensor `(num_rows,)` of non-negative
-            integers; the same on every rank, and as many as the data set has rows (a ResumableLoader compares that,
-            torch's DataLoader does not).
+        workloads: workload of each row of the data set: list, array or CPU tensor `(num_rows,)` of non-negative
+            integers, equal on every rank. A ResumableLoader checks the number of rows, torch's DataLoader does not.
         batch_size: rows per batch and rank.
-        num_ranks: ranks that share the data.
-        rank: this one. None gives the batches of all ranks in turn, step by step, for a library that deals every W-th
-            batch to each of W ranks, as Accelerate's `prepare` does; one made for a rank is refused there.
-        window: batches that share their rows. With 1 each global batch has the rows that it would have anyway.
-        seed: of the order, and of the order of a window's steps; the same on every rank.
-        shuffle: a new order in every epoch.
-        drop_last: leave out the rows at the end of the order that do not fill a step of all ranks.
-        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
-        max_tokens: most tokens of a batch. Where a window's rows cannot keep it, the plan that exceeds it least is
-            taken, and a warning says so once.
-        padded: the model pads a batch to its longest row, so that it costs its number of rows times its heaviest row.
-            Rows of like cost then come together, in any number per batch, and the costliest batch of a window is the
-            cheapest possible. `batch_size` is the mean number of rows. Not with `max_tokens`.
-        groups: integers `(num_rows,)`; rows with equal numbers come in one batch. All groups have the same number of
-            rows, of which `batch_size` is a multiple. Not with `padded`.
-        speeds: positive integers `(num_ranks,)`, for ranks on devices of different kinds: a slow one gets as many rows,
-            and lighter ones. Only ratios count, see `partition`. Not with `padded`.
+        num_ranks: number of ranks that share the data.
+        rank: this rank. None yields the batches of all ranks in turn, step by step, for a library that gives every W-th
+            batch to each of W ranks, as Accelerate's `prepare` does; there a sampler for one rank raises an error.
+        window: number of batches whose rows are balanced together. With 1, every global batch keeps its rows.
+        seed: seed of the order of rows and of the steps of a window, equal on every rank.
+        shuffle: whether every epoch has a new order.
+        drop_last: leave out rows at the end of the order that do not fill a step of all ranks.
+        tokens: tokens of each row, `(num_rows,)`, a measure of memory; required with `max_tokens`.
+        max_tokens: maximum tokens of a batch; None for no cap. If no plan for a window keeps it, the plan that exceeds
+            it least is used, with one warning.
+        padded: whether the model pads a batch to its longest row, so that it costs the number of rows times the
+            heaviest row. A batch then has any number of rows of similar workload, `batch_size` on average, such that
+            the costliest batch of a window is as cheap as possible. Not with `max_tokens`.
+        groups: integers `(num_rows,)`; rows with equal numbers are in one batch. All groups must have the same number
+            of rows, and `batch_size` must be a multiple of it. Not with `padded`.
+        speeds: positive integers `(num_ranks,)`, for ranks on different devices: a slow rank gets the same number of
+            rows, but lighter ones. Only ratios matter, see `partition`. Not with `padded`.
 
     Raises:
-        ValueError: an argument out of its range or of another length, a row or group that breaks `max_tokens` alone,
-            groups that batches of this size cannot hold, or, without `drop_last`, fewer groups than ranks.
+        ValueError: an argument of the wrong range or length, a single row or group above `max_tokens`, groups that do
+            not fit `batch_size`, or, without `drop_last`, fewer groups than ranks.
 
     Examples:
         >>> work = [9, 9, 8, 8, 2, 2, 1, 1]
@@ -98,7 +97,7 @@ class BalancedBatchSampler(PlannedSampler):
         self._batch_size = as_count(batch_size, "batch_size", 1)
         self._window = as_count(window, "window", 1)
         self._require_batches_of_groups()
-        self._least = self._num_ranks * max(1, self._group_size)  # rows of a step in which each rank has one group
+        self._least = self._num_ranks * max(1, self._group_size)  # rows of the smallest step: one group per rank
         self._per_step = self._num_ranks * self._batch_size
 
     def _require_batches_of_groups(self) -> None:
@@ -106,7 +105,7 @@ class BalancedBatchSampler(PlannedSampler):
             return
         if not self._group_size:
             raise ValueError(
-                "groups have different numbers of rows; batches of equal size hold groups of one size: take a "
+                "groups have different numbers of rows; batches of equal size need groups of equal size: use a "
                 "BudgetBatchSampler, whose batches have any number of rows"
             )
         if self._batch_size % self._group_size:
@@ -116,12 +115,12 @@ class BalancedBatchSampler(PlannedSampler):
             )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch; as many for every rank."""
+        """Number of batches in a whole epoch, equal for every rank."""
         return self._num_steps(0) * len(self._own_ranks)
 
     @property
     def window(self) -> int:
-        """Batches that share their rows."""
+        """Number of batches whose rows are balanced together."""
         return self._window
 
     @property
@@ -146,24 +145,24 @@ class BalancedBatchSampler(PlannedSampler):
         return super().identity() | {"batch_size": self._batch_size, "window": self._window}
 
     def _end(self, row: int) -> int:
-        """Where the rows end that are read from a row on."""
+        """The end of the rows that are read, if reading begins at a row."""
         left = max(0, len(self._workloads) - row)
         return row + left - (left % self._per_step if self._drop_last else 0)
 
     def _num_steps(self, row: int) -> int:
-        """Steps from a row on; each has a row for every rank."""
+        """Number of steps from a row on; every step has a row for every rank."""
         left = self._end(row) - row
         if self._per_step == self._least and left > self._least:
             return left // self._least
         return -(-left // self._per_step)
 
     def _window_begin(self, row: int, number: int) -> int:
-        """Where a window begins, counted from the one that begins at `row`; where the rows end, behind the last."""
+        """First row of window `number`, counted from the window at `row`; the end of the rows after the last window."""
         end = self._end(row)
         if number * self._window >= self._num_steps(row):
             return end
         begin = row + number * self._window * self._per_step
-        return min(begin, max(row, end - self._least))  # the last one has a row for every rank
+        return min(begin, max(row, end - self._least))  # the last window has a row for every rank
 
     def _plan_windows(self, epoch: int, row: int) -> Iterator[PlannedStep]:
         order = self.order(len(self._workloads), epoch)
@@ -196,12 +195,12 @@ class BalancedBatchSampler(PlannedSampler):
             yield PlannedStep(rows[chosen], grid.assignment[chosen])
 
     def _steps_in_order(self, num_rows: int, steps: int) -> np.ndarray:
-        """int64 `(num_rows,)`, the step of each row if groups came in order, as many in every step."""
+        """The step of each row, int64 `(num_rows,)`, if groups are assigned in order, evenly over the steps."""
         group = np.arange(num_rows) // max(1, self._group_size)
         return group * steps // (group[-1] + 1)
 
     def _plan_padded(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
-        """Batches of like cost in one step, since all ranks wait for the costliest; steps and ranks in random order."""
+        """Steps with batches of similar cost, because ranks wait for the costliest; steps and ranks in random order."""
         batches = padded_groups(self._workloads[rows], num_groups=steps * self._num_ranks, steps=steps)
         step_of_row, rank_of_row = np.divmod(batches, self._num_ranks)
         draw = np.random.default_rng(seed)
@@ -215,7 +214,7 @@ class BalancedBatchSampler(PlannedSampler):
         excess = int(sum_by_rank(cells, self._tokens[rows], num_cells).max(initial=0)) - self._max_tokens
         if excess > 0:
             self._warn_once(
-                "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is taken, "
-                "here and from now on: raise max_tokens, or lower batch_size",
+                "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is used, here "
+                "and in later steps: raise max_tokens, or lower batch_size",
                 *(excess, self._max_tokens),
             )

@@ -1,4 +1,4 @@
-"""BudgetBatchSampler: steps of constant cost, with as many rows as fit every rank's budget."""
+"""BudgetBatchSampler: steps of constant cost, with as many rows as the budget of every rank allows."""
 
 from __future__ import annotations
 
@@ -16,48 +16,47 @@ from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import padded_groups, partition
 from commons.perf_model.partitioner.inputs import INT64_MAX
 
-# A step ends within this part of its rows of the longest one that the planner can deal.
+# A step may lack 1/256 of its rows: the search for its end stops there.
 _TOLERANCE = 256
 
 
 class BudgetBatchSampler(PlannedSampler):
-    """Rows of the batches of one rank, in steps that cost the same instead of having the same number of rows.
+    """Rows of the batches of one rank, in steps of equal cost instead of equal numbers of rows.
 
-    Each step has the first rows of what is left of the epoch's order, as many as can be dealt so that every rank keeps
-    `budget_per_rank`, `max_tokens` and `max_rows`: the longest prefix that a bisection with the planner finds, to
-    within 1/256 of its rows. Every rank has at least one row in every step, so that a loop that meets the other ranks
-    in every step ends with them. Where fewer rows than ranks would be left over, the steps before are shorter; where
-    that does not do, the last step exceeds the limits, with one warning. A row that exceeds the budget alone is the
-    only row of its rank in its step; a warning names the first and their number.
+    A step takes rows from the front of the epoch's order, as many as can be assigned to the ranks such that every rank
+    keeps `budget_per_rank`, `max_tokens` and `max_rows`: the longest prefix that a bisection with the planner finds, to
+    within 1/256 of its rows. Every rank has at least one row in every step, so a loop with collectives in every step
+    ends on all ranks together. If fewer rows than ranks would be left at the end, earlier steps are shortened; if that
+    is not possible, the last step exceeds the limits, with one warning. A row above the budget is the only row of its
+    rank in its step; a warning names the first such row and their number.
 
-    Where a place (`start_at`) leaves fewer rows than ranks, the last rows before it come a second time, with a warning.
+    If a place (`start_at`) leaves fewer rows than ranks, the last rows before it are read again, with a warning.
 
-    Steps are prefixes of the order, so a place is a number of rows to any number of ranks. It gives lists of row
-    numbers, as BalancedBatchSampler does. Every row weighs the same where the loss is
-    `commons.distributed.global_mean_loss`, however many rows a step has.
+    Steps are prefixes of the order, so a place is a number of rows, valid for any number of ranks. It yields lists of
+    row numbers, as BalancedBatchSampler does. With the loss `commons.distributed.global_mean_loss` all rows of a step
+    have the same weight, whatever their number.
 
     Args:
-        workloads: what each row of the data set costs, int64 `(num_rows,)`, as for BalancedBatchSampler.
-        budget_per_rank: most that a rank's rows of a step cost, in the same unit.
-        num_ranks: ranks that share the data.
-        rank: this one; None gives the batches of all ranks in turn, as for BalancedBatchSampler.
-        max_tokens: most tokens of a rank in a step.
-        tokens: memory that each row takes, `(num_rows,)`; needed with `max_tokens`.
-        max_rows: most rows of a rank in a step; None for any number.
-        seed: of the order; the same on every rank.
-        shuffle: a new order in every epoch.
-        drop_last: leave out rows at the end of the order, fewer than ranks, instead of making the steps before shorter.
-        padded: the model pads a batch to its longest row, so that it costs its number of rows times its heaviest row;
-            the budget is for that. Rows of like cost of a step then come together. Not with `max_tokens`.
-        groups: integers `(num_rows,)`; rows with equal numbers come in one batch, and count as one row with the sum of
-            their workloads and tokens. With `max_rows` all groups have the same number of rows. Not with `padded`.
-        speeds: positive integers `(num_ranks,)`, for ranks on devices of different kinds: the budget is that of the
-            fastest, and a rank of half its speed has half of it. Not with `padded`.
+        workloads: workload of each row of the data set, int64 `(num_rows,)`, as for BalancedBatchSampler.
+        budget_per_rank: maximum workload of a rank in a step, in the unit of `workloads`.
+        num_ranks: number of ranks that share the data.
+        rank: this rank; None yields the batches of all ranks in turn, as for BalancedBatchSampler.
+        max_tokens: maximum tokens of a rank in a step; None for no cap.
+        tokens: tokens of each row, `(num_rows,)`, a measure of memory; required with `max_tokens`.
+        max_rows: maximum rows of a rank in a step; None for no cap.
+        seed: seed of the order, equal on every rank.
+        shuffle: whether every epoch has a new order.
+        drop_last: leave out rows at the end of the order, fewer than ranks, instead of shortening earlier steps.
+        padded: whether the model pads a batch to its longest row, so that it costs the number of rows times the
+            heaviest row; the budget limits this cost. A batch then has rows of similar workload. Not with `max_tokens`.
+        groups: integers `(num_rows,)`; rows with equal numbers are in one batch, and count as one row with the sum of
+            their workloads and tokens. With `max_rows` all groups must have the same number of rows. Not with `padded`.
+        speeds: positive integers `(num_ranks,)`, for ranks on different devices: the fastest rank has the whole budget,
+            a rank of half its speed has half of it. Not with `padded`.
 
     Raises:
-        ValueError: an argument out of its range or of another length, a budget below every row, a row or group that
-            breaks `max_tokens` alone, groups that `max_rows` cannot count, or, without `drop_last`, fewer groups than
-            ranks.
+        ValueError: an argument of the wrong range or length, a budget below every row, a single row or group above
+            `max_tokens`, groups of different sizes with `max_rows`, or, without `drop_last`, fewer groups than ranks.
 
     Examples:
         >>> work = [9, 1, 1, 8, 2, 2, 1, 8]
@@ -97,29 +96,29 @@ class BudgetBatchSampler(PlannedSampler):
             groups=groups,
             speeds=speeds,
         )
-        # What it is compared with is int64.
+        # At most INT64_MAX, because it is compared with int64 values.
         self._budget = min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX)
         self._most_groups = self._as_groups(max_rows)
         self._most_tokens = INT64_MAX if self._max_tokens is None else self._max_tokens
         speeds = np.ones(self._num_ranks, np.int64) if self._speeds is None else self._speeds
         self._fastest_first = np.argsort(-speeds, kind="stable")
-        # int64 `(num_ranks,)`, by rank: all of the budget, or the part that its speed is of the largest.
+        # Budget of each rank, int64 `(num_ranks,)`: proportional to its speed, all of it for the fastest.
         self._budgets = np.array([self._budget * speed // int(speeds.max()) for speed in speeds.tolist()], np.int64)
-        # int64 `(2, num_rows)`, workloads and tokens of each row; 0 tokens where there is no cap.
+        # Workloads and tokens of the rows, int64 `(2, num_rows)`; tokens are 0 without a cap.
         tokens = np.zeros_like(self._workloads) if self._tokens is None else self._tokens
         self._costs = np.stack([self._workloads, tokens])
         self._require_budget()
 
     def _as_groups(self, max_rows: int | None) -> int | None:
-        """`max_rows`, which the identity names, in groups; None for any number."""
+        """Set `_max_rows` and return it as a number of groups; None for no cap."""
         self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
         if self._max_rows is None:
             return None
         if self._groups is not None and len(self._groups):
             if not self._group_size:
                 raise ValueError(
-                    f"max_rows is {max_rows}, groups have different numbers of rows; max_rows counts groups of one "
-                    "size: leave it out, or cap memory by tokens and max_tokens"
+                    f"max_rows is {max_rows}, groups have different numbers of rows; max_rows needs groups of equal "
+                    "size: leave it out, or cap memory with tokens and max_tokens"
                 )
             if self._max_rows < self._group_size:
                 raise ValueError(
@@ -139,15 +138,15 @@ class BudgetBatchSampler(PlannedSampler):
             return
         if len(alone) == len(costs):
             raise ValueError(
-                f"budget_per_rank is {budget}, the lightest {what} costs {int(costs.min())}; a step has "
-                f"room for some {what}s: raise it, to several {what}s of the mean, {int(costs.mean())}"
+                f"budget_per_rank is {budget}, the lightest {what} costs {int(costs.min())}; the budget must allow "
+                f"several {what}s: raise it to a multiple of the mean, {int(costs.mean())}"
             )
         if self._own_ranks[0] == 0:
             row = order[first[alone[0]]]
             logger.warning(
-                "%s %d costs %d, budget_per_rank is %d; it gets a rank's step to itself, as do all %d %ss above the "
-                "budget, which make their steps longer than the others: truncate them, or raise the budget, at best to "
-                "the heaviest, %d",
+                "%s %d costs %d, budget_per_rank is %d; it is alone on a rank in its step, as are all %d %ss above the "
+                "budget, and their steps take longer than others: truncate them, or raise the budget, at best to the "
+                "heaviest, %d",
                 what,
                 row if self._groups is None else self._groups[row],
                 costs[alone[0]],
@@ -158,12 +157,12 @@ class BudgetBatchSampler(PlannedSampler):
             )
 
     def _sums(self, order: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """int64 `(2, num_groups)`, workloads and tokens of the groups, or rows, of an order."""
+        """Workloads and tokens of the groups, or rows, of an order, int64 `(2, num_groups)`."""
         costs = self._costs[:, order]
         return costs if self._groups is None or not len(first) else np.add.reduceat(costs, first, axis=1)
 
     def __len__(self) -> int:
-        """Batches in the next epoch, as many for every rank; plans all of it."""
+        """Number of batches in the next epoch, equal for every rank; plans the whole epoch."""
         return sum(1 for _ in self.items(self.epoch, EPOCH_START))
 
     @property
@@ -177,7 +176,7 @@ class BudgetBatchSampler(PlannedSampler):
         first = self.first_rows(order)
         costs = self._sums(order, first)
         limits = (self._budget, self._most_tokens)
-        # Above the budget a row takes all of a rank's, and no more than that.
+        # A row above the budget uses the whole budget of one rank, and no more.
         running = np.pad(np.cumsum(np.minimum(costs, np.array([limits]).T), axis=1), ((0, 0), (1, 0)))
 
         def deal(begin: int, end: int) -> np.ndarray:
@@ -193,8 +192,8 @@ class BudgetBatchSampler(PlannedSampler):
             if ranks is None:
                 self._warn_once(
                     "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "
-                    "budget_per_rank, max_tokens and max_rows; one step has them all, here and from now on: raise the "
-                    "limits, or leave rows out with drop_last=True",
+                    "budget_per_rank, max_tokens and max_rows; they become one step, here and in later epochs: raise "
+                    "the limits, or leave rows out with drop_last=True",
                     *(len(order) - ends[begin], self._num_ranks),
                 )
                 ranks = self._deal_above(costs[:, begin:])
@@ -204,14 +203,14 @@ class BudgetBatchSampler(PlannedSampler):
             begin = until
 
     def _leave_enough(self, deal: Callable[[int, int], np.ndarray], begin: int, end: int) -> np.ndarray | None:
-        """The ranks of a step's rows, such that all ranks get rows of the rest too; None where the rest is one step.
+        """The ranks of a step's rows, such that the rest has rows for all ranks; None if the rest must be one step.
 
-        A rest of twice the ranks or more makes steps by itself, and one of as many rows as ranks makes one.
+        A rest of exactly `num_ranks` rows is one step; a rest of at least twice as many can always be divided.
         """
         ranks, least = deal(begin, end), self._num_ranks
         if self._drop_last:
             return ranks
-        for rest in (0, least, 2 * least):  # the least to leave, unless it is nothing
+        for rest in (0, least, 2 * least):  # leave no row or at least `rest` rows
             if end - begin - rest < least:
                 break
             if end - begin - len(ranks) < rest:
@@ -224,9 +223,9 @@ class BudgetBatchSampler(PlannedSampler):
         return None if end - begin < 2 * least else deal(begin, end - least)
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """See EpochSampler; plans these steps, unless they have been read."""
+        """See EpochSampler; plans the steps, unless they have been read."""
         row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
-        # What does not make a step is behind the last one.
+        # Rows that are too few for a step count as read after the last step.
         first = self.first_rows(self.order(len(self._workloads), epoch))
         at_end = num_steps > 0 and len(first) - int(np.searchsorted(first, row)) < self._num_ranks
         return Place(max(start.row, len(self._workloads)) if at_end else row)
@@ -236,11 +235,11 @@ class BudgetBatchSampler(PlannedSampler):
         return super().identity() | {"budget_per_rank": self._budget, "max_rows": self._max_rows}
 
     def _deal_longest(self, costs: np.ndarray) -> np.ndarray:
-        """The ranks of the first rows, as many as the planner can deal: all, or at least one for every rank.
+        """The ranks, int64 `(m,)`, of the longest prefix of rows that the planner can assign within the limits.
 
-        `costs` are int64 `(2, n)`, as those of `_sums`, of at least one row; the result is int64 `(m,)`.
+        `costs` is int64 `(2, n)` as from `_sums`, with n > 0. The prefix has at least one row per rank, or all rows.
         """
-        # One row on every rank keeps all limits. Beyond what they allow in number, there is nothing to plan.
+        # One row per rank keeps all limits. More than `_most_rows` rows cannot.
         low, high = min(self._num_ranks, costs.shape[1]), self._most_rows(costs[0]) + 1
         size, gap = high - 1, max(1, high // 64)
         while (ranks := self._deal(costs[:, :size])) is None:
@@ -256,7 +255,7 @@ class BudgetBatchSampler(PlannedSampler):
         return ranks
 
     def _deal_above(self, costs: np.ndarray) -> np.ndarray:
-        """The ranks of rows that no dealing keeps within the limits: int64 `(n,)`; without padding, as many on each."""
+        """The ranks, int64 `(n,)`, of rows that exceed the limits on any ranks; equal numbers of rows unless padded."""
         workloads, tokens = costs
         if self._padded:
             return padded_groups(workloads, num_groups=self._num_ranks)
@@ -264,7 +263,7 @@ class BudgetBatchSampler(PlannedSampler):
         return partition(workloads, self._num_ranks, best_effort=True, **limits).assignment
 
     def _most_rows(self, workloads: np.ndarray) -> int:
-        """Rows at the front that leave every rank at most `max_rows`, and rows above the budget alone."""
+        """Length of the longest prefix that `max_rows` allows if rows above the budget are alone on a rank."""
         size = np.arange(1, len(workloads) + 1)
         alone = np.cumsum(workloads > self._budget)
         fits = (alone < self._num_ranks) | ((alone == self._num_ranks) & (alone == size))
@@ -273,7 +272,7 @@ class BudgetBatchSampler(PlannedSampler):
         return len(size) if fits.all() else int(fits.argmin())
 
     def _deal(self, costs: np.ndarray) -> np.ndarray | None:
-        """The ranks of some rows; None if the planner finds no way to keep the limits."""
+        """The ranks of some rows; None if the planner finds no assignment within the limits."""
         workloads = costs[0]
         if len(workloads) <= self._num_ranks:
             return self._one_each(workloads, self._fastest_first)
@@ -287,25 +286,25 @@ class BudgetBatchSampler(PlannedSampler):
         return ranks
 
     def _one_each(self, workloads: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """Of these ranks, one for every row: the fastest for the heaviest; without speeds, in order."""
+        """One of `ranks`, sorted by speed, for every row: the fastest for the heaviest; without speeds in order."""
         found = np.empty(len(workloads), np.int64)
         heaviest = np.arange(len(workloads)) if self._speeds is None else np.argsort(-workloads, kind="stable")
         found[heaviest] = ranks[: len(workloads)]
         return found
 
     def _deal_shared(self, costs: np.ndarray, ranks: np.ndarray) -> np.ndarray | None:
-        """Which of these ranks each row goes to, by its index among them."""
+        """The index in `ranks` of each row's rank; None if the planner finds no assignment within the limits."""
         (workloads, tokens), num_parts = costs, len(ranks)
         if len(workloads) <= num_parts:
             return self._one_each(workloads, np.arange(num_parts))
         if self._padded:
             return self._deal_padded(workloads, num_parts)
         sizes, cap = tokens, self._max_tokens
-        if cap is None and self._most_groups is not None:  # the planner's one cap is free for that on rows
+        if cap is None and self._most_groups is not None:  # without a cap on tokens, the planner's cap limits rows
             sizes, cap = np.ones_like(workloads), self._most_groups
         speeds = None if self._speeds is None else self._speeds[ranks]
         plan = partial(partition, workloads, num_parts, tokens=sizes, max_tokens=cap, best_effort=True, speeds=speeds)
-        for equal_size in (False, True):  # of equal sizes none is above the cap on rows
+        for equal_size in (False, True):  # parts of equal size keep the cap on rows
             parts = plan(equal_size=equal_size).assignment
             _fill_empty(parts, workloads, num_parts)
             counts, loads = np.bincount(parts, minlength=num_parts), sum_by_rank(parts, workloads, num_parts)
@@ -327,7 +326,7 @@ class BudgetBatchSampler(PlannedSampler):
 
 
 def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> None:
-    """Give each empty partition the lightest row of one that has several; there are at least as many rows."""
+    """Move to each empty part the lightest row of parts with several rows; needs at least `num_parts` rows."""
     counts = np.bincount(parts, minlength=num_parts)
     for part in np.flatnonzero(counts == 0):
         others = np.flatnonzero(counts[parts] > 1)

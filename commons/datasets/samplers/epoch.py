@@ -1,8 +1,8 @@
-"""Which rows or batches a rank reads in an epoch, and in what order.
+"""Samplers of an epoch: the rows or batches that a rank reads, and their order.
 
-Every iteration draws the next epoch, unless `set_epoch` chooses one. A place in an epoch is the number of rows before
-it, over all ranks (`start_at`): it means the same to another number of ranks, and to any number of worker processes.
-Where several batches share their rows (a window), a place between them also says how many of them are done.
+Every iteration draws the next epoch, unless `set_epoch` sets one. A place in an epoch is the number of rows before it,
+over all ranks (`start_at`), so it is valid for any number of ranks and of worker processes. Within a window, whose
+batches share their rows, a place also has the number of finished steps.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 def require_not_dealt_again(sampler: object, rank: int | None, num_ranks: int, remedy: str) -> None:
-    """Raise ValueError where a library is about to deal one rank's batches to the ranks once more.
+    """Raise ValueError if a library is about to distribute the batches of one rank over the ranks again.
 
-    Accelerate's `prepare` gives every rank each W-th batch of what it takes for the batches of all W ranks; of the
-    batches of one rank it would leave the others out.
+    Accelerate's `prepare` expects the batches of all W ranks and gives each rank every W-th batch; with the batches of
+    one rank it would leave out the others.
     """
     if rank is not None and num_ranks > 1:
         raise ValueError(
-            f"this {type(sampler).__name__} has the batches of rank {rank} of {num_ranks} alone, and its drop_last is "
-            "read, as Accelerate's prepare() does to deal the batches to the ranks once more, which leaves rows out: "
+            f"this {type(sampler).__name__} has only the batches of rank {rank} of {num_ranks}, and Accelerate's "
+            "prepare() would distribute them over the ranks again (it reads drop_last), which leaves rows out: "
             f"{remedy}, or do not prepare the loader"
         )
 
@@ -35,8 +35,8 @@ def require_not_dealt_again(sampler: object, rank: int | None, num_ranks: int, r
 class Place(NamedTuple):
     """A place in an epoch."""
 
-    row: int = 0  # rows of the epoch before it, over all ranks; where it lies within a window, before that window
-    # Steps of that window before it. They mean something with the same ranks, batch size and window alone.
+    row: int = 0  # rows of the epoch before it, over all ranks; within a window, rows before the window
+    # Steps of the window before it; valid only with the same number of ranks, batch size and window.
     steps: int = 0
 
 
@@ -47,11 +47,11 @@ class EpochSampler(Sampler[T]):
     """A sampler whose order is a pure function of seed and epoch.
 
     Attributes:
-        IDENTITY: what `identity` has of a class of samplers, its attributes by their names.
-        epoch: the epoch that the next iteration draws; it rises by one when an iteration has given its first item, or
-            has none to give.
-        start: where in that epoch it begins.
-        yields_epochs: precede every item by its epoch, for a data set that draws by it, in worker processes too.
+        IDENTITY: names of the attributes that `identity` returns.
+        epoch: the epoch that the next iteration draws; incremented when an iteration yields its first item, or ends
+            without one.
+        start: the place in that epoch where the next iteration begins.
+        yields_epochs: whether to yield pairs of epoch and item, for a data set whose items depend on the epoch.
 
     """
 
@@ -65,39 +65,39 @@ class EpochSampler(Sampler[T]):
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, from its first row; ValueError for a negative one."""
+        """Set the epoch of the next iteration, which begins at its first row; ValueError for a negative epoch."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; epochs are counted from 0: give 0 or more")
         self.epoch = epoch
         self.start = EPOCH_START
 
     def start_at(self, row: int, steps: int = 0) -> None:
-        """Begin this epoch behind its first `row` rows, counted over all ranks, however many ranks read those.
+        """Begin the next iteration after the first `row` rows of the epoch.
 
         Args:
-            row: those rows; the first window begins here.
-            steps: steps of that window to leave out too.
+            row: number of rows to skip, over all ranks, whatever number of ranks read them; a window begins there.
+            steps: number of steps of this window to skip too.
 
         Raises:
-            ValueError: a negative row, or steps that are no part of a window.
+            ValueError: a negative row, or not fewer steps than the window has.
 
         """
         if row < 0:
             raise ValueError(f"row is {row}; rows are counted from 0: give 0 or more")
         if not 0 <= steps < self.window:
             raise ValueError(
-                f"steps is {steps}, the window of this {type(self).__name__} is {self.window}; a place is behind 0 to "
+                f"steps is {steps}, the window of this {type(self).__name__} is {self.window}; a place is after 0 to "
                 f"{self.window - 1} steps of a window: give the window's first row and fewer steps"
             )
         self.start = Place(row, steps)
 
     @property
     def window(self) -> int:
-        """Batches that share their rows."""
+        """Number of batches whose rows are balanced together."""
         return 1
 
     def order(self, size: int, epoch: int) -> np.ndarray:
-        """int64 `(size,)`: 0 … size − 1, permuted for this seed and epoch if the sampler shuffles."""
+        """The numbers 0 … size − 1, int64 `(size,)`, permuted by seed and epoch if the sampler shuffles."""
         if not self._shuffle:
             return np.arange(size)
         return np.random.default_rng([self._seed, epoch]).permutation(size)
@@ -129,24 +129,24 @@ class EpochSampler(Sampler[T]):
 
     @abstractmethod
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
-        """Rows of each step from a place on, over all ranks; the same on every rank."""
+        """Rows of each step from a place on, over all ranks; equal on every rank."""
 
     @abstractmethod
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """The place `num_steps` steps of all ranks behind `start`."""
+        """The place `num_steps` steps of all ranks after `start`."""
 
     def identity(self) -> dict[str, Any]:
-        """What has to be equal for a place to mean the same items, JSON-ready."""
+        """Settings that must be equal for a place to mean the same items, JSON-ready."""
         return {name: getattr(self, f"_{name}") for name in self.IDENTITY}
 
     def require_fits(self, dataset: Any) -> None:
-        """Raise ValueError where the rows that the sampler knows are not those of the data set that it is to read."""
+        """Raise ValueError if the sampler was made for other rows than those of the data set."""
 
 
 class BatchOrderSampler(EpochSampler[int]):
-    """Indices of a data set whose items are ready batches, each rank's own.
+    """Indices of a data set whose items are the finished batches of one rank.
 
-    `rows_per_step` are those of one batch of every rank together, by which `start_at` counts.
+    `rows_per_step` is the number of rows of one batch on every rank together, by which `start_at` counts.
     """
 
     IDENTITY = ("num_batches", "rows_per_step", "shuffle", "seed")
@@ -178,10 +178,10 @@ class BatchOrderSampler(EpochSampler[int]):
 class ShardedBatchSampler(EpochSampler[list[int]]):
     """Rows of the batches of one rank.
 
-    The epoch's order of all rows, the same on every rank, is dealt out one row per rank in turn: ranks differ by at
-    most one row, and no row is repeated or left out. A rank may thus have one batch more than another, or none.
+    Row i of the epoch's order, which is equal on every rank, goes to rank i mod W: ranks differ by at most one row, and
+    no row is repeated or left out. A rank may thus have one batch more than another, or no batch.
 
-    `num_rows` are those of the whole data set; an incomplete last batch is left out with `drop_last`.
+    `num_rows` is the number of rows of the data set; `drop_last` leaves out an incomplete last batch.
 
     >>> [list(ShardedBatchSampler(5, 2, rank=rank, world_size=2)) for rank in range(2)]
     [[[0, 2], [4]], [[1, 3]]]
@@ -228,12 +228,12 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         """See EpochSampler."""
         full, rest = divmod(max(0, self._num_rows - start.row), self._batch_size * self._world_size)
         yield from itertools.repeat(self._batch_size * self._world_size, full)
-        if self._drop_last:  # ranks that are dealt one row more may still fill a batch
+        if self._drop_last:  # ranks with one row more may still fill a batch
             rest = rest % self._world_size * self._batch_size if rest // self._world_size == self._batch_size - 1 else 0
         if rest:
             yield rest
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler."""
-        # Behind the last step there is nothing left, also where rows were left out.
+        # After the last step the place is the end, also if rows were left out.
         return Place(min(start.row + num_steps * self._batch_size * self._world_size, self._num_rows))

@@ -1,7 +1,7 @@
-"""What samplers of known workloads share: an epoch is planned step by step, the same on every rank.
+"""The base class of samplers with known workloads: an epoch is planned step by step, equally on every rank.
 
-A plan says which rows a step trains and on which ranks. Every rank computes it from the same workloads and seed and
-reads its own rows: nothing is gathered and nothing is exchanged.
+A plan has the rows of a step and their ranks. Every rank computes it from the same workloads and seed and reads its own
+rows: nothing is gathered or exchanged.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_speed
 
 logger = logging.getLogger(__name__)
 
-# Epochs whose steps are kept while they are read: the one that is left behind, and the one that follows.
+# Number of epochs whose steps are kept: the current one, and the next one.
 _KEPT = 2
 
 
 class PlannedStep(NamedTuple):
-    """What one step trains."""
+    """The rows of one step, and their ranks."""
 
     rows: np.ndarray  # int64 `(n,)`, rows of the data set
-    ranks: np.ndarray  # int64 `(n,)`, the rank that trains each
+    ranks: np.ndarray  # int64 `(n,)`, the rank that trains each row
 
 
 class PlannedSampler(EpochSampler[list[int]]):
-    """Rows of the batches of one rank, or of all ranks in turn, by a plan of known workloads.
+    """Rows of the batches of one rank, or of all ranks in turn, from a plan of known workloads.
 
-    Arguments and errors as those of BalancedBatchSampler. What is dealt as a whole is a group of rows, or a row.
+    Arguments and errors as for BalancedBatchSampler. The unit of a plan is a group of rows, or a row without groups.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class PlannedSampler(EpochSampler[list[int]]):
         sizes = np.ones_like(self._workloads)
         if self._groups is not None:
             sizes = np.unique(self._groups, return_counts=True)[1]
-        # Rows of every group; 0 where groups differ, or there are none.
+        # Number of rows of every group; 0 if groups differ, or the data set is empty.
         self._group_size = 1 if self._groups is None else int(sizes[0]) if len(np.unique(sizes)) == 1 else 0
         self._require_rows_below_cap(given_tokens)
         if 0 < len(sizes) < self._num_ranks and not self._drop_last:
             raise ValueError(
-                f"the data set has {len(sizes)} {self._what}s, num_ranks is {self._num_ranks}; every rank trains a "
+                f"the data set has {len(sizes)} {self._what}s, num_ranks is {self._num_ranks}; every rank needs a "
                 f"{self._what} in every step: use fewer ranks or more {self._what}s, or leave them out with "
                 "drop_last=True"
             )
-        self._tokens = given_tokens if self._max_tokens is not None else None  # they count for the cap alone
+        self._tokens = given_tokens if self._max_tokens is not None else None  # only used for the cap
         known = (self._workloads, self._tokens, self._groups)
         content = b"".join(values.tobytes() for values in known if values is not None)
         self._digest = hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -93,7 +93,7 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def _require_rows_below_cap(self, tokens: np.ndarray | None) -> None:
         for name, given, why in (
-            ("groups", self._groups, "made of rows of like cost, which tears groups apart"),
+            ("groups", self._groups, "made of rows of similar cost, which separates groups"),
             ("speeds", self._speeds, "made equally costly"),
         ):
             if self._padded and given is not None:
@@ -112,13 +112,13 @@ class PlannedSampler(EpochSampler[list[int]]):
         refuse_above_cap(tokens, self._groups, self._max_tokens, "row")
 
     def _warn_once(self, text: str, *values: Any) -> None:
-        """Warn of something the first time that it happens, on the first rank alone, since all plan the same."""
+        """Log a warning once, on the first rank only, because all ranks compute the same plan."""
         if self._own_ranks[0] == 0 and text not in self._warned:
             self._warned.add(text)
             logger.warning(text, *values)
 
     def order(self, size: int, epoch: int) -> np.ndarray:
-        """See EpochSampler; groups in their order, each with its rows one after another."""
+        """See EpochSampler; orders groups, and keeps the rows of a group together."""
         if self._groups is None:
             return super().order(size, epoch)
         _, first, group_of = np.unique(self._groups, return_index=True, return_inverse=True)
@@ -127,39 +127,39 @@ class PlannedSampler(EpochSampler[list[int]]):
         return np.argsort(place[group_of], kind="stable")
 
     def first_rows(self, order: np.ndarray) -> np.ndarray:
-        """int64 `(num_groups,)`, where the groups of an epoch's order begin in it."""
+        """Positions in an epoch's order at which its groups begin, int64 `(num_groups,)`."""
         if self._groups is None:
             return np.arange(len(order))
         groups = self._groups[order]
         return np.flatnonzero(np.concatenate([np.ones(len(groups[:1]), bool), groups[1:] != groups[:-1]]))
 
     def first_row(self, row: int, first_rows: np.ndarray) -> int:
-        """Where the steps from a row on begin; earlier, with a warning, where fewer groups than ranks are left."""
+        """The row at which steps from `row` on begin; earlier, with a warning, if fewer groups than ranks are left."""
         left = len(first_rows) - int(np.searchsorted(first_rows, row))
         if self._drop_last or not 0 < left < self._num_ranks:
             return row
         begin = int(first_rows[-self._num_ranks])
         self._warn_once(
-            "row %d leaves %d %ss for %d ranks, and every rank trains one; the %d rows before it come a second "
-            "time: begin at row %d, or with the next epoch, if they must not",
+            "row %d leaves %d %ss for %d ranks, and every rank needs one; the %d rows before it are read a second "
+            "time: to avoid it, begin at row %d, or with the next epoch",
             *(row, left, self._what, self._num_ranks, row - begin, len(self._workloads)),
         )
         return begin
 
     @property
     def drop_last(self) -> bool:
-        """Whether rows that do not make a step are left out; ValueError as `require_not_dealt_again`."""
+        """Whether rows that do not fill a step are left out; ValueError as `require_not_dealt_again`."""
         require_not_dealt_again(self, self._rank, self._num_ranks, "make it with rank=None")
         return self._drop_last
 
     @property
     def sampler(self) -> PlannedSampler:
-        """Itself: a batch sampler's `sampler` is where Accelerate calls `set_epoch`."""
+        """This sampler: Accelerate calls `set_epoch` on a batch sampler's `sampler`."""
         return self
 
     @abstractmethod
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
-        """The steps of an epoch from a place on, planned as they are asked for; the same on every rank."""
+        """The steps of an epoch from a place on, planned during the iteration; equal on every rank."""
 
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
         """See EpochSampler."""
@@ -170,7 +170,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         return (num_rows for _, num_rows in self._own_steps(epoch, start))
 
     def _own_steps(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
-        """The own ranks' rows of each step, and the number of all rows; a step is planned once."""
+        """The own ranks' rows of each step, and the number of the step's rows; each step is planned once."""
         if (epoch, start) not in self._kept:
             while len(self._kept) >= _KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -178,7 +178,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             own = (([rows[ranks == rank] for rank in self._own_ranks], len(rows)) for rows, ranks in plan)
             self._kept[epoch, start] = own
         kept, steps = itertools.tee(self._kept[epoch, start])
-        self._kept[epoch, start] = kept  # stays at the first step
+        self._kept[epoch, start] = kept  # never advanced: the next call starts at the first step again
         return steps
 
     def identity(self) -> dict[str, Any]:
@@ -198,17 +198,17 @@ class PlannedSampler(EpochSampler[list[int]]):
         }
 
     def require_fits(self, dataset: Any) -> None:
-        """See EpochSampler; a data set without a length is not looked at."""
+        """See EpochSampler; a data set without a length is not checked."""
         if self._rank is None and self._num_ranks > 1:
             raise ValueError(
-                f"rank is None, num_ranks is {self._num_ranks}; this loader reads the batches of one rank, and nobody "
-                "deals those of all ranks: give this rank's number"
+                f"rank is None, num_ranks is {self._num_ranks}; this loader reads the batches of one rank, and does "
+                "not distribute batches of all ranks: give this rank's number"
             )
         if hasattr(dataset, "__len__") and len(dataset) != len(self._workloads):
             raise ValueError(
-                f"workloads has {len(self._workloads)} entries, the data set has {len(dataset)} rows; every row costs "
-                "something: give one workload per row of this data set"
+                f"workloads has {len(self._workloads)} entries, the data set has {len(dataset)} rows; every row has "
+                "one workload: give the workloads of this data set"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}  # plans are made again where they are needed
+        return {**self.__dict__, "_kept": {}}  # iterators cannot be pickled; the copy plans again

@@ -1,1 +1,1 @@
-"""Preprocessed sequences: from events to parquet shards, and from these to batches."""
+"""Preprocessed sequences: from events to parquet shards, and from shards to batches."""

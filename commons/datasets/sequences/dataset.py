@@ -1,7 +1,7 @@
 """Batches from the columnar files of a data set: histories, candidates and labels.
 
-Input: files written by a preprocessor, and rows chosen by a sampler. Output: HSTUBatch on the CPU. A user's items are
-cut to the last `max_history_seqlen + num_candidates`; the last `num_candidates` of these are the candidates.
+Input: files written by a preprocessor, and rows chosen by a sampler. Output: HSTUBatch on the CPU. Only a user's last
+`max_history_seqlen + num_candidates` items are kept; the last `num_candidates` of them are the candidates.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class UserDataset(Dataset[_Batch_co]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Users of the split."""
+        """Number of users of the split."""
 
     def __getitem__(self, rows: int | Sequence[int]) -> _Batch_co:
-        """The batch of `rows`, counted within the split, padded to the batch size; one of more rows has no padding.
+        """The batch of `rows`, counted within the split; fewer rows than the batch size are padded.
 
         Raises:
             IndexError: a row outside the split.
@@ -45,10 +45,10 @@ class UserDataset(Dataset[_Batch_co]):
         return self._assemble(selected)
 
     def outlines(self) -> Iterator[_Batch_co]:
-        """All users of the split in order, as batches with the right lengths whose values are zeros without memory.
+        """All users of the split in order, as batches of lengths only: their values are 0 and take no memory.
 
-        A row's workload follows from its lengths, so these batches serve any shuffler's `get_workloads`. They have at
-        most 65,536 rows, and no padding.
+        They are arguments for any shuffler's `get_workloads`, because a row's workload depends only on its lengths.
+        They have at most 65,536 rows, and no padding.
         """
         lengths = self._item_counts()
         for first in range(0, len(lengths), _ROWS_PER_OUTLINE):
@@ -59,28 +59,28 @@ class UserDataset(Dataset[_Batch_co]):
 
     @abstractmethod
     def _item_counts(self) -> np.ndarray:
-        """Items of every user: int64 `(num_users,)`."""
+        """Number of items of every user, int64 `(num_users,)`."""
 
     @abstractmethod
     def _outline(self, lengths: np.ndarray) -> _Batch_co:
-        """The outline of users with so many items."""
+        """A batch of lengths only, for users with these numbers of items."""
 
 
 class SequenceDataset(UserDataset[HSTUBatch]):
     """Users of one split; `dataset[rows]` is the batch of these rows.
 
     Args:
-        path: the folder `<name>.parquet`, or the folder that holds it.
-        schema: of the data set.
+        path: the folder `<name>.parquet`, or its parent folder.
+        schema: schema of the data set.
         split: "train" or "test".
         batch_size: rows of every batch; batches of fewer rows are padded.
-        max_history_seqlen: the most items of the history; older ones are cut off.
-        max_num_candidates: the most candidates. A user of n items has at most n − 1, so that a history remains.
-        num_tasks: labels, the first of the schema's tasks; batches of a schema without tasks have none.
-        table_sizes: rows of the embedding tables that the batches are meant for, by feature, where they are given and
-            not made from `vocabulary_sizes`.
-        timestamps: batches have one more feature, "timestamp": the second of every item, whatever the unit of the
-            files. It is no token, and has no vocabulary.
+        max_history_seqlen: maximum items of the history; older items are cut off.
+        max_num_candidates: maximum candidates. A user of n items has at most n − 1, so that a history remains.
+        num_tasks: number of labels, for the first of the schema's tasks; no labels if the schema has no tasks.
+        table_sizes: rows of the model's embedding tables by feature, to check the vocabularies against; None if the
+            model makes its tables from `vocabulary_sizes`.
+        timestamps: whether batches have a further feature "timestamp": the time of every item in seconds, whatever the
+            unit of the files. It adds no tokens, and has no vocabulary.
 
     Raises:
         FileNotFoundError: no data set at `path`.
@@ -113,17 +113,17 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         self.num_tasks = num_tasks if schema.tasks else 0
         self.timestamps = timestamps
         self._batch_size = batch_size
-        # The most tokens, or values, that a row can have of each feature; times are no tokens.
+        # Maximum tokens of each feature in a row; for timestamps, which are not tokens, maximum values.
         longest = max_history_seqlen + max_num_candidates
         listed = [name for name in (schema.item_feature_name, schema.action_feature_name) if name is not None]
         tokens = {**dict.fromkeys(schema.contextual_feature_names, 1), **dict.fromkeys(listed, longest)}
         self.feature_to_max_seqlen = {**tokens, TIMESTAMP: longest} if timestamps else tokens
-        # The most tokens of a row: contextual features, items and, interleaved, their actions if there are any.
+        # Maximum tokens of a row: contextual features, items and, if any, their interleaved actions.
         self.max_sequence_length = sum(tokens.values())
         if timestamps and schema.timestamps_per_second is None:
             raise ValueError(
-                f"timestamps are asked for, which {schema.dataset_name!r} was made without: name columns.time and "
-                "preprocess the data again, or leave out what needs them (time_bias)"
+                f"timestamps is True, and {schema.dataset_name!r} was preprocessed without times: set columns.time and "
+                "preprocess the data again, or turn off what needs timestamps (time_bias)"
             )
         self._file = SequenceFile(path, schema.dataset_name, list(self.feature_to_max_seqlen))
         self.metadata = self._file.metadata
@@ -134,7 +134,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
                 f"split {split!r} of {self._file.path} has no users; a data set has at least one: preprocess the data "
                 "with another test fraction or seed"
             )
-        # Number of ids of each feature of the batches that has ids.
+        # Number of ids of each feature, except timestamps.
         self.vocabulary_sizes = {name: self.metadata.vocabulary_sizes[name] for name in tokens}
         for name, ids in self.vocabulary_sizes.items():
             size = (table_sizes or {}).get(name)
@@ -150,12 +150,11 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         wrong = [name for name in names if name not in plain]
         if wrong:
             raise ValueError(
-                f"contextual_feature_names has {wrong}; a contextual feature has one id per user, as {plain} have: "
-                "choose among these"
+                f"contextual_feature_names has {wrong}; a contextual feature has one id per user: choose from {plain}"
             )
 
     def __len__(self) -> int:
-        """Users of the split."""
+        """Number of users of the split."""
         return len(self._rows)
 
     def _item_counts(self) -> np.ndarray:
@@ -170,12 +169,12 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         return self._batch(features, labels, num_candidates, batch_size=len(kept))
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Candidates of rows of so many items, and the items that are kept, candidates among them."""
+        """Numbers of candidates, and of kept items including candidates, for rows of given numbers of items."""
         num_candidates = np.clip(lengths - 1, 0, self.max_num_candidates)
         return num_candidates, np.minimum(lengths, self.max_history_seqlen + num_candidates)
 
     def _feature_lengths(self, kept: np.ndarray) -> dict[str, np.ndarray]:
-        """Lengths of every feature in rows of so many items."""
+        """Lengths of every feature in rows with these numbers of items."""
         contextual = set(self.schema.contextual_feature_names)
         return {name: np.ones_like(kept) if name in contextual else kept for name in self.feature_to_max_seqlen}
 
@@ -219,7 +218,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
     def _labels(
         self, actions: np.ndarray, kept: np.ndarray, num_candidates: np.ndarray, batch_size: int
     ) -> KeyedJaggedTensor | None:
-        """One per candidate or, without candidates, per item."""
+        """Labels, one per candidate or, without candidates, per item; None without tasks."""
         tasks = {f"task_{index}": task for index, task in enumerate(self.schema.tasks[: self.num_tasks])}
         if not tasks:
             return None
@@ -234,7 +233,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
 
 
 def are_last(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Which entries are among the last `counts` of their row: bool `(sum(lengths),)` for int64 `(num_rows,)` each."""
+    """Mask of the last `counts` entries of each row: bool `(sum(lengths),)`; arguments are int64 `(num_rows,)`."""
     from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())
     return from_end <= np.repeat(counts, lengths)
 

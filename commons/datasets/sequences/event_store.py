@@ -1,8 +1,8 @@
-"""Events of users in a DuckDB database on disk: read by SQL, taken out user by user, oldest first.
+"""Events of users in a DuckDB database on disk: added with SQL, returned user by user, oldest first.
 
-DuckDB reads, groups, joins and sorts out of core: beyond its memory limit it writes to files beside the database. Rows
-keep their number, in which ties of time are broken, so that the result does not depend on threads. Lists are cut by the
-caller: DuckDB's own with ORDER BY do not spill.
+DuckDB reads, groups, joins and sorts out of core: above its memory limit it writes to files next to the database. Row
+numbers break ties between equal times, so that the result does not depend on threads. The caller splits the sorted
+events into lists, because DuckDB's list aggregates with ORDER BY do not spill to disk.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import pyarrow as pa
 from commons.console import progress_bar
 from commons.whole_folder import NO_ROOM
 
-# Arrow's buffers and the rows that are written come on top.
+# For DuckDB only: Arrow's buffers and the rows being written need further memory.
 _MEMORY_LIMIT = "512MB"
-_MOST_THREADS = 4  # each needs a part of the memory
+_MOST_THREADS = 4  # every thread needs a part of the memory
 _BATCH = 1 << 18
 _SECONDS_BETWEEN_UPDATES = 0.2
 _Result = TypeVar("_Result")
 
 
 class EventStore:
-    """A table `events` of user, item, action (SMALLINT) and time (BIGINT), and of context if there is any.
+    """A table `events` of user, item, action (SMALLINT), time (BIGINT) and, if any, context columns.
 
-    Names of columns are part of the queries: the caller's own, never those of a file.
-    A row whose item is null stands for its user alone. All rows are added before the first query for them.
+    Column names are part of the SQL: they must be the caller's own, never names from a file. A row with a null item
+    only adds its user. All rows must be added before the first query.
     """
 
     def __init__(self, folder: Path, *, show_progress: bool = False) -> None:
         folder.mkdir()
-        self.folder = folder  # for the database and what is spilled, made by the store and removed by its owner
-        self.num_rows = 0  # that were added
-        self.show_progress = show_progress  # on stderr, if that is a terminal
+        self.folder = folder  # for the database and spilled data; created by the store, removed by its owner
+        self.num_rows = 0  # rows that were added
+        self.show_progress = show_progress  # on stderr, if it is a terminal
         config: dict[str, Any] = {
             "memory_limit": _MEMORY_LIMIT,
             "threads": min(_MOST_THREADS, os.cpu_count() or 1),
             "temp_directory": str(folder / "spilled"),
-            # Without it rows would lose their order, also where a query has ORDER BY.
+            # Otherwise rows lose their order, even with ORDER BY.
             "preserve_insertion_order": True,
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
@@ -54,9 +54,9 @@ class EventStore:
         with _errors_named(folder):
             self._database = duckdb.connect(str(folder / "events.duckdb"), config=config)
             self._database.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
-            # Prefetching would hold whole columns of a row group.
+            # Prefetching would load whole columns of a row group into memory.
             self._database.execute("SET disable_parquet_prefetching = true")
-        # DuckDB does not look at signals: the main thread waits for another one, and Ctrl-C interrupts the query.
+        # Queries run on another thread, so that Ctrl-C in the main thread can interrupt them: DuckDB ignores signals.
         self._thread = ThreadPoolExecutor(1)
 
     def __enter__(self) -> EventStore:
@@ -69,13 +69,13 @@ class EventStore:
         self._database.close()
 
     def add(self, select: str, **tables: pa.Table) -> None:
-        """Add the rows of a query, in their order; the first one decides the columns of `events`."""
+        """Add the rows of a query, in their order; the first query determines the columns of `events`."""
         create = "INSERT INTO events" if self.num_rows else "CREATE OR REPLACE TABLE events AS"
         self._run(lambda: self._start(f"{create} {select}", tables), doing="read")
         self.num_rows = self.query("SELECT count(*) AS number FROM events")["number"][0].as_py()
 
     def query(self, sql: str, **tables: pa.Table) -> pa.Table:
-        """The result of a query that may name Arrow tables."""
+        """The result of a query, which may use the Arrow tables by their names."""
         return self._run(lambda: self._start(sql, tables).to_arrow_table())
 
     def _start(self, sql: str, tables: Mapping[str, pa.Table]) -> duckdb.DuckDBPyRelation:
@@ -95,12 +95,12 @@ class EventStore:
                 bar.update(max(self._database.query_progress() - bar.n, 0))
 
     def values(self, column: str) -> pa.Array:
-        """The different values of a column, sorted; a null is the last."""
+        """The distinct values of a column, sorted, a null last."""
         found = self.query(f"SELECT DISTINCT {column} AS value FROM events ORDER BY value NULLS LAST")  # noqa: S608
         return plain_array(found["value"])
 
     def lengths(self, users: pa.Array) -> np.ndarray:
-        """How many events each of all users has: int64 `(num_users,)`."""
+        """Number of events of each user, int64 `(num_users,)`."""
         found = self.query(
             "SELECT count(item) AS length FROM users LEFT JOIN events USING (user) GROUP BY user, place ORDER BY place",
             users=pa.table({"user": users, "place": np.arange(len(users))}),
@@ -108,9 +108,9 @@ class EventStore:
         return found["length"].to_numpy()
 
     def latest(self, names: list[str]) -> pa.Table:
-        """For every user in order, the values of some columns in the row of the latest event, of several the last."""
+        """For every user, sorted, the columns `names` of the latest event; the last row breaks ties of time."""
         columns = ", ".join(f"events.{name}" for name in names)
-        # Rows without a time are those of users without events.
+        # Only rows of users without events have no time.
         key = f"coalesce(time, {-(2**63)})::HUGEINT * {2**42} + rowid"
         last = f"SELECT user, arg_max(rowid, {key}) AS number FROM events GROUP BY user"  # noqa: S608
         return self.query(
@@ -118,10 +118,10 @@ class EventStore:
         )
 
     def histories(self, users: pa.Array, places: np.ndarray, items: pa.Array) -> Iterator[pa.RecordBatch]:
-        """All events, sorted by the place of their user, then time, then the order in which they were added.
+        """All events, sorted by the place of their user, then by time, then by the order in which they were added.
 
-        `users` are all of them and `places` theirs, int32 `(num_users,)`, each once; `items` are all of them, sorted:
-        the id of an item is its rank. The batches have item (int32 ids), action (int16) and time (int64).
+        `users` are all users, `places` their places, int32 `(num_users,)`, a permutation; `items` are all items,
+        sorted: the id of an item is its position. The batches have item (int32 ids), action (int16) and time (int64).
         """
         tables = {
             "users": pa.table({"user": users, "place": places}),
@@ -137,17 +137,17 @@ class EventStore:
 
 
 def sql_name(column: str | None) -> str:
-    """A column in SQL."""
+    """A column name, quoted for SQL."""
     return '"' + str(column).replace('"', '""') + '"'
 
 
 def sql_text(value: str) -> str:
-    """A text in SQL."""
+    """A text, quoted for SQL."""
     return "'" + value.replace("'", "''") + "'"
 
 
 def plain_array(column: pa.ChunkedArray) -> pa.Array:
-    """An array of the types in which vocabularies are written."""
+    """A column as one array, with large types for strings and bytes, as vocabularies are written."""
     values = column.combine_chunks()
     wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
     return values.cast(wide.get(values.type, values.type))
@@ -155,9 +155,9 @@ def plain_array(column: pa.ChunkedArray) -> pa.Array:
 
 @contextlib.contextmanager
 def _errors_named(folder: Path, *, of_files: bool = False) -> Iterator[None]:
-    """Raise an OSError for what DuckDB says of a full disk, or of memory or a disk that is too small.
+    """Raise an OSError for DuckDB's errors about a full disk, or about too little memory.
 
-    Others stay as they are while files are read, since they are of these.
+    With `of_files`, while files are read, other input/output errors are about these files and raised unchanged.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""The columnar files of a data set: one row per user, parquet shards read by row groups as rows are asked for.
+"""The columnar files of a data set: one row per user, in parquet shards whose row groups are read on demand.
 
     <folder>/ml-1m.parquet/_manifest.json            counts, columns, splits, shards (see SequenceFileMetadata)
     <folder>/ml-1m.parquet/_vocabularies/zip.parquet the raw value of each id of a feature, column `value`
     <folder>/ml-1m.parquet/train-00000.parquet       users of one split
 
 Preprocessors write them (see writer), SequenceDataset reads them; `pyarrow.parquet.read_table` reads the whole
-folder. What a model has to know beforehand is in the manifest, so that opening a data set opens no shard.
+folder. The manifest has all that building a model needs, so opening a data set opens no shard.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ __all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSche
 
 @dataclass(frozen=True)
 class SequenceSchema:
-    """Which columns of a data set play which part."""
+    """The columns of a data set by their meaning, and its tasks."""
 
-    dataset_name: str  # the data set
+    dataset_name: str  # name of the data set
     contextual_feature_names: tuple[str, ...]  # plain columns, one token per user
     item_feature_name: str  # list column of item ids
-    action_feature_name: str | None  # list column of actions, one per item; None where batches are to have none
-    # For each label, a function that can be pickled, from actions, int64 `(n,)`, to what is not 0 where they have it.
+    action_feature_name: str | None  # list column of actions, one per item; None for batches without actions
+    # For each label, a picklable function from actions, int64 `(n,)`, to values that are not 0 for a positive label.
     tasks: tuple[Callable[[np.ndarray], np.ndarray], ...]
-    # What a second counts in the list column "timestamp": 1,000 for milliseconds; None where that has no times.
+    # Units per second of the list column "timestamp": 1,000 for milliseconds; None if the data have no times.
     timestamps_per_second: int | None = 1
     user_feature_name: str = "user_id"  # plain column of user ids
 
 
 class SequenceFile:
-    """Rows of a data set, read lazily: opening reads the manifest, asking for rows reads their row groups.
+    """Reads rows of a data set lazily: the constructor reads the manifest, `select` reads the row groups of its rows.
 
-    `path` is the folder `<dataset_name>.parquet`, or the folder that holds it. No other `columns` are read. The row
-    groups used last stay decoded, up to `max_cached_bytes` in each process.
+    `path` is the folder `<dataset_name>.parquet`, or its parent folder. Only `columns` are read. The most recently used
+    row groups are cached decoded, up to `max_cached_bytes` in each process.
 
     Raises:
         FileNotFoundError: no such data set.
-        ValueError: data that are damaged, of another data set or version, or lack a column.
+        ValueError: the data are damaged, of another data set or version, or lack a column.
 
     """
 
@@ -61,7 +61,7 @@ class SequenceFile:
         self.path = path if (path / MANIFEST).is_file() else path / f"{dataset_name}.parquet"
         if not (self.path / MANIFEST).is_file():
             raise FileNotFoundError(
-                f"{self.path} does not exist or has no {MANIFEST}; data are preprocessed once: run `evenrank "
+                f"{self.path} does not exist or has no {MANIFEST}; data must be preprocessed: run `evenrank "
                 f"preprocess {dataset_name} --source … --output …` and give its output as dataset_path"
             )
         self._columns = list(columns)
@@ -75,7 +75,7 @@ class SequenceFile:
                 "again"
             )
         shards = self.metadata.shards
-        # For each row group of the whole data set: its shard, its number there, and the row it begins with.
+        # For each row group of the data set: its shard, its number within the shard, and its first row.
         self._groups = [(shard, group) for shard, own in enumerate(shards) for group in range(len(own.row_groups))]
         self._group_starts = np.cumsum([0, *(rows for shard in shards for rows in shard.row_groups)])
         self._process = os.getpid()
@@ -84,7 +84,7 @@ class SequenceFile:
         self._cached_bytes = 0
 
     def split_rows(self, split: str) -> range:
-        """Rows of one split; raises ValueError for one that the data do not have."""
+        """Rows of one split; ValueError for an unknown split."""
         start, splits = 0, self.metadata.splits
         for name, num_rows in splits.items():
             if name == split:
@@ -93,16 +93,16 @@ class SequenceFile:
         raise ValueError(f"split is {split!r}, {self.path} has {', '.join(splits)}: choose one of them")
 
     def select(self, rows: np.ndarray) -> RowSelection:
-        """Rows to read columns of: int64 `(num_rows,)`, counted from the start of the data set."""
+        """Select rows, int64 `(num_rows,)`, counted from the start of the data set, to read columns of them."""
         numbers = np.searchsorted(self._group_starts, rows, side="right") - 1
         groups = {number: self._row_group(number) for number in np.unique(numbers).tolist()}
         local = rows - self._group_starts[numbers]
         return RowSelection([(groups[number], row) for number, row in zip(numbers.tolist(), local.tolist())])
 
     def list_lengths(self, column: str, rows: range) -> np.ndarray:
-        """Lengths of a list column in consecutive rows: int64 `(len(rows),)`; reads that column alone, keeps nothing.
+        """Lengths of a list column in consecutive rows, int64 `(len(rows),)`; reads only this column, caches nothing.
 
-        Parquet holds no lengths of lists but in the levels of their values, so the values are decoded with them.
+        Parquet stores lengths of lists only in the levels of their values, so the values are decoded too.
         """
         first = int(np.searchsorted(self._group_starts, rows.start, side="right")) - 1
         last = int(np.searchsorted(self._group_starts, rows.stop, side="left"))
@@ -124,8 +124,8 @@ class SequenceFile:
         return group
 
     def _read_table(self, number: int, columns: list[str]) -> pa.Table:
-        """Columns of a row group, as many rows as the manifest says."""
-        if self._process != os.getpid():  # a worker, forked after a shard was opened, opens it for itself
+        """Columns of a row group; ValueError unless it has the number of rows in the manifest."""
+        if self._process != os.getpid():  # a worker that was forked after a shard was opened must open it again
             self._process, self._open = os.getpid(), {}
         shard, index = self._groups[number]
         file, expected = self.metadata.shards[shard].file, self.metadata.shards[shard].row_groups[index]
@@ -139,8 +139,8 @@ class SequenceFile:
             ) from error
         if table.num_rows != expected:
             raise ValueError(
-                f"{self.path / file} has {table.num_rows} rows in row group {index}, {MANIFEST} says {expected}; both "
-                "come from one run: preprocess the data again"
+                f"{self.path / file} has {table.num_rows} rows in row group {index}, {MANIFEST} has {expected}; both "
+                "must come from one run: preprocess the data again"
             )
         return table
 
@@ -152,18 +152,18 @@ class SequenceFile:
             if size is not None and len(values) and not 0 <= values.min() <= values.max() < size:
                 wrong = values.min() if values.min() < 0 else values.max()
                 raise ValueError(
-                    f"{self.path / file} has id {wrong} of {name!r}, whose vocabulary has {size}; ids lie below "
-                    "that: preprocess the data again"
+                    f"{self.path / file} has id {wrong} of {name!r}, whose vocabulary has {size}; ids must be lower: "
+                    "preprocess the data again"
                 )
         return group
 
     def __getstate__(self) -> dict[str, Any]:
-        # An open file does not travel to another process; it is opened there again.
+        # Open files cannot be pickled; another process opens them again.
         return {**self.__dict__, "_open": {}, "_cache": OrderedDict(), "_cached_bytes": 0}
 
 
 class _RowGroup:
-    """The decoded columns of one row group as numpy arrays; split names are left out."""
+    """The decoded columns of one row group as numpy arrays."""
 
     def __init__(self, table: pa.Table) -> None:
         self.plain: dict[str, np.ndarray] = {}
@@ -172,7 +172,7 @@ class _RowGroup:
         for name in table.column_names:
             column = table[name].combine_chunks()
             if pa.types.is_list(column.type):
-                # A list is faster than an array where rows are looked up one by one.
+                # A list is faster than an array for single lookups.
                 self.offsets[name] = column.offsets.to_numpy().tolist()
                 self.flat[name] = column.values.to_numpy()
             else:
@@ -182,7 +182,7 @@ class _RowGroup:
 
 
 class RowSelection:
-    """Some rows of a data set; columns come in the order in which the rows were asked for."""
+    """Selected rows of a data set; columns have the order of the selection."""
 
     def __init__(self, rows: list[tuple[_RowGroup, int]]) -> None:
         self._rows = rows
@@ -198,9 +198,9 @@ class RowSelection:
         )
 
     def tails(self, column: str, lengths: np.ndarray) -> np.ndarray:
-        """The last entries of each row of a list column, row after row: int64 `(sum(lengths),)`.
+        """The last `lengths` entries of each row of a list column, row after row, int64 `(sum(lengths),)`.
 
-        `lengths` is int64 `(num_rows,)`, how many of each, at most the row's length.
+        `lengths` is int64 `(num_rows,)`, each at most the row's length.
         """
         result = np.empty(int(lengths.sum()), np.int64)
         start = 0

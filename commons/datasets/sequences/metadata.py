@@ -1,4 +1,4 @@
-"""The manifest of a preprocessed data set: what a reader has to know before it opens a shard."""
+"""The manifest of a preprocessed data set: what a reader needs before it opens a shard."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import dacite
 
 FORMAT_VERSION = 2
-# Readers of a folder of parquet files pass over names that begin with an underscore.
+# Readers of a folder of parquet files skip names that begin with an underscore.
 MANIFEST = "_manifest.json"
 VOCABULARIES = "_vocabularies"
-# Column of the items' times, in a unit that the schema tells; also the key of the times in a batch, in seconds.
+# Column of the items' times, in the schema's unit; also the key of the times in a batch, in seconds.
 TIMESTAMP = "timestamp"
 
 
@@ -22,36 +22,35 @@ TIMESTAMP = "timestamp"
 class Shard:
     """One parquet file."""
 
-    file: str  # its name
-    row_groups: list[int]  # rows of each of its row groups
-    num_interactions: int  # items of all rows
+    file: str  # file name
+    row_groups: list[int]  # number of rows of each row group
+    num_interactions: int  # number of items of all rows
 
     def __post_init__(self) -> None:
         if self.file in ("", "..") or Path(self.file).name != self.file or "\x00" in self.file:
-            raise ValueError(f"shard {self.file!r} is no name of a file in the folder of the manifest")
+            raise ValueError(f"shard {self.file!r} is not a file name in the folder of the manifest")
 
 
 @dataclass(frozen=True)
 class SequenceFileMetadata:
-    """What the manifest of a data set says."""
+    """The manifest of a data set."""
 
     dataset_name: str  # name of the data set, such as "ml-1m"
-    generated: bool  # the data come from a generator and not from users
-    num_users: int  # rows
-    num_interactions: int  # items of all rows
+    generated: bool  # whether the data are generated
+    num_users: int  # number of rows
+    num_interactions: int  # number of items of all rows
     min_length: int  # items of the shortest row
     max_length: int  # items of the longest row
-    splits: dict[str, int]  # rows of each split, in the order in which their shards are listed
+    splits: dict[str, int]  # number of rows of each split, in the order of their shards
     vocabulary_sizes: dict[str, int]  # for each feature, the number of ids: ids lie in `[0, size)`
     columns: dict[str, str] = field(default_factory=dict)  # type of each column, by its name
-    # How many rows have how many items: the key "20" counts rows of 20 up to the next key's items.
+    # Number of rows by number of items: the key "20" counts rows with at least 20 items and fewer than the next key.
     length_histogram: dict[str, int] = field(default_factory=dict)
-    # Checksum of the archive as `sha256sum` prints it; of a folder, that of the lines which it prints for the files
-    # read.
+    # SHA-256 of the archive in hex; for a folder, of the lines that `sha256sum` prints for its files.
     source_sha256: str = ""
-    shards: list[Shard] = field(default_factory=list)  # the parquet files, rows of one after the rows of the other
+    shards: list[Shard] = field(default_factory=list)  # the parquet files, in the order of their rows
     options: dict[str, Any] = field(default_factory=dict)  # settings of the preprocessor
-    format_version: int = FORMAT_VERSION  # of this layout
+    format_version: int = FORMAT_VERSION  # version of the files' format
 
     @property
     def mean_length(self) -> float:
@@ -64,7 +63,7 @@ class SequenceFileMetadata:
 
 
 def load_metadata(folder: Path, dataset_name: str) -> SequenceFileMetadata:
-    """Read the manifest of a data set; ValueError for a damaged one, or one of another version or data set."""
+    """Read the manifest of a data set; ValueError if it is damaged, or of another version or data set."""
     path = folder / MANIFEST
     try:
         fields = json.loads(path.read_bytes())
@@ -80,13 +79,14 @@ def load_metadata(folder: Path, dataset_name: str) -> SequenceFileMetadata:
         )
     if metadata.dataset_name != dataset_name:
         raise ValueError(
-            f"{folder} holds {metadata.dataset_name!r}, dataset_name is {dataset_name!r}; they must agree: correct one"
+            f"{folder} contains {metadata.dataset_name!r}, dataset_name is {dataset_name!r}; they must agree: correct "
+            "one of them"
         )
     return metadata
 
 
 def _require_consistent(metadata: SequenceFileMetadata) -> None:
-    """Raise ValueError unless counts fit together."""
+    """Raise ValueError unless all counts are consistent."""
     row_groups = [rows for shard in metadata.shards for rows in shard.row_groups]
     if min([0, *row_groups, *metadata.splits.values(), *metadata.vocabulary_sizes.values()]) < 0:
         raise ValueError("a count is negative")

@@ -1,11 +1,11 @@
-"""Parquet files of a user's own: from an event log, or from a table of users with lists, to the columnar files.
+"""A user's own parquet files: from an event log, or from a table of users with lists, to the columnar files.
 
 A row is an event, or a user with lists of items, times and actions, which DuckDB unnests; a user may have several such
-rows. Types are checked first, values by the query that reads them. Ids are the ranks of the raw values among the sorted
-ones, whatever those are. Events are kept as they are, equal ones too, sorted by time; of a context that changes, a user
-has the value of the latest event.
+rows. Types are checked first; the query that reads values checks them. An id is the position of the raw value among the
+sorted raw values. All events are kept, equal events too, sorted by time. A contextual feature has the value of the
+user's latest event.
 
-Memory holds the different users, items and values of context, and a batch.
+Memory contains the distinct users, items and values of context, and a batch.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from commons.datasets.sequences.metadata import SequenceFileMetadata
 from commons.datasets.sequences.writer import SequenceSource, preprocess
 
 DATASET_NAME = "parquet"
-# Files that DuckDB reads by their names, as tables.
+# Suffixes of files that DuckDB can convert.
 _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us({})", 1_000_000_000: "epoch_ns({})"}
 _YEAR_3000 = 32_503_680_000
-# Columns of the query beside those of the files: where a row is, and whether it is a user without events.
+# Columns that the query adds: file and number of the row, and whether the row is a user without events.
 _FILE, _ROW, _IS_EMPTY = "__file", "__row", "__is_empty"
 _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 
 
 def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | Path, **options: Any) -> Path:
-    """Write the columnar files of a parquet file, or a folder of them, however deep, as `preprocess` does.
+    """Write the columnar files of a parquet file, or of a folder with parquet files at any depth, as `preprocess`.
 
     Raises:
-        ValueError: no parquet file, a column that is missing or of another type, a null among users, items, times or
-            actions, lists of different lengths, or files without rows; an output within the source.
+        ValueError: no parquet file, a column that is missing or of another type, a null in users, items, times or
+            actions, lists of different lengths, files without rows, or an output within the source.
 
     """
     # Not Path.resolve(), which raises RuntimeError for a loop of links.
     target = Path(os.path.realpath(Path(output) / f"{DATASET_NAME}.parquet"))
     if Path(os.path.realpath(source)) in (target, *target.parents):
         raise ValueError(
-            f"output {output} lies within source {source}, all of which is read: give an output outside of it"
+            f"output {output} is within source {source}, and every file of the source is read: give another output"
         )
     return preprocess(DATASET_NAME, partial(_read, columns), source, output, **options)
 
 
 def _schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_second: int | None) -> SequenceSchema:
-    """The schema of an own data set, as a model sees it.
+    """The schema of a user's own data set.
 
-    `columns` are those given, `made_with` what the files were made with: an action's bit is its place there.
+    `columns` are the selected columns, `made_with` the columns of preprocessing: bit i is its i-th action.
     """
     actions = columns.actions or ()
     return SequenceSchema(
@@ -77,15 +77,15 @@ def _schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_se
 
 
 def stored_schema(path: str | Path, given: EventColumns | None = None) -> SequenceSchema:
-    """The schema of a data set that `preprocess_parquet` has written, as a model sees it.
+    """The schema of a data set that `preprocess_parquet` has written.
 
     Args:
         path: the output folder, or the data set in it.
-        given: what has to agree with what the files were made with; actions and context choose among theirs.
+        given: columns that must agree with those of preprocessing; actions and context may be a selection.
 
     Raises:
-        FileNotFoundError: no such data set.
-        ValueError: a damaged one, or columns that do not agree.
+        FileNotFoundError: the data set does not exist.
+        ValueError: it is damaged, or columns do not agree.
     """
     file = SequenceFile(path, DATASET_NAME, [])
     made_with, timestamps_per_second = _columns_of(file.metadata)
@@ -95,7 +95,7 @@ def stored_schema(path: str | Path, given: EventColumns | None = None) -> Sequen
 
 
 def _columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None]:
-    """What the files of a data set were made with, and what a second counts in them; ValueError where damaged."""
+    """The columns of preprocessing and the time units per second, from a manifest; ValueError if it is damaged."""
     try:
         stated = dict(metadata.options["columns"])
         columns = dacite.from_dict(EventColumns, stated, dacite.Config(strict=True, cast=[tuple]))
@@ -117,7 +117,7 @@ def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSou
     users, items = (store.values(part).drop_null() for part in ("user", "item"))
     for name, found in (("users", users), ("items", items)):
         if not len(found):
-            raise ValueError(f"{source} has no {name} in any row; a data set has some: give other files")
+            raise ValueError(f"{source} has no {name} in any row; a data set needs some: give other files")
         if len(found) >= 2**31:
             raise ValueError(f"{source} has {len(found):,} {name}; ids have 31 bits: keep fewer of them")
     latest = store.latest(list(files.context.values())) if files.context else {}
@@ -135,7 +135,7 @@ def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSou
 
 
 class EventFiles:
-    """Parquet files, a file or a folder of them, whose columns have been checked; errors as `preprocess_parquet`."""
+    """A parquet file or a folder of parquet files, with checked columns; errors as `preprocess_parquet`."""
 
     def __init__(self, source: Path, columns: EventColumns) -> None:
         self.source = source
@@ -144,7 +144,7 @@ class EventFiles:
         first = _file_schema(self._paths[0])
         columns.require_complete(first.names, str(source))
         self._actions = columns.parse_actions(first.names)
-        # The users are a context too if they are named as one; the writer has their column already.
+        # Without the user column, which the writer always has, even if it is also a contextual feature.
         names = [name for name in columns.context or () if name != columns.user]
         self.context = {name: f"context_{index}" for index, name in enumerate(names)}  # its name in the store
         listed = [columns.item, columns.time, *(action.column for action in self._actions)]
@@ -152,7 +152,7 @@ class EventFiles:
         alike = [name for name in set(first.names) - set(self._types) if name.lower() in map(str.lower, self._types)]
         if alike:
             raise ValueError(
-                f"column {alike[0]!r} of {source} differs from one that is read in case alone, which SQL passes over: "
+                f"column {alike[0]!r} of {source} differs only in case from a column that is read; SQL ignores case: "
                 "rename one of them"
             )
         self._is_lists = _is_list(self._types[str(columns.item)])
@@ -160,7 +160,7 @@ class EventFiles:
         self._check_lists()
         for path in self._paths[1:]:
             self._require_same(path)
-        # Of the values, or of the entries of lists.
+        # Types of the values or, for lists, of their entries.
         self._kinds = {name: kind.value_type if _is_list(kind) else kind for name, kind in self._types.items()}
         self.timestamps_per_second, time = self._time()
         self._selected = self._select(time)
@@ -168,11 +168,11 @@ class EventFiles:
     def add_to(self, store: EventStore) -> None:
         """Add all events in the order of the files' names.
 
-        The events of a row with lists are rows of their own; a row with empty lists is one whose item and time are
-        null. ValueError for a damaged file, a null, or a value that is none of its column.
+        A row with lists becomes one row per event; a row with empty lists becomes a row with null item and time.
+        ValueError for a damaged file, a null, or an invalid value.
         """
         paths = ", ".join(sql_text(glob.escape(str(path))) for path in self._paths)
-        # The shorter ones of lists that differ end with nulls.
+        # If lists of a row have different lengths, unnest fills the shorter ones with nulls, which are errors.
         values = [
             f"unnest(CASE WHEN len({sql_name(name)}) > 0 THEN {sql_name(name)} ELSE [NULL] END) AS {sql_name(name)}"
             if name in self._listed
@@ -193,7 +193,7 @@ class EventFiles:
             raise ValueError(f"{self.source} is damaged ({reason_of(error)}): write it again") from error
 
     def _select(self, time: str) -> str:
-        """SQL of the columns of the store, which raises DuckDB's error for a wrong value."""
+        """SQL of the store's columns; DuckDB raises an error for an invalid value."""
         columns = self._columns
         plain = {"user": columns.user, "item": columns.item, **{key: name for name, key in self.context.items()}}
         values = {key: self._plain(str(name)) for key, name in plain.items()}
@@ -205,11 +205,11 @@ class EventFiles:
         return ", ".join(f"{value} AS {key}" for key, value in values.items())
 
     def _plain(self, name: str) -> str:
-        """A user, an item or a context: BIGINT, VARCHAR or BLOB."""
+        """SQL of a user, an item or a contextual feature: BIGINT, VARCHAR or BLOB."""
         value, kind = sql_name(name), self._kinds[name]
         if not (pa.types.is_boolean(kind) or _family(kind) in ("integer", "text", "binary")):
             raise ValueError(
-                f"{self._where(name)} is of type {kind}; such a column holds integers, strings or booleans: convert it"
+                f"{self._where(name)} is of type {kind}; it must have integers, strings or booleans: convert it"
             )
         if pa.types.is_uint64(kind):
             value = _checked(
@@ -222,7 +222,7 @@ class EventFiles:
         return _without_nulls(name, value, "false" if name == self._columns.user else _IS_EMPTY)
 
     def _time(self) -> tuple[int | None, str]:
-        """What a second counts in the times of the store, None without times, and SQL of these."""
+        """The units per second of the store's times, None without times, and SQL of the times."""
         name = self._columns.time
         if name is None:
             return None, f"CASE WHEN NOT {_IS_EMPTY} THEN 0 END"
@@ -236,10 +236,10 @@ class EventFiles:
             )
         unit, scaled, late = stated, value, f"{value} > {_YEAR_3000 * stated}"
         if pa.types.is_floating(kind):
-            # Fractions of a second are kept, others have none that matter.
+            # Keep milliseconds of fractional seconds; fractions of smaller units are dropped.
             unit = max(stated, 1_000)
             scaled = f"floor({value}::DOUBLE * {unit // stated})"
-            # DuckDB believes a file's statistics, which leave NaN out: isnan() would be false.
+            # Not isnan(): DuckDB optimises it to false, because a file's statistics leave NaN out.
             late += f" OR {value} - {value} <> 0"
         found = f"' has the time ' || {value}"
         rule = (
@@ -251,7 +251,7 @@ class EventFiles:
         return unit, _without_nulls(name, _checked(name, scaled, late, found, rule))
 
     def _done_by(self, action: Action) -> str:
-        """SQL that is true where an action was done; a condition does not hold for a null, nor for NaN."""
+        """SQL that is true for events with the action; a condition is false for a null and for NaN."""
         name, kind, where = action.column, self._kinds[action.column], self._where(action.column)
         value = sql_name(name)
         if action.operator is None:
@@ -263,13 +263,13 @@ class EventFiles:
         is_text, compares_number = _family(kind) == "text", isinstance(action.value, (int, float))
         if is_text and compares_number and action.operator not in ("==", "!="):
             raise ValueError(
-                f"{where} is of type {kind}, {action.text!r} compares with a number; texts have the order of the "
-                "alphabet, in which 10 is less than 9: make the column numbers, or correct the condition"
+                f"{where} is of type {kind}, {action.text!r} compares with a number; texts are ordered alphabetically, "
+                "so 10 is less than 9: convert the column to numbers, or correct the condition"
             )
         is_boolean = pa.types.is_boolean(kind) and action.value_text.lower() in ("true", "false")
         if not (is_text or is_boolean or (_is_number(kind) and compares_number)):
             raise ValueError(
-                f"{where} is of type {kind}, and cannot be compared as {action.text!r} says: correct the condition"
+                f"{where} is of type {kind}, which cannot be compared as in {action.text!r}: correct the condition"
             )
         other = sql_text(action.value_text) + ("" if is_text or is_boolean else "::DOUBLE")
         if isinstance(action.value, int) and not is_text:
@@ -284,38 +284,38 @@ class EventFiles:
         columns = self._columns
         if not self._is_lists and columns.time is None:
             raise ValueError(
-                f"columns.time is not given, and a row of {self.source} is an event; a user's events are sorted by "
-                "time: name the column with --columns.time"
+                f"columns.time is not given, and a row of {self.source} is an event; events are sorted by time: give "
+                "the column with --columns.time"
             )
         for name, kind in self._types.items():
             if _is_list(kind) and name not in self._listed:
                 others = "one row per user with lists" if self._is_lists else f"{columns.item!r} is not"
                 raise ValueError(
-                    f"{self._where(name)} is a list, and {others}; users and context are single values, and items, "
-                    "times and actions are all lists or none: name another column"
+                    f"{self._where(name)} is a list, and {others}; users and context are single values, and either all "
+                    "of items, times and actions are lists or none is: name another column"
                 )
             if name in self._listed and not _is_list(kind):
-                raise ValueError(f"{self._where(name)} is of type {kind}; it is a list, as the items are: convert it")
+                raise ValueError(f"{self._where(name)} is of type {kind}; it must be a list, like items: convert it")
 
     def _require_same(self, path: Path) -> None:
-        """Raise ValueError where a file has other columns than the first one."""
+        """Raise ValueError if a file has other columns than the first file."""
         schema = _file_schema(path)
         for name, kind in self._types.items():
             if name not in schema.names:
                 raise ValueError(
                     f"{path} has no column {name!r}, which other files of {self.source} have; its columns are "
-                    f"{', '.join(schema.names)}: write it again, or take it out"
+                    f"{', '.join(schema.names)}: write it again, or remove it"
                 )
             found = schema.field(name).type
             if _family(found) != _family(kind):
                 raise ValueError(
-                    f"{self._where(name)} is of type {kind} in one file and {found} in another; its values are of one "
-                    "type: convert one"
+                    f"{self._where(name)} is of type {kind} in one file and {found} in another; a column has one type: "
+                    "convert one of them"
                 )
 
 
 def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
-    """SQL of a value; where `wrong` is true, of an error that says what was `found` in which row, and the rule."""
+    """SQL of a value, or of an error with `found`, the row and the rule where the SQL condition `wrong` is true."""
     head = sql_text(f"column {name!r} of ")
     where = f"' in row ' || {_ROW} + 1 || ', counted from 1; ' || {sql_text(rule)}"
     return f"CASE WHEN {wrong} THEN error({head} || {_FILE} || {found} || {where}) ELSE {value} END"
@@ -323,8 +323,8 @@ def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
 
 def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
     rule = (
-        "every event has a user, an item, a time and its actions, and lists of a row are equally long: fill or remove "
-        "such rows"
+        "every event has a user, an item, a time and its actions, and lists of a row have equal lengths: fill or "
+        "remove such rows"
     )
     return _checked(name, value, f"({sql_name(name)} IS NULL) <> {allowed}", "' has a null'", rule)
 
@@ -332,26 +332,26 @@ def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
 def _find(source: Path) -> list[Path]:
     if not source.exists():
         raise FileNotFoundError(
-            f"{source} does not exist; the source is a parquet file or a folder of them: correct it"
+            f"{source} does not exist; the source is a parquet file or a folder of parquet files: correct it"
         )
     if source.is_file():
         return [source]
-    # Names that begin with a dot or an underscore are left out, as those of marks and logs.
+    # Without names that begin with a dot or an underscore, such as _SUCCESS.
     files = sorted(ds.dataset(source, format="parquet").files) if source.is_dir() else []
     if not files:
-        raise FileNotFoundError(f"{source} has no parquet file; the source is one, or a folder of them: correct it")
+        raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
     return list(map(Path, files))
 
 
 def _file_schema(path: Path) -> pa.Schema:
-    """Columns of a file, dictionaries resolved."""
+    """The columns of a file; a dictionary column has the type of its values."""
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
         if path.suffixes[:1] and path.suffixes[0] in _CONVERTIBLE:
             copy = f"COPY '{path}' TO '{path.with_name(path.name.split('.')[0])}.parquet'"
             raise ValueError(
-                f"{path} is no parquet file; DuckDB, which is installed, makes one of it: python -c "
+                f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
                 f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
             ) from error
         raise ValueError(f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again") from error
@@ -368,7 +368,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _family(kind: pa.DataType) -> str:
-    """What values of several types are read as."""
+    """The common type as which values of several types are read."""
     if _is_list(kind):
         return f"list of {_family(kind.value_type)}"
     families = {

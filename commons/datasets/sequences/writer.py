@@ -1,10 +1,10 @@
-"""What every preprocessor does: read the raw files into an event store, then write the columnar files of a data set.
+"""The part that all preprocessors share: read raw files into an event store, then write the columnar files.
 
-    source ─► EventStore (DuckDB, beside the output), sorted by user and time ─► split ─► shards, row groups ─► manifest
+    source ─► EventStore (DuckDB, in the output folder), sorted by user, time ─► split ─► shards, row groups ─► manifest
 
-Ids are the ranks of the raw values among the sorted ones. Memory holds what is known of the users, and a row group. The
-store takes about 10 to 20 bytes per event on the disk of the output until the end, sorting as much again, and files
-unpacked from an archive their own size.
+An id is the position of the raw value among the sorted raw values. Memory contains the users' columns and a row group.
+Until the end, the disk of the output also has the store (about 10 to 20 bytes per event, as much again for sorting) and
+the files unpacked from an archive.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from commons.splitmix import as_fraction, splitmix64
 from commons.whole_folder import whole_folder
 
 SPLITS = ("train", "test")
-# Of a row group, which is decoded as a whole when one of its rows is read.
+# Limits of a row group, which is decoded as a whole when one of its rows is read.
 _INTERACTIONS_PER_GROUP, _MOST_USERS_PER_GROUP = 65_536, 4_096
-# A split has about so many shards as it takes for shards of this size, and at most so many.
+# Approximate size of a shard, and maximum number of shards of a split.
 _INTERACTIONS_PER_SHARD, _MOST_SHARDS = 4_000_000, 128
 _GOLDEN = np.uint32(0x9E3779B9)  # 2^32 ÷ golden ratio: Knuth's multiplicative hash
 _EVENT_SCHEMA = pa.schema([("item", pa.int32()), ("action", pa.int16()), ("time", pa.int64())])
@@ -47,22 +47,22 @@ _SCRATCH = "_scratch"
 
 @dataclass(frozen=True)
 class SequenceSource:
-    """What a preprocessor knows of a data set, whose events are in a store."""
+    """The description of a data set whose events are in a store."""
 
     schema: SequenceSchema
-    users: pa.Array  # raw values of all users, those without events included, sorted, each once
-    items: pa.Array  # raw values of all items, sorted, each once
+    users: pa.Array  # distinct raw values of all users, sorted, including users without events
+    items: pa.Array  # distinct raw values of all items, sorted
     action_vocabulary_size: int  # actions lie in `[0, action_vocabulary_size)`
-    generated: bool  # the files say that they were generated
-    # For each contextual feature other than the user, the raw value of each user, which may be null ...
+    generated: bool  # whether the data are generated
+    # The raw value of each user, which may be null, for each contextual feature except the user.
     context: Mapping[str, pa.Array] = field(default_factory=dict)
-    # ... and the different values, sorted, a null last; of a feature that is not named, those of the users.
+    # Distinct values of a contextual feature, sorted, a null last; by default the distinct values in `context`.
     vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
-    sha256: str = ""  # of the archive
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the preprocessor, besides the split's
+    sha256: str = ""  # hex digest of the archive
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings of the preprocessor, except the split's
 
     def vocabulary(self, name: str) -> pa.Array:
-        """The different values of a feature of the context."""
+        """The distinct values of a contextual feature, sorted."""
         return self.vocabularies[name] if name in self.vocabularies else pc.unique(self.context[name]).sort()
 
 
@@ -76,40 +76,40 @@ def preprocess(
     seed: int = 0,
     show_progress: bool = False,
 ) -> Path:
-    """Write the columnar files of a data set; they appear when they are complete.
+    """Write the columnar files of a data set; the folder appears when it is complete.
 
-    A user belongs to the test split if a hash of `seed` and the raw user id lies below `test_fraction`, whatever other
-    users there are. Events of the same time keep the order of the files.
+    A user is in the test split if a hash of `seed` and the raw user id is below `test_fraction`, so other users do not
+    change the split. Events of equal time keep the order of the files.
 
     Args:
-        dataset_name: of the data set.
-        read: from the source and an empty store to all that is known of the data set, whose events are then in the
-            store. Raises FileNotFoundError for a source that is not there, ValueError for one that is damaged or
-            foreign, or has a malformed line.
-        source: the archive as published, or its unpacked folder; own files.
-        output: folder for `<name>.parquet`, made if missing.
-        test_fraction: expected part of the users in the test split, in `[0, 1]`.
-        seed: of the split.
-        show_progress: show progress bars on stderr, if that is a terminal.
+        dataset_name: name of the data set.
+        read: fills the empty store with the source's events and returns the description of the data set. Raises
+            FileNotFoundError for a missing source, ValueError for a damaged source, a source of another data set, or a
+            malformed line.
+        source: the archive as published, or its unpacked folder; or the user's own files.
+        output: folder for `<name>.parquet`, created if missing.
+        test_fraction: expected fraction of the users in the test split, in `[0, 1]`.
+        seed: seed of the split.
+        show_progress: show progress bars on stderr, if it is a terminal.
 
     Returns:
         The folder of the data set.
 
     Raises:
-        FileNotFoundError: nothing at `source`.
-        FileExistsError: something in the data set's place that no preprocessor wrote, or the source itself.
-        BlockingIOError: another process is preprocessing to the same place.
-        OSError: no right to write, or no room.
-        ValueError: as `read` does, a fraction outside `[0, 1]` or a negative seed.
+        FileNotFoundError: `source` does not exist.
+        FileExistsError: the data set's folder exists and no preprocessor wrote it, or contains the source.
+        BlockingIOError: another process is preprocessing to the same folder.
+        OSError: no permission to write, or a full disk.
+        ValueError: as `read`, a fraction outside `[0, 1]` or a negative seed.
 
     """
     target = Path(output) / f"{dataset_name}.parquet"
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
         raise FileExistsError(
-            f"source is {source}, which lies in {target}; that folder is replaced by the data set: give another output"
+            f"source is {source}, which is in {target}; the data set would replace this folder: give another output"
         )
     if not 0 <= test_fraction <= 1:
-        raise ValueError(f"test_fraction is {test_fraction}; it is a part of all users: give a number between 0 and 1")
+        raise ValueError(f"test_fraction is {test_fraction}; it is a fraction of users: give a number between 0 and 1")
     if seed < 0:
         raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
     with whole_folder(target, may_replace=_has_manifest, what="preprocessed data set") as folder:
@@ -120,7 +120,7 @@ def preprocess(
 
 
 def split_keys(values: pa.Array) -> np.ndarray:
-    """uint64 `(num_values,)`, a number that depends on the raw value alone: an integer itself, 64 bits of BLAKE2b."""
+    """A key for each raw value, uint64 `(num_values,)`: the integer itself, or 64 bits of a BLAKE2b digest."""
     if pa.types.is_integer(values.type):
         return values.to_numpy().astype(np.uint64)
     digests = (hashlib.blake2b(value.as_buffer(), digest_size=8).digest() for value in values)
@@ -128,12 +128,12 @@ def split_keys(values: pa.Array) -> np.ndarray:
 
 
 def split_hash(keys: np.ndarray, seed: int) -> np.ndarray:
-    """A float64 in [0, 1) per user: the number at the user's key in the stream of `seed`."""
+    """A pseudo-random float64 in [0, 1) for each key and the seed."""
     return as_fraction(splitmix64(keys.astype(np.uint64) + np.random.SeedSequence(seed).generate_state(1, np.uint64)))
 
 
 def _shards_of(ids: np.ndarray, num_events: int) -> np.ndarray:
-    """The shard of each user among those of its split, at random, but the same each time: int16 `(n,)`."""
+    """The shard of each user within its split, int16 `(n,)`: pseudo-random, but equal in every run."""
     wanted = min(num_events / _INTERACTIONS_PER_SHARD, _MOST_SHARDS)
     digits = next(digits for digits in range(32) if 1 << digits >= wanted)
     hashed = (ids.astype(np.uint32) * _GOLDEN).astype(np.uint64)
@@ -141,7 +141,7 @@ def _shards_of(ids: np.ndarray, num_events: int) -> np.ndarray:
 
 
 class _Events:
-    """A stream of events, taken some at a time."""
+    """A stream of events, read in parts of any size."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
@@ -162,7 +162,7 @@ def _has_manifest(folder: Path) -> bool:
 
 
 class _Writer:
-    """Writes into an empty folder; every user and item of an event in the store is among those of the source."""
+    """Writes the files to an empty folder; `source` must list every user and item of the store's events."""
 
     def __init__(self, folder: Path, source: SequenceSource, store: EventStore) -> None:
         self._folder, self._source, self._store = folder, source, store
@@ -171,7 +171,7 @@ class _Writer:
         schema = source.schema
         self._action_column = str(schema.action_feature_name)
         action_type = pa.int8() if source.action_vocabulary_size <= 127 else pa.int16()
-        # By the name of a list column, that of the store and the type of the entries.
+        # For each list column, the store's column and the type of the entries.
         self._lists = {
             schema.item_feature_name: ("item", pa.int32()),
             self._action_column: ("action", action_type),
@@ -185,9 +185,9 @@ class _Writer:
         self._schema = pa.schema([*fields, ("split", pa.string())])
 
     def write(self, test_fraction: float, seed: int) -> None:
-        """Write shard after shard, users in the order of the events, and then vocabularies and manifest."""
+        """Write one shard after the other, with users in the order of the events, then vocabularies and manifest."""
         users, lengths = self._source.users, self._lengths
-        split = (split_hash(split_keys(users), seed) < test_fraction).astype(np.int8)  # a place in SPLITS
+        split = (split_hash(split_keys(users), seed) < test_fraction).astype(np.int8)  # index in SPLITS
         ids = np.arange(len(lengths), dtype=np.int32)
         part = _shards_of(ids, int(lengths.sum()))
         order = np.lexsort((ids, part, split))
@@ -195,7 +195,7 @@ class _Writer:
         places[order] = ids
         with progress_bar("write", int(lengths.sum()), "row", show=self._store.show_progress) as progress:
             events = _Events(self._store.histories(users, places, self._source.items))
-            # Users who are written together: of one split and one part of it.
+            # The users of each shard: equal split and equal part.
             for own in np.split(order, np.flatnonzero(np.diff(split[order]) | np.diff(part[order])) + 1):
                 if len(own):
                     self._write_shard(SPLITS[split[own[0]]], part[own[0]], own, events)
@@ -254,13 +254,13 @@ class _Writer:
 
 
 def _length_histogram(lengths: np.ndarray) -> dict[str, int]:
-    """Rows by the number of binary digits of their length: the smallest such length is the key."""
+    """Number of rows by the binary digits of their length; the key is the smallest length with these digits."""
     counts = np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=1)
     return {str(1 << digits >> 1): int(count) for digits, count in enumerate(counts)}
 
 
 def _row_groups(lengths: np.ndarray) -> list[int]:
-    """Rows of each row group: users one after the other, until a group has its interactions."""
+    """Number of rows of each row group: users in order, until a group has its limit of interactions or users."""
     ends = np.cumsum(lengths)
     groups, start, done = [], 0, 0
     while start < len(lengths):

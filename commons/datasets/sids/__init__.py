@@ -1,1 +1,1 @@
-"""Semantic IDs of items: their map, how it is made, and data sets of it."""
+"""Semantic IDs of items: the map, its construction, and data sets with semantic IDs."""

@@ -2,16 +2,16 @@
 
     histories ─► co-occurrences ─► item vectors ─► codes, codebook after codebook ─► collisions resolved ─► SIDMap
 
-1. Two items of a user co-occur if they stand at most `window` places apart.
+1. Two items of a user co-occur if they are at most `window` positions apart.
 2. An item's vector is its row of a truncated SVD of the positive pointwise mutual information of co-occurrences (Levy
    and Goldberg 2014, "Neural Word Embedding as Implicit Matrix Factorization"), scaled to length 1.
-3. Codes are those of residual k-means: the first codebook quantises the vectors, each further one what its predecessor
-   left (Rajput et al. 2023, "Recommender Systems with Generative Retrieval", with k-means in place of an RQ-VAE).
-4. Every beginning of a SID is given to at most as many items as there are SIDs that begin so: items too many, those
-   farthest from their centroid, take the nearest code with room. For the last code, where one item has room, codes are
-   dealt out so that the squared distances have the least sum.
+3. Codes come from residual k-means: the first codebook quantises the vectors, each further codebook the residuals of
+   the one before it (Rajput et al. 2023, "Recommender Systems with Generative Retrieval", with k-means for an RQ-VAE).
+4. A prefix of codes may have at most as many items as it has SIDs. Items beyond that, the farthest from their centroid,
+   get the nearest code with room. Last codes have room for one item each; they are assigned to items such that the sum
+   of squared distances is smallest.
 
-The same histories and seed give the same map.
+Equal histories and seeds give equal maps.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from commons.available_memory import require_memory
 from commons.datasets.sids.histories import Histories, history_chunks
 from commons.datasets.sids.map import SIDMap
 
-# A hierarchy may have more codes only where there are more items.
+# A hierarchy may have this number of codes, or the number of items if that is larger.
 _MOST_CODES = 65_536
 _LARGEST_VECTOR = 1_024
-# Memory, in float64: vectors with what the SVD and k-means make of them; distances with what they are computed from.
+# Memory in bytes: per number of a vector, with the copies of SVD and k-means; per distance, with its temporaries.
 _BYTES_PER_NUMBER, _BYTES_PER_DISTANCE = 6 * 8, 3 * 8
 
 
@@ -50,19 +50,19 @@ def assign_sids(
     seed: int = 0,
     on_stage: Callable[[str], object] = lambda stage: None,
 ) -> SIDMap:
-    """Give every item a semantic ID.
+    """Assign a semantic ID to every item.
 
     Args:
-        histories: users to learn from; leave out those that a model is evaluated on.
-        item_ids: int64 `(num_items,)`, all items, without repetition; those that no history has are grouped together.
-        codebook_sizes: codes of each hierarchy.
+        histories: histories of the users to learn from, without the users of the evaluation.
+        item_ids: int64 `(num_items,)`, all items, without repetition; items outside the histories are grouped together.
+        codebook_sizes: number of codes of each hierarchy.
         vector_size: width of an item's vector.
-        window: how far apart two items that co-occur may stand.
-        seed: of the SVD and of k-means.
-        on_stage: told what is done next, `2 + len(codebook_sizes)` times.
+        window: maximum distance of two items that co-occur, in positions of a history.
+        seed: seed of the SVD and of k-means.
+        on_stage: called with the name of each stage at its beginning, `2 + len(codebook_sizes)` times.
 
     Returns:
-        The map; its options say how it was made, and how many items had to change a code.
+        The map; its options have the settings, and the number of items whose code was changed to resolve a collision.
 
     Raises:
         ValueError: a number out of range, fewer than two items, or codebooks with too few SIDs for the items.
@@ -72,7 +72,7 @@ def assign_sids(
     item_ids = np.sort(np.asarray(item_ids, dtype=np.int64))
     on_stage("co-occurrences")
     counts = count_cooccurrences(histories, item_ids, window)
-    # One thread: sums over threads come in any order, and so would the last bits.
+    # One thread: the order of sums over threads, and so their last bits, would differ between runs.
     with threadpool_limits(limits=1):
         on_stage("item vectors")
         residual = embed_items(counts, vector_size, seed)
@@ -90,10 +90,10 @@ def assign_sids(
 
 
 def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int) -> scipy.sparse.csr_array:
-    """How often two items stand at most `window` places apart in a history.
+    """Count how often two items are at most `window` positions apart in a history.
 
-    `item_ids` are int64 `(num_items,)`, ascending; the result is float64 `(num_items, num_items)`, symmetric, by
-    position there.
+    `item_ids` is int64 `(num_items,)`, ascending; the result is float64 `(num_items, num_items)`, symmetric, indexed by
+    the position in `item_ids`.
     """
     num_items = len(item_ids)
     total = scipy.sparse.csr_array((num_items, num_items), dtype=np.float64)
@@ -108,10 +108,10 @@ def count_cooccurrences(histories: Histories, item_ids: np.ndarray, window: int)
 
 
 def embed_items(counts: scipy.sparse.csr_array, vector_size: int, seed: int) -> np.ndarray:
-    """Vectors of length 1 whose products follow the items' mutual information; 0 for items without co-occurrences.
+    """Vectors of length 1 whose products approximate the items' mutual information; 0 for items without co-occurrences.
 
     Returns:
-        float64 `(num_items, vector_size)`; fewer columns where there are not as many items.
+        float64 `(num_items, vector_size)`; with fewer items than `vector_size`, one column per item.
 
     """
     pairs = counts.tocoo()
@@ -124,38 +124,38 @@ def embed_items(counts: scipy.sparse.csr_array, vector_size: int, seed: int) -> 
         return np.zeros((counts.shape[0], 1))
     svd = TruncatedSVD(n_components=min(vector_size, counts.shape[0]), random_state=seed)
     scores = svd.fit_transform(positive)
-    # U·S ÷ √S: both sides of the product share the singular values.
+    # U·S ÷ √S: the singular values are divided equally between both factors.
     return normalize(scores / np.sqrt(np.maximum(svd.singular_values_, np.finfo(np.float64).tiny)))
 
 
 @dataclass(frozen=True)
 class _Codebook:
-    """What one hierarchy quantises with."""
+    """The codebook of one hierarchy."""
 
     centroids: np.ndarray  # float64 `(num_codes, vector_size)`; zeros for codes that k-means does not use
-    num_used: int  # codes that it uses, the first ones
+    num_used: int  # number of codes that k-means uses: the first ones
     nearest: np.ndarray  # int64 `(num_items,)`, the code of every item's nearest centroid
 
     @classmethod
     def fit(cls, vectors: np.ndarray, num_codes: int, seed: int) -> _Codebook:
-        """k-means of vectors, float64 `(num_items, vector_size)`."""
-        num_used = min(num_codes, len(np.unique(vectors.round(9), axis=0)))  # what rounding left is no difference
+        """Fit k-means to vectors, float64 `(num_items, vector_size)`."""
+        num_used = min(num_codes, len(np.unique(vectors.round(9), axis=0)))  # ignore differences from rounding errors
         clustering = KMeans(num_used, n_init=1, random_state=seed).fit(vectors)
         centroids = np.zeros((num_codes, vectors.shape[1]))
         centroids[:num_used] = clustering.cluster_centers_
         return cls(centroids, num_used, clustering.labels_.astype(np.int64))
 
     def assign(self, vectors: np.ndarray, parents: np.ndarray, room: int) -> np.ndarray:
-        """int64 `(num_items,)`, codes such that no more than `room` items have the same one behind the same codes.
+        """Codes, int64 `(num_items,)`, such that at most `room` items have equal parents and equal codes.
 
-        `parents` are the codes before, int64 `(num_items, level)`; at most `room` · num_codes items have the same.
+        `parents` are the earlier codes, int64 `(num_items, level)`; at most `room` · num_codes items have equal ones.
         """
         codes = self.nearest.copy()
         num_codes = len(self.centroids)
         for items in _crowded_groups(parents, codes, room):
             require_memory(
                 _BYTES_PER_DISTANCE * len(items) * num_codes,
-                f"a codebook has {num_codes:,} codes, and {len(items):,} items that begin alike are to share them",
+                f"a codebook has {num_codes:,} codes for {len(items):,} items with equal earlier codes",
                 "give smaller codebooks, or more of them",
             )
             distances = self._distances(vectors[items])
@@ -166,7 +166,7 @@ class _Codebook:
         return codes
 
     def _distances(self, vectors: np.ndarray) -> np.ndarray:
-        """Squared distances to all codes, float64 `(n, num_codes)`; unused codes are farther away than all others."""
+        """Squared distances to all codes, float64 `(n, num_codes)`; unused codes are farther than all used ones."""
         squared = (vectors**2).sum(axis=1, keepdims=True) - 2 * vectors @ self.centroids.T
         squared += (self.centroids**2).sum(axis=1)
         squared[:, self.num_used :] = squared.max(initial=0.0) + 1.0
@@ -174,7 +174,7 @@ class _Codebook:
 
 
 def _crowded_groups(parents: np.ndarray, codes: np.ndarray, room: int) -> list[np.ndarray]:
-    """Items of equal parents among whom more than `room` have the same code; rows ascend within a group."""
+    """Groups of items with equal parents, if more than `room` of them have the same code; ascending within a group."""
     parent = np.unique(parents, axis=0, return_inverse=True)[1].reshape(-1) if parents.shape[1] else 0 * codes
     pairs, counts = np.unique(np.stack([parent, codes]), axis=1, return_counts=True)
     crowded = np.unique(pairs[0, counts > room])
@@ -184,7 +184,7 @@ def _crowded_groups(parents: np.ndarray, codes: np.ndarray, room: int) -> list[n
 
 
 def _move_excess(codes: np.ndarray, distances: np.ndarray, room: int) -> np.ndarray:
-    """Leave `room` items with each code, those nearest to it; the others take the nearest code that has room."""
+    """Keep the `room` nearest items of each code; every other item gets its nearest code that has room."""
     codes = codes.copy()
     taken = np.bincount(codes, minlength=distances.shape[1])
     excess = []
@@ -203,13 +203,13 @@ def _check(item_ids: np.ndarray, codebook_sizes: Sequence[int], vector_size: int
     most_codes = max(_MOST_CODES, len(item_ids))
     if not codebook_sizes or not 1 <= min(codebook_sizes) <= max(codebook_sizes) <= most_codes:
         raise ValueError(
-            f"codebook_sizes is {list(codebook_sizes)}; every hierarchy has a code, and none has use for more than "
-            f"{most_codes:,} with {len(item_ids):,} items: give 1 to {most_codes:,} each"
+            f"codebook_sizes is {list(codebook_sizes)}; every hierarchy has 1 to {most_codes:,} codes with "
+            f"{len(item_ids):,} items: correct the sizes"
         )
     if len(item_ids) < 2 or len(np.unique(item_ids)) != len(item_ids):
         raise ValueError(
-            f"item_ids has {len(item_ids)} entries, {len(np.unique(item_ids))} of them different; a map tells at least "
-            "two items apart: list every item once"
+            f"item_ids has {len(item_ids)} entries, {len(np.unique(item_ids))} of them different; a map needs at least "
+            "two different items: list every item once"
         )
     if math.prod(codebook_sizes) < len(item_ids):
         raise ValueError(

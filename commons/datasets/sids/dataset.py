@@ -1,7 +1,7 @@
 """Batches of semantic IDs from item-id histories and a map from items to SIDs.
 
 Input: histories, a map, and rows chosen by a sampler. Output: GPTSIDBatch on the CPU. A user's last items are the
-candidates, those before them the history; histories that are too long lose their oldest items.
+candidates, the items before them the history; the oldest items of a too long history are cut off.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _SHOWN = 3
 class SIDDataset(UserDataset[GPTSIDBatch]):
     """Users of one split; `dataset[rows]` is the batch of these rows.
 
-    All histories are read once at the start, to count what is cut and to find items without a SID.
+    All histories are read once at the start, to count items that are cut off and to find items without a SID.
 
     Args:
-        histories: the users.
+        histories: the users' histories.
         sid_map: SIDs of all their items.
         batch_size: rows of every batch; batches of fewer rows are padded.
-        max_history_length: the most items of a history; older ones are cut off.
-        max_candidate_length: the most candidates, the last items of a user. None: all items are candidates, the last
-            `max_history_length` of them, and histories are empty.
+        max_history_length: maximum items of a history; older items are cut off.
+        max_candidate_length: maximum candidates, the last items of a user. None: a user's last `max_history_length`
+            items are candidates, and histories are empty.
 
     Raises:
-        ValueError: no users, or items without a SID, reported with their number and the first users that have one.
+        ValueError: no users, or items without a SID; the message has their number and the first of them.
 
     """
 
@@ -56,13 +56,13 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         self.sid_map = sid_map
         self.max_history_length = 0 if max_candidate_length is None else max_history_length
         self.max_candidate_length = most_candidates
-        self.max_items = self.max_history_length + most_candidates  # the most items of a row, candidates among them
+        self.max_items = self.max_history_length + most_candidates  # maximum items of a row, including candidates
         self._histories = histories
         self._batch_size = batch_size
         self._offsets = torch.tensor(codebook_offsets(sid_map.codebook_sizes))
         self._lengths = self._scan()  # (num_users,)
         excess = np.maximum(self._lengths - self.max_items, 0)
-        # Users with more items than a row can hold, and how many are left out of their rows, all at the old end.
+        # Number of users with more than `max_items` items, and number of items that are cut off, the oldest.
         self.num_cut_histories, self.num_cut_items = int(np.count_nonzero(excess)), int(excess.sum())
 
     def __len__(self) -> int:
@@ -75,11 +75,11 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         candidates, kept = self._cut(lengths)
         codes = self._code_lengths(candidates, kept)
         fields = self._fields(outline_kjt(codes), outline_kjt({LABEL_NAME: codes[CANDIDATE]}), len(kept))
-        # Not by the constructor, which looks at the values: a code of 0 is no id in all hierarchies.
+        # Without the constructor, which checks the values: 0 is an id of the first hierarchy only.
         return make_batch(GPTSIDBatch, fields | {"batch_size": len(kept)})
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Candidates of rows of so many items, and the items that are kept, candidates among them."""
+        """Numbers of candidates, and of kept items including candidates, for rows of given numbers of items."""
         candidates = np.minimum(lengths, self.max_candidate_length)
         return candidates, np.minimum(lengths, self.max_history_length + candidates)
 
@@ -109,7 +109,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         }
 
     def _scan(self) -> np.ndarray:
-        """Items of every user: int64 `(num_users,)`; raises for items without a SID."""
+        """Number of items of every user, int64 `(num_users,)`; ValueError for items without a SID."""
         num_unknown = 0
         found: list[np.ndarray] = []
         unknown: list[str] = []

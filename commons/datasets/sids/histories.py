@@ -1,7 +1,7 @@
 """Item-id histories of one split, oldest item first: from a file of `evenrank preprocess`, or from any parquet file.
 
-A parquet file of the user's own has a list column of item ids and perhaps a column `split` with "train" and "test".
-Without one, every user is in both splits: "test" ends with the user's last item, "train" with the one before it.
+A user's own parquet file has a list column of item ids and, optionally, a column `split` with "train" and "test".
+Without `split`, every user is in both splits: "test" ends with the user's last item, "train" with the item before it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _ITEMS_PER_CHUNK = 2**21
 class Histories(Protocol):
     """Users with their items, oldest first."""
 
-    source: str  # where they come from, for messages
+    source: str  # file and split, for messages
 
     def __len__(self) -> int:
-        """Users."""
+        """Number of users."""
 
     def lengths(self, users: np.ndarray) -> np.ndarray:
-        """Items of each user: int64 `(n,)` for int64 `(n,)`, users counted from 0."""
+        """Number of items of each user, int64 `(n,)`; `users` is int64 `(n,)`, counted from 0."""
 
     def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The last `lengths` items of each user, at most all, user after user: int64 `(sum(lengths),)`."""
+        """The last `lengths` items of each user, user after user, int64 `(sum(lengths),)`."""
 
 
 def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Users, the number of items of each, and the items, user after user: int64 arrays.
+    """Chunks of users: their numbers, their numbers of items, and their items, user after user, all int64.
 
-    About two million items at a time, and at least one user.
+    A chunk has about two million items, and at least one user.
     """
     for first in range(0, len(histories), _USERS_PER_CHUNK):
         users = np.arange(first, min(first + _USERS_PER_CHUNK, len(histories)))
@@ -55,7 +55,7 @@ def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarra
 
 
 class PreprocessedHistories:
-    """Histories of one split of a file of `evenrank preprocess`, read lazily; errors as those of SequenceFile."""
+    """Histories of one split of a file of `evenrank preprocess`, read lazily; errors as for SequenceFile."""
 
     def __init__(self, path: str | Path, schema: SequenceSchema, split: str) -> None:
         self._column = schema.item_feature_name
@@ -76,12 +76,12 @@ class PreprocessedHistories:
 
 
 class ParquetHistories:
-    """Histories of a parquet file of the user's own, held in memory; a column has lists of item ids, oldest first.
+    """Histories of a user's own parquet file, in memory; `column` has lists of item ids, oldest first.
 
     Raises:
         FileNotFoundError: no file.
         IsADirectoryError: a folder.
-        ValueError: no parquet file, no such column, another type, nulls, or unknown splits in it.
+        ValueError: no parquet file, or a column that is missing, of another type, with nulls or with unknown splits.
 
     """
 
@@ -116,11 +116,11 @@ class ParquetHistories:
 def _read(path: Path, column: str) -> pa.Table:
     if path.is_dir():
         raise IsADirectoryError(
-            f"{path} is a folder; item-id histories of your own are one parquet file, a row per user: give that file, "
+            f"{path} is a folder; your own item-id histories are one parquet file with a row per user: give the file, "
             f"{_OR_MAKE}"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; it holds item-id histories: correct the path")
+        raise FileNotFoundError(f"{path} does not exist; it must be a file of item-id histories: correct the path")
     try:
         names = pq.read_schema(path).names
         wanted = [name for name in (column, SPLIT_COLUMN) if name in names]
@@ -142,5 +142,5 @@ def _read(path: Path, column: str) -> pa.Table:
     if SPLIT_COLUMN in names:
         splits = table[SPLIT_COLUMN].unique().to_pylist()
         if not set(splits) <= set(_SPLITS):
-            raise ValueError(f"column 'split' of {path} has the values {splits}; it holds 'train' and 'test': rename")
+            raise ValueError(f"column 'split' of {path} has {splits}; it must have 'train' and 'test': rename them")
     return table

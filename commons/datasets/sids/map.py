@@ -1,10 +1,10 @@
-"""SIDMap: which semantic ID an item has, read from a file and checked.
+"""SIDMap: the semantic ID of every item, read from a file and checked.
 
     parquet   columns `item_id` (integers) and `sid` (lists of codes); `evenrank make-sids` writes it, with the sizes of
               the codebooks in its footer
     npy       integers (num_items, num_hierarchies); an item's id is its row
 
-Every mistake in a map is reported with the number of items concerned and the first of them.
+An error about a map has the number of affected items and the first of them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class SIDMap:
     """Items and their semantic IDs.
 
     Raises:
-        ValueError: no items, another number of codes than of codebooks, an item that is listed twice, a code outside
-            its codebook, or items that share a SID.
+        ValueError: no items, different numbers of codes and codebooks, a repeated item, a code outside its codebook, or
+            items with equal SIDs.
     """
 
     item_ids: np.ndarray  # int64 `(num_items,)`, ascending
-    codes: np.ndarray  # int64 `(num_items, num_hierarchies)`, the SID of each item; no two are alike
-    codebook_sizes: tuple[int, ...]  # codes of each hierarchy: codes lie in `[0, size)`
-    options: Mapping[str, Any] = field(default_factory=dict)  # how the map was made
+    codes: np.ndarray  # int64 `(num_items, num_hierarchies)`, the SID of each item, all different
+    codebook_sizes: tuple[int, ...]  # number of codes of each hierarchy: codes lie in `[0, size)`
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings with which the map was made
 
     def __post_init__(self) -> None:
         codes = np.asarray(self.codes, dtype=np.int64)
@@ -62,16 +62,16 @@ class SIDMap:
 
     @property
     def num_items(self) -> int:
-        """Items of the map."""
+        """Number of items."""
         return len(self.item_ids)
 
     @property
     def num_hierarchies(self) -> int:
-        """Codes of an item."""
+        """Number of codes of an item."""
         return len(self.codebook_sizes)
 
     def rows_of(self, item_ids: np.ndarray) -> np.ndarray:
-        """Rows of `codes` by item, −1 for an unknown one: int64 `(n,)` for int64 `(n,)`."""
+        """The row of `codes` of each item, −1 for an unknown item: int64 `(n,)` for int64 `(n,)`."""
         rows = np.searchsorted(self.item_ids, item_ids).clip(max=self.num_items - 1)
         return np.where(self.item_ids[rows] == item_ids, rows, -1)
 
@@ -81,7 +81,7 @@ class SIDMap:
 
         Raises:
             FileNotFoundError: no file.
-            ValueError: another kind of file, a damaged one, or one that does not fit `codebook_sizes`; and as SIDMap.
+            ValueError: another kind of file, a damaged file, or one with other `codebook_sizes`; and as SIDMap.
 
         """
         path = Path(path)
@@ -93,7 +93,7 @@ class SIDMap:
         if path.suffix not in _READERS:
             raise ValueError(f"{path} ends in {path.suffix!r}; SID maps are .parquet or .npy: convert the file")
         if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; a SID map is a file of `evenrank make-sids`: give that")
+            raise IsADirectoryError(f"{path} is a folder; a SID map is a file of `evenrank make-sids`: give the file")
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist; it maps items to semantic IDs: make it with `evenrank make-sids`, or correct "
@@ -111,7 +111,7 @@ class SIDMap:
             raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the map as .parquet; a failure leaves what was at `path` before.
+        """Write the map as .parquet; after a failure an earlier file at `path` is unchanged.
 
         Raises:
             ValueError: another suffix.
@@ -127,12 +127,12 @@ class SIDMap:
             pq.write_table(table, file, write_page_checksum=True)
 
     def _check(self) -> None:
-        """Raise ValueError for items that are there twice, codes outside their codebooks, and items with one SID."""
+        """Raise ValueError for repeated items, codes outside their codebooks, and items with equal SIDs."""
         repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])
         if repeated.size:
             raise ValueError(
                 f"{repeated.size} items are listed more than once, the first ones {_first(repeated)}; an item has one "
-                "SID: keep one row of each"
+                "SID: keep one row of each item"
             )
         rows = np.flatnonzero(((self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))).any(axis=1))
         if rows.size:
@@ -149,17 +149,16 @@ class SIDMap:
             alike = np.flatnonzero(sid_of_item == sid_of_item[sharing[0]])
             raise ValueError(
                 f"{sharing.size} of {self.num_items} items share their SID with another, the first ones "
-                f"{_first(self.item_ids[alike])} have {self.codes[alike[0]].tolist()}; an item that shares its SID "
-                "cannot be told from the other: make the map with `evenrank make-sids`, or tell them apart by a "
-                "further code"
+                f"{_first(self.item_ids[alike])} have {self.codes[alike[0]].tolist()}; a model cannot distinguish "
+                "items with equal SIDs: make the map with `evenrank make-sids`, or add a further code"
             )
 
 
 def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0) -> SIDMap:
-    """Items 0 … num_items − 1 with SIDs drawn without repetition.
+    """A map of items 0 … num_items − 1 to random, different SIDs.
 
     Raises:
-        ValueError: more items than there are SIDs.
+        ValueError: more items than SIDs.
 
     >>> random_sid_map(4, [2, 2]).num_items
     4
@@ -184,9 +183,9 @@ def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0)
     return SIDMap(np.arange(num_items), codes, tuple(codebook_sizes), {"random": True, "seed": seed})
 
 
-# What a file holds: item ids, codes, the sizes of the codebooks (None where it does not say) and options.
+# The content of a file: item ids, codes, sizes of the codebooks (None if the file does not have them) and options.
 _Content = tuple[np.ndarray, np.ndarray, tuple[int, ...] | None, Mapping[str, Any]]
-# What numpy's parser of a header, which is a Python literal, raises beside ValueError.
+# Errors besides ValueError from numpy's parser of a header, which is a Python literal.
 _OF_A_HEADER = (SyntaxError, TypeError, OverflowError, tokenize.TokenError)
 
 
@@ -197,7 +196,7 @@ def _read_npy(path: Path) -> _Content:
         raise ValueError(f"the file is no array of numbers ({reason_of(error)}): save the codes again") from None
     if not isinstance(codes, np.ndarray) or codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer):
         found = f"{codes.dtype} {codes.shape}" if isinstance(codes, np.ndarray) else type(codes).__name__
-        raise ValueError(f"the file holds {found}; codes are integers (num_items, num_hierarchies): save them so")
+        raise ValueError(f"the file has {found}; codes are integers (num_items, num_hierarchies): save such an array")
     return np.arange(len(codes)), codes, None, {}
 
 
@@ -212,11 +211,11 @@ def _read_parquet(path: Path) -> _Content:
     is_list = pa.types.is_list(sids.type) or pa.types.is_large_list(sids.type) or pa.types.is_fixed_size_list(sids.type)
     if not (pa.types.is_integer(item_ids.type) and is_list and pa.types.is_integer(sids.type.value_type)):
         raise ValueError(
-            f"item_id is of type {item_ids.type}, sid of type {sids.type}; item_id holds integers and sid lists of "
+            f"item_id is of type {item_ids.type}, sid of type {sids.type}; item_id has integers and sid lists of "
             "integers: convert them"
         )
     if item_ids.null_count or sids.null_count or sids.flatten().null_count:
-        raise ValueError("there are nulls; every item has an id and a code per hierarchy: remove or fill these rows")
+        raise ValueError("the file has nulls; every item has an id and a code per hierarchy: remove or fill these rows")
     lengths = np.unique(sids.value_lengths().to_numpy())
     if lengths.size != 1:
         raise ValueError(
@@ -229,7 +228,7 @@ def _read_parquet(path: Path) -> _Content:
 
 
 def _read_footer(raw: bytes) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]:
-    """Sizes of the codebooks, and how the map was made."""
+    """Sizes of the codebooks, and the settings with which the map was made."""
     try:
         footer = json.loads(raw)
         sizes, options = footer.get("codebook_sizes"), footer.get("options", {})
@@ -237,7 +236,7 @@ def _read_footer(raw: bytes) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]
             return None if sizes is None else tuple(sizes), options
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
-    raise ValueError("what the map says of how it was made is damaged: make it again")
+    raise ValueError("the footer of the map is damaged: make the map again")
 
 
 _READERS = {".npy": _read_npy, ".parquet": _read_parquet}

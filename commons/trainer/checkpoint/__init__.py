@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are written and found again."""
+"""Checkpoints: their content, and how they are written and loaded."""

@@ -1,6 +1,6 @@
-"""Checkpoints: when a run saves them, where it goes on, and all that it needs for that, on any number of ranks.
+"""Checkpoints of a run: saving and resuming, on any number of ranks.
 
-All ranks write, to a folder that all of them share; `commons.trainer.checkpoint.folder` describes it.
+All ranks write to one folder that they share; `commons.trainer.checkpoint.folder` describes it.
 torch.distributed.checkpoint uses pickle for its metadata: load only checkpoints that you trust.
 """
 
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0  # steps trained
     epoch: int = 0  # epochs finished
-    # Rows of the current epoch that have been trained, over all ranks; within a window, those before it.
+    # Trained rows of the current epoch, over all ranks; within a window, only the rows before the window.
     rows_in_epoch: int = 0
-    window_steps: int = 0  # steps trained of that window
+    window_steps: int = 0  # trained steps of the current window
     window_rows: int = 0  # rows trained in these steps, over all ranks
-    # What the window was planned for, JSON-ready: `window_steps` tells a place in this plan alone.
+    # Settings that determined the window's plan, JSON-ready; `window_steps` is valid only with the same plan.
     window_of: Mapping[str, Any] = field(default_factory=dict)
     rows: int = 0  # rows trained since the run began
 
@@ -65,11 +65,11 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run; `resume` and `save` are called on all ranks together.
 
     Args:
-        recipe: of the run; its fingerprint must be equal to load a checkpoint, its loss scale is saved and loaded.
-        model: on a TorchRec DistributedModelParallel, sharded tables are saved as they lie.
-        optimizer: of the dense parameters.
-        shuffler: whose state is saved and loaded.
-        order: what decides the order of the data, JSON-ready; another one than a checkpoint's is warned of.
+        recipe: the run's recipe; a checkpoint must have an equal fingerprint. The loss scale is saved and loaded.
+        model: the model; sharded tables of a DistributedModelParallel are saved shard by shard.
+        optimizer: optimizer of the dense parameters.
+        shuffler: the shuffler, whose state is saved and loaded.
+        order: settings that determine the order of the data, JSON-ready; a warning is logged if a checkpoint's differ.
     """
 
     def __init__(
@@ -81,72 +81,73 @@ class Checkpointer:
         order: Mapping[str, Any],
     ) -> None:
         self._args: TrainerArgs = recipe.config.trainer
-        self.folder = Path(self._args.ckpt_save_dir)  # to save to
-        self.saves = self._args.ckpt_save_interval > 0  # whether the run saves
+        self.folder = Path(self._args.ckpt_save_dir)  # folder for new checkpoints
+        self.saves = self._args.ckpt_save_interval > 0  # whether the run saves checkpoints
         self._saved_at = -1
         self._model, self._optimizer, self._device = model, optimizer, recipe.device
-        # As it will be read: tuples become lists, keys strings.
+        # As JSON returns it: tuples become lists, keys become strings.
         self._fingerprint = json.loads(json.dumps(recipe.fingerprint()))
         self._order = order
         self._loss_scaler, self._shuffler = recipe.loss_scaler, shuffler
         self._loaded_from: Path | None = None
-        # Found to be damaged when this run wanted to load them; rank 0 keeps them.
+        # Checkpoints that were damaged when this run tried to load them; filled on rank 0 only.
         self._damaged: list[Path] = []
 
     def resume(self) -> tuple[TrainProgress, str]:
-        """Load what the settings name, and claim the folder to save to.
+        """Load the checkpoint of the settings, if any, and claim the folder for new checkpoints.
 
-        Returns how far the run has come, and a line about that, or "".
+        Returns:
+            The progress of the run, and a line about it, or "".
 
         Raises:
-            ValueError: no checkpoint where the settings say, or one that is damaged, of another model, or of another
-                version; or the folder to save to cannot be made or written, or holds checkpoints of later steps.
+            ValueError: the settings' path has no checkpoint, or it is damaged, of another model, or of another version;
+                or the folder for new checkpoints cannot be created or written, or contains checkpoints of later steps.
         """
-        progress, said = TrainProgress(), ""
+        progress, line = TrainProgress(), ""
         if self._args.ckpt_load_dir:
             folder = Path(self._args.ckpt_load_dir)
-            # One command starts a run and, given again, goes on with it.
+            # With equal folders the same command starts a run and, repeated, continues it.
             loaded = self._load(folder, may_be_empty=self.saves and folder.resolve() == self.folder.resolve())
             if loaded is None:
-                said = f"{folder} holds no checkpoint yet: a new run"
+                line = f"{folder} has no checkpoint yet: a new run"
             else:
-                progress, said = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
+                progress, line = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
         if self.saves:
             on_rank_0(lambda: claim(self.folder, progress.step, self._damaged), self._device)
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
-        return progress, said
+        return progress, line
 
     def has_saved(self, step: int) -> bool:
-        """Whether the state after a step needs no checkpoint (any more)."""
+        """Whether the state after a step is saved, or need not be saved."""
         return not self.saves or self._saved_at == step
 
     def how_to_resume(self, step: int) -> str:
-        """How to go on after a run was stopped, for its last line; "" where nothing was saved."""
-        return f"; go on with --trainer.ckpt-load-dir {self._args.ckpt_save_dir}" if self._saved_at == step else ""
+        """The flag that continues a stopped run, for the run's last line; "" if nothing was saved."""
+        return f"; continue with --trainer.ckpt-load-dir {self._args.ckpt_save_dir}" if self._saved_at == step else ""
 
     def require_saved(self, step: int) -> None:
-        """Raise RuntimeError if the last state of a run should have been saved and was not."""
+        """Raise RuntimeError if the run saves checkpoints and has no checkpoint of its last step."""
         if not self.has_saved(step):
             raise RuntimeError(
-                f"the state after step {step} could not be saved to {self._args.ckpt_save_dir}; its checkpoints of "
-                "earlier steps stay: make room there and go on from the last one"
+                f"the state after step {step} could not be saved to {self._args.ckpt_save_dir}; checkpoints of earlier "
+                "steps are kept: make room there and continue from the last one"
             )
 
     def save(self, progress: TrainProgress) -> None:
         """Write a checkpoint of the state after `progress.step` steps; no batch may be in flight.
 
-        One that cannot be written is logged, and leaves the checkpoints before as they are.
+        If it cannot be written, a warning is logged and earlier checkpoints are kept.
 
         Raises:
-            ArithmeticError: a weight is not finite, so that nobody could go on from this state.
+            ArithmeticError: a weight is not finite, so no run could continue from this state.
         """
         state = state_to_save(self._model, self._optimizer)
         rank, name = first_text(first_not_finite(state, self._model), self._device)
         if name:
             raise ArithmeticError(
-                f"{name} of rank {rank} is not finite after step {progress.step}; no checkpoint is made of that, those "
-                "before stay: go on from one of them with a lower learning rate or max_grad_norm"
+                f"{name} of rank {rank} is not finite after step {progress.step}; this state is not saved, earlier "
+                "checkpoints are kept: continue from one of them with a lower learning rate or max_grad_norm"
             )
         final, device = checkpoint_path(self.folder, progress.step), self._device
         unfinished = unfinished_path(final)
@@ -155,13 +156,13 @@ class Checkpointer:
             on_all_ranks(lambda: write_state(unfinished, state), device)
             own = on_all_ranks(lambda: self._digests_of(unfinished), device)
             digests = functools.reduce(operator.or_, gather_values(own, device))
-            described = self._state_of(progress) | {"digests": digests}
-            on_rank_0(lambda: complete_checkpoint(unfinished, final, described, self._args.ckpt_keep), device)
+            content = self._state_of(progress) | {"digests": digests}
+            on_rank_0(lambda: complete_checkpoint(unfinished, final, content, self._args.ckpt_keep), device)
         except ValueError as problem:
             on_rank_0(lambda: discard(unfinished), device)
             if dist.get_rank() == 0:
                 logger.warning(
-                    "no checkpoint of step %d: %s; those before stay, and the run goes on: make room in %s",
+                    "no checkpoint of step %d: %s; earlier checkpoints are kept and the run continues: make room in %s",
                     progress.step,
                     problem,
                     self.folder,
@@ -170,10 +171,10 @@ class Checkpointer:
             self._saved_at = progress.step
 
     def _load(self, path: Path, *, may_be_empty: bool) -> TrainProgress | None:
-        """Load a checkpoint, or the latest whole one of a folder of them, and this rank's random states.
+        """Load a checkpoint, or the latest complete one of a folder, and this rank's random states.
 
-        Every file is read once more before, to compare its digest. Damaged checkpoints of a folder are passed over with
-        a warning. None for a folder that may be empty and is.
+        Before loading, every file is read once to compare its digest. Damaged checkpoints of a folder are skipped with
+        a warning. Returns None for an empty folder with `may_be_empty`.
         """
         while True:
             found = on_rank_0(lambda: self._choose(path, may_be_empty), self._device)
@@ -196,19 +197,19 @@ class Checkpointer:
         return TrainProgress(**state["progress"])
 
     def _load_from(self, path: Path, digests: Mapping[str, str]) -> None:
-        """Load a checkpoint; ValueError on all ranks if that cannot be done."""
+        """Load a checkpoint; ValueError on all ranks if it is damaged or cannot be read."""
 
         def read() -> dict[str, Any]:
             for name, digest in self._digests_of(path, digests).items():
                 if digest != digests[name]:
-                    raise ValueError(f"{path} is damaged ({name} is not as it was written): load another checkpoint")
+                    raise ValueError(f"{path} is damaged ({name} has another digest): load another checkpoint")
             return read_entries(path)
 
         saved = on_all_ranks(read, self._device)
         set_random_state(on_all_ranks(lambda: load_state(path, saved, self._model, self._optimizer), self._device))
 
     def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any] | None:
-        """The checkpoint to load and what its state file says; None where there may be none and is none."""
+        """The checkpoint to load and the content of its state file; None for an empty folder with `may_be_empty`."""
         if may_be_empty and not (path.is_file() or holds_checkpoint(path)):
             return None
         chosen = path if (path / STATE_FILE).is_file() else latest_whole(path, self._damaged)
@@ -218,8 +219,8 @@ class Checkpointer:
             name, written, here = differences[0]
             more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
             raise ValueError(
-                f"{chosen} was written with {name} = {written!r}, here it is {here!r}{more}; a checkpoint fits the "
-                "model that wrote it: use that config, or another checkpoint"
+                f"{chosen} was written with {name} = {written!r}, this run has {here!r}{more}; a checkpoint fits only "
+                "the model that wrote it: use that config, or another checkpoint"
             )
         self._warn_of_other_order(chosen, state)
         return {"path": str(chosen), "state": state}
@@ -230,8 +231,8 @@ class Checkpointer:
         if differences and (progress["rows_in_epoch"] or progress["window_steps"]):
             name, written, here = differences[0]
             logger.warning(
-                "%s is within an epoch that was read with %s = %r, here it is %r; in what is left of that epoch some "
-                "rows come a second time and others not at all",
+                "%s is within an epoch that was read with %s = %r, this run has %r; in the rest of that epoch some "
+                "rows are trained a second time and others not at all",
                 path,
                 name,
                 written,
@@ -254,9 +255,9 @@ class Checkpointer:
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Any:
-    """Names and both values of what differs, depth first."""
+    """The name and both values of every difference, depth first."""
     if isinstance(written, dict) and isinstance(here, dict):
-        # What a field itself says before what others follow from it.
+        # Plain values before nested ones: nested differences often follow from a plain one.
         for key in sorted(written.keys() | here.keys(), key=lambda key: (isinstance(here.get(key), dict), key)):
             yield from _differences(written.get(key), here.get(key), f"{name}.{key}" if name else key)
     elif written != here:

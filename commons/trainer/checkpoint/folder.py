@@ -1,10 +1,10 @@
-"""A folder of checkpoints: which there are, which of them are whole, and how one is added.
+"""A folder of checkpoints: list them, find complete ones, add one.
 
-    <folder>/step_00000100/     a whole checkpoint: the files of torch.distributed.checkpoint, and state.json
-    <folder>/step_00000200.tmp  one that is being written, or was when the run was ended
+    <folder>/step_00000100/     a complete checkpoint: the files of torch.distributed.checkpoint, and state.json
+    <folder>/step_00000200.tmp  a checkpoint that is being written, or whose run ended while writing
 
-A checkpoint is written aside and renamed when every file of it is on disk, so that a folder without `.tmp` is whole.
-state.json knows the digest of every file: what the disk has changed since is noticed.
+A checkpoint is renamed when all its files are on disk, so that a folder without `.tmp` is complete. state.json contains
+the digest of every file, so that later changes on the disk are detected.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ _BLOCK_BYTES = 1 << 20
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Path of the checkpoint of a step."""
     return folder / f"{_PREFIX}{step:08d}"
 
 
 def holds_checkpoint(path: str | Path) -> bool:
-    """Whether a path is a checkpoint, or a folder with one that is finished."""
+    """Whether a path is a checkpoint, or a folder with a complete checkpoint."""
     return (Path(path) / STATE_FILE).is_file() or bool(list_checkpoints(path))
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Checkpoints of a folder, oldest first; those that are not finished are left out."""
+    """Checkpoints of a folder, oldest first, without unfinished ones."""
     found = [path for path in Path(folder).glob(f"{_PREFIX}*") if path.is_dir() and path.suffix != _UNFINISHED]
     return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdigit()), key=_step_of)
 
 
 def unfinished_path(final: Path) -> Path:
-    """Where a checkpoint lies while it is being written."""
+    """Path of a checkpoint while it is being written."""
     return final.with_name(final.name + _UNFINISHED)
 
 
 def make_empty(path: Path) -> None:
-    """Make a folder, without what is left of one of that name."""
+    """Create an empty folder; an existing folder is removed first."""
     discard(path)
     path.mkdir(parents=True)
 
 
 def digests_of(folder: Path, names: Iterable[str] | None = None, *, rank: int, ranks: int) -> dict[str, str]:
-    """Digests (BLAKE2b, hexadecimal) by name of the files, all or `names`, that are a rank's to read; a second per GB.
+    """Digests (BLAKE2b, hexadecimal) by name of this rank's share of the files, all or `names`; a second per GB.
 
-    Every file has one rank that reads it: the one that wrote it where there are as many ranks, and some rank elsewhere.
+    Every file is read by one rank: the rank that wrote it if the number of ranks is the same, else any rank.
     """
     digests = {}
     for name in [file.name for file in folder.iterdir()] if names is None else names:
-        written_by = re.match(r"__(\d+)_", name)  # torch's name of a rank's file
+        written_by = re.match(r"__(\d+)_", name)  # torch's file names begin with the rank
         if (int(written_by[1]) if written_by else 0) % ranks == rank:
             digest, block = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(_BLOCK_BYTES))
             with (folder / name).open("rb", buffering=0) as content:
@@ -76,13 +76,13 @@ def digests_of(folder: Path, names: Iterable[str] | None = None, *, rank: int, r
 
 
 def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
-    """Write the state file, give the folder its name, remove what is too old.
+    """Write the state file, rename the folder, remove old checkpoints.
 
     Args:
-        unfinished: has all other files.
-        final: its name from now on.
-        state: JSON-ready, but for the version; with the digest of every file by name, "digests".
-        keep: checkpoints to keep, this one included; those of later steps do not count.
+        unfinished: the folder with all other files.
+        final: the folder's new name.
+        state: content of the state file without the version, JSON-ready; "digests" has every file's digest by name.
+        keep: number of checkpoints to keep, this one included; checkpoints of later steps do not count.
 
     Raises:
         OSError: a file is missing or cannot be written.
@@ -92,8 +92,8 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
     missing = sorted({place.relative_path for place in written.values()} - found)
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]} (and {len(missing) - 1} more) is not on rank 0's disk; all ranks write into one folder, on "
-            "a disk that they share"
+            f"{missing[0]} (and {len(missing) - 1} more) is not on rank 0's disk; all ranks write to one folder on a "
+            "shared disk"
         )
     with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
         file.write(json.dumps({"version": FORMAT_VERSION, **state}, indent=1) + "\n")
@@ -101,24 +101,24 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
         os.fsync(file.fileno())
     discard(final)
     unfinished.rename(final)
-    _sync(final.parent)  # what is removed next may be all that would be left after a power cut
+    _sync(final.parent)  # before older checkpoints are removed, so that a power cut loses none but the new one
     until_now = [path for path in list_checkpoints(final.parent) if _step_of(path) <= _step_of(final)]
     for old in until_now[:-keep]:
         discard(old)
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, if it is there and can be removed."""
+    """Remove a folder, if it exists and can be removed."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What the state file of a checkpoint says, once all files are there.
+    """The content of a checkpoint's state file; checks that all files exist.
 
-    Comparing the files' digests, `state["digests"]`, is left to the caller.
+    The caller compares the files' digests with `state["digests"]`.
 
     Raises:
-        ValueError: damaged, or of another version.
+        ValueError: the checkpoint is damaged, or of another version.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
@@ -137,20 +137,20 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def latest_whole(folder: Path, damaged: list[Path] | None = None) -> Path:
-    """The last checkpoint of a folder whose files are all there; a warning for each that is passed over.
+    """The latest checkpoint of a folder that has all its files; logs a warning for each checkpoint that is skipped.
 
-    `damaged` are those that are known to be damaged; what is found is added.
+    `damaged` lists checkpoints to skip without a warning; newly found damaged ones are appended.
 
     Raises:
-        FileNotFoundError: the folder has none, or does not exist.
-        ValueError: all are damaged.
+        FileNotFoundError: the folder has no checkpoint, or does not exist.
+        ValueError: all checkpoints are damaged.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
-        problem = "holds no checkpoint" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+        problem = "has no checkpoint" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
         raise FileNotFoundError(
-            f"{folder} {problem}; it is a checkpoint or a folder of them, and may be empty only where this run saves "
-            "to it (ckpt_save_dir, ckpt_save_interval): correct the path"
+            f"{folder} {problem}; it must be a checkpoint or a folder of checkpoints, which may be empty only if this "
+            "run saves to it (ckpt_save_dir, ckpt_save_interval): correct the path"
         )
     damaged = [] if damaged is None else damaged
     for path in reversed(checkpoints):
@@ -167,15 +167,15 @@ def latest_whole(folder: Path, damaged: list[Path] | None = None) -> Path:
 
 
 def warn_of_damage(problem: object) -> None:
-    """Warn that a checkpoint is passed over."""
-    logger.warning("%s; going back to the one before", problem)
+    """Log a warning that a checkpoint is skipped."""
+    logger.warning("%s; trying the checkpoint before it", problem)
 
 
 def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
-    """Make a folder for the checkpoints of a run that starts after `step` steps; `damaged` ones are nobody's.
+    """Create the folder for the checkpoints of a run that starts after `step` steps; ignores `damaged` checkpoints.
 
     Raises:
-        ValueError: it cannot be made or written, or holds whole checkpoints of later steps, which are another run's.
+        ValueError: the folder cannot be created or written, or has complete checkpoints of later steps of another run.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,8 +183,8 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"ckpt_save_dir {folder} cannot be written ({error.strerror}); checkpoints are folders in it: choose "
-            "another one"
+            f"ckpt_save_dir {folder} cannot be written ({error.strerror}); checkpoints are written there: choose "
+            "another folder"
         ) from None
     for path in reversed(list_checkpoints(folder)):
         if _step_of(path) <= step or path in damaged:
@@ -194,9 +194,9 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
         except ValueError:  # damaged
             continue
         raise ValueError(
-            f"ckpt_save_dir {folder} holds {path.name}, and this run starts "
-            f"{f'after step {step}' if step else 'from the beginning'}; the checkpoints of two runs would be taken "
-            f"for one another: choose another ckpt_save_dir, or go on with --trainer.ckpt-load-dir {folder}"
+            f"ckpt_save_dir {folder} contains {path.name}, and this run starts "
+            f"{f'after step {step}' if step else 'from the beginning'}; a folder has the checkpoints of one run: "
+            f"choose another ckpt_save_dir, or continue that run with --trainer.ckpt-load-dir {folder}"
         )
 
 
@@ -205,7 +205,7 @@ def _step_of(path: Path) -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Let a folder's names reach the disk."""
+    """Flush a folder's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

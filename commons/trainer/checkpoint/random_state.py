@@ -1,4 +1,4 @@
-"""The random states of a rank: Python's, NumPy's and torch's, the CUDA device's included."""
+"""The random states of a rank: of Python, NumPy, torch and the CUDA device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """The states by generator: uint8, 1-dimensional."""
+    """The states by generator, each uint8, 1-dimensional."""
     twister: dict[str, Any] = np.random.get_state(legacy=False)
     twister["state"] = {"key": twister["state"]["key"].tolist(), "pos": twister["state"]["pos"]}
     state = {"cpu": torch.get_rng_state(), "python": _as_bytes(random.getstate()), "numpy": _as_bytes(twister)}
@@ -23,7 +23,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Set the states that `random_state` gave; generators without an entry stay as they are."""
+    """Set states that `random_state` returned; a generator without an entry keeps its state."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state:
@@ -37,7 +37,7 @@ def set_random_state(state: dict[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Whatever is drawn inside, the states are afterwards what they were before."""
+    """A context that restores the random states at its end."""
     state = random_state()
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as one flat dictionary for torch.distributed.checkpoint.
+"""The content of a checkpoint, as one flat dictionary for torch.distributed.checkpoint.
 
 Sharded tables and the state of their optimizers are ShardedTensors, which can be loaded on another number of ranks or
-under another sharding. Everything dense is the same on all ranks and saved once. Random states belong to ranks.
+with another sharding. Dense values are equal on all ranks and saved once. Random states are saved per rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimiz
 
 
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything of this rank."""
+    """The entries of this rank: model, optimizers, random states."""
     state = _in_place(model.state_dict(), _tables_optimizer_state(model))
     for name, parameter in _dense_names(model, optimizer).items():
         slots = optimizer.state.get(parameter, {})
@@ -33,9 +33,9 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
-    """Name of a weight, or of an optimizer's slot, that holds a NaN or an infinity on this rank; "" if none does.
+    """Name of the first weight or optimizer slot with a NaN or an infinity on this rank; "" if all are finite.
 
-    `state` is that of `state_to_save`. Buffers of the model are not looked at: a mask may be made of infinities.
+    `state` comes from `state_to_save`. The model's buffers are not checked: a mask may contain infinities.
     """
     buffers = {_MODEL + name for name, _ in model.named_buffers()}
     for name, value in state.items():
@@ -43,7 +43,7 @@ def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
             continue
         for part in [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]:
             if part.is_floating_point() and part.numel():
-                # Both are NaN if one element is; unlike isfinite they need no memory.
+                # Both are NaN if any element is; unlike isfinite, aminmax allocates no tensor of the same size.
                 least, most = torch.aminmax(part.detach())
                 if not (math.isfinite(least) and math.isfinite(most)):
                     return name.partition("/")[2]
@@ -51,46 +51,46 @@ def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
 
 
 def read_entries(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, by name: shapes, dtypes and where they lie; unpickles its metadata.
+    """The metadata of a checkpoint's entries by name (shapes, dtypes, storage); unpickles them.
 
     Raises:
         ValueError: the metadata cannot be read.
     """
     try:
         return dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    except Exception as error:  # whatever unpickling ends with
+    except Exception as error:  # unpickling may raise anything
         raise ValueError(f"{path} cannot be read (.metadata: {error}): load another checkpoint") from None
 
 
 def load_state(
     path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Load what `state_to_save` gave, in place; called on all ranks together.
+    """Load the entries of `state_to_save` in place; called on all ranks together.
 
-    A checkpoint that cannot be read to the end spoils the values of the model.
+    If reading fails midway, the model is left with a part of the values.
 
     Args:
-        path: of the checkpoint.
-        saved: what `read_entries` gives.
-        model: as it was saved.
-        optimizer: of the dense parameters.
+        path: the checkpoint.
+        saved: the result of `read_entries`.
+        model: the model that was saved.
+        optimizer: optimizer of the dense parameters.
 
     Returns:
-        Random states of the rank that had this one's number, by generator; empty if there was none.
+        The random states that the same rank saved, by generator; empty if the saved run had fewer ranks.
 
     Raises:
-        ValueError: the checkpoint lacks something that the model has, or cannot be read.
+        ValueError: the checkpoint lacks an entry of the model, or cannot be read.
     """
     model_state, tables = model.state_dict(), _tables_optimizer_state(model)
     state = _in_place(model_state, tables)
     missing = sorted(name for name in state if name not in saved)
     if missing:
         raise ValueError(
-            f"{path} lacks {missing[0]} (and {len(missing) - 1} more); a checkpoint fits the model that wrote it: use "
-            "that model, or another checkpoint"
+            f"{path} lacks {missing[0]} (and {len(missing) - 1} more); a checkpoint fits only the model that wrote it: "
+            "use that model, or another checkpoint"
         )
     names = _dense_names(model, optimizer)
-    # A tensor-parallel rank has layers of its own; those of its peers are in the checkpoint too.
+    # A tensor-parallel rank loads only its own layers; the checkpoint also has the layers of its peers.
     dense = {
         name: found
         for name, found in saved.items()
@@ -101,7 +101,7 @@ def load_state(
         state[name] = torch.empty(found.size, dtype=found.properties.dtype)
     try:
         dcp.load(state, checkpoint_id=path)
-    except CheckpointException as error:  # of any rank, on every rank
+    except CheckpointException as error:  # a failure of any rank is raised on every rank
         raise ValueError(f"{path} cannot be read ({_describe_failure(error)}): load another checkpoint") from None
     model.load_state_dict(model_state)
     if tables:
@@ -109,21 +109,21 @@ def load_state(
         fused.load_state_dict({"state": tables})
     for key in dense:
         name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
-        # A step count stays where the optimizer keeps it, on the host.
+        # A step count stays on the host, where the optimizer keeps it.
         value = state[key] if state[key].dim() == 0 else state[key].to(names[name].device)
         optimizer.state[names[name]][slot] = value
     return {name.rsplit("/", 1)[1]: state[name] for name in random}
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write what `state_to_save` gave into a folder; called on all ranks together.
+    """Write the entries of `state_to_save` to a folder; called on all ranks together.
 
     Raises:
         OSError: a rank could not write its part.
     """
     try:
         dcp.save(state, checkpoint_id=path)
-    except CheckpointException as error:  # of any rank, on every rank
+    except CheckpointException as error:  # a failure of any rank is raised on every rank
         raise OSError(_describe_failure(error)) from None
 
 
@@ -135,23 +135,23 @@ def _describe_failure(error: CheckpointException) -> str:
 
 
 def _in_place(model_state: dict[str, Any], tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is saved, and loaded, where it lies: the model, and the state of the optimizers of its tables."""
-    of_tables = {f"{_TABLES}{table}/{slot}": value for table, slots in tables.items() for slot, value in slots.items()}
-    return {_MODEL + name: value for name, value in model_state.items()} | of_tables
+    """Entries that are loaded in place: the model, and the state of its tables' optimizers."""
+    slots = {f"{_TABLES}{table}/{slot}": value for table, slots in tables.items() for slot, value in slots.items()}
+    return {_MODEL + name: value for name, value in model_state.items()} | slots
 
 
 def _tables_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """State of the optimizers that train tables during the backward pass, by table and slot."""
+    """State of the optimizers that update tables in the backward pass, by table and slot."""
     fused: Any = getattr(model, "fused_optimizer", None)
     return {} if fused is None else fused.state_dict()["state"]
 
 
 def _dense_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by the names that the model gives them."""
+    """The optimizer's parameters by their names in the model."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _own_random_state() -> dict[str, torch.Tensor]:
-    """The random states of this rank, by names that say whose they are."""
+    """The random states of this rank, by names that contain the rank."""
     return {f"{_RANDOM}{dist.get_rank()}/{name}": state for name, state in random_state().items()}

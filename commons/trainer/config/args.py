@@ -12,22 +12,22 @@ from commons.datasets.sequences.event_columns import EventColumns
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.config.sink_options import SinkName, SinkOptions
 
-# What makes the ranks even: nothing; the shuffler, batch by batch or in windows; rank 0, which deals rows out by their
-# work; or the sampler, in steps of as many rows or of constant cost.
+# What balances the ranks: nothing; the shuffler, per batch or per window; rank 0, which assigns rows to ranks by their
+# workloads; or the sampler, in steps of equal row counts or of constant cost.
 Balancing = Literal["none", "batches", "windows", "rank 0", "sampler", "budget"]
 
 
 @dataclass
 class OptimizationArgs:
-    """How gradients become updates; tables that train themselves in the backward pass follow the schedule alone."""
+    """How gradients become updates. For tables that are updated in the backward pass only the schedule applies."""
 
-    accumulation_steps: int = 1  # steps whose gradients make one update, weighed by their loss terms
+    accumulation_steps: int = 1  # steps whose gradients are accumulated for one update, weighted by their loss terms
     # Norm to which the gradient of the dense parameters is clipped; None for no limit.
     max_grad_norm: float | None = None
     warmup_steps: int = 0  # updates in which learning rates rise linearly from 0; rows, with schedule_in "rows"
-    # What learning rates do then: stay, or fall to min_lr_ratio at the end of the run.
+    # Learning rates after the warmup: constant, or a cosine that falls to min_lr_ratio at the end of the run.
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    min_lr_ratio: float = 0.0  # where the cosine ends, as a part of the learning rate
+    min_lr_ratio: float = 0.0  # end of the cosine, as a fraction of the learning rate
 
     def __post_init__(self) -> None:
         require_at_least("accumulation_steps", self.accumulation_steps, 1)
@@ -35,15 +35,15 @@ class OptimizationArgs:
         if self.max_grad_norm is not None:
             require_positive("max_grad_norm", self.max_grad_norm, "a norm is positive: raise it, or leave it out")
         if isinstance(self.min_lr_ratio, bool) or not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a part of the learning rate: give 0 to 1")
+            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a fraction of the learning rate: give 0 to 1")
 
 
 @dataclass
 class TrainerArgs:
     """How a model is trained.
 
-    Training ends after `num_epochs` epochs or `max_train_iters` steps, whichever comes first; where neither is given,
-    after one epoch.
+    Training ends after `num_epochs` epochs or `max_train_iters` steps, whichever comes first; if neither is set, after
+    one epoch.
     """
 
     train_batch_size: int
@@ -53,64 +53,64 @@ class TrainerArgs:
     """Rows per batch and rank in evaluation."""
 
     num_epochs: int | None = None
-    """Epochs to train; None for as many as max_train_iters needs."""
+    """Epochs to train; None for the number that max_train_iters needs."""
 
     max_train_iters: int | None = None
-    """Steps to train; None for no limit. Rows, with schedule_in "rows": the last step is the one that reaches them."""
+    """Steps to train; None for no limit. Rows, with schedule_in "rows": the step that reaches the limit is the last."""
 
     eval_interval: int = 100
-    """Steps between evaluations; there is another one at the end. Rows, with schedule_in "rows"."""
+    """Steps between evaluations; a last evaluation follows the last step. Rows, with schedule_in "rows"."""
 
     max_eval_iters: int | None = None
-    """Batches of an evaluation on every rank, so that more ranks evaluate more rows; None for all rows of the data
-    set, which are the same on any number of ranks."""
+    """Batches of an evaluation on every rank, so more ranks evaluate more rows; None for all rows of the data set,
+    whatever the number of ranks."""
 
     log_interval: int = 100
     """Steps between lines of log.jsonl."""
 
     run_dir: str = "runs/train"
-    """Folder for log.jsonl, traces and the logs of failed ranks, made if missing. One that holds a run is refused,
-    unless this run goes on with it (ckpt_load_dir)."""
+    """Folder for log.jsonl, traces and the logs of failed ranks, created if missing. A folder that already contains a
+    run is an error, unless this run continues that run (ckpt_load_dir)."""
 
     overwrite: bool = False
-    """Remove the run that run_dir holds, and start afresh; checkpoints stay."""
+    """Remove the run in run_dir and start a new run; checkpoints are kept."""
 
     seed: int = 1234
     """Seed of weights, dropout and the order of the data."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks run; "auto" takes GPUs where every rank can have one, else the CPU."""
+    """Device of the ranks; "auto" uses GPUs if every rank can have its own GPU, else the CPU."""
 
     pipeline_type: str = "native"
     """Name of a pipeline of TrainPipelineFactory; "prefetch", "fused" and "semi_sync" need CUDA."""
 
     enable_balanced_shuffler: bool = False
-    """Train balanced batches."""
+    """Balance the work of the ranks in every training batch: the shuffler exchanges rows between ranks."""
 
     shuffle_eval: bool = False
-    """Balance the batches of evaluations too."""
+    """Balance evaluation batches too."""
 
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
-    """How batches are balanced."""
+    """Options of the shuffler."""
 
     optimization: OptimizationArgs = field(default_factory=OptimizationArgs)
     """Accumulation, clipping and the schedule of learning rates."""
 
     top_k_for_generation: int = 10
-    """Items that a model which generates them finds for every user: the width of its beam."""
+    """Beam width of generative models: the number of items that they generate for every user."""
 
     eval_metrics: tuple[str, ...] = ("HitRate@2", "NDCG@10")
-    """What retrieval and generation are judged by: HR@K (or HitRate@K) and NDCG@K, generation by Recall@K too."""
+    """Evaluation metrics of retrieval and generation: HR@K (or HitRate@K) and NDCG@K; for generation also Recall@K."""
 
     peak_tflops: float | None = None
-    """Peak rate of a device in TFLOPS, of which MFU is a fraction; None looks it up. Unknown devices have no MFU."""
+    """Peak of a device in TFLOPS, to which MFU relates; None takes it from a table. Unknown devices have no MFU."""
 
     sinks: tuple[SinkName, ...] = ("tensorboard",)
-    """Where rank 0 sends the numbers of log.jsonl too: "tensorboard" writes run_dir/tensorboard, each of the others
-    needs the extra of its name: pip install 'evenrank[prometheus]'."""
+    """Further outputs of rank 0 for the numbers of log.jsonl: "tensorboard" writes run_dir/tensorboard; every other
+    sink needs the extra of the same name, as in pip install 'evenrank[prometheus]'."""
 
     sink_options: SinkOptions = field(default_factory=SinkOptions)
-    """Settings of the sinks, a table each."""
+    """Settings of the sinks, one table per sink."""
 
     profile: bool = False
     """Record a trace of the steps from profile_step_start to profile_step_end."""
@@ -119,56 +119,55 @@ class TrainerArgs:
     """First step of the trace, counted from 0."""
 
     profile_step_end: int = 200
-    """The step after its last."""
+    """The step after the last step of the trace."""
 
     ckpt_save_interval: int = -1
-    """Steps between checkpoints; there is another one at the end. -1 for none, also after SIGTERM. Rows, with
-    schedule_in "rows"."""
+    """Steps between checkpoints; a last checkpoint follows the last step. -1 for no checkpoints, not even after
+    SIGTERM. Rows, with schedule_in "rows"."""
 
     ckpt_save_dir: str = "./checkpoints"
-    """Folder for the checkpoints of this run alone, on a disk that all ranks share. SIGTERM saves one there and ends
-    the run with status 0."""
+    """Folder for the checkpoints of this run only, on a disk that all ranks share. SIGTERM saves a checkpoint there and
+    ends the run with status 0."""
 
     ckpt_load_dir: str = ""
-    """Checkpoint to go on from, or a folder of them, whose latest whole one is taken; empty for none. With the folder
-    of ckpt_save_dir, one command starts a run, as long as that is empty, and later goes on with it. torch pickles a
-    checkpoint's metadata: load only what you trust."""
+    """Checkpoint from which to continue, or a folder of checkpoints, of which the latest complete one is loaded; empty
+    for a new run. If it equals ckpt_save_dir, the same command starts the run (the folder is empty) and later continues
+    it. torch pickles a checkpoint's metadata: load only checkpoints that you trust."""
 
     ckpt_keep: int = 3
-    """Checkpoints to keep; older ones are removed."""
+    """Number of checkpoints to keep; older checkpoints are removed."""
 
     single_rank_load: bool = False
-    """Rank 0 alone loads training batches, of train_batch_size rows for every rank, and sends each rank its rows."""
+    """Only rank 0 loads training batches, with train_batch_size rows for every rank, and sends each rank its rows."""
 
     balance_batch: bool = False
-    """With single_rank_load: deal rows out by their work, instead of one to each rank in turn. Where every rank loads
-    its own rows, enable_balanced_shuffler balances them."""
+    """With single_rank_load: assign rows to ranks by their workloads, instead of to each rank in turn. If every rank
+    loads its own rows, set enable_balanced_shuffler instead."""
 
     shuffle_window: int = 1
-    """Batches whose rows are balanced together, over ranks and steps: heavy rows of one find room in the others. With
-    enable_balanced_shuffler windows are exchanged on the host, which holds about two of them; with balance_sampler
-    nothing is exchanged. 1 balances every batch by itself. It changes which rows share a step, but neither the size of
-    a step nor that every row is trained once per epoch."""
+    """Number of batches whose rows are balanced together, over ranks and steps: other batches of the window have room
+    for the heavy rows of one batch. With enable_balanced_shuffler, windows are exchanged on the host, which stores
+    about two of them; with balance_sampler no row is exchanged. 1 balances every batch separately. A window changes
+    which rows share a step; the size of a step stays, and every row is still trained once per epoch."""
 
     balance_sampler: bool = False
-    """Read rows by their work: all lengths are known beforehand, the shuffler computes what rows of these lengths cost,
-    every rank computes the same plan and reads its own rows, and none is exchanged. The shuffler then only observes.
-    Not for random data, and instead of enable_balanced_shuffler."""
+    """Read rows by their workloads: the shuffler computes workloads from all lengths before the first epoch, every rank
+    computes the same plan and reads its own rows, so no row is exchanged. The shuffler then only observes. Not for
+    random data; replaces enable_balanced_shuffler."""
 
     budget_per_rank: float | None = None
-    """With balance_sampler: steps of constant cost, in which every rank gets as much work as this many rows cost on
-    average. train_batch_size is then the most rows of a rank's step. Needs shuffler.equal_size false. None: steps of
-    train_batch_size rows per rank."""
+    """With balance_sampler: steps of constant cost. Every rank gets as much work as this number of average rows;
+    train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. None:
+    steps of train_batch_size rows per rank."""
 
     schedule_in: Literal["steps", "rows"] = "steps"
-    """What max_train_iters, eval_interval, ckpt_save_interval and warmup_steps count, and what the cosine follows:
-    steps, or rows of all ranks together. What is due after so many rows comes after the step that reaches them.
-    log_interval and the trace count steps."""
+    """Unit of max_train_iters, eval_interval, ckpt_save_interval, warmup_steps and the cosine: steps, or rows of all
+    ranks together. With "rows", an evaluation or checkpoint follows the step that reaches the number of rows.
+    log_interval and the trace always count steps."""
 
     global_batch_size: int | None = None
-    """Rows of a training step over all ranks together, of which every rank trains an equal part, instead of
-    train_batch_size. A run that goes on with fewer or more ranks then makes the same steps. None: train_batch_size on
-    every rank."""
+    """Rows of a training step over all ranks together, instead of train_batch_size; every rank trains an equal part. A
+    run that continues with fewer or more ranks then has the same steps. None: train_batch_size rows on every rank."""
 
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
@@ -182,21 +181,21 @@ class TrainerArgs:
             require_at_least(name, getattr(self, name), 0)
         if self.ckpt_save_interval != -1:
             require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
-            in_steps = self.schedule_in == "steps"  # in rows, it waits for the end of an accumulation
+            in_steps = self.schedule_in == "steps"  # in rows, a checkpoint waits for the end of the accumulation
             if in_steps and self.ckpt_save_interval % self.optimization.accumulation_steps:
                 raise ValueError(
                     f"ckpt_save_interval is {self.ckpt_save_interval}, accumulation_steps is "
-                    f"{self.optimization.accumulation_steps}; a checkpoint holds no half-accumulated gradient: give a "
-                    "multiple"
+                    f"{self.optimization.accumulation_steps}; a checkpoint cannot contain a half-accumulated gradient: "
+                    "give a multiple"
                 )
         if not self.ckpt_save_dir:
             raise ValueError(
-                "ckpt_save_dir is empty; it names a folder: for no checkpoints, leave ckpt_save_interval -1"
+                "ckpt_save_dir is empty; it is a folder: give one, and for no checkpoints leave ckpt_save_interval -1"
             )
         if self.overwrite and self.ckpt_load_dir:
             raise ValueError(
-                f"overwrite is True and ckpt_load_dir is {self.ckpt_load_dir!r}; one removes the run in run_dir, the "
-                "other goes on with it: give one of them, or another run_dir"
+                f"overwrite is True and ckpt_load_dir is {self.ckpt_load_dir!r}; overwrite removes the run in run_dir, "
+                "ckpt_load_dir continues it: give one of the two, or another run_dir"
             )
         if self.peak_tflops is not None:
             require_positive(
@@ -204,13 +203,13 @@ class TrainerArgs:
             )
         unknown = [name for name in self.sinks if name not in get_args(SinkName)]
         if unknown:
-            raise ValueError(f"sinks has {unknown[0]!r}; there are {', '.join(get_args(SinkName))}: choose of these")
+            raise ValueError(f"sinks has {unknown[0]!r}; sinks are {', '.join(get_args(SinkName))}: choose from these")
         if self.profile_step_end <= self.profile_step_start:
             raise ValueError(
                 f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "
                 "trace ends after it starts: raise profile_step_end"
             )
-        from commons.pipeline import TrainPipelineFactory  # here: TorchRec is not needed to read a config
+        from commons.pipeline import TrainPipelineFactory  # imported here: reading a config does not need TorchRec
 
         pipelines = TrainPipelineFactory.list_available()
         if self.pipeline_type not in pipelines:
@@ -220,18 +219,18 @@ class TrainerArgs:
             )
         if self.shuffle_eval and not self.enable_balanced_shuffler:
             raise ValueError(
-                "shuffle_eval is True and enable_balanced_shuffler is False; evaluation is balanced by the shuffler of "
-                "training: enable it too"
+                "shuffle_eval is True and enable_balanced_shuffler is False; the training's shuffler balances "
+                "evaluations: enable it too"
             )
         if self.balance_batch and not self.single_rank_load:
             raise ValueError(
-                "balance_batch is True and single_rank_load is False; it balances what a single rank loads: set "
-                "enable_balanced_shuffler instead, which balances what all ranks load, or set single_rank_load too"
+                "balance_batch is True and single_rank_load is False; balance_batch balances the rows that rank 0 "
+                "loads: set single_rank_load too, or enable_balanced_shuffler instead if every rank loads its own rows"
             )
-        for name, who in (("balance_batch", "rank 0 has dealt out"), ("balance_sampler", "every rank has read")):
+        for name, who in (("balance_batch", "rank 0"), ("balance_sampler", "the sampler")):
             if getattr(self, name) and self.enable_balanced_shuffler:
                 raise ValueError(
-                    f"{name} and enable_balanced_shuffler are both True; rows that {who} by their work need no "
+                    f"{name} and enable_balanced_shuffler are both True; {who} balances the rows, so they need no "
                     "shuffle: set one of them"
                 )
         self._check_balancing_beyond_a_batch()
@@ -239,12 +238,12 @@ class TrainerArgs:
             if self.schedule_in == "rows" and 0 < getattr(self, name) < self.train_batch_size:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, schedule_in is 'rows' and train_batch_size is "
-                    f"{self.train_batch_size}; it would be due after every step: count it in rows of all ranks together"
+                    f"{self.train_batch_size}; it would be due after every step: give a number of rows over all ranks"
                 )
 
     @property
     def balancing(self) -> Balancing:
-        """What makes the ranks even, by the settings that say so."""
+        """What balances the ranks, from the settings above."""
         if self.balance_sampler:
             return "sampler" if self.budget_per_rank is None else "budget"
         if self.balance_batch:
@@ -255,20 +254,20 @@ class TrainerArgs:
 
     @property
     def balances_at_loading(self) -> bool:
-        """Whether rows come to the ranks evenly, so that a shuffler has nothing to move."""
+        """Whether loading balances the ranks, so that a shuffler has nothing to move."""
         return self.balancing in ("rank 0", "sampler", "budget")
 
     def _check_balancing_beyond_a_batch(self) -> None:
         if self.single_rank_load and (self.balance_sampler or self.shuffle_window > 1):
-            asked = "balance_sampler is True" if self.balance_sampler else f"shuffle_window is {self.shuffle_window}"
+            other = "balance_sampler is True" if self.balance_sampler else f"shuffle_window is {self.shuffle_window}"
             raise ValueError(
-                f"single_rank_load and {asked}; rank 0 deals out every batch by itself: set balance_batch, or let "
-                "every rank load its own rows"
+                f"single_rank_load is True and {other}; rank 0 distributes every batch separately: set balance_batch "
+                "instead, or let every rank load its own rows"
             )
         if self.shuffle_window > 1 and not (self.balance_sampler or self.enable_balanced_shuffler):
             raise ValueError(
-                f"shuffle_window is {self.shuffle_window} and nothing is balanced; a window is what is balanced "
-                "together: set enable_balanced_shuffler or balance_sampler too, or leave shuffle_window 1"
+                f"shuffle_window is {self.shuffle_window} and balancing is off; a window is the batches that are "
+                "balanced together: set enable_balanced_shuffler or balance_sampler too, or leave shuffle_window 1"
             )
         if self.budget_per_rank is None:
             return
@@ -281,8 +280,8 @@ class TrainerArgs:
             )
         if self.shuffler.equal_size:
             raise ValueError(
-                f"budget_per_rank is {self.budget_per_rank} and shuffler.equal_size is True; a rank gets as many rows "
-                "as its budget has room for, not as many as the others: set shuffler.equal_size to false"
+                f"budget_per_rank is {self.budget_per_rank} and shuffler.equal_size is True; with a budget, ranks get "
+                "different numbers of rows: set shuffler.equal_size to false"
             )
 
 
@@ -290,72 +289,72 @@ class TrainerArgs:
 class DatasetArgs:
     """The data that a model is trained on.
 
-    The longest sequence of an interleaved HSTU model has 2 · max_history_seqlen + 2 · max_num_candidates tokens and one
-    for each contextual feature.
+    The longest sequence of an interleaved HSTU model has 2 · max_history_seqlen + 2 · max_num_candidates tokens, plus
+    one token per contextual feature.
     """
 
     dataset_name: str
-    """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, random, or parquet for files of your own; SID-GR takes
-    sid and sid-<one of the first five>."""
+    """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, random, or parquet for your own files; SID-GR accepts
+    sid, and sid-NAME with NAME one of the first five."""
 
     max_history_seqlen: int
-    """The most items of a history; older ones are cut off. Random data draw history and candidates together, at most
-    max_history_seqlen + max_num_candidates."""
+    """Maximum number of items in a history; older items are cut off. In random data, history and candidates together
+    have at most max_history_seqlen + max_num_candidates items."""
 
     dataset_path: str | None = None
-    """The preprocessed file, or its folder; random data needs none."""
+    """The preprocessed file or its folder; None for random data."""
 
     max_num_candidates: int = 0
-    """The most candidates per row; 0 gives every item of the history a label."""
+    """Maximum number of candidates per row; 0 for no candidates, so every item of the history has a label."""
 
     shuffle: bool = False
-    """A new order in every epoch of training."""
+    """Read the training data in a new order in every epoch."""
 
     drop_last: bool = False
-    """Leave out an incomplete last batch of training."""
+    """Leave out an incomplete last training batch."""
 
     num_workers: int = 0
-    """Processes per rank that assemble batches; 0 for none."""
+    """Number of processes per rank that assemble batches; 0 assembles them in the rank's own process."""
 
     num_tasks: int = 1
-    """Labels per candidate, or per item without candidates; retrieval, which predicts items, has none."""
+    """Labels per candidate, or per item without candidates; no effect on retrieval, which predicts items."""
 
     num_batches: int = 100
-    """Batches per rank and epoch of random data; files have as many as they have."""
+    """Batches per rank and epoch of random data; no effect on files."""
 
     length_distribution: LengthDistribution = field(default_factory=LengthDistribution)
-    """How long the rows of random data are; files have the lengths that they have."""
+    """Distribution of the row lengths of random data; only for random data."""
 
     columns: EventColumns = field(default_factory=EventColumns)
-    """With dataset_name "parquet": which column plays which part."""
+    """With dataset_name "parquet": the names of the columns of your files."""
 
     def __post_init__(self) -> None:
         if not self.dataset_name:
-            raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known one")
+            raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known data set")
         for name, least in (("max_history_seqlen", 1), ("max_num_candidates", 0), ("num_workers", 0)):
             require_at_least(name, getattr(self, name), least)
         for name in ("num_tasks", "num_batches"):
             require_at_least(name, getattr(self, name), 1)
         if self.length_distribution != LengthDistribution() and self.dataset_name not in RANDOM_DATASETS:
             raise ValueError(
-                f"length_distribution is set and dataset_name is {self.dataset_name!r}; a file has the lengths that it "
-                f"has: remove it, or choose {' or '.join(map(repr, RANDOM_DATASETS))}"
+                f"length_distribution is set and dataset_name is {self.dataset_name!r}; only random data draw their "
+                f"lengths: remove it, or choose {' or '.join(map(repr, RANDOM_DATASETS))}"
             )
         if self.columns.is_given and self.dataset_name != "parquet":
             raise ValueError(
-                f"columns are given and dataset_name is {self.dataset_name!r}; they say what the parquet files of "
-                "dataset_name 'parquet' hold: remove them, or set dataset_name to 'parquet'"
+                f"columns are given and dataset_name is {self.dataset_name!r}; columns are only for dataset_name "
+                "'parquet': remove them, or set dataset_name to 'parquet'"
             )
 
     def loader_options(self) -> dict[str, Any]:
-        """Further arguments of `get_data_loader` for this kind of data."""
+        """Further keyword arguments for `get_data_loader` with this kind of data."""
         if self.dataset_name in RANDOM_DATASETS:
             return {"num_batches": self.num_batches, "length_distribution": self.length_distribution}
         return {"columns": self.columns} if self.columns.is_given else {}
 
 
 def require_positive(name: str, value: Any, rule: str) -> None:
-    """Raise ValueError, with the rule and its remedy, unless a value is a finite number above 0.
+    """Raise ValueError unless a value is a finite number above 0; `rule` is the message's rule and remedy.
 
     >>> require_positive("lr", float("nan"), "a learning rate is positive: raise it")
     Traceback (most recent call last):

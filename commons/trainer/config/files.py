@@ -1,4 +1,4 @@
-"""Config files as nested dictionaries: TOML, YAML, or the JSON that a run leaves in its folder."""
+"""Config files as nested dictionaries: TOML, YAML, or the config.json of a run folder."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ else:
     import tomli as tomllib
 
 GIN_REMEDY = (
-    'the guide "Coming from recsys-examples" (docs/from_recsys_examples.md in the project) says where each of its '
-    "settings goes: write a .toml file"
+    'the guide "Coming from recsys-examples" (docs/from_recsys_examples.md in the project) lists the setting for each '
+    "of its settings: write a .toml file"
 )
 
 
 def find_config(path: str | Path) -> Path:
-    """The file that a config's path names: that very file, or else the one inside an installed package.
+    """The file at `path`, or else the file at that path inside an installed package.
 
-    So `hstu/configs/random.toml` is found in a checkout and, where evenrank is installed, in any folder: the first part
-    of a relative path may be the name of an importable package. `path` as it is where there is no such file.
+    The first part of a relative path may be the name of an importable package: `hstu/configs/random.toml` is found in a
+    checkout and, if evenrank is installed, from any folder. Without such a file, returns `path` unchanged.
     """
     path = Path(path)
     package, *inside = path.parts or ("",)
     if not path.is_file() and inside and package.isidentifier():
-        with contextlib.suppress(ValueError):  # a module that has no spec, such as __main__
+        with contextlib.suppress(ValueError):  # a module without a spec, such as __main__
             spec = importlib.util.find_spec(package)
             for folder in (spec and spec.submodule_search_locations) or ():
                 if Path(folder, *inside).is_file():
@@ -43,18 +43,18 @@ def find_config(path: str | Path) -> Path:
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:
-    """What a config file holds, before it is checked.
+    """The content of a config file, not yet checked.
 
     Raises:
         FileNotFoundError: no file.
-        ValueError: a file of another type, or one that cannot be read.
+        ValueError: a file of another type, or one that cannot be parsed.
     """
     if path.suffix == ".gin":
         raise ValueError(f"{path} is a gin file; configs are .toml, .yaml, .yml or .json files here, and {GIN_REMEDY}")
     if path.suffix not in _PARSERS:
         raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml, .yml or .json file: rename it")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; --config names a TOML, YAML or JSON file: correct the path")
+        raise FileNotFoundError(f"{path} does not exist; --config is a TOML, YAML or JSON file: correct the path")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -66,13 +66,13 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is no valid {name} ({reason}): correct the line") from None
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds {type(content).__name__}; a config holds fields with their values: add them")
+        raise ValueError(f"{path} contains {type(content).__name__}; a config has fields with values: add them")
     return content
 
 
 def _parse_yaml(text: str) -> Any:
     try:
-        return YAML(typ="safe", pure=True).load(text)  # YAML 1.2: 1e-3 is a number, off a text, no key stands twice
+        return YAML(typ="safe", pure=True).load(text)  # YAML 1.2: 1e-3 is a number, off is text, keys are unique
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise ValueError(f"{error.problem or error.context}{line}") from None
@@ -83,7 +83,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return content
 
 

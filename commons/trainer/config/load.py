@@ -1,7 +1,6 @@
 """Configs: a TOML, YAML or JSON file of nested dataclasses, with a command-line flag for every field.
 
-The file is read first, flags replace single values of it. Without a file, flags alone must give every field that has
-no default.
+Flags replace values of the file. Without a file, flags must set every field that has no default.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def load_config(
     """Build a config, a dataclass whose fields may be dataclasses, from command-line arguments.
 
     Args:
-        config_class: of the config.
+        config_class: the dataclass.
         argv: arguments without the program's name: `--config FILE` and flags such as `--trainer.seed 7`.
         prog: name of the program, for the help.
-        description: what the program does, with examples, for the help.
+        description: purpose of the program with examples, for the help.
 
     Raises:
         FileNotFoundError: no config file.
@@ -52,12 +51,12 @@ def load_config(
     path, flags = _take_config_flag(argv)
     options: dict[str, Any] = {}
     if path is not None:
-        # What is imported may register what the file names.
+        # Imported modules may register the names that the file contains.
         imports = _parse_known(flags, "--import", nargs="*")[0]
         options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)
     about = (
-        f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file of the fields below, such as a run's "
-        "config.json; flags replace its values."
+        f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file with the fields below, such as a run's "
+        "config.json; flags replace values of the file."
     )
     try:
         return _parse_flags(config_class, flags, prog=prog, description=about.strip(), **options)
@@ -73,13 +72,13 @@ def load_config(
 def load_config_file(
     config_class: type[C], path: str | Path, *, section: str | None = None, replaced: Mapping[str, Any] | None = None
 ) -> C:
-    """Build a config from a TOML, YAML or JSON file, such as the config.json that a run leaves in its folder.
+    """Build a config from a TOML, YAML or JSON file, such as the config.json of a run folder.
 
     Args:
         config_class: a dataclass; its fields may be dataclasses.
-        path: of the file.
-        section: the field whose value is the config, such as "dataset"; None for the whole file.
-        replaced: values of fields that replace those of the file.
+        path: the file.
+        section: the table of the file to read, such as "dataset"; None for the whole file.
+        replaced: values of fields that replace the file's values.
 
     Raises:
         FileNotFoundError: no file.
@@ -96,7 +95,7 @@ def load_config_file(
 
 
 def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str = "config") -> C:
-    """Build a config from nested dictionaries, as a config file holds them; `where` names them in errors.
+    """Build a config from the nested dictionaries of a config file; `where` names the file in errors.
 
     Raises:
         ValueError: unknown fields, a missing or wrong value.
@@ -122,12 +121,12 @@ def require_shuffler(name: str, imports: Sequence[str] = ()) -> None:
     if not BatchShufflerFactory.is_registered(name):
         raise ValueError(
             f"shuffler_type is {name!r}; registered are {', '.join(sorted(BatchShufflerFactory.list_available()))}: "
-            "choose one, or name with --import the module that registers yours"
+            "choose one, or give the module that registers yours with --import"
         )
 
 
 def same_fields(config_class: Any, source: Any) -> dict[str, Any]:
-    """The values of a config that are fields of another dataclass too: what is stated in both has one name.
+    """The values of `source` whose fields `config_class` has too, by name.
 
     >>> @dataclasses.dataclass
     ... class Model:
@@ -144,11 +143,11 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     for argument in argv:
         name = argument.partition("=")[0]
         if name.replace("_", "-") == "--gin-config-file":
-            raise ValueError(f"{name} is recsys-examples'; here --config names a config, and {GIN_REMEDY}")
+            raise ValueError(f"{name} is a flag of recsys-examples; here the flag is --config, and {GIN_REMEDY}")
     paths, rest = _parse_known(argv, "--config", nargs="?", const="", action="append")
     if len(paths) > 1 or "" in paths:
         raise ValueError(
-            f"--config is {'given twice' if len(paths) > 1 else 'without a value'}; it names one TOML, YAML or JSON "
+            f"--config is {'given twice' if len(paths) > 1 else 'without a value'}; it takes one TOML, YAML or JSON "
             "file: write --config FILE"
         )
     return (Path(paths[0]) if paths else None), rest
@@ -163,15 +162,15 @@ def _parse_known(argv: Sequence[str], flag: str, **options: Any) -> tuple[list[s
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
-    asks_for_help = "--help" in flags or "-h" in flags
+    prints_help = "--help" in flags or "-h" in flags
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             return tyro.cli(
                 config_class,
                 args=without_boolean_values(config_class, flags, has_defaults="default" in options),
-                # Under torchrun every rank reads the flags; one of them shows the help.
-                console_outputs=not asks_for_help or dist.get_node_local_rank(0) == 0,
+                # Under torchrun every rank parses the flags; only local rank 0 prints the help.
+                console_outputs=not prints_help or dist.get_node_local_rank(0) == 0,
                 **options,
             )
     except SystemExit as stop:
@@ -182,42 +181,42 @@ def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
 
 
 def _renamed_flags(config_class: Any, flags: list[str]) -> str:
-    """What to write for flags that are known by another name, if there are some; else ""."""
+    """An error text with the right name of every flag whose field exists in another section; "" without such flags."""
     paths = _field_paths(config_class)
-    said = []
+    renamed = []
     for flag in flags:
         name = flag.partition("=")[0]
         path = name.removeprefix("--").replace("-", "_")
         written = _path_elsewhere(path, paths) if flag.startswith("--") and path not in paths else None
         if written is not None:
-            said.append(f"{name} (write --{written.replace('_', '-')})")
-    return f"no such flag: {', '.join(said)}" if said else ""
+            renamed.append(f"{name} (write --{written.replace('_', '-')})")
+    return f"no such flag: {', '.join(renamed)}" if renamed else ""
 
 
 def _require_fields(config_class: Any, content: Mapping[str, Any]) -> None:
-    """Raise ValueError with all fields that the dataclass does not have, or else with all that have to be given.
+    """Raise ValueError that lists all unknown fields or, if there are none, all missing fields without a default.
 
-    dacite stops at the first.
+    dacite stops at the first wrong field.
     """
     differences = list(_differences(config_class, content))
     missing = [path for path, is_unknown in differences if not is_unknown]
     if unknown := [path for path, is_unknown in differences if is_unknown]:
         paths = _field_paths(config_class)
         written = {path: _replacement_of(path, paths) for path in unknown}
-        said = [f"{path} ({f'write {written[path]}' if written[path] else 'remove it'})" for path in unknown]
+        parts = [f"{path} ({f'write {written[path]}' if written[path] else 'remove it'})" for path in unknown]
         for section in dict.fromkeys(path.rpartition(".")[0] for path in unknown if not written[path]):
             valid = [path.removeprefix(f"{section}.") for path in paths if path.rpartition(".")[0] == section]
             if valid:
-                said.append(f"{section or 'the config'} has {', '.join(valid)}")
+                parts.append(f"{section or 'the config'} has {', '.join(valid)}")
         subject = "this field does" if len(unknown) == 1 else "these fields do"
-        raise ValueError(f"{subject} not exist: {'; '.join(said)}")
+        raise ValueError(f"{subject} not exist: {'; '.join(parts)}")
     if missing:
         are, they_have, them = ("is", "it has", "it") if len(missing) == 1 else ("are", "they have", "them")
         raise ValueError(f"{', '.join(missing)} {are} missing; {they_have} no default: add {them}")
 
 
 def _differences(config_class: Any, content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Paths that only the content has (True), and those without a default that it lacks (False)."""
+    """Paths of unknown fields of the content (True), and of missing fields without a default (False)."""
     hints, fields = typing.get_type_hints(config_class), _fields(config_class)
     for name, value in content.items():
         if name not in fields:
@@ -230,7 +229,7 @@ def _differences(config_class: Any, content: Mapping[str, Any], prefix: str = ""
 
 
 def _field_paths(config_class: Any) -> list[str]:
-    """Paths of all fields, those of nested dataclasses below theirs.
+    """Paths of all fields; the fields of a nested dataclass follow its own path.
 
     >>> @dataclasses.dataclass
     ... class Inner:
@@ -247,7 +246,7 @@ def _field_paths(config_class: Any) -> list[str]:
 
 
 def _path_elsewhere(path: str, paths: list[str]) -> str | None:
-    """Where a field is set that stands in another section; None if there is none of that name, or several.
+    """The path of the only field with the same name, whatever its section; None without one, or with several.
 
     >>> [_path_elsewhere(path, ["trainer.seed", "model.dropout"]) for path in ("seed", "trainer.sed")]
     ['trainer.seed', None]
@@ -257,7 +256,7 @@ def _path_elsewhere(path: str, paths: list[str]) -> str | None:
 
 
 def _replacement_of(path: str, paths: list[str]) -> str | None:
-    """The path to write for one that is not among `paths`; None where nothing comes near it."""
+    """The path to write instead of an unknown path; None if no path is similar."""
     section, _, name = path.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in paths if each.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, siblings, n=1)
@@ -269,6 +268,6 @@ def _fields(config_class: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _dataclass_in(hint: Any) -> Any:
-    """The dataclass that a type is, or that it is together with None; None for other types."""
+    """The dataclass in a type hint, which is a dataclass or a union with one; None for other types."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return next((option for option in options if dataclasses.is_dataclass(option)), None)

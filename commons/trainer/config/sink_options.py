@@ -1,4 +1,4 @@
-"""The settings of each sink, under its name."""
+"""The settings of each sink, by the sink's name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from commons.checks import require_at_least
 
-# All but tensorboard need an extra, which has the same name.
+# Every sink except tensorboard needs the extra of the same name.
 SinkName = Literal["tensorboard", "wandb", "mlflow", "opentelemetry", "prometheus"]
 _LAST_PORT = 65535
 
@@ -17,7 +17,7 @@ class WandbOptions:
     """Settings of Weights & Biases."""
 
     project: str = "evenrank"  # project of the run
-    mode: Literal["online", "offline"] = "online"  # whether it is sent, or kept in run_dir/wandb
+    mode: Literal["online", "offline"] = "online"  # send the numbers, or only write them to run_dir/wandb
 
 
 @dataclass
@@ -25,7 +25,7 @@ class MlflowOptions:
     """Settings of MLflow."""
 
     project: str = "evenrank"  # experiment of the run
-    uri: str | None = None  # tracking server or store, such as sqlite:///mlflow.db; None for MLflow's own default
+    uri: str | None = None  # tracking server or store, such as sqlite:///mlflow.db; None for MLflow's default
 
 
 @dataclass
@@ -33,7 +33,7 @@ class OpenTelemetryOptions:
     """Settings of OpenTelemetry."""
 
     service: str = "evenrank"  # `service.name` of the metrics
-    # Where they are sent, such as http://localhost:4318/v1/metrics; None for the SDK's default.
+    # URL of the collector, such as http://localhost:4318/v1/metrics; None for the SDK's default.
     endpoint: str | None = None
 
 
@@ -41,18 +41,18 @@ class OpenTelemetryOptions:
 class PrometheusOptions:
     """Settings of Prometheus."""
 
-    host: str = "127.0.0.1"  # address that is scraped; 0.0.0.0 lets other machines do so
-    port: int = 9464  # its port
+    host: str = "127.0.0.1"  # address of the endpoint; with 0.0.0.0 other machines can scrape it
+    port: int = 9464  # port of the endpoint
 
     def __post_init__(self) -> None:
         require_at_least("port", self.port, 1)
         if self.port > _LAST_PORT:
-            raise ValueError(f"port is {self.port}; ports end at {_LAST_PORT}: give another")
+            raise ValueError(f"port is {self.port}; the highest port is {_LAST_PORT}: give another")
 
 
 @dataclass
 class SinkOptions:
-    """Settings of the sinks, a table each; those of a sink that trainer.sinks does not name have no effect."""
+    """Settings of the sinks, one table per sink; the settings of a sink outside trainer.sinks have no effect."""
 
     wandb: WandbOptions = field(default_factory=WandbOptions)  # Weights & Biases
     mlflow: MlflowOptions = field(default_factory=MlflowOptions)  # MLflow

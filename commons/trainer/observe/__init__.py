@@ -1,1 +1,1 @@
-"""What a run shows of itself: meters, the log, sinks and traces."""
+"""The measurements of a run: meters, the log, sinks and traces."""

@@ -1,4 +1,4 @@
-"""Sinks of other libraries, each in the extra of its name; a resumed run goes on in the same run of a tracker."""
+"""Sinks for other libraries, each installed by the extra of its name; a resumed run continues the tracker's run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.sinks import Figure, Sink, figures_of
 
-# How long Weights & Biases may take to begin a run, and an export of OpenTelemetry.
+# Timeouts: for Weights & Biases to start a run, and for an export of OpenTelemetry.
 _INIT_SECONDS, _EXPORT_SECONDS = 60, 10
-# What MLflow takes at a time, and of a value.
+# MLflow's limits: parameters per call, and characters per value.
 _MOST_PARAMS, _MOST_CHARACTERS = 100, 6000
 
 
 def tensorboard(args: TrainerArgs, first_step: int) -> Sink:
-    """Scalars for TensorBoard; what an earlier run has written of steps after `first_step` is hidden."""
+    """Scalars for TensorBoard; earlier scalars of steps after `first_step` are hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = Path(args.run_dir) / TENSORBOARD_FOLDER
@@ -38,7 +38,7 @@ def tensorboard(args: TrainerArgs, first_step: int) -> Sink:
 
 
 def wandb(args: TrainerArgs, first_step: int) -> Sink:
-    """A run of Weights & Biases; mode "offline" keeps it in `<run_dir>/wandb`, for `wandb sync`."""
+    """A run of Weights & Biases; mode "offline" writes it to `<run_dir>/wandb`, for `wandb sync`."""
     import wandb
 
     run_dir, options = Path(args.run_dir), args.sink_options.wandb
@@ -89,7 +89,7 @@ def mlflow(args: TrainerArgs, first_step: int) -> Sink:
 
 
 def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
-    """Gauges `evenrank.train.loss`, ... over OTLP/HTTP, one export a record; those of a rank have the attribute `rank`.
+    """Gauges `evenrank.train.loss`, ... over OTLP/HTTP, one export per record; with attribute `rank` per rank.
 
     The resource has `evenrank.run_dir`.
     """
@@ -110,7 +110,7 @@ def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
     options = args.sink_options.opentelemetry
     exporter = Exporter(endpoint=options.endpoint, timeout=_EXPORT_SECONDS)
     resource = Resource.create({"service.name": options.service, "evenrank.run_dir": args.run_dir})
-    # Exported with every record, not by the clock.
+    # Exported with every record, not periodically.
     reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
     provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
     create = functools.cache(provider.get_meter("evenrank").create_gauge)
@@ -127,7 +127,7 @@ def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
 
 
 def prometheus(args: TrainerArgs, first_step: int) -> Sink:
-    """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; those of a rank have the label `rank`."""
+    """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; per-rank gauges have a label `rank`."""
     from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
     registry, options = CollectorRegistry(), args.sink_options.prometheus
@@ -149,7 +149,7 @@ def prometheus(args: TrainerArgs, first_step: int) -> Sink:
     return Sink(write, close)
 
 
-# Each makes its sink for a run that has `first_step` steps behind it.
+# Functions that open a sink, by its name; `first_step` is the number of steps before a resumed run.
 OPENERS: dict[SinkName, Callable[[TrainerArgs, int], Sink]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
@@ -165,13 +165,13 @@ def _settings(run_dir: Path) -> dict[str, Any]:
 
 
 def _known_runs(run_dir: Path, first_step: int) -> dict[str, str]:
-    """The trackers' names for the run that this one goes on with; none for a new run."""
+    """The run's id in every tracker, if this run continues a run; empty for a new run."""
     path = run_dir / TRACKERS_FILE
     return json.loads(path.read_text(encoding="utf-8")) if first_step and path.is_file() else {}
 
 
 def _remember(run_dir: Path, tracker: str, name: str) -> None:
-    """Keep a tracker's name for the run."""
+    """Save the run's id in a tracker."""
     known = _known_runs(run_dir, first_step=1)
     write_whole(run_dir / TRACKERS_FILE, json.dumps({**known, tracker: name}) + "\n")
 
@@ -181,7 +181,7 @@ def _with_step(record: Mapping[str, Any]) -> list[Figure]:
 
 
 def _key(path: str) -> str:
-    """A name that MLflow takes.
+    """A name with only characters that MLflow allows.
 
     >>> _key("eval/NDCG@10")
     'eval/NDCG_10'

@@ -1,4 +1,4 @@
-"""What the steps of a run were like: their times, loss, rows, tokens, operations, and the shuffler's numbers."""
+"""Measurements of a run's steps: times, loss, rows, tokens, FLOPs, and the shuffler's stats."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from commons.trainer.ranks.collectives import gather_numbers
 if TYPE_CHECKING:
     from commons.trainer.recipe import Recipe
 
-# Fields of ShuffleStats with a number of every rank.
+# Fields of ShuffleStats with one number per rank.
 SNAPSHOTS = ("loads_before", "loads_after", "lookups_before", "lookups_after")
-# Of more ranks than this, lines would be mostly these: every so many lines have them.
+# With more ranks than the first number, only every n-th line has the numbers per rank: they would dominate the log.
 _MANY_RANKS, _EVERY = 256, 10
 SPEEDS = ("rank_speeds", "speeds")
 PER_RANK = (*SNAPSHOTS, *SPEEDS)
-# Fields of ShuffleStats that are averaged over the steps that have them; switches become fractions of steps.
+# Fields of ShuffleStats that are averaged over the steps with a value; a bool becomes a fraction of steps.
 AVERAGED = [
     field.name for field in dataclasses.fields(ShuffleStats) if field.name not in ("step", "step_ms", *PER_RANK)
 ]
 
 
 class StepOutput(Protocol):
-    """What the model returns beside the loss to call `backward` on."""
+    """The model's second output; the first is the loss to call `backward` on."""
 
     @property
     def loss_sum(self) -> torch.Tensor:
-        """0-dimensional: the loss terms of this rank, summed."""
+        """Sum of this rank's loss terms, 0-dimensional."""
 
     @property
     def num_loss_tokens(self) -> int:
-        """How many terms that are."""
+        """Number of this rank's loss terms."""
 
 
 class StepMeter:
-    """Measures the steps of one run: takes every batch as it is loaded and every step as it ends.
+    """Measures the steps of one run from every loaded batch and every finished step.
 
-    Rows move between ranks, but the rows of step n are those that all ranks loaded n-th.
-    The peak rate of the device, for MFU, is that of the settings, else looked up.
+    Rows move between ranks, but over all ranks the rows of step n are the rows of the n-th loaded batches. The peak of
+    the device, for MFU, is `peak_tflops` of the settings or, without it, from a table.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -59,11 +59,11 @@ class StepMeter:
         self._device, self._num_tokens, self._flops = device, recipe.num_tokens, recipe.flops
         self._peak_flops = peak_flops_of(device, recipe.compute_dtype) if peak_tflops is None else peak_tflops * 1e12
         self._clock = StepClock(device)
-        # Rows, tokens and operations of batches that are loaded but not trained.
+        # Rows, tokens and FLOPs of batches that are loaded but not yet trained.
         self._loaded: deque[tuple[int, int, int]] = deque()
         self._saving = MeasuredSaving()
         self._ms_per_load: float | None = None
-        # Of the steps since the last line; None among the stats for a step that was not balanced.
+        # Of the steps since the last line; the stats are None for a step without shuffle.
         self._sums = StepSums()
         self._stats: list[ShuffleStats | None] = []
         self._step_flops: list[int] = []
@@ -76,15 +76,15 @@ class StepMeter:
         self._imbalances: list[float] = []
 
     def loaded(self, batch: Any) -> None:
-        """Take a host batch that this rank has loaded."""
+        """Count a host batch that this rank has loaded."""
         self._loaded.append((real_rows(batch), self._num_tokens(batch), self._flops(batch)))
 
     def begin(self) -> None:
-        """Begin to measure; what has passed since the last step belongs to none."""
+        """Begin to measure; the time since the last step belongs to no step."""
         self._clock.begin()
 
     def step(self, output: StepOutput, stats: ShuffleStats | None) -> None:
-        """Take a step that has just ended; nothing is read from the device."""
+        """Add a step that has just ended; reads nothing from the device."""
         self._clock.end()
         rows, tokens, flops = self._loaded.popleft() if self._loaded else (0, 0, 0)
         self._sums.add(output.loss_sum, output.num_loss_tokens, rows=rows, tokens=tokens, flops=flops)
@@ -92,12 +92,12 @@ class StepMeter:
         self._stats.append(stats)
 
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Numbers of the steps since the last call, and what they describe; empty without steps. On all ranks together.
+        """Numbers and details of the steps since the last call, both empty without steps; called on all ranks together.
 
-        `rank_speeds` and `speeds`, where they are known, are lists. What the numbers describe is for readers of the log
-        and not worth a series: `ranks` that share the data; `steps`, and `total_ms` of them; `ms_per_load`, where it is
-        known; and of the last step, if it was looked at, `loads_before`, `loads_after`, `lookups_before` and
-        `lookups_after` of every rank. Of more than 256 ranks, the first line and every tenth after it have these.
+        The numbers `rank_speeds` and `speeds`, if known, are lists. Details are written to the log only, not to sinks:
+        `ranks`, the number of ranks that share the data; `steps` and their `total_ms`; `ms_per_load`, if known; and, if
+        the shuffler has planned the last step, its `loads_before`, `loads_after`, `lookups_before` and `lookups_after`
+        per rank. With more than 256 ranks, only the first line and every tenth after it have the last four.
         """
         step_ms = self._clock.take()
         if not step_ms:
@@ -135,7 +135,7 @@ class StepMeter:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Numbers of all steps that were taken, as TrainSummary has them; without the times, if there are none."""
+        """The fields of TrainSummary that come from steps; without any step only `shuffle`."""
         shuffle = self._mean_stats.means() or _not_balanced(self._imbalances)
         if not self._step_ms:
             return {"shuffle": shuffle}
@@ -147,13 +147,13 @@ class StepMeter:
         }
 
     def _rates(self, flops: float, total_ms: float) -> dict[str, float]:
-        """TFLOPS per rank and, where the device's peak is known, the utilisation of the model."""
+        """TFLOPS per rank and, if the device's peak is known, MFU."""
         rate = flops / dist.get_world_size() / total_ms * 1e3
         utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
         return {"tflops_per_rank": rate / 1e12, **utilisation}
 
     def _imbalance(self) -> dict[str, float]:
-        """Mean imbalance of the operations since the last line, where no shuffler has looked at the rows."""
+        """Mean imbalance of the FLOPs since the last line, if no shuffler has planned these steps."""
         if any(stats is not None for stats in self._stats):
             return {}
         found = step_imbalances(self._step_flops, self._device)
@@ -161,7 +161,7 @@ class StepMeter:
         return _not_balanced(found)
 
     def _shuffle(self, step_ms: list[float]) -> dict[str, float]:
-        """Means of the shuffler's numbers since the last line, completed by the time of the step that trained each."""
+        """Means of the shuffler's stats since the last line, with the time of the step that trained each batch."""
         timed = [dataclasses.replace(stats, step_ms=ms) for stats, ms in zip(self._stats, step_ms) if stats is not None]
         for stats in timed:
             self._saving.add(stats.largest_load_trained, stats.step_ms or 0.0)
@@ -177,25 +177,25 @@ class StepMeter:
         return mean.means()
 
     def _speeds(self) -> dict[str, list[float | None]]:
-        """Mean speeds of every rank since the last line, None where one is not known; nothing where none is."""
+        """Mean speed of every rank since the last line, None for an unknown speed; empty if no speed is known."""
         means = {}
         for name in SPEEDS:
-            said = [getattr(stats, name) for stats in self._stats if stats is not None]
-            of_ranks = [[speed for speed in speeds if speed is not None] for speeds in zip(*said)]
-            if any(of_ranks):
-                means[name] = [statistics.fmean(each) if each else None for each in of_ranks]
+            by_step = [getattr(stats, name) for stats in self._stats if stats is not None]
+            per_rank = [[speed for speed in speeds if speed is not None] for speeds in zip(*by_step)]
+            if any(per_rank):
+                means[name] = [statistics.fmean(each) if each else None for each in per_rank]
         return means
 
 
 class StatsMean:
-    """Means of the shuffler's numbers over steps."""
+    """Means of the shuffler's stats over steps."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(AVERAGED, 0)
         self._sums = dict.fromkeys(AVERAGED, 0.0)
 
     def add(self, stats: ShuffleStats) -> None:
-        """Add a step; what it does not know is left out."""
+        """Add the stats of a step, except fields that are None."""
         for name in AVERAGED:
             value = getattr(stats, name)
             if value is not None:
@@ -203,7 +203,7 @@ class StatsMean:
                 self._sums[name] += value
 
     def means(self) -> dict[str, float]:
-        """By name, of what any step knew."""
+        """The means by name, of the fields that any step had."""
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}
 
 
@@ -213,12 +213,12 @@ class StepSums:
 
     loss_sum: torch.Tensor | None = None  # sum of all loss terms, float64, 0-dimensional; None before the first step
     loss_terms: int = 0  # number of terms
-    tokens: int = 0  # tokens of the batches, as they were loaded
-    rows: int = 0  # real rows of the batches, as they were loaded
-    flops: int = 0  # operations of forward and backward pass; summed over ranks in float64, exact to 16 digits
+    tokens: int = 0  # tokens of the loaded batches
+    rows: int = 0  # real rows of the loaded batches
+    flops: int = 0  # FLOPs of forward and backward pass; summed over ranks in float64, exact to 16 digits
 
     def add(self, loss_sum: torch.Tensor, loss_terms: int, *, tokens: int = 0, rows: int = 0, flops: int = 0) -> None:
-        """Add a step; nothing is read from the device."""
+        """Add a step; reads nothing from the device."""
         term = loss_sum.detach().double()
         self.loss_sum = term if self.loss_sum is None else self.loss_sum + term
         self.loss_terms += loss_terms
@@ -244,23 +244,23 @@ class StepSums:
 
 
 def of_all_ranks(value: float | None, device: torch.device) -> list[float | None]:
-    """A positive number of every data-parallel rank, None for a rank without; called on all of them together."""
+    """Gather a positive number from every data-parallel rank, None for a rank without one; a collective call."""
     own = torch.tensor([value or 0.0], dtype=torch.float64, device=device)
     values = gather_numbers(own, "numbers of a line of the log", group=resolve_process_group())
     return [each if each > 0 else None for each in values[:, 0].tolist()]
 
 
 def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
-    """Largest load divided by the mean, minus 1, of every step that had one; called on all ranks together.
+    """Largest load divided by the mean, minus 1, of every step with a load; called on all ranks together.
 
-    `loads` has one of this rank per step; as many on all data-parallel ranks.
+    `loads` has this rank's load of every step; all data-parallel ranks have the same number of steps.
     """
     own = torch.tensor(loads, dtype=torch.float64, device=device)
-    of_ranks = gather_numbers(own, "loads of steps", group=resolve_process_group())
-    mean = of_ranks.mean(0)
-    return (of_ranks.amax(0) / mean - 1.0)[mean > 0].tolist()
+    per_rank = gather_numbers(own, "loads of steps", group=resolve_process_group())
+    mean = per_rank.mean(0)
+    return (per_rank.amax(0) / mean - 1.0)[mean > 0].tolist()
 
 
 def _not_balanced(imbalances: list[float]) -> dict[str, float]:
-    """The mean imbalance of rows that stay where they are, by the shuffler's name for it."""
+    """The mean imbalance of unbalanced steps, under the name of the shuffler's field."""
     return {"imbalance_before": statistics.fmean(imbalances)} if imbalances else {}

@@ -22,7 +22,7 @@ from commons.trainer.observe.sinks import by_rank
 
 logger = logging.getLogger(__name__)
 
-# Nanoseconds since 1970, and from then on the values of every track.
+# A time in nanoseconds since 1970, and the values of every counter track from then on.
 _Counters = tuple[int, Mapping[str, Mapping[str, float]]]
 _RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 
@@ -30,9 +30,9 @@ _RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerActio
 class StepProfiler:
     """Records steps `[profile_step_start, profile_step_end)` if `profile` is set, else does nothing.
 
-    The trace of rank r is written to `<run_dir>/trace-rank<r>.json`. It has what torch records of the main thread and
-    the device, the stage's spans of the other threads, and the loads of the ranks in every step as counter tracks,
-    before and after balancing. A resumed run has `first_step` steps behind it.
+    Rank r writes its trace to `<run_dir>/trace-rank<r>.json`: torch's events of the main thread and the device, the
+    shuffle stage's spans of other threads, and the loads of the ranks before and after balancing as counter tracks.
+    `first_step` is the number of steps before a resumed run.
     """
 
     def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
@@ -58,7 +58,7 @@ class StepProfiler:
             self._record_other_threads()
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """End a step; `stats` are those of the batch that it trained, None for one that was not balanced."""
+        """End a step; `stats` describe the shuffle of its batch, None without shuffle."""
         if self._profile is None:
             return
         if stats is not None and self._profile.current_action in _RECORDING:
@@ -73,20 +73,20 @@ class StepProfiler:
         self._step_began = time.time_ns()
 
     def close(self) -> None:
-        """Write a trace that is being recorded; a warning if none ever was."""
+        """Write the trace that is being recorded; log a warning if no step was recorded."""
         if self._profile is not None:
             self._profile.stop()
         if not self._is_written:
             first, end = self._window
             logger.warning(
                 "no trace was recorded: this run has trained none of the steps from %d to %d; set "
-                "profile_step_start and profile_step_end to some of its own, counted from 0",
+                "profile_step_start and profile_step_end to steps of this run, counted from 0",
                 first,
                 end - 1,
             )
 
     def _record_other_threads(self) -> None:
-        """Do so in the steps that torch records."""
+        """Record the spans of other threads in the steps that torch records."""
         if self._profile is not None and self._profile.current_action in _RECORDING:
             self._recorder.start()
 
@@ -100,7 +100,7 @@ class StepProfiler:
 
 
 def add_to_trace(path: Path, counters: Sequence[_Counters], spans: Sequence[RecordedSpan] = ()) -> None:
-    """Add counter tracks, and spans of threads that torch did not record, to a trace that torch has written."""
+    """Add counter tracks, and spans of threads that torch did not record, to torch's trace file."""
     text = path.read_text(encoding="utf-8")
     begin, base = re.search(r'"traceEvents"\s*:\s*\[', text), re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', text)
     added = _events(counters, spans, 0 if base is None else int(base[1]))
@@ -110,7 +110,7 @@ def add_to_trace(path: Path, counters: Sequence[_Counters], spans: Sequence[Reco
 
 
 def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: int) -> list[dict[str, Any]]:
-    """Events of a trace whose time begins `zero` nanoseconds after 1970."""
+    """Trace events for the counters and spans; the trace's time begins `zero` nanoseconds after 1970."""
     pid = os.getpid()
     events: list[dict[str, Any]] = [
         {"ph": "C", "name": name, "pid": pid, "ts": (since - zero) / 1e3, "args": dict(values)}

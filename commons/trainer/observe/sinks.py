@@ -1,8 +1,8 @@
-"""Where the numbers of a run go: one protocol for what `ShuffleStats.to_dict()` gives, and for a line of the log.
+"""Sinks: outputs for the numbers of a run, with one protocol for `ShuffleStats.to_dict()` and for lines of the log.
 
-A record is a mapping with `step`, numbers by name, and under some names a list with a number of every rank. log.jsonl
-is written at once. Every other sink is opened and written by a thread of its own, so that training never waits for it;
-the first failure of each is logged.
+A record is a mapping with `step`, numbers by name and, for some names, a list with one number per rank. log.jsonl is
+written immediately. Every other sink is opened and written by its own thread, so training never waits for it; the
+first failure of each sink is logged.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from commons.trainer.observe.meter import AVERAGED, PER_RANK
 
 logger = logging.getLogger(__name__)
 
-# By sink, which is also the name of the extra that installs its library: what is imported.
+# The modules that a sink imports, by its name, which is also the name of the extra that installs them.
 OPTIONAL: dict[SinkName, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
     "opentelemetry": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http"),
     "prometheus": ("prometheus_client",),
 }
-# Ranks that are shown one by one; of more, what they lie between.
+# With at most this number of ranks, every rank has a figure; with more, only the smallest, mean and largest value.
 _MOST_RANKS = 64
-# Records that wait for a sink; later ones are dropped.
+# Maximum number of records that wait for a sink; further records are dropped.
 _MOST_WAITING = 256
-# How long the end of a run waits for what sinks have not written yet.
+# Seconds that the end of a run waits for all sinks.
 _CLOSE_SECONDS = 15.0
 
 
 class Sink(NamedTuple):
-    """What a library does with a record, JSON-ready but for NaN, and at the end; what it cannot do, it raises."""
+    """The functions of a library that write a record (JSON-ready except NaN) and close; both raise on failure."""
 
     write: Callable[[Mapping[str, Any]], None]
     close: Callable[[], None]
@@ -50,18 +50,18 @@ class Sink(NamedTuple):
 class Figure(NamedTuple):
     """A number of a record."""
 
-    tag: str  # where it is shown: `train/`, `shuffle/` or `eval/`, and its name
-    rank: str  # of which rank, "3"; of many ranks "smallest", "mean" or "largest"; "" for a number of the run
-    value: float  # NaN where it has none
+    tag: str  # `train/`, `shuffle/` or `eval/`, and the number's name
+    rank: str  # the rank, "3"; with many ranks "smallest", "mean" or "largest"; "" for a number of the run
+    value: float  # NaN without a value
 
     @property
     def path(self) -> str:
-        """Tag and rank in one."""
+        """Tag and rank in one string."""
         return f"{self.tag}/{self.rank}" if self.rank else self.tag
 
 
 def figures_of(record: Mapping[str, Any]) -> list[Figure]:
-    """The numbers of a record, without `step`, text, and what is not known.
+    """The numbers of a record, without `step`, text and None.
 
     >>> [figure.path for figure in figures_of({"step": 3, "loss": 0.5, "eval_auc": 0.7, "rank_speeds": [2.0, None]})]
     ['train/loss', 'eval/auc', 'shuffle/rank_speeds/0']
@@ -80,23 +80,23 @@ def figures_of(record: Mapping[str, Any]) -> list[Figure]:
 
 
 class JsonLines:
-    """A line of JSON for every record, with null for NaN; `append` goes on with an existing file."""
+    """Writes a line of JSON for every record, with null for NaN; with `append` to the end of an existing file."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self._file = path.open("a" if append else "w", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a line, at once."""
+        """Write a line and flush it."""
         self._file.write(json.dumps(without_nan(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Nothing comes afterwards."""
+        """Close the file."""
         self._file.close()
 
 
 class BackgroundSink:
-    """A sink that is opened and written on a thread of its own: its failures do not reach the training."""
+    """Opens and writes a sink on its own thread, so that a failure of the sink does not end training."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self._name = name
@@ -106,7 +106,7 @@ class BackgroundSink:
         self._sink = self._worker.submit(open_sink)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record; returns at once, and raises nothing."""
+        """Queue a record; returns immediately and raises nothing."""
         if not self._room.acquire(blocking=False):
             self._warn(f"{_MOST_WAITING} records wait for it")
             return
@@ -119,12 +119,12 @@ class BackgroundSink:
         self._submit(write)
 
     def finish(self) -> None:
-        """Let it write what is not written yet, and end; does not wait."""
+        """Queue the close after the waiting records; does not wait."""
         self._submit(lambda sink: sink.close())
         self._worker.finish()
 
     def wait(self, until: float) -> None:
-        """Wait for the end until a moment of the monotonic clock."""
+        """Wait until the thread has ended, at most until `until`, a time of the monotonic clock."""
         if not self._worker.stop(max(0.0, until - time.monotonic())):
             self._warn(f"it has not ended after {_CLOSE_SECONDS:g} s")
 
@@ -132,7 +132,7 @@ class BackgroundSink:
         def job() -> None:
             try:
                 act(self._sink.result())
-            except Exception as error:  # of the library, or of a sink that could not be opened
+            except Exception as error:  # raised by the library, when it opens, writes or closes
                 self._warn(f"{type(error).__name__}: {error}")
 
         self._worker.submit(job)
@@ -154,15 +154,15 @@ def require_sinks(names: Iterable[SinkName]) -> None:
                 found = False
             if not found:
                 raise ImportError(
-                    f"trainer.sinks has {name!r}, and {module} is not installed; it comes with an extra: "
+                    f"trainer.sinks has {name!r}, and {module} is not installed; it is part of an extra: "
                     f"pip install 'evenrank[{name}]'"
                 )
 
 
 def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
-    """The sinks that the settings name; called on rank 0.
+    """Open the sinks of the settings; called on rank 0.
 
-    A resumed run has `first_step` steps behind it, and goes on in the same run of a tracker.
+    `first_step` is the number of steps before a resumed run, which continues the tracker's run.
     """
 
     def open_sink(name: SinkName) -> Sink:
@@ -174,7 +174,7 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 
 
 def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
-    """Close sinks side by side; waits a quarter of a minute at most for all of them together."""
+    """Close all sinks in parallel; waits at most 15 seconds in total."""
     until = time.monotonic() + _CLOSE_SECONDS
     for sink in sinks:
         sink.finish()
@@ -183,7 +183,7 @@ def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
 
 
 def _tag(name: str) -> str:
-    """Where a number is shown: evaluations, the shuffler and the rest apart.
+    """The tag of a number: its name below `eval/`, `shuffle/` or `train/`.
 
     >>> [_tag(name) for name in ("eval_auc", "imbalance_before", "loss")]
     ['eval/auc', 'shuffle/imbalance_before', 'train/loss']
@@ -194,7 +194,7 @@ def _tag(name: str) -> str:
 
 
 def by_rank(values: Sequence[float | None]) -> dict[str, float]:
-    """The numbers of single ranks that have one or, of more than 64 ranks, what they lie between.
+    """The numbers by rank, without None; with more than 64 ranks the smallest, mean and largest number.
 
     >>> by_rank([3, None, 5]), by_rank(range(100))
     ({'0': 3, '2': 5}, {'smallest': 0, 'mean': 49.5, 'largest': 99})

@@ -1,6 +1,6 @@
-"""Times of a run: of whole steps, and of this rank's own work in them, which waits for no other rank.
+"""Durations of whole steps, and of this rank's forward pass, which waits for no other rank.
 
-A moment is a reading of the wall clock on the CPU and a CUDA event elsewhere, so that no measurement waits for a GPU.
+Times are taken with the wall clock on the CPU and with CUDA events on a GPU, so that no measurement synchronises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Pairs = list[tuple[Any, Any]]
 
 
 class StepClock:
-    """Durations of steps: wall time on the CPU, CUDA events elsewhere, which nobody waits for until they are read."""
+    """Measures the durations of steps: wall time on the CPU, CUDA events on a GPU; only `take` waits for events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class StepClock:
         self._steps: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a step; what has passed since the last one belongs to none."""
+        """Begin a step; the time since the last step belongs to no step."""
         self._begin = _now(self._device)
 
     def end(self) -> None:
@@ -45,17 +45,17 @@ class StepClock:
 
 
 class ForwardTimer:
-    """Times a module's forward passes in training: wall time on the CPU, CUDA events elsewhere, never waited for.
+    """Times a module's forward passes in training: wall time on the CPU, CUDA events on a GPU; never waits for them.
 
-    The module has no collective in its forward pass, and its operations are what loads count; None times nothing.
+    The module's forward pass must contain no collective, and the workloads must count its FLOPs. None times nothing.
     """
 
     def __init__(self, module: nn.Module | None, device: torch.device) -> None:
         self._device = device
-        self.last_ms: float | None = None  # of the last step; None as long as its end is not known, or without it
+        self.last_ms: float | None = None  # time of the last step; None until the GPU has finished it, or if not timed
         self._begun: Any = None
         self._is_last_timed = False
-        # Of the step that is under way; then of those whose end a device may not have reached.
+        # Begin and end of the passes of the current step; then of steps that the GPU may not have finished.
         self._passes: _Pairs = []
         self._ended: deque[tuple[_Pairs, ShuffleStats]] = deque()
         self._hooks: list[Any] = []
@@ -64,22 +64,22 @@ class ForwardTimer:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a module to time; the same on all ranks."""
+        """Whether there is a module to time; equal on all ranks."""
         return bool(self._hooks)
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """End a step; one that was not balanced has no `stats`, and is not timed."""
+        """End a step; a step without shuffle (`stats` is None) is not timed."""
         passes, self._passes = self._passes, []
         self.last_ms, self._is_last_timed = None, stats is not None and bool(passes)
         if stats is not None and passes:
             self._ended.append((passes, stats))
 
     def take(self) -> list[tuple[float, ShuffleStats]]:
-        """Milliseconds and stats of the steps since the last call whose end is known."""
+        """Milliseconds and stats of the steps that the device has finished since the last call."""
         taken = []
         while self._ended:
             end = self._ended[0][0][-1][1]
-            if not (isinstance(end, float) or end.query()):  # a GPU that is not there yet is not waited for
+            if not (isinstance(end, float) or end.query()):  # the GPU has not finished the step; do not wait for it
                 break
             passes, stats = self._ended.popleft()
             taken.append((sum(_milliseconds(*each) for each in passes), stats))
@@ -88,12 +88,12 @@ class ForwardTimer:
         return [each for each in taken if each[0] > 0]
 
     def close(self) -> None:
-        """Time nothing from here on."""
+        """Remove the hooks: later passes are not timed."""
         for hook in self._hooks:
             hook.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # TorchRec traces the model before its first step.
+        # Not timed: evaluation, and TorchRec's symbolic tracing of the model before the first step.
         is_trained = module.training and not any(isinstance(each, Proxy) for each in args)
         self._begun = _now(self._device) if is_trained else None
 
@@ -104,7 +104,7 @@ class ForwardTimer:
 
 
 def _now(device: torch.device) -> Any:
-    """The present moment: seconds of a clock or, on the current stream of a GPU, an event."""
+    """The current time: seconds of a clock or, on a GPU, an event on the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -113,5 +113,5 @@ def _now(device: torch.device) -> Any:
 
 
 def _milliseconds(begun: Any, ended: Any) -> float:
-    """Between two moments of one device that are over."""
+    """Milliseconds between two times of `_now`; on a GPU both events must have completed."""
     return (ended - begun) * 1e3 if isinstance(begun, float) else begun.elapsed_time(ended)

@@ -1,7 +1,6 @@
 """The output of a run, on rank 0: a progress bar, one JSON line per interval, and a table at the end.
 
-The numbers of a line are those of the steps since the line before. Loss, tokens and metrics are those of all ranks;
-times are rank 0's.
+A line covers the steps since the line before it. Loss, tokens and metrics are over all ranks; times are rank 0's.
 """
 
 from __future__ import annotations
@@ -38,20 +37,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainSummary:
-    """What came out of a run."""
+    """The result of a run."""
 
     steps: int = 0  # steps trained
     epochs: int = 0  # epochs begun
     loss: float = 0.0  # mean loss of the last interval
-    step_ms: float = 0.0  # median over all steps of this run; 0 without any, as after resuming a run that was complete
-    tokens_per_s: float = 0.0  # over all steps, evaluations left out
+    step_ms: float = 0.0  # median over all steps of this run; 0 without steps, for example if the run was complete
+    tokens_per_s: float = 0.0  # over all steps, without evaluations
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    # Means of the shuffler's numbers over all steps; without one that looks at the rows, the imbalance of the
-    # operations, if they are known.
+    # Means of the shuffler's stats over all steps; without a shuffler only the mean imbalance of the FLOPs.
     shuffle: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; without the numbers of steps where no step was trained."""
+        """The fields, JSON-ready; without the fields about steps if no step was trained."""
         content = dataclasses.asdict(self)
         content["metrics"] = without_nan(self.metrics)
         if not self.step_ms:
@@ -61,10 +59,10 @@ class TrainSummary:
 
 
 class TrainLog:
-    """The progress bar, `<run_dir>/log.jsonl` and all other sinks; on other ranks than 0 it does nothing.
+    """The progress bar, `<run_dir>/log.jsonl` and all other sinks; does nothing on ranks other than 0.
 
-    An earlier log in `run_dir` is replaced. A run that is resumed after `first_step` steps continues it, without the
-    lines of later steps that a run which was ended may have written.
+    An earlier log in `run_dir` is replaced. A run that resumes after `first_step` steps continues the log, and removes
+    lines of later steps that an interrupted run may have written.
     """
 
     def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
@@ -79,10 +77,10 @@ class TrainLog:
             unit="step",
             disable=not self._enabled,
             dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a file every refresh is a line
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a file every refresh adds a line
         )
         self._shown: dict[str, str] = {}
-        # What an earlier part of a resumed run has logged of its evaluation after `first_step` steps; on rank 0.
+        # On rank 0 of a resumed run: results of the evaluation after `first_step` steps, from its log.
         self.evaluated: dict[str, float] = {}
         self._lines: JsonLines | None = None
         self._sinks: list[BackgroundSink] = []
@@ -100,7 +98,7 @@ class TrainLog:
         return step % self._interval == 0
 
     def step(self, stats: ShuffleStats | None) -> None:
-        """Move the bar by one step."""
+        """Advance the bar by one step."""
         if stats is not None:
             self._show(imbalance=f"{stats.imbalance_before:.2f}→{stats.imbalance_after:.2f}")
         self._bar.update()
@@ -109,8 +107,8 @@ class TrainLog:
         """Write a line and show its loss and rate.
 
         Args:
-            record: numbers of a step, `step` among them.
-            details: what only log.jsonl gets, where a series of every rank costs nothing.
+            record: numbers by name, with `step`.
+            details: further numbers for log.jsonl only, such as lists with one number per rank.
         """
         if self._lines is None:
             return
@@ -127,7 +125,7 @@ class TrainLog:
         self._shown.update(values)
         self._bar.set_postfix(self._shown, refresh=False)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         if self._enabled:
             tqdm.write(text)
@@ -142,12 +140,12 @@ class TrainLog:
 
     @contextlib.contextmanager
     def _unless_disk_full(self) -> Iterator[None]:
-        """A log that cannot be written ends no training; what fits again later is written then."""
+        """Log the first failed write as a warning: training continues, and later lines are tried again."""
         try:
             yield
         except OSError as error:
             if not self._has_failed:
-                logger.warning("the log is incomplete: %s; training goes on: make room in %s", error, self.run_dir)
+                logger.warning("the log is incomplete: %s; training continues: make room in %s", error, self.run_dir)
             self._has_failed = True
 
     def summary(self, title: str, summary: TrainSummary) -> None:
@@ -159,7 +157,7 @@ class TrainLog:
         print_summary(title, {**self._rows(summary), "log": str(self.run_dir / LOG_FILE)})
 
     def _rows(self, summary: TrainSummary) -> dict[str, str]:
-        """The table by the names of its rows."""
+        """The table: texts by the names of its rows."""
         rows = {"steps": f"{summary.steps:,} in {summary.epochs} epoch{'s' if summary.epochs != 1 else ''}"}
         if summary.step_ms:
             rows["loss"] = f"{summary.loss:.4f}"
@@ -188,13 +186,13 @@ class TrainLog:
 
 
 def _saving(shuffle: Mapping[str, float]) -> str:
-    """What the largest loads of all steps lose, and of a step the time, predicted and measured, as far as known.
+    """By how much the largest loads fall over all steps and, if known, the predicted and measured time per step.
 
     >>> loads = {"largest_load_before": 100.0, "largest_load_after": 79.0}
     >>> _saving({**loads, "predicted_saving_ms": 80.0, "measured_saving_ms": 76.2})
     '21.0 %, predicted 80.0 ms, measured 76.2 ms per step'
     """
-    # Of sums: the steps of a window, which may have other rows before and after, do not compare one by one.
+    # Means over all steps: in a window, before and after cover different rows, so single steps do not compare.
     before, after = shuffle["largest_load_before"], shuffle["largest_load_after"]
     parts = [f"{100 * (1 - after / before) if before else 0.0:.1f} %"]
     for kind in ("predicted", "measured"):
@@ -204,7 +202,7 @@ def _saving(shuffle: Mapping[str, float]) -> str:
 
 
 def _short(number: float) -> str:
-    """A number with two or three digits and a unit: 12.3k.
+    """A short form of a number, with one decimal and a unit: 12.3k.
 
     >>> [_short(number) for number in (7.0, 12345.0, 2.5e6)]
     ['7', '12.3k', '2.5M']

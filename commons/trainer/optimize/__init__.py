@@ -1,1 +1,1 @@
-"""Gradients to updates: optimizers, accumulation and clipping, learning rates, the scale of the loss."""
+"""Optimization: optimizers, accumulation, clipping, learning rates, loss scaling."""

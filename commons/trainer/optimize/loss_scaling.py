@@ -1,15 +1,15 @@
-"""Training in float16: the loss is scaled up so that gradients do not vanish, and the updates see them unscaled.
+"""Loss scaling for float16: the loss is scaled up so that gradients do not vanish, and unscaled before updates.
 
     tables ─► values ─► layers in float16 ─► loss ─► × scale
     tables ◄─ ÷ scale ◄─────── backward ◄───────────┘
                                    └► dense gradients, still scaled ─► unscale, clip, update
 
-The scale is that of torch's GradScaler (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). A step
-whose dense gradients overflow is left out on all ranks, which see the same averaged gradients.
+torch's GradScaler sets the scale (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). If dense
+gradients overflow, all ranks skip the step: they have the same averaged gradients.
 
-Tables that train themselves use a gradient as soon as the backward pass has it, which is before a GradScaler could
-divide the scale out. So it is divided out at the border between tables and layers, where gradients are float32 again.
-They leave out the gradients of a rank where they overflowed, and use the other ranks'.
+Tables that are updated in the backward pass use their gradients before a GradScaler could unscale them. So gradients
+are unscaled between layers and tables, where they are float32 again. If a rank's gradients overflow there, the tables
+skip the gradients of this rank and use those of the other ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 
 def unscaled_gradients(values: Sequence[torch.Tensor], scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same values, whose gradients are divided by a scale, 0-dimensional, on their way back.
+    """Return the same values, and divide their gradients by `scale`, 0-dimensional, in the backward pass.
 
-    If any element of any of these gradients is not finite, all of them are zero. Values are wider than float16.
+    If any element of any gradient is not finite, all gradients become zero. Values must be wider than float16.
     """
     return _UnscaledGradients.apply(scale, *values)
 

@@ -1,4 +1,4 @@
-"""Which optimizers train a model: fields of a config, and the optimizer of the dense parameters made from them."""
+"""The optimizers of a model: their config, and the construction of the optimizer of the dense parameters."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_paramet
 
 @dataclass
 class OptimizerArgs:
-    """What trains the model."""
+    """The optimizers of the model."""
 
-    dense_optimizer: Literal["adam", "sgd"] = "adam"  # optimizer of everything but the tables
-    dense_lr: float = 1e-3  # its learning rate
-    adam_betas: tuple[float, float] = (0.9, 0.999)  # decay of its running means, where it is Adam
-    adam_eps: float = 1e-8  # what keeps its steps finite, where it is Adam
-    # Optimizer of the tables; on CPU fbgemm has "sgd" and "rowwise_adagrad".
+    dense_optimizer: Literal["adam", "sgd"] = "adam"  # optimizer of all parameters except embedding tables
+    dense_lr: float = 1e-3  # learning rate of dense_optimizer
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # Adam's decay rates of the running means
+    adam_eps: float = 1e-8  # Adam's term against division by zero
+    # Optimizer of the embedding tables; on CPU fbgemm has "sgd" and "rowwise_adagrad".
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad"
-    embedding_lr: float = 0.05  # its learning rate
-    sharding: Sharding | None = None  # how tables lie on the ranks; None lets TorchRec's planner choose
+    embedding_lr: float = 0.05  # learning rate of embedding_optimizer
+    sharding: Sharding | None = None  # sharding of the embedding tables; None lets TorchRec's planner choose
 
     def kinds(self) -> dict[str, str]:
-        """The optimizers by name; their state fits no other."""
+        """The names of the optimizers; a checkpoint fits only the same optimizers."""
         return {"dense_optimizer": self.dense_optimizer, "embedding_optimizer": self.embedding_optimizer}
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class OptimizerArgs:
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:
-    """The optimizer of what the tables' own optimizers do not train."""
+    """Create the optimizer of all parameters that are not updated in the backward pass."""
     parameters = dense_parameters(model).values()
     if args.dense_optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=args.dense_lr)

@@ -1,4 +1,4 @@
-"""When things are due in a run: after so many steps, or after so many rows of the global batches."""
+"""The schedule of a run: whether something is due, counted in steps or in rows of the global batches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 
 class Schedule:
-    """Counts the steps of a run and their rows over all ranks, also those of steps that are still to be trained.
+    """Counts the steps of a run and their rows over all ranks, also for steps that are not trained yet.
 
-    Rows are known beforehand from the samplers, the same on every rank: nothing is communicated.
+    The samplers compute the rows of all steps, equal on every rank, so nothing is communicated.
 
     Args:
         in_rows: intervals count rows; otherwise steps.
-        look_back: steps before the last one whose rows may still be needed.
+        look_back: number of steps before the last one whose rows may still be needed.
     """
 
     def __init__(self, *, in_rows: bool = False, look_back: int = 1) -> None:
@@ -24,11 +24,11 @@ class Schedule:
         self._counts: Iterator[int] = iter(())
 
     def resume(self, step: int, rows: int) -> None:
-        """Begin behind the first steps of a run, which have trained so many rows."""
+        """Begin after the first `step` steps of a run, which have trained `rows` rows."""
         self._first, self._ends, self._counts = step, [rows], iter(())
 
     def begin_epoch(self, step: int, counts: Iterator[int]) -> None:
-        """Go on after a step with an epoch whose steps train `counts` rows, over all ranks."""
+        """Continue after a step with an epoch; `counts` has the rows of its steps, over all ranks."""
         del self._ends[step - self._first + 1 :]
         forgotten = max(0, len(self._ends) - 1 - self._look_back)
         del self._ends[:forgotten]
@@ -36,7 +36,7 @@ class Schedule:
         self._counts = counts
 
     def rows_after(self, step: int) -> int:
-        """Rows that the run has trained after a step, counted from 1; the epoch's last one where it has fewer steps."""
+        """Rows that the run has trained after a step, counted from 1; at most at the end of the epoch."""
         index = max(0, step - self._first)
         while index >= len(self._ends):
             count = next(self._counts, None)
@@ -46,13 +46,13 @@ class Schedule:
         return self._ends[index]
 
     def done_after(self, step: int) -> int:
-        """Steps or rows, whichever intervals count, after a step."""
+        """Steps or, with `in_rows`, rows of the run after a step."""
         return self.rows_after(step) if self.in_rows else step
 
     def is_due(self, interval: int, step: int, *, every: int = 1) -> bool:
-        """Whether something is due after a step: whether it has reached the next multiple of an interval.
+        """Whether something is due after a step, because the step reaches the next multiple of the interval.
 
-        It can only be done after multiples of `every` steps.
+        Something is due only after multiples of `every` steps.
 
         >>> schedule = Schedule(in_rows=True)
         >>> schedule.begin_epoch(0, iter([30, 40, 50, 60]))

@@ -1,8 +1,8 @@
-"""What happens between a backward pass and the next forward pass: accumulate, clip, schedule, update.
+"""The update between a backward pass and the next forward pass: accumulate, clip, set learning rates, update.
 
-TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` lets these calls pass; the loop updates
-when it has the step's output, whose number of loss terms gradient accumulation needs, and clears the gradients.
-Tables that train themselves in the backward pass are neither accumulated nor clipped, and follow the learning rate.
+TorchRec's pipelines call the optimizer inside `progress`. `DeferredOptimizer` ignores these calls; the loop updates and
+clears the gradients after the step, because accumulation needs the number of loss terms from the step's output. Tables
+that are updated in the backward pass are neither accumulated nor clipped; only the learning rates apply to them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from commons.trainer.ranks.collectives import all_reduce, gather_numbers
 
 
 class DeferredOptimizer:
-    """Stands in for an optimizer within a pipeline: updating and clearing gradients wait for the loop.
+    """An optimizer for pipelines that does nothing: the loop updates and clears gradients.
 
-    Most of TorchRec's pipelines clear gradients before the forward pass; SemiSync after `step`, before the loop sees
-    them.
+    Most of TorchRec's pipelines clear gradients before the forward pass, but SemiSync clears them after `step`, before
+    the loop could use them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -30,31 +30,31 @@ class DeferredOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer; SemiSync looks whether it shares parameters with the tables."""
+        """The optimizer's groups; SemiSync checks whether they share parameters with the tables."""
         return self._optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leave the gradients to the loop, which clears them once they are used."""
+        """Do nothing: the loop clears the gradients after it has used them."""
 
     def step(self, closure: Any = None) -> None:
-        """Leave the update to the loop."""
+        """Do nothing: the loop updates."""
 
 
 class StepUpdate:
-    """Updates the dense parameters, and sets the learning rate of everything.
+    """Updates the dense parameters, and sets the learning rates of all optimizers.
 
-    With accumulation over k steps, the gradient of an update is that of the mean over all loss terms of its k global
-    batches: each step's gradient, a mean over its own terms, is weighed by their number. The sum is kept in float32, or
-    in the parameter's dtype where that is wider.
+    With accumulation over k steps, the gradient of an update is the gradient of the mean over all loss terms of its k
+    global batches: each step's gradient, a mean over the step's terms, is weighted by their number. The sum has dtype
+    float32, or the parameter's dtype if that is wider.
 
     Args:
-        args: settings.
-        optimizer: of the dense parameters.
-        model: its fused optimizers, if it has some, follow the schedule.
-        total: steps of the run or, with a schedule in rows, its rows; for the cosine.
-        device: of this rank.
-        loss_scaler: of the gradients, where the model scales its loss.
-        schedule: what learning rates follow: updates or, if it is in rows, the rows trained.
+        args: the settings.
+        optimizer: optimizer of the dense parameters.
+        model: the model; learning rates of its fused optimizers, if any, are set too.
+        total: steps of the run or, with a schedule in rows, rows of the run; for the cosine.
+        device: this rank's device.
+        loss_scaler: the scaler of a model that scales its loss, else None.
+        schedule: unit of the learning rates' schedule, updates or trained rows; None for updates.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class StepUpdate:
         self._terms: torch.Tensor | None = None
 
     def is_whole_after(self, step: int) -> bool:
-        """Whether nothing is accumulated after a step, counted from 1, so that a run may end there."""
+        """Whether no accumulation is unfinished after a step, counted from 1, so that a run may end there."""
         return step % self._args.accumulation_steps == 0
 
     def before_step(self, step: int) -> None:
-        """Set the learning rates of a step, counted from 0; tables use theirs in its backward pass."""
+        """Set the learning rates for a step, counted from 0; before its backward pass, which updates tables."""
         if self._args.lr_schedule == "constant" and self._args.warmup_steps == 0:
             return
         steps = self._args.accumulation_steps
-        first = step - step % steps  # of this update
+        first = step - step % steps  # first step of this update
         if self._schedule.in_rows:
             done = self._schedule.rows_after(first)
             own = (self._schedule.rows_after(first + 1) - done) * steps
@@ -100,10 +100,10 @@ class StepUpdate:
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * factor
         if self._fused is not None:
-            self._fused.step()  # hands the rate to the tables
+            self._fused.step()  # only passes the learning rate to the tables
 
     def after_step(self, step: int, num_loss_tokens: int) -> None:
-        """Take and clear the gradients of a step, counted from 0; update with those of as many as are accumulated."""
+        """Accumulate and clear the gradients of a step, counted from 0; update at the end of an accumulation."""
         if self._args.accumulation_steps == 1:
             self._update()
             return
@@ -113,7 +113,7 @@ class StepUpdate:
             self.flush()
 
     def flush(self) -> None:
-        """Update with what has been accumulated, if there is something."""
+        """Update with the accumulated gradients, if there are any."""
         if self._terms is None:
             return
         terms = self._terms.clamp(min=1)
@@ -123,37 +123,37 @@ class StepUpdate:
         self._update()
 
     def _accumulate(self, num_loss_tokens: int) -> None:
-        # Written by a kernel's argument: a copy from the host would wait for the backward pass.
+        # torch.full passes the number as a kernel argument; a copy from the host would wait for the backward pass.
         terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
         all_reduce(terms, "count of loss terms")
         self._terms = terms if self._terms is None else self._terms + terms
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                # In float32 at least: gradient times terms overflows float16, and has too few digits in bfloat16.
-                weighed = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
+                # At least float32: gradient times terms overflows float16, and bfloat16 has too few digits.
+                weighted = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
                 before = self._sums[index]
-                self._sums[index] = weighed if before is None else before.add_(weighed)
+                self._sums[index] = weighted if before is None else before.add_(weighted)
 
     def _update(self) -> None:
         scaler = self._loss_scaler
         if all(parameter.grad is None for parameter in self._parameters):
-            scaler = None  # it refuses an optimizer without gradients
+            scaler = None  # GradScaler raises for an optimizer without gradients
         if scaler is not None:
             scaler.unscale_(self._optimizer)
         if self._args.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._args.max_grad_norm)
         if scaler is None:
             self._optimizer.step()
-        else:  # reads from the device whether the gradients overflowed
+        else:  # synchronises with the device, to check whether the gradients overflowed
             scaler.step(self._optimizer)
             scaler.update()
         self._optimizer.zero_grad()
 
 
 def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int = 1) -> float:
-    """What learning rates are multiplied by: a linear warm-up, then 1 or a half cosine (Loshchilov and Hutter 2017).
+    """The factor on learning rates: a linear warm-up, then 1 or a half cosine (Loshchilov and Hutter 2017).
 
-    All numbers count updates, or all count rows: `done` before this update, `total` of the run, `own` of this update.
+    `done` counts updates or rows before this update, `total` those of the run, `own` those of this update.
 
     >>> args = OptimizationArgs(warmup_steps=2, lr_schedule="cosine", min_lr_ratio=0.1)
     >>> [round(learning_rate_factor(args, update, 6), 3) for update in range(7)]
@@ -168,9 +168,9 @@ def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int
 
 
 class FiniteLossGuard:
-    """Notices a loss that is not finite, and says on which rank and at which step, without waiting in every step.
+    """Detects a loss that is not finite, with its rank and step, without a synchronisation in every step.
 
-    `in_float16` says that the layers compute in float16, which may be why.
+    `in_float16`: whether the layers compute in float16, so that the error can suggest bfloat16.
     """
 
     def __init__(self, device: torch.device, *, in_float16: bool = False) -> None:
@@ -180,26 +180,26 @@ class FiniteLossGuard:
         self._first = self._never
         self._step = 0
 
-    def look(self, step: int, loss: torch.Tensor) -> None:
-        """Take the loss of this rank's part of a step; nothing is read from the device."""
+    def record(self, step: int, loss: torch.Tensor) -> None:
+        """Record the loss of this rank in a step; reads nothing from the device."""
         found = torch.where(torch.isfinite(loss).all(), self._never, torch.full_like(self._never, step))
         self._first = torch.minimum(self._first, found)
         self._step = step
 
     def check(self) -> None:
-        """Raise on all ranks if one has seen such a loss; called on all ranks together, waits for the device.
+        """Raise on all ranks if any rank had a loss that is not finite; a collective call, waits for the device.
 
         Raises:
-            ArithmeticError: names the first step, and the ranks that saw it there.
-            RankMissingError: a rank did not take part; names it.
+            ArithmeticError: names the first such step and its ranks.
+            RankMissingError: a rank did not call it in time; the error names the rank.
         """
-        steps = gather_numbers(self._first.view(1), "look at the losses", step=self._step)[:, 0].tolist()
+        steps = gather_numbers(self._first.view(1), "check of the losses", step=self._step)[:, 0].tolist()
         if min(steps) == int(self._never):
             return
         ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         raise ArithmeticError(
-            f"the loss of {names} is not finite at step {min(steps)}; nothing can be learnt from there on: go on from "
-            f"an earlier checkpoint {self._remedy}with a lower learning rate or max_grad_norm, or look at that step's "
+            f"the loss of {names} is not finite at step {min(steps)}; training cannot recover from it: continue from "
+            f"an earlier checkpoint {self._remedy}with a lower learning rate or max_grad_norm, or check that step's "
             "data"
         )

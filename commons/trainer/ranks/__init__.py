@@ -1,1 +1,1 @@
-"""Ranks: how a process becomes one, how it ends, and what happens where one is missing."""
+"""Ranks: start and end of a process, collectives, and errors about missing ranks."""

@@ -1,4 +1,4 @@
-"""Collectives of a run: where one fails, of the trainer's own or of the model, the ranks that are missing are named."""
+"""Collectives of the trainer; if one of them, or of the model, fails, the error names the missing ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from commons.distributed.errors import attempt, first_line, name_ranks
 
 R = TypeVar("R")
 
-# gloo's errors are plain RuntimeErrors, most of which name a place in its sources.
+# gloo raises plain RuntimeErrors; most of them contain a path of its sources.
 _OF_GLOO = re.compile(r"/gloo/|Timed out waiting \d+ms|caused pair closure|(closed|reset) by peer")
-# Seconds that the model's own collectives may take longer than the shuffler's, which know who is missing.
+# Seconds by which the model's timeout exceeds the shuffler's, whose error, which names the missing ranks, comes first.
 _GRACE_SECONDS = 5.0
 
 
@@ -34,9 +34,9 @@ class _TrainerCollectives(NamedCollectives):
         return _failure_of(_SHUFFLERS) or self.failure
 
 
-# By group, which ends with its entry.
+# One object per process group; an entry is removed with its group.
 _BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, NamedCollectives] = weakref.WeakKeyDictionary()
-# Of the run that is under way.
+# The shufflers of the current run.
 _SHUFFLERS: list[BaseTaskBalancedBatchShuffler] = []
 
 
@@ -47,16 +47,16 @@ def _failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissi
 def all_reduce(
     tensor: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> None:
-    """Sum a tensor over the ranks in place, on all of them together.
+    """Sum a tensor over the ranks, in place; called on all ranks of the group together.
 
     Args:
-        tensor: on the host, which waits for the result, or on a device, whose stream does.
-        what: names the collective in messages.
-        group: the ranks; default all.
-        step: of the run, in messages, where it belongs to one.
+        tensor: on the host, the call waits for the result; on a device, only the current stream does.
+        what: name of the collective in messages.
+        group: the ranks; None for all ranks.
+        step: step of the run in messages; None outside of steps.
 
     Raises:
-        RankMissingError: a rank did not take part; names it.
+        RankMissingError: a rank did not call it in time; the error names the rank.
     """
     group = group or dist.distributed_c10d._get_default_group()
     if group not in _BY_GROUP:
@@ -71,20 +71,20 @@ def all_reduce(
 def gather_numbers(
     own: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> torch.Tensor:
-    """Numbers `(n,)` of all ranks of a group (default all), `(ranks, n)` on the host; called on all of them together.
+    """Gather numbers `(n,)` of all ranks of a group (default all ranks) as `(ranks, n)` on the host; a collective call.
 
-    `what` names the collective in messages, and so does `step`, where it belongs to one.
+    Arguments and errors as `all_reduce`.
     """
     table = own.new_zeros(dist.get_world_size(group), len(own))
     table[dist.get_rank(group)] = own
-    all_reduce(table, what, group=group, step=step)  # the others add zeros
+    all_reduce(table, what, group=group, step=step)  # the other ranks' rows are zero here
     return table.cpu()
 
 
 def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """The texts of all ranks of a group (default all), in their order; called on all of them together.
+    """Gather a text from each rank of a group (default all ranks), in the order of ranks; a collective call.
 
-    The group serves `device`, which is this rank's.
+    `device` is this rank's device, which the group's backend must support.
     """
     encoded = text.encode(errors="backslashreplace")
     own = torch.tensor([len(encoded)], device=device)
@@ -97,20 +97,22 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
 
 
 def gather_values(value: Any, device: torch.device) -> list[Any]:
-    """A value of every rank, as JSON holds it; called on all of them together."""
+    """Gather a JSON-ready value from every rank; a collective call."""
     return [json.loads(text) for text in gather_texts(json.dumps(value), device)]
 
 
 def first_text(text: str, device: torch.device) -> tuple[int, str]:
-    """The first rank whose text is not empty, and that text, -1 and "" if there is none; on all ranks together."""
+    """The first rank with a text that is not empty, and the text; -1 and "" without one; a collective call."""
     return next(((rank, each) for rank, each in enumerate(gather_texts(text, device)) if each), (-1, ""))
 
 
 def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
-    """Do something on every rank, and give this rank's result; it is no collective, or its errors reach every rank.
+    """Call a function on every rank and return this rank's result; a collective call.
+
+    `work` must not contain a collective, unless an error in it is raised on every rank.
 
     Raises:
-        ValueError: on all ranks, what went wrong on the first that failed.
+        ValueError: on all ranks, with the error of the first rank that failed.
     """
     result, error = attempt(work)  # a damaged file may end in any error
     if problem := first_text(_problem_of(error), device)[1]:
@@ -119,7 +121,7 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
 
 
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
-    """Do something on rank 0 alone, and give its result, as JSON holds it, on all ranks; errors as `on_all_ranks`."""
+    """Call a function on rank 0 only and return its JSON-ready result on all ranks; errors as `on_all_ranks`."""
     result, error = attempt(work) if dist.get_rank() == 0 else (None, None)
     result, problem = gather_values([result, _problem_of(error)], device)[0]
     if problem:
@@ -132,10 +134,9 @@ def _problem_of(error: Exception | None) -> str:
 
 
 def limit_collectives(timeout: float) -> None:
-    """Let collectives of the ranks' own group, which this run has made, fail five seconds after those of the shuffler.
+    """Set the timeout of WORLD to the shuffler's timeout, in seconds, plus five seconds; for a group of this run.
 
-    Called when the group is connected: until then ranks wait for those that start late. `timeout` is the shuffler's, in
-    seconds.
+    Called after the group has connected: ranks wait for late ranks with the longer default timeout until then.
     """
     limit = datetime.timedelta(seconds=timeout + _GRACE_SECONDS)
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
@@ -145,11 +146,12 @@ def limit_collectives(timeout: float) -> None:
 def missing_ranks_named(
     step: Callable[[], int], shufflers: Sequence[BaseTaskBalancedBatchShuffler] = ()
 ) -> Iterator[None]:
-    """Around a run: if a collective of the model fails, the error names the ranks in which none has failed.
+    """A context around a run: if a collective of the model fails, raise an error that names the missing ranks.
 
-    These have exited or stalled, or still wait for a neighbour, as gloo lets them where a rank has died. If a worker
-    thread of the run's shufflers knows who is missing, its error is raised instead, and the trainer's own collectives
-    end at once: their group may have a longer timeout. `step` gives the number of the step that is under way, from 1.
+    These are the ranks without a failed collective: they have exited or stalled, or gloo still lets them wait for a
+    neighbour after a rank has died. If a shuffler's worker thread has found missing ranks, its error is raised instead,
+    and the trainer's own collectives fail immediately: their group may have a longer timeout. `step` returns the number
+    of the current step, from 1.
 
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
@@ -173,11 +175,11 @@ def missing_ranks_named(
 
 def _describe(error: RuntimeError, step: int, failed: FailedChannel, members: list[int]) -> str:
     what = f"a collective of the model failed in step {step} on rank {dist.get_rank()}"
-    said = f"({first_line(error)})"
+    reason = f"({first_line(error)})"
     try:
         verdict = failed.who_is_missing(failed.attend(f"step {step}"))
     except StoreUnavailableError as unavailable:
-        return f"{what} and {unavailable}{out_of_reach(members)} {said}"
+        return f"{what} and {unavailable}{out_of_reach(members)} {reason}"
     if not verdict.missing:
-        return f"{what} and on all others {said}"
-    return f"{what}; {name_ranks(verdict.missing)} did not report the failure: check the log there {said}"
+        return f"{what} and on all others {reason}"
+    return f"{what}; {name_ranks(verdict.missing)} did not report the failure: check the log there {reason}"

@@ -1,4 +1,4 @@
-"""Whether CUDA works here, checked before a run begins: a driver too old for torch, a GPU without code in a library."""
+"""Checks of CUDA before a run: a driver that is too old for torch, a library without code for the GPU."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 from commons.releases import LEAST_DRIVER, old_driver_command
 
-# In CUDA's errors about a kernel that was built for other architectures only.
+# Parts of CUDA's error messages about a kernel that was built only for other architectures.
 _NO_CODE = ("no kernel image", "not compiled for", "invalid device function")
 
 
 def driver_problem() -> str | None:
-    """Why torch cannot use the GPUs of this machine because of their driver, and the remedy, in one line.
+    """The reason why torch cannot use the driver of this machine's GPUs, and the remedy, in one line.
 
-    None where the driver serves, where there is none, and with a build of torch without CUDA.
+    None if the driver works, without a driver, and with a build of torch without CUDA.
     """
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
     try:
         torch.cuda.init()
-    except RuntimeError as error:  # also where there is no driver, that is no GPU
+    except RuntimeError as error:  # also raised without a driver, that is without a GPU
         if "too old" not in str(error):
             return None
         numbers = [int(word) for word in str(error).replace(")", " ").split() if word.isdigit()]
@@ -32,17 +32,17 @@ def driver_problem() -> str | None:
             fitting = f" run `{old_driver_command(torch.__version__)}`,"
         needed = f", which needs driver {LEAST_DRIVER}" if torch.version.cuda.startswith("13.") else ""
         return (
-            f"the NVIDIA driver serves CUDA {found or 'of an earlier version'}, torch {torch.__version__} is built for "
-            f"CUDA {torch.version.cuda}{needed}; a driver serves its own version and those before: update it,{fitting} "
-            "or choose device 'cpu'"
+            f"the NVIDIA driver supports CUDA {found or 'of an earlier version'}, torch {torch.__version__} is built "
+            f"for CUDA {torch.version.cuda}{needed}; a driver supports its own version and earlier ones: update it,"
+            f"{fitting} or choose device 'cpu'"
         )
     return None
 
 
 def device_problem(device: torch.device) -> str | None:
-    """Why a CUDA device cannot run what training needs of torch and fbgemm, and the remedy, in one line; else None.
+    """The reason why a CUDA device cannot run torch or fbgemm, and the remedy, in one line; None if it can.
 
-    Runs one small operation of each on the device, and waits for them.
+    Runs one small operation of each library on the device, and synchronises.
     """
     for name, packages, operation in (
         ("torch", ("torch",), _run_torch),
@@ -52,13 +52,13 @@ def device_problem(device: torch.device) -> str | None:
         if why is None:
             continue
         major, minor = torch.cuda.get_device_capability(device)
-        built_for = "the wheels of the package index for sm_80, sm_90 and sm_100"  # fbgemm has no list of them
+        built_for = "the wheels of the package index for sm_80, sm_90 and sm_100"  # fbgemm has no list of its targets
         if name == "torch":
             built_for = ", ".join(torch.cuda.get_arch_list()) or "no GPU"
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
-            f"{_installed(packages) or name} {why}; a library has code for what it is built for ({built_for}): "
-            f"install a build of {name} for this one, take another GPU, or choose device 'cpu'"
+            f"{_installed(packages) or name} {why}; a library has code only for its build targets ({built_for}): "
+            f"install a build of {name} for this GPU, use another GPU, or choose device 'cpu'"
         )
     return None
 
@@ -67,7 +67,7 @@ def _failure(operation: Callable[[torch.device], None], device: torch.device) ->
     try:
         operation(device)
         torch.cuda.synchronize(device)
-    except NotImplementedError:  # the dispatcher knows no such operation for CUDA
+    except NotImplementedError:  # the dispatcher has no CUDA kernel for the operation
         return "is a build without CUDA"
     except RuntimeError as error:
         if any(words in str(error) for words in _NO_CODE):
@@ -81,7 +81,7 @@ def _run_torch(device: torch.device) -> None:
 
 
 def _run_fbgemm(device: torch.device) -> None:
-    import fbgemm_gpu  # noqa: F401  its operations; not needed by who trains without tables
+    import fbgemm_gpu  # noqa: F401  registers its operations
 
     torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2, dtype=torch.int64, device=device))
 

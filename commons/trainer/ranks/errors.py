@@ -1,8 +1,8 @@
-"""How a run ends: a user's mistake is one line on stderr, printed once, whatever the number of ranks.
+"""Errors at the end of a run: a user's mistake is one line on stderr, printed once, whatever the number of ranks.
 
-The rank that fails first claims the report in torchrun's store; its peers, whose connections break a moment later or
-who find the same mistake, stay silent. The report also goes to torchrun's error file, so that the root cause that
-torchrun names is this line.
+The first failed rank claims the report in torchrun's store. The other ranks, which find the same mistake or lose their
+connections a moment later, print nothing. The line is also written to torchrun's error file, so that torchrun prints it
+as the root cause.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 _OWN_PACKAGES = ("commons", "hstu", "sid_gr")
-# Of the operating system's errors only those that are about a path: a broken connection is no mistake of the user's.
+# Only the OSErrors about a path: a broken connection is not a user's mistake.
 _PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _USER_ERRORS = (ValueError, TypeError, KeyError, ImportError, *_PATH_ERRORS)
-# The failed rank must end before its silent peers do: torchrun then ends those.
+# Silent ranks end this much later than the rank that reports, so that torchrun sees the reporting rank's failure first.
 _SILENT_SECONDS = 5.0
-# Key of the rank that reports.
+# Store key of the rank that reports.
 _FIRST_FAILURE = "evenrank/first_failure"
-# How long a rank looks for torchrun's store.
+# Timeout of a rank's connection to torchrun's store.
 _STORE_SECONDS = 2.5
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run the main function of a rank, or of a program without ranks, and end the process as it went.
+    """Run the main function of a rank, or of a program without ranks, and end the process with the right status.
 
     =============================  ======  =========================================================
     main                           status  on stderr
     =============================  ======  =========================================================
     returns                        0
     raises a user's mistake¹       2       `error: ...`, one line
-    raises another exception       1       one line, and where the traceback is: in the log file if
+    raises another exception       1       one line; the traceback is in the log file, named there, if
                                            `log_to_file` was called, else below
-    is interrupted (Ctrl-C)        130     nothing; goes on if started with SIGINT ignored
+    is interrupted (Ctrl-C)        130     nothing; continues if started with SIGINT ignored
     =============================  ======  =========================================================
 
-    ¹ ValueError, TypeError, KeyError, ImportError, or an OSError about a path, such as FileNotFoundError. Its traceback
-    goes to the log file as well, for the case that it is none of the user's.
+    ¹ ValueError, TypeError, KeyError, ImportError, or an OSError about a path, such as FileNotFoundError. The log file
+    gets its traceback too, in case it is a bug and not a user's mistake.
     """
     joined = dist.is_initialized()
-    # The default action ends a rank even inside a collective, where Python would notice Ctrl-C only after its end.
-    # A program started with the signal ignored (`nohup ... &`) goes on ignoring it.
+    # The default action ends a rank inside a collective too; Python's own handler would run only after the collective.
+    # A program that was started with the signal ignored (`nohup ... &`) still ignores it.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -70,20 +70,20 @@ def run_main(main: Callable[[], None]) -> None:
         status = _report(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        # No destructors: those of a process group may wait for ranks that have failed.
+        # No destructors: a process group's destructor may wait for ranks that have failed.
         os._exit(status)
     if dist.is_initialized() and not joined:
         dist.destroy_process_group()
 
 
 def log_to_file(run_dir: str | Path) -> None:
-    """Let logging go to `<run_dir>/rank<r>.log`: rank 0's warnings, and the errors of every rank.
+    """Send logging to `<run_dir>/rank<r>.log`: warnings of rank 0, and errors of every rank.
 
-    Warnings of libraries go there alone; evenrank's own are shown on rank 0's stderr too. The file is made with the
-    first line. Called once per process, after `initialize_ranks`.
+    Rank 0 also prints evenrank's own warnings on stderr, but not those of libraries. The first line creates the file.
+    Called once per process, after `initialize_ranks`.
 
     Raises:
-        ValueError: `run_dir` cannot be made or written.
+        ValueError: `run_dir` cannot be created or written.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     path = Path(run_dir) / f"rank{rank}.log"
@@ -99,7 +99,7 @@ def log_to_file(run_dir: str | Path) -> None:
     handler.setLevel(logging.WARNING if rank == 0 else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # or a full disk would print a traceback for every line
+    logging.raiseExceptions = False  # otherwise a full disk prints a traceback for every line
     logging.getLogger().handlers = [handler]
     for torch_handler in logging.getLogger("torch").handlers:
         if type(torch_handler) is logging.StreamHandler:  # torch's own
@@ -119,12 +119,12 @@ def _report(error: Exception) -> int:
     if not _claim_report():
         time.sleep(_SILENT_SECONDS)
         return status
-    # When a peer ends, torchrun ends this rank too; the report is written first.
+    # When a peer ends, torchrun sends SIGTERM to this rank, which must finish its report first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(message.split()) or type(error).__name__
-    travelled = re.match(r"rank \d+: ", line) is not None  # names its rank and type already
-    # torch reports a broken group with the place in its sources, advice and perhaps forty lines of C++.
+    travelled = re.match(r"rank \d+: ", line) is not None  # an error from another rank has its rank and type already
+    # torch's message about a broken group has a path of its sources, advice and up to forty lines of C++.
     in_gloo = type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
     if in_gloo or isinstance(error, dist.DistError):
         line = f"a collective of the training failed ({first_line(error)}); a rank exited or stalled: see its log"
@@ -146,13 +146,13 @@ def _report(error: Exception) -> int:
 
 
 def _hosts_store() -> bool:
-    """Whether this process hosts the store in which the other ranks look up which rank failed first."""
+    """Whether this process hosts the store in which the ranks claim the report."""
     started_alone = not dist.is_torchelastic_launched() and dist.is_initialized()
     return started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1
 
 
 def _claim_report() -> bool:
-    """Whether this is the first rank to fail; two reports are better than none where no store answers."""
+    """Whether this is the first rank to fail; also True if the store is unreachable: better two reports than none."""
     by_torchrun = dist.is_torchelastic_launched()
     try:
         if dist.is_initialized():
@@ -160,8 +160,8 @@ def _claim_report() -> bool:
                 rank = str(dist.get_rank())
                 first = ask_store(lambda store: store.compare_set(_FIRST_FAILURE, "", rank), _STORE_SECONDS)
                 return first.decode() == rank
-            ask_store(lambda store: store.check(["evenrank"]))  # torch would print forty lines of C++ of one that ended
-        # On another thread: while the host of the store stands still, not even its timeout ends the call.
+            ask_store(lambda store: store.check(["evenrank"]))  # raises if the store has ended; torch would print C++
+        # On another thread: if the store's host is stalled, the store's timeout does not end the call.
         return not by_torchrun or DaemonWorker("evenrank-report").submit(_claim_in_store).result(2 * _STORE_SECONDS)
     except Exception:
         return True
@@ -186,10 +186,10 @@ def _write_traceback(error: Exception) -> str | None:
 
 
 class _TorchrunErrorFile(ErrorHandler):
-    """The file from which torchrun takes the message of a failed rank."""
+    """The file from which torchrun reads the error message of a failed rank."""
 
     def write(self, message: str) -> None:
-        """Write a message in torchrun's format; without torchrun there is no such file, and nothing happens."""
+        """Write a message in torchrun's format; does nothing without torchrun."""
         path = self._get_error_file_path()
         if path is not None:
             line = f"error: {message}"

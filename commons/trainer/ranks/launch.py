@@ -1,4 +1,4 @@
-"""Ranks: how a process becomes one, and the seeds it starts from."""
+"""The start of a rank: its process group, its device and its seeds."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ DeviceType = Literal["auto", "cpu", "cuda"]
 
 
 def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None = None) -> torch.device:
-    """Join the process group: the one that exists already, such as Ray Train's, or a new one of torchrun's ranks.
+    """Use the existing process group, such as Ray Train's, or create one for the ranks that torchrun started.
 
-    In a new group ranks on GPUs have one each and use NCCL; ranks on the CPU have one thread each and use gloo. A group
-    that exists stays as it is, and so does the number of threads.
+    In a new group, every rank has its own GPU and uses NCCL, or has one CPU thread and uses gloo. An existing
+    group and the number of threads stay unchanged.
 
     Args:
-        device_type: "auto" takes GPUs where there is one for every rank of the machine, else the CPU; in a group that
-            exists, GPUs where it has NCCL.
-        ranks: which rank this is, for a process that torchrun has not started.
+        device_type: "auto" uses GPUs if the machine has one for each of its ranks, else the CPU; in an existing group,
+            GPUs if the group has NCCL.
+        ranks: the rank of this process, if torchrun has not started it.
 
     Returns:
-        The device of this rank. In a group that exists, the GPU that it is bound to, else torch's current one.
+        The device of this rank; in an existing group, the GPU to which the group is bound, else torch's current GPU.
 
     Raises:
-        ValueError: not started by torchrun, or more ranks than GPUs; unless the device is "cpu", GPUs that this torch
-            or fbgemm cannot use; or a group that exists and has another device, number of ranks or rank.
+        ValueError: not started by torchrun; more ranks than GPUs; GPUs that this torch or fbgemm cannot use, unless the
+            device is "cpu"; or an existing group with another device, number of ranks or rank.
     """
     if device_type not in get_args(DeviceType):
         known = ", ".join(map(repr, get_args(DeviceType)))
@@ -44,7 +44,7 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         if ranks is not None and (ranks.rank, ranks.world_size) != (here, there):
             raise ValueError(
                 f"ranks has rank {ranks.rank} of {ranks.world_size}, this process is rank {here} of {there} of the "
-                "process group that exists; that one is joined: leave ranks out"
+                "existing process group, which is used: leave ranks out"
             )
     elif ranks is None:
         if not dist.is_torchelastic_launched():
@@ -62,7 +62,7 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         if (problem := device_problem(device)) is not None:
             raise ValueError(problem)
     if not joins and ranks is not None:
-        ranks.tell_libraries()
+        ranks.set_environment()
         if device.type == "cuda":
             dist.init_process_group("nccl", device_id=device)
         else:
@@ -72,7 +72,7 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
 
 
 def describe_ranks(device: torch.device) -> str:
-    """Number of ranks and what they run on, for a line at the start of a run."""
+    """A line for the start of a run: the number of ranks and their devices."""
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     if device.type == "cuda":
         return f"{ranks}, one {torch.cuda.get_device_name(device)} each (NCCL)"
@@ -81,21 +81,21 @@ def describe_ranks(device: torch.device) -> str:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, NumPy and torch, all devices included."""
+    """Seed Python, NumPy, and torch on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def _program() -> str:
-    """The running program as torchrun takes it: `-m package.module`, or a file, and its arguments."""
+    """The running program as arguments for torchrun: `-m package.module`, or a file, and its arguments."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     program = ["-m", spec.name] if spec is not None else [sys.argv[0]]
     return shlex.join([*program, *sys.argv[1:]])
 
 
 def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
-    """The device of a rank that makes its process group itself."""
+    """The device of a rank that creates its process group."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = num_gpus >= ranks.local_world_size if ranks.gpu is None else num_gpus > ranks.gpu
     if device_type == "cuda" and not enough:
@@ -109,14 +109,14 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
 
 
 def _device_of_group(device_type: DeviceType) -> torch.device:
-    """The device of a rank whose process group exists."""
+    """The device of a rank in an existing process group."""
     backends = dist.get_backend_config()
     kinds = ["cuda"] if "nccl" in backends and torch.cuda.is_available() else []
     kinds += ["cpu"] if "gloo" in backends else []
     if not kinds or device_type not in ("auto", *kinds):
         raise ValueError(
-            f"device is {device_type!r}, the process group that exists has {backends}; ranks on GPUs use NCCL, ranks "
-            "on the CPU gloo: choose a device that it serves, or make it with another backend"
+            f"device is {device_type!r}, the existing process group has {backends}; ranks on GPUs use NCCL, ranks on "
+            "the CPU gloo: choose a device of its backends, or create it with another backend"
         )
     if device_type == "cpu" or kinds[0] == "cpu":
         return torch.device("cpu")

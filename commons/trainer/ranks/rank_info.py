@@ -1,4 +1,4 @@
-"""Which rank a process is, as torchrun or a script of one's own states it."""
+"""The rank of a process, from torchrun's variables or from the user's script."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process among the ranks of a run.
+    """The rank of a process, and the address of the ranks' store.
 
     Raises:
-        ValueError: numbers that do not fit each other, or no address.
+        ValueError: inconsistent numbers, or no valid address.
     """
 
-    rank: int  # of `world_size`, from 0
+    rank: int  # from 0 to world_size - 1
     world_size: int  # number of ranks
-    local_rank: int  # of the ranks of this machine, from 0
-    local_world_size: int  # number of ranks of this machine
-    address: str  # `host:port`, where rank 0 listens and all ranks meet
-    gpu: int | None = None  # this rank's GPU among those that the process sees; None for that of its local rank
+    local_rank: int  # rank within this machine, from 0
+    local_world_size: int  # number of ranks on this machine
+    address: str  # `host:port` on which rank 0 listens for all ranks
+    gpu: int | None = None  # index of this rank's GPU among the process's visible GPUs; None for `local_rank`
 
     def __post_init__(self) -> None:
         for name, of in (("rank", "world_size"), ("local_rank", "local_world_size")):
@@ -31,18 +31,18 @@ class RankInfo:
         if self.local_world_size > self.world_size or self.local_rank > self.rank:
             raise ValueError(
                 f"rank {self.rank} of {self.world_size} is number {self.local_rank} of {self.local_world_size} on its "
-                "machine; a machine has some of the ranks: correct the launcher's numbers"
+                "machine; a machine cannot have more ranks than the run: correct the launcher's numbers"
             )
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(
-                f"address is {self.address!r}; it is `host:port` of a machine that all ranks reach, the same on all of "
-                "them: give rank 0's host and a free port there"
+                f"address is {self.address!r}; it is `host:port`, equal on all ranks and reachable from all of them: "
+                "give rank 0's host and a free port there"
             )
 
     @classmethod
     def of_torchrun(cls) -> RankInfo:
-        """From the variables that torchrun sets for each rank."""
+        """Read the environment variables that torchrun sets for each rank."""
         variables = os.environ
         return cls(
             rank=int(variables["RANK"]),
@@ -54,11 +54,11 @@ class RankInfo:
 
     @classmethod
     def if_launched(cls) -> RankInfo | None:
-        """`of_torchrun`; None for a process that no launcher has started."""
+        """`of_torchrun`; None if no launcher has started the process."""
         return cls.of_torchrun() if "RANK" in os.environ else None
 
-    def tell_libraries(self) -> None:
-        """Set the variables that torchrun sets: torch and TorchRec look there for the ranks of a machine."""
+    def set_environment(self) -> None:
+        """Set the environment variables that torchrun would set: torch and TorchRec read them."""
         host, _, port = self.address.rpartition(":")
         variables = {name.upper(): str(value) for name, value in asdict(self).items() if name not in ("address", "gpu")}
         os.environ.update(variables, MASTER_ADDR=host.strip("[]"), MASTER_PORT=port)

@@ -65,10 +65,10 @@ def _exchange(folder):
 
 def _look_at_losses(folder):
     guard = FiniteLossGuard(torch.device("cpu"))
-    guard.look(7, torch.ones(()))
+    guard.record(7, torch.ones(()))
     guard.check()
     _die(folder)
-    guard.look(8, torch.ones(()))
+    guard.record(8, torch.ones(()))
     guard.check()
 
 
@@ -76,7 +76,7 @@ def _look_at_losses(folder):
     "work, what",
     [
         (_exchange, "exchange of step 1"),
-        (_look_at_losses, "look at the losses of step 8"),
+        (_look_at_losses, "check of the losses of step 8"),
     ],
 )
 def test_a_rank_that_has_died_is_named(tmp_path, work, what):

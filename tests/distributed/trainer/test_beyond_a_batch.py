@@ -119,8 +119,8 @@ def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ran
     result = rank_pools[num_ranks].run(train, data, others, **loading)
     rest = users_of(result)
     assert trained - again + rest == Counter(dict.fromkeys(rest | trained, 1)) and len(rest | trained) == ROWS
-    said = "behind 2 steps of a window .*: the window is read again, and 16 rows come a second time"
-    assert bool(re.search(said, " ".join(result[0][3]))) == bool(again)
+    line = "saved 2 steps into a window .*: the window is read again, and 16 rows are trained a second time"
+    assert bool(re.search(line, " ".join(result[0][3]))) == bool(again)
 
 
 # With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
@@ -171,7 +171,7 @@ def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, t
     [
         (
             {"dataset": {"dataset_name": "random"}},
-            "^ValueError: .*random data are drawn as they are read; the lengths of their rows are not known",
+            "^ValueError: .*random data are drawn while they are read, so the lengths of their rows are not known",
         ),
         ({"shuffler": ShufflerOptions(max_tokens_per_rank=40)}, "^ValueError: .*alone has .*max_tokens is 40"),
     ],
@@ -200,7 +200,7 @@ def test_a_loader_of_the_users_own(two_ranks):
     for error in two_ranks.run(error_of, _open, list(range(11))):
         assert "workloads has 11 entries, the data set has 12 rows" in error
     for error in two_ranks.run(error_of, _open, [list(range(12)), list(range(1, 13))]):
-        assert error.startswith("ValueError: ranks plan by different settings or workloads")
+        assert error.startswith("ValueError: ranks plan with different settings or workloads")
     for error in two_ranks.run(error_of, _open, None):  # a schedule in rows needs a sampler that knows them
         assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
 

@@ -244,7 +244,7 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
         assert "hstu.num_attention_heads = 2, here it is 4" in error
     nowhere = changes | {"ckpt_load_dir": str(tmp_path / "nowhere")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **nowhere):
-        assert "nowhere does not exist; it is a checkpoint or" in error
+        assert "nowhere does not exist; it must be a checkpoint or" in error
     earlier = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(saved / "step_00000002")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "run"), **earlier):
         assert error.startswith("ValueError: ") and "holds step_00000004, and this run starts" in error
@@ -252,7 +252,7 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     _zero_block(saved / "step_00000004" / "__1_0.distcp")  # another is taken only where none is named
     named = changes | {"ckpt_load_dir": str(saved / "step_00000004")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "named"), **named):
-        assert "step_00000004 is damaged (__1_0.distcp is not as it was written)" in error
+        assert "step_00000004 is damaged (__1_0.distcp has another digest)" in error
     for checkpoint in list_checkpoints(saved):
         (checkpoint / ".metadata").unlink()
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **changes):
@@ -282,7 +282,7 @@ def _vouch_for(checkpoint, name):
 @pytest.mark.parametrize(
     ("name", "damage", "is_vouched_for", "said"),
     [
-        ("__1_0.distcp", _zero_block, False, "is damaged (__1_0.distcp is not as it was written)"),
+        ("__1_0.distcp", _zero_block, False, "is damaged (__1_0.distcp has another digest)"),
         pytest.param("state.json", _zero, False, "is damaged (state.json: ", marks=pytest.mark.slow),
         pytest.param("__0_0.distcp", _zero, True, "cannot be read (rank ", marks=pytest.mark.slow),
         pytest.param(".metadata", _zero, True, "cannot be read (.metadata: ", marks=pytest.mark.slow),

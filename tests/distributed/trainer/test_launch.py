@@ -87,10 +87,10 @@ def _join(**options):
     ("options", "answer"),
     [
         ({"device_type": "cpu"}, "no error"),
-        ({"device_type": "cuda"}, "ValueError: device is 'cuda', the process group that exists has cpu:gloo"),
+        ({"device_type": "cuda"}, "ValueError: device is 'cuda', the existing process group has cpu:gloo"),
         (
             {"ranks": RankInfo(2, 3, 0, 1, "localhost:1")},
-            "ValueError: ranks has rank 2 of 3, this process is rank 0 of 2 of the process group that exists; ",
+            "ValueError: ranks has rank 2 of 3, this process is rank 0 of 2 of the existing process group, ",
         ),
     ],
 )

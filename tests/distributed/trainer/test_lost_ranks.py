@@ -79,7 +79,7 @@ def test_other_errors_stay_as_they_are(two_ranks):
 
 def _in_the_trainer_s():
     guard = FiniteLossGuard(torch.device("cpu"))
-    guard.look(7, torch.ones(()))
+    guard.record(7, torch.ones(()))
     guard.check()
 
 
@@ -114,12 +114,12 @@ def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_
 # ------------------------------------------------------------------------------------------- the end of every step
 
 
-def _agrees(ranks_that_hear):
+def _agrees(ranks_with_signal):
     with StopSignal() as stop:
         answers = []
         for step in range(4):
-            if step == 1 and dist.get_rank() in ranks_that_hear:
-                stop._hear(15, None)
+            if step == 1 and dist.get_rank() in ranks_with_signal:
+                stop._handle(15, None)
             stop.after_step()
             answers.append(stop.agreed)
     return answers

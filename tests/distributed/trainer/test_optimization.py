@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
         assert "the loss of rank 1 is not finite at step 4;" in error
     assert [line["step"] for line in lines(tmp_path)] == [2]
     for error in two_ranks.run(error_of, run_scaled, str(tmp_path), build_plain, 8, broken_from=3):
-        assert "go on from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
+        assert "continue from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
 
 
 def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path):

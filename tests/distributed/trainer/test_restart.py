@@ -100,7 +100,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint(two_ran
     # A rank that is killed while a checkpoint is written leaves the one before.
     last = step // SAVED_EVERY * SAVED_EVERY
     texts = [
-        f"resumed after step {saved}, from " if saved > 0 else "holds no checkpoint yet: a new run"
+        f"resumed after step {saved}, from " if saved > 0 else "has no checkpoint yet: a new run"
         for saved in (last, last - SAVED_EVERY)
     ]
     assert any(text in said for text in texts), said

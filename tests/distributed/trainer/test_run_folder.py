@@ -55,7 +55,7 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     said = two_ranks.run(command, "--trainer.run-dir", str(folder), "--trainer.seed", "5")
     assert said[0] == said[1] and "\n" not in said[0]
     for remedy in ("--trainer.run-dir", "--trainer.overwrite", "--trainer.ckpt-load-dir"):
-        assert f"run_dir {folder} holds a run already; " in said[0] and remedy in said[0]
+        assert f"run_dir {folder} already contains a run; " in said[0] and remedy in said[0]
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
     # What an unbalanced run says of its imbalance is what the shuffler finds in the same rows, which it then moves.
@@ -136,7 +136,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     # The folder of another run, and no checkpoint of that to go on from.
     empty = str(tmp_path / "empty")
     said = two_ranks.run(command, *flags[:4], "--trainer.ckpt-save-dir", empty, "--trainer.ckpt-load-dir", empty)
-    assert said[0] == said[1] and f"holds a run already, and ckpt_load_dir {empty} no checkpoint; " in said[0]
+    assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {empty} has no checkpoint; " in said[0]
     assert (folder / "log.jsonl").read_bytes() == log
 
 

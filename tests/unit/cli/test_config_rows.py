@@ -353,5 +353,5 @@ def test_preprocess_does_not_replace_the_folder_that_holds_its_source(here, told
     source.symlink_to(inside)
     for path in (inside, source):
         error = mistake("preprocess", "ml-1m", "--source", str(path), "--output", str(here))
-        assert "that folder is replaced by the data set: give another output" in error
+        assert "the data set would replace this folder: give another output" in error
     assert inside.stat().st_size > 100

@@ -179,8 +179,8 @@ def test_it_runs_without(missing, tmp_path):
 
 
 def test_a_driver_and_gpus(versions, monkeypatch, said):
-    monkeypatch.setattr(cuda_check, "driver_problem", lambda: "the NVIDIA driver serves CUDA 11.4; update it")
-    assert "driver: the NVIDIA driver serves CUDA 11.4; update it" in said(1)
+    monkeypatch.setattr(cuda_check, "driver_problem", lambda: "the NVIDIA driver supports CUDA 11.4; update it")
+    assert "driver: the NVIDIA driver supports CUDA 11.4; update it" in said(1)
     monkeypatch.setattr(cuda_check, "driver_problem", lambda: None)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
     names = ["NVIDIA H200", "NVIDIA Unheard-of", "NVIDIA T4"]

@@ -69,8 +69,8 @@ def test_it_is_simulated(config, capsys):
 
 def test_calibrating_says_what_is_missing(config, tmp_path, capsys):
     assert main(["calibrate", "--config", str(config), "--output", str(tmp_path / "c.toml")]) == 2
-    assert "Least has no make_batch, of which measured batches are made: define it" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="Least has no single_process_model, which is what is measured: define it"):
+    assert "Least has no make_batch; measurements train its batches: define it" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Least has no single_process_model; measurements train this model: define it"):
         Least.load(config, torch.device("cpu")).train_step(None)
 
 
@@ -113,6 +113,6 @@ def test_the_demo_replaces_no_data_of_ones_own(tmp_path):
     options.data_dir.mkdir()
     preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), options.data_dir)
     before = {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")}
-    with pytest.raises(FileExistsError, match="holds data that were not generated; .*: choose another --run-dir"):
+    with pytest.raises(FileExistsError, match="contains data that were not generated; .*: choose another --run-dir"):
         prepare_data(options)
     assert {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")} == before

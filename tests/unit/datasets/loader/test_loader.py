@@ -127,7 +127,7 @@ def test_a_state_of_another_loader(folder):
         with pytest.raises(ValueError, match=message):
             make(folder, **arguments).load_state_dict(state)
     for other_state in ({}, {"epoch": 0}, {"epoch": 0, "row": 3}, {"num_workers": 0, "iterator": {}}):
-        with pytest.raises(ValueError, match="it has epoch, row, steps and sampler"):
+        with pytest.raises(ValueError, match="it must have epoch, row, steps and sampler"):
             make(folder).load_state_dict(other_state)
 
 

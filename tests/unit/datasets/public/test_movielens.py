@@ -226,20 +226,20 @@ class TestBadArchives20M:
         [
             (
                 {"ratings": "userId,movieId,rating\n1,2,3\n"},
-                "ratings.csv has columns userId, movieId, rating, but not timestamp",
+                "ratings.csv has columns userId, movieId, rating; it must be",
             ),
             (
                 {"ratings": RATINGS_20M + "7,50,3.0,99\n" * 5000 + "7,50,3.0,x\n"},
                 "ratings.csv line 5007 has timestamp 'x'",
             ),
-            ({"ratings": ""}, "ratings.csv has columns none, but not userId"),
+            ({"ratings": ""}, "ratings.csv has columns none; it must be"),
             ({"ratings": HEADER_20M}, "ratings.csv has no line below its header"),
             (
                 {"movies": MOVIES_20M + "9,Again,Drama\n"},
                 "movies.csv line 5 has movieId 9 again; every movieId has",
             ),
             ({"movies": "movieId,title,genres\n"}, "movies.csv has no line below its header"),
-            ({"movies": "id,title\n1,2\n"}, "movies.csv has columns id, title, but not movieId"),
+            ({"movies": "id,title\n1,2\n"}, "movies.csv has columns id, title; it must be"),
             ({"readme": "Summary: this dataset (ml-25m) describes"}, "holds ml-25m, not MovieLens-20M"),
             ({"folder": "ml-latest-small/"}, "holds ml-latest-small, not MovieLens-20M"),
         ],

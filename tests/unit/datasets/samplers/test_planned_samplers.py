@@ -270,8 +270,8 @@ def test_rows_above_the_budget_are_told_once(caplog):
         assert sorted(row for step in sampler.plan(0) for row in step.rows.tolist()) == list(range(6))
         list(sampler)
     assert [record.getMessage() for record in caplog.records] == [
-        "row 1 costs 90, budget_per_rank is 5; it gets a rank's step to itself, as do all 2 rows above the budget, "
-        "which make their steps longer than the others: truncate them, or raise the budget, at best to the heaviest, 90"
+        "row 1 costs 90, budget_per_rank is 5; it is alone on a rank in its step, as are all 2 rows above the budget, "
+        "and their steps take longer than others: truncate them, or raise the budget, at best to the heaviest, 90"
     ]
 
 
@@ -281,8 +281,8 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
         sampler = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **options)
         assert len(list(sampler)) == 3 and len(list(sampler)) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "a batch has 5 tokens more than max_tokens, which is 7; the plan that exceeds it least is taken, here and from "
-        "now on: raise max_tokens, or lower batch_size"
+        "a batch has 5 tokens more than max_tokens, which is 7; the plan that exceeds it least is used, here and in "
+        "later steps: raise max_tokens, or lower batch_size"
     ]
     with_room = options | {"window": 3}  # a light row beside every heavy one
     rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)

@@ -106,10 +106,10 @@ def test_files_of_a_data_set(tmp_path, data_sets, random, name):
         (
             "ml-1m",
             {"shards": [{"file": "../x.parquet", "row_groups": [3], "num_interactions": 1}]},
-            "no name of a file",
+            "not a file name",
         ),
         *(
-            ("ml-1m", {"shards": [{"file": name, "row_groups": [3], "num_interactions": 1}]}, "no name of a file")
+            ("ml-1m", {"shards": [{"file": name, "row_groups": [3], "num_interactions": 1}]}, "not a file name")
             for name in ("/etc/x.parquet", "..", "")
         ),
         ("ml-1m", {"format_version": "a\nb"}, r"format version 'a\nb'"),
@@ -169,7 +169,7 @@ def test_a_map_whose_footer_is_damaged(tmp_path, footer):
     path = tmp_path / "a.parquet"
     SIDMap(np.array([1]), np.array([[0, 1]]), (2, 2)).save(path)
     pq.write_table(pq.read_table(path).replace_schema_metadata({b"evenrank.sids": footer.encode()}), path)
-    assert "what the map says of how it was made is damaged" in require_answer(lambda: SIDMap.load(path, (2, 2)))
+    assert "the footer of the map is damaged" in require_answer(lambda: SIDMap.load(path, (2, 2)))
 
 
 @fuzzed(15)

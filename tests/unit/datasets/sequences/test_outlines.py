@@ -81,5 +81,5 @@ def test_random_data_know_no_lengths():
     sids = {"sid_map": random_sid_map(9, (3, 3))}
     for name, options in (("random", {}), ("sid-random", sids)):
         loader = get_data_loader(name, batch_size=4, max_history_seqlen=9, **options)
-        with pytest.raises(ValueError, match="lengths of their rows are not known beforehand: balance batches as they"):
+        with pytest.raises(ValueError, match="lengths of their rows are not known before: balance loaded batches"):
             loader.dataset.outlines()

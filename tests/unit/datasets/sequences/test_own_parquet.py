@@ -247,7 +247,7 @@ class TestTraining:
         [
             (EventColumns(item="other"), "columns.item is 'other', .*parquet.parquet was made with 'iid': correct it"),
             (EventColumns(actions=("like",)), r"actions has 'like', .* made with \['click', 'stars >= 4'\]: choose"),
-            (EventColumns(context=("age",)), r"context has 'age', .* was made with \['gender', 'uid'\]: choose among"),
+            (EventColumns(context=("age",)), r"context has 'age', .* was made with \['gender', 'uid'\]: choose from"),
         ],
     )
     def test_columns_that_do_not_agree(self, tmp_path, columns, message):
@@ -259,7 +259,7 @@ class TestTraining:
         (tmp_path / "log").mkdir()
         write(tmp_path / "log" / "events.parquet")
         for source in (tmp_path / "log", tmp_path / "log" / "events.parquet"):
-            with pytest.raises(ValueError, match="are made once: run `evenrank preprocess parquet --source") as caught:
+            with pytest.raises(ValueError, match="assigns: run `evenrank preprocess parquet --source") as caught:
                 self.loader(source, COLUMNS)
         command = str(caught.value).split("`")[1].replace("FOLDER", str(tmp_path / "data"))
         assert main(shlex.split(command)[1:]) == 0
@@ -277,7 +277,9 @@ class TestTraining:
         preprocess_parquet(EventColumns("uid", "iid"), write(tmp_path / "a.parquet", table), tmp_path, test_fraction=0)
         (batch,) = self.loader(tmp_path)
         assert batch.features.keys() == ["iid"] and batch.labels is None
-        with pytest.raises(ValueError, match="timestamps are asked for, which 'parquet' was made without: name col"):
+        with pytest.raises(
+            ValueError, match="timestamps is True, and 'parquet' was preprocessed without times: set col"
+        ):
             self.loader(tmp_path, timestamps=True)
 
 
@@ -307,7 +309,5 @@ class TestConfig:
             "[trainer]\ntrain_batch_size = 1\neval_batch_size = 1\n[dataset]\ndataset_name = 'ml-1m'\n"
             "max_history_seqlen = 5\n[dataset.columns]\nuser = 'uid'\n"
         )
-        with pytest.raises(
-            ValueError, match="columns are given and dataset_name is 'ml-1m'; they say what the parquet"
-        ):
+        with pytest.raises(ValueError, match="columns are given and dataset_name is 'ml-1m'; columns are only for"):
             load_config_file(TrainConfig, tmp_path / "a.toml")

@@ -41,13 +41,16 @@ def error_of(source, columns=COLUMNS, kind=ValueError):
         (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), "cannot be compared as 'stars >= many' says"),
         (
             EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
-            "is of type string, 'gender >= 3' compares with a number; texts have the order of the alphabet",
+            "is of type string, 'gender >= 3' compares with a number; texts are ordered alphabetically",
         ),
         (EventColumns("gender", "iid", "ts"), "column 'gender' of"),
-        (EventColumns("stars", "iid", "ts"), "is of type double; such a column holds integers"),
-        (EventColumns("uid", "iid", "ts", context=("stars",)), "is of type double; such a column holds integers, str"),
-        (EventColumns("uid", "iid", "ts", context=("iid",)), "is named as the items and as something else"),
-        (EventColumns("uid", "uid", "ts"), "is named as the items and as something else"),
+        (EventColumns("stars", "iid", "ts"), "is of type double; it must have integers"),
+        (EventColumns("uid", "iid", "ts", context=("stars",)), "is of type double; it must have integers, str"),
+        (
+            EventColumns("uid", "iid", "ts", context=("iid",)),
+            "is columns.item and also columns.user or columns.context",
+        ),
+        (EventColumns("uid", "uid", "ts"), "is columns.item and also columns.user or columns.context"),
         (EventColumns("uid", "iid", "uid"), "column 'uid' of"),
     ],
 )
@@ -66,7 +69,7 @@ def test_columns(tmp_path, columns, message):
         ({"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
         ({"ts": [-(2**62)] * 5}, "long before 1970"),
         ({"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
-        ({"iid": [1.5] * 5}, "is of type double; such a column holds integers, strings or booleans"),
+        ({"iid": [1.5] * 5}, "is of type double; it must have integers, strings or booleans"),
         ({"iid": pa.array([2**63] * 5, pa.uint64())}, "has the integer 9223372036854775808 in row 1, counted from 1;"),
         ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 1, counted from 1;"),
         ({"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
@@ -82,7 +85,7 @@ def test_values(tmp_path, changes, message):
     ("changes", "message"),
     [
         ({"ts": [[1], [2, 3]]}, "column 'ts' of"),
-        ({"ts": [1, 2]}, "is of type int64; it is a list, as the items are"),
+        ({"ts": [1, 2]}, "is of type int64; it must be a list, like items"),
         ({"iid": [[1, 2], None]}, "has a null in row 2, counted from 1"),
         ({"iid": [[1, None], [2, 3]]}, "has a null in row 1, counted from 1"),
         ({"uid": [[1], [2]]}, "is a list, and one row per user with lists"),
@@ -122,7 +125,7 @@ def test_files(tmp_path):
 def test_an_output_within_the_source(tmp_path):
     write(tmp_path / "events.parquet")
     for source, output in ((tmp_path, tmp_path), (tmp_path, tmp_path / "data")):
-        with pytest.raises(ValueError, match="lies within source .*: give an output outside of it"):
+        with pytest.raises(ValueError, match="is within source .*: give another output"):
             preprocess_parquet(COLUMNS, source, output)
     assert [entry.name for entry in tmp_path.iterdir()] == ["events.parquet"]
 
@@ -141,6 +144,6 @@ def test_a_csv_says_what_makes_it_parquet(tmp_path):
     with pytest.raises(ValueError, match=r"log.csv is no parquet file; DuckDB, which is installed") as error:
         EventFiles(source, EventColumns(user="user", item="item", time="time"))
     assert "\n" not in str(error.value)
-    command = shlex.split(str(error.value).split("makes one of it: ")[1])
+    command = shlex.split(str(error.value).split("can convert it: ")[1])
     subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
     assert pq.read_table(tmp_path / "log.parquet").num_rows == 12

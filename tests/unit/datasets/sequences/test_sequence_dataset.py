@@ -176,7 +176,7 @@ class TestDataset:
 
     @pytest.mark.parametrize("names", [["rating"], ["user_id", "timestamp"], ["split"], ["movie_id"]])
     def test_what_has_not_one_id_per_user_is_no_context(self, generated, names):
-        with pytest.raises(ValueError, match=rf"contextual_feature_names has \['{names[-1]}'\]; .* choose among these"):
+        with pytest.raises(ValueError, match=rf"contextual_feature_names has \['{names[-1]}'\]; .* choose from"):
             _loader(generated, contextual_feature_names=names)
 
     def test_a_context_given_twice_is_one_token(self, generated):

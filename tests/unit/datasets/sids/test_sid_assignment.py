@@ -98,9 +98,9 @@ def test_last_codes_have_the_least_sum_of_squared_distances(seed, num_items):
     ("changes", "message"),
     [
         ({"codebook_sizes": []}, "codebook_sizes is []"),
-        ({"codebook_sizes": [8, 10**12]}, "none has use for more than 65,536 with 48 items: give 1 to 65,536 each"),
+        ({"codebook_sizes": [8, 10**12]}, "every hierarchy has 1 to 65,536 codes with 48 items"),
         ({"item_ids": np.array([1, 1, 2])}, "item_ids has 3 entries, 2 of them different"),
-        ({"item_ids": np.array([1])}, "at least two items"),
+        ({"item_ids": np.array([1])}, "at least two different items"),
         ({"window": 0}, "window is 0"),
         ({"vector_size": 10**9}, "vector_size is 1000000000; it is a number from 1 to 1,024"),
         ({"seed": 2**32}, "seed is 4294967296; it is a number from 0 to 4,294,967,293"),
@@ -121,7 +121,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
     ):
         assign_sids(**arguments)
     monkeypatch.setattr(available_memory, "available_memory", lambda: 4_000_000)
-    with pytest.raises(ValueError, match=r"65,536 codes, and 50 items that begin alike are to share them; that takes"):
+    with pytest.raises(ValueError, match=r"65,536 codes for 50 items with equal earlier codes; that takes"):
         assign_sids(**arguments | {"codebook_sizes": [1, 65_536], "vector_size": 1, "item_ids": np.arange(50)})
 
 

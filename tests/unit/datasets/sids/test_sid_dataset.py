@@ -126,7 +126,7 @@ class TestParquetHistories:
     def test_no_file(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="does not exist"):
             ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
-        with pytest.raises(IsADirectoryError, match="is a folder; .*: give that file"):  # as `preprocess` writes
+        with pytest.raises(IsADirectoryError, match="is a folder; .*: give the file"):  # as `preprocess` writes
             ParquetHistories(tmp_path, "item_id", "train")
         (tmp_path / "h.parquet").write_text("hello")
         with pytest.raises(ValueError, match="no parquet file"):

@@ -65,7 +65,7 @@ class TestFiles:
         with pytest.raises(FileNotFoundError, match="evenrank make-sids"):
             SIDMap.load(tmp_path / "sids.npy", [3, 2])
         (tmp_path / "folder.parquet").mkdir()
-        with pytest.raises(IsADirectoryError, match="is a folder; .*: give that"):
+        with pytest.raises(IsADirectoryError, match="is a folder; .*: give the file"):
             SIDMap.load(tmp_path / "folder.parquet", [2])
         for name in ("sids.npy", "sids.parquet"):
             (tmp_path / name).write_text("no such thing")
@@ -84,8 +84,8 @@ class TestFiles:
             ({"item": [1], "sid": [[0, 1]]}, "a map has item_id and sid"),
             ({"item_id": [1], "sid": [3]}, "sid of type int64"),
             ({"item_id": ["a"], "sid": [[0, 1]]}, "item_id is of type string"),
-            ({"item_id": [1, 2], "sid": [[0, 1], None]}, "there are nulls"),
-            ({"item_id": [1, 2], "sid": [[0, 1], [0, None]]}, "there are nulls"),
+            ({"item_id": [1, 2], "sid": [[0, 1], None]}, "the file has nulls"),
+            ({"item_id": [1, 2], "sid": [[0, 1], [0, None]]}, "the file has nulls"),
             ({"item_id": [1, 2], "sid": [[0, 1], [0]]}, "lists of [1, 2] codes"),
             ({"item_id": [1], "sid": [[0, 1, 1]]}, "codes have shape (1, 3)"),
         ],

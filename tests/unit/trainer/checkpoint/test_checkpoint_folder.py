@@ -71,7 +71,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     with pytest.raises(ValueError, match=r"and this run starts from the beginning; "):
         claim(folder, 0)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file cannot be written \(File exists\); .*: choose another one"):
+    with pytest.raises(ValueError, match=r"file cannot be written \(File exists\); .*: choose another folder"):
         claim(tmp_path / "file", 0)
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     make_empty(unfinished_path(final))
     dcp.save({"x": torch.arange(3)}, checkpoint_id=unfinished_path(final), no_dist=True)
     next(unfinished_path(final).glob("*.distcp")).unlink()
-    with pytest.raises(OSError, match=r"__0_0\.distcp .* is not on rank 0's disk; all ranks write into one folder"):
+    with pytest.raises(OSError, match=r"__0_0\.distcp .* is not on rank 0's disk; all ranks write to one folder"):
         complete_checkpoint(unfinished_path(final), final, {}, 3)
     assert steps(tmp_path) == []
 
@@ -113,6 +113,6 @@ def test_digests_are_those_of_the_files(tmp_path):
 
 def test_where_there_is_none(tmp_path):
     (tmp_path / "file").touch()
-    for name, problem in (("", "holds no checkpoint"), ("file", "is a file"), ("nowhere", "does not exist")):
+    for name, problem in (("", "has no checkpoint"), ("file", "is a file"), ("nowhere", "does not exist")):
         with pytest.raises(FileNotFoundError, match=f"{problem}; .*: correct the path"):
             latest_whole(tmp_path / name)

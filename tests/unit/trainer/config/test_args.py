@@ -39,23 +39,23 @@ def test_defaults():
         ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
         ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
-        ({"balance_batch": True}, "balance_batch is True and single_rank_load .* set enable_balanced_shuffler instead"),
+        ({"balance_batch": True}, "balance_batch is True and single_rank_load .* or enable_balanced_shuffler instead"),
         (
             {"balance_batch": True, "single_rank_load": True, "enable_balanced_shuffler": True},
             "balance_batch and enable_balanced_shuffler are both True; .* set one of them",
         ),
-        ({"shuffle_window": 4}, "shuffle_window is 4 and nothing is balanced; .* or leave shuffle_window 1"),
+        ({"shuffle_window": 4}, "shuffle_window is 4 and balancing is off; .* or leave shuffle_window 1"),
         (
             {"balance_sampler": True, "enable_balanced_shuffler": True},
             "balance_sampler and enable_balanced_shuffler are both True; .* set one of them",
         ),
         (
             {"balance_sampler": True, "single_rank_load": True},
-            "single_rank_load and balance_sampler is True; .* set balance_batch, or",
+            "single_rank_load is True and balance_sampler is True; .* set balance_batch instead, or",
         ),
         (
             {"shuffle_window": 2, "enable_balanced_shuffler": True, "single_rank_load": True},
-            "single_rank_load and shuffle_window is 2; rank 0 deals out every batch by itself",
+            "single_rank_load is True and shuffle_window is 2; rank 0 distributes every batch separately",
         ),
         ({"budget_per_rank": 8.0}, "budget_per_rank is 8.0, balance_sampler is False and shuffle_window is 1; .* set"),
         (
@@ -74,7 +74,7 @@ def test_defaults():
         ({"schedule_in": "rows", "ckpt_save_interval": 2}, "ckpt_save_interval is 2, schedule_in is 'rows'"),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it must be an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
-        ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it names a folder"),
+        ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it is a folder"),
         ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"dataset_name": ""}, "dataset_name is empty"),

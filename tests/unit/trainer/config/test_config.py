@@ -179,11 +179,11 @@ def test_a_file_that_is_none(tmp_path):
     for name, text, message in (
         ("run.txt", "{}", r"run.txt ends in '.txt'; a config is a .toml, .yaml, .yml or .json file"),
         ("run.yaml", "a: [", "run.yaml is no valid YAML"),
-        ("run.yaml", "[1]", "run.yaml holds list; a config holds fields"),
+        ("run.yaml", "[1]", "run.yaml contains list; a config has fields"),
         ("run.yaml", YAML.replace("slack: 0.5", "verify: yes"), "verify is 'yes'; it must be true or false"),
         ("run.yaml", YAML + "model: {}", r'run.yaml is no valid YAML \(found duplicate key "model" .*line 6'),
         ("run.yaml", "a: {b: {c: 1, c: 2}}", 'found duplicate key "c"'),
-        ("run.json", '{"a": 1, "a": 2}', r"run.json is no valid JSON \(the key 'a' is there twice\)"),
+        ("run.json", '{"a": 1, "a": 2}', r"run.json is no valid JSON \(the key 'a' occurs twice\)"),
         ("run.gin", "TrainerArgs.seed = 1", 'run.gin is a gin file; .* the guide "Coming from recsys-examples"'),
     ):
         with pytest.raises(ValueError, match=message) as caught:
@@ -249,7 +249,7 @@ def test_no_number_is_absurd(tmp_path, config_class):
             ["--trainer.dropout=1", "--dense-lr", "1"],
             "--trainer.dropout .write --model.dropout.*, --dense-lr .write --optimizer.dense-lr",
         ),
-        (["--gin-config-file", "a.gin"], "--gin-config-file is recsys-examples'; here --config .* guide \"Coming from"),
+        (["--gin-config-file", "a.gin"], '--gin-config-file is a flag of recsys-examples; here .* guide "Coming from'),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
     ],
 )

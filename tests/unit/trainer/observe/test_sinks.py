@@ -223,7 +223,7 @@ def test_sinks_are_imported_where_they_are_asked_for():
 
 
 def test_settings_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"sinks has 'graphite'; there are tensorboard, wandb, mlflow, opentelemetry"):
+    with pytest.raises(ValueError, match=r"sinks has 'graphite'; sinks are tensorboard, wandb, mlflow, opentelemetry"):
         TrainerArgs(4, 4, sinks=("graphite",))
-    with pytest.raises(ValueError, match="port is 70000; ports end at 65535"):
+    with pytest.raises(ValueError, match="port is 70000; the highest port is 65535"):
         PrometheusOptions(port=70000)

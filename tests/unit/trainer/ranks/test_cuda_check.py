@@ -68,7 +68,7 @@ def started_by_torchrun(monkeypatch):
 
 def test_a_driver_that_is_too_old(old_driver, monkeypatch):
     problem = driver_problem()
-    assert problem.startswith("the NVIDIA driver serves CUDA 12.4, torch ") and "is built for CUDA 13.0, " in problem
+    assert problem.startswith("the NVIDIA driver supports CUDA 12.4, torch ") and "is built for CUDA 13.0, " in problem
     assert problem.endswith("or choose device 'cpu'") and "\n" not in problem
     # Builds that the driver serves, of releases that belong together: fbgemm's on the package index need CUDA 13 too.
     torch_release = ".".join(torch.__version__.split(".")[:2])
@@ -119,7 +119,7 @@ def test_other_errors_stay_what_they_are(monkeypatch, gpu):
 
 @pytest.mark.parametrize("device_type", ["auto", "cuda"])
 def test_ranks_with_an_old_driver_do_not_start(old_driver, started_by_torchrun, device_type):
-    with pytest.raises(ValueError, match="the NVIDIA driver serves CUDA 12.4"):
+    with pytest.raises(ValueError, match="the NVIDIA driver supports CUDA 12.4"):
         launch.initialize_ranks(device_type=device_type)
 
 
@@ -130,7 +130,7 @@ def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, started_by_t
 
 
 def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
-    monkeypatch.setattr(RankInfo, "tell_libraries", lambda ranks: None)
+    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
     made = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: made.append((backend, device_id)))
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)

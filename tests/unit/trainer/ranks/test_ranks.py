@@ -22,8 +22,8 @@ ONE = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, address="
     [
         ({"rank": 1}, "rank is 1, world_size is 1; "),
         ({"local_rank": -1}, "local_rank is -1, local_world_size is 1; "),
-        ({"local_world_size": 2}, "rank 0 of 1 is number 0 of 2 on its machine; a machine has some of the ranks"),
-        ({"address": "localhost"}, "address is 'localhost'; it is `host:port` of a machine .*: give rank 0's host"),
+        ({"local_world_size": 2}, "rank 0 of 1 is number 0 of 2 on its machine; a machine cannot have more ranks"),
+        ({"address": "localhost"}, "address is 'localhost'; it is `host:port`, .*: give rank 0's host"),
         ({"address": "localhost:99999"}, "address is 'localhost:99999'; "),
         ({"address": ":29500"}, "address is ':29500'; "),
     ],
@@ -37,7 +37,7 @@ def test_libraries_are_told_what_torchrun_tells(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     ranks = RankInfo(rank=5, world_size=7, local_rank=1, local_world_size=2, address="[::1]:29500", gpu=None)
-    ranks.tell_libraries()
+    ranks.set_environment()
     assert os.environ["MASTER_ADDR"] == "::1" and os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert RankInfo.of_torchrun() == RankInfo(5, 7, 1, 2, "::1:29500")
 
