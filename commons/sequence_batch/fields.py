@@ -84,7 +84,7 @@ def stated_count(batch: Any, name: str) -> int | None:
     count = getattr(batch, name, None)
     if count is None or (name == "batch_size" and isinstance(count, int) and count < 0):
         return None
-    return as_count(count, name, 0)
+    return count if type(count) is int and count >= 0 else as_count(count, name, 0)
 
 
 def counts_rows(name: Any, value: Any) -> bool:

@@ -104,7 +104,7 @@ def test_a_given_group_shuffles_by_itself(rank_pools):
         seen = sorted(i for rank in half for step in answers[rank][0] for i in step)
         assert seen == sorted(int(i) for rank in half for batch in rank_batches(rank, 3, [6]) for i in batch.sample_id)
         assert answers[half[0]][1] == f"ranks {half}"
-    assert all("ValueError: " in mistake and "is not in the process group" in mistake for *_, mistake in answers)
+    assert all("ValueError: " in mistake and "is not in the given process group" in mistake for *_, mistake in answers)
 
 
 def _payload_groups():

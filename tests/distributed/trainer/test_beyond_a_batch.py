@@ -54,7 +54,7 @@ def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", **change
     negatives = {"num_negatives": 3} if task == "retrieval" else {}
     args = TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer)
     recipe = Noted(movielens_config(data, args, dataset=dataset, task=task, **negatives), CPU)
-    with mock.patch.object(TrainLog, "say") as say:
+    with mock.patch.object(TrainLog, "print_line") as say:
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
 

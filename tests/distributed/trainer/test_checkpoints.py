@@ -238,16 +238,16 @@ def saved(first_checkpoints, tmp_path):
 def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
     (_, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "other"), seed=2, profile=True, **changes)
-    assert any("is within an epoch that was read with seed = 1234, here it is 2; " in text for text in said)
+    assert any("is within an epoch that was read with seed = 1234, this run has 2; " in text for text in said)
     assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "heads"), heads=4, **changes):
-        assert "hstu.num_attention_heads = 2, here it is 4" in error
+        assert "hstu.num_attention_heads = 2, this run has 4" in error
     nowhere = changes | {"ckpt_load_dir": str(tmp_path / "nowhere")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **nowhere):
         assert "nowhere does not exist; it must be a checkpoint or" in error
     earlier = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(saved / "step_00000002")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "run"), **earlier):
-        assert error.startswith("ValueError: ") and "holds step_00000004, and this run starts" in error
+        assert error.startswith("ValueError: ") and "contains step_00000004, and this run starts" in error
     assert [path.name for path in list_checkpoints(saved)] == ["step_00000002", "step_00000004"]
     _zero_block(saved / "step_00000004" / "__1_0.distcp")  # another is taken only where none is named
     named = changes | {"ckpt_load_dir": str(saved / "step_00000004")}
@@ -298,7 +298,7 @@ def test_what_the_disk_has_spoilt_is_passed_over(
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved), ckpt_save_interval=2)
     (steps, warned), (also, silent) = two_ranks.run(_warnings, data, str(tmp_path / "run"), **changes)
     assert steps == also == 6 and not silent
-    assert [text for text in warned if "step_00000004" in text and said in text and "the one before" in text]
+    assert [text for text in warned if "step_00000004" in text and said in text and "the checkpoint before it" in text]
     whole = first_checkpoints[1]
     assert losses(tmp_path / "run") == {step: whole[step] for step in range(3, 7)}
     assert [path.name for path in list_checkpoints(saved)] == [f"step_0000000{step}" for step in (2, 4, 6)]

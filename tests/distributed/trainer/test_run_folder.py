@@ -141,5 +141,5 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
 
 
 def test_overwriting_and_going_on_exclude_each_other():
-    with pytest.raises(ValueError, match=r"overwrite is True and ckpt_load_dir is 'x'; .*: give one of them"):
+    with pytest.raises(ValueError, match=r"overwrite is True and ckpt_load_dir is 'x'; .*: give one of the two"):
         load_config(TrainConfig, [*RUN.split(), "--trainer.overwrite", "--trainer.ckpt-load-dir", "x"])

@@ -240,8 +240,8 @@ class TestBadArchives20M:
             ),
             ({"movies": "movieId,title,genres\n"}, "movies.csv has no line below its header"),
             ({"movies": "id,title\n1,2\n"}, "movies.csv has columns id, title; it must be"),
-            ({"readme": "Summary: this dataset (ml-25m) describes"}, "holds ml-25m, not MovieLens-20M"),
-            ({"folder": "ml-latest-small/"}, "holds ml-latest-small, not MovieLens-20M"),
+            ({"readme": "Summary: this dataset (ml-25m) describes"}, "contains ml-25m, not MovieLens-20M"),
+            ({"folder": "ml-latest-small/"}, "contains ml-latest-small, not MovieLens-20M"),
         ],
     )
     def test_other_damage(self, tmp_path, files, message):

@@ -38,7 +38,7 @@ def error_of(source, columns=COLUMNS, kind=ValueError):
         (EventColumns("uid", "iid", "ts", actions=("gender",)), "is of type string; an action is 0 or 1, or a"),
         (EventColumns("uid", "iid", "ts", actions=("stars",)), "has a null in row 3, counted from 1;"),
         (EventColumns("uid", "iid", "ts", actions=("uid",)), "is of type string; an action is 0 or 1, or a condition"),
-        (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), "cannot be compared as 'stars >= many' says"),
+        (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), "cannot be compared as in 'stars >= many'"),
         (
             EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
             "is of type string, 'gender >= 3' compares with a number; texts are ordered alphabetically",

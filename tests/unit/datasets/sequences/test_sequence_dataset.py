@@ -206,7 +206,7 @@ class TestBadFiles:
                 _dataset(path)
 
     def test_another_data_set(self, generated):
-        with pytest.raises(ValueError, match="holds 'ml-1m', dataset_name is 'ml-20m'"):
+        with pytest.raises(ValueError, match="contains 'ml-1m', dataset_name is 'ml-20m'"):
             SequenceFile(generated / "ml-1m.parquet", "ml-20m", [])
 
     def test_ids_beyond_the_vocabulary(self, tmp_path):
@@ -220,7 +220,7 @@ class TestBadFiles:
         path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
         shard = path / "train-00000.parquet"
         pq.write_table(pq.read_table(shard).slice(1), shard)
-        with pytest.raises(ValueError, match="has 2 rows in row group 0, _manifest.json says 3"):
+        with pytest.raises(ValueError, match="has 2 rows in row group 0, _manifest.json has 3"):
             _dataset(path)[[0]]
 
     def test_missing_column(self, generated):

@@ -114,7 +114,7 @@ class TestParquetHistories:
             ({"item_id": [["a"]]}, "a history is a list of integers"),
             ({"item_id": [[1], None]}, "has nulls"),
             ({"item_id": [[1, None]]}, "has nulls"),
-            ({"item_id": [[1]], "split": ["valid"]}, r"has the values ['valid']"),
+            ({"item_id": [[1]], "split": ["valid"]}, r"has ['valid']; it must have 'train' and 'test'"),
         ],
     )
     def test_files_with_mistakes(self, tmp_path, table, message):

@@ -66,7 +66,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     save(folder, 2)
     save(folder, 4)
     claim(folder, 4)
-    with pytest.raises(ValueError, match=r"holds step_00000004, and this run starts after step 2; .*ckpt-load-dir"):
+    with pytest.raises(ValueError, match=r"contains step_00000004, and this run starts after step 2; .*ckpt-load-dir"):
         claim(folder, 2)
     with pytest.raises(ValueError, match=r"and this run starts from the beginning; "):
         claim(folder, 0)

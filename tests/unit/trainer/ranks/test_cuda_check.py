@@ -77,7 +77,7 @@ def test_a_driver_that_is_too_old(old_driver, monkeypatch):
     assert f"pip install --force-reinstall {pair} --index-url https://download.pytorch.org/whl/cu126" in problem
     # One that no build runs with.
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD.replace("12040", "11040"))))
-    assert "serves CUDA 11.4" in driver_problem() and "pip" not in driver_problem()
+    assert "supports CUDA 11.4" in driver_problem() and "pip" not in driver_problem()
 
 
 def test_releases_are_those_of_the_pinned_set():
@@ -97,7 +97,11 @@ def test_no_driver_is_no_problem(monkeypatch, old_driver):
 @pytest.mark.parametrize(
     ("operation", "error", "text"),
     [
-        ("_run_torch", RuntimeError(NO_KERNEL), "has no code for it; a library .*is built for \\(sm_80, sm_90\\): "),
+        (
+            "_run_torch",
+            RuntimeError(NO_KERNEL),
+            "has no code for it; .* only for its build targets \\(sm_80, sm_90\\): ",
+        ),
         ("_run_fbgemm", RuntimeError(NO_KERNEL), "fbgemm-gpu.* has no code for it; .*install a build of fbgemm for"),
         ("_run_fbgemm", NotImplementedError("Could not run"), "fbgemm-gpu.* is a build without CUDA; "),
     ],
