@@ -361,8 +361,8 @@ class ShuffleSession:
         """
         before = [each.lookups for each in local] + [0] * (steps - len(local))
         after = [0] * steps if exchange is None else exchange.lookups
-        report, problem = attempt(self._speeds.report)
-        numbers = [0 if plan is None else plan.digest(), *(report or (0, 0, 0)), *before, *after]
+        own, problem = attempt(lambda: (0 if plan is None else plan.digest(), *self._speeds.report()))
+        numbers = [*(own or (0, 0, 0, 0)), *before, *after]
         table = self.channel.agree("comparison of plans", {}, error or problem, numbers, step)
         digests = table[:, 0]
         if (digests == digests[0]).all():
