@@ -92,6 +92,7 @@ def _for(seconds_of: Callable[[Injector], float], pause: Callable[[Injector, flo
 def _stop(injector: Injector, seconds: float) -> None:
     injector.say("fault", later=[[seconds, int(signal.SIGCONT), os.getpid()]])
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)  # another thread may take the signal, and this one runs on for a moment
 
 
 def _hold(injector: Injector, seconds: float) -> None:
