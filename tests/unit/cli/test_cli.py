@@ -85,7 +85,7 @@ def test_help_fits_a_terminal(monkeypatch, capsys, command):
         (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
         (
             ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"],
-            "bad.zip/sub cannot be made a fold",
+            "folder bad.zip/sub cannot be made",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert status == 2
     said = capsys.readouterr().err
-    assert "cannot be written (File too large); what was there before stays: make room" in said
+    assert "cannot be written (File too large); an earlier version is kept: free space" in said
     assert said.startswith("evenrank: ") and said.count("\n") == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["fine.zip"]
 

@@ -351,7 +351,7 @@ def test_no_command_overwrites_what_it_reads(tmp_path, monkeypatch, capsys, kind
 
 def test_nothing_else_is_overwritten(mine, tmp_path, capsys, clock):
     other = tmp_path / "other.toml"
-    for text, message in (("[trainer]\n", "exists and is no calibration of this kind"), (None, "is a folder")):
+    for text, message in (("[trainer]\n", "exists and is not a calibration of this kind"), (None, "is a folder")):
         other.unlink() if text is None else other.write_text(text)
         other.mkdir() if text is None else None
         assert main(["calibrate", *mine, "--output", "other.toml"]) == 2
@@ -361,7 +361,7 @@ def test_nothing_else_is_overwritten(mine, tmp_path, capsys, clock):
     pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), "a.parquet")
     pq.write_table(pa.table({"mine": [1]}), "b.parquet")
     assert main(["make-sids", "parquet", "--source", "a.parquet", "--output", "b.parquet"]) == 2
-    assert "b.parquet exists and is no map of semantic IDs of this kind" in said(capsys)[1]
+    assert "b.parquet exists and is not a map of semantic IDs of this kind" in said(capsys)[1]
 
 
 def test_a_failed_calibration_leaves_nothing(mine, tmp_path, capsys, clock):

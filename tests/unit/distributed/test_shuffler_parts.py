@@ -79,7 +79,7 @@ def test_the_registry():
     for name, kind in ((None, TypeError), (3, TypeError), ("", ValueError)):
         with pytest.raises(kind, match=f"the name of a batch shuffler is {name!r}; it must be a string, not an empty"):
             BatchShufflerFactory.register(name, IdentityBalancedBatchShuffler)
-        with pytest.raises(kind, match=f"the name of a pipeline is {name!r}; it must be a string, not an empty one"):
+        with pytest.raises(kind, match=f"the name of a pipeline is {name!r}; it must be a string that is not empty"):
             TrainPipelineFactory.register(name, balanced(TrainPipelineBase))
     with pytest.raises(TypeError, match="pipeline 'mine' is 3, which cannot be called; .* give a class or a function"):
         TrainPipelineFactory.register("mine", 3)
