@@ -114,14 +114,14 @@ CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}
 @pytest.mark.parametrize(
     ("trainer", "parts", "message"),
     [
-        ({"top_k_for_generation": 5}, {}, "has 'NDCG@10', which looks at 10 items, the beam has 5"),
+        ({"top_k_for_generation": 5}, {}, "has 'NDCG@10', the beam has 5 items"),
         ({"top_k_for_generation": 0}, {}, "top_k_for_generation is 0"),
         (
             {},
             {"model": ModelArgs(tensor_model_parallel_size=3)},
             "num_attention_heads is 4, tensor_model_parallel_size is 3",
         ),
-        (CLIPPED, {"model": ModelArgs(tensor_model_parallel_size=2)}, "knows the norm of its own part alone"),
+        (CLIPPED, {"model": ModelArgs(tensor_model_parallel_size=2)}, "computes only the norm of its own part"),
         ({}, {"shuffler_type": "sidgr"}, "shuffler_type is 'sidgr'; registered are"),
     ],
 )
