@@ -37,7 +37,7 @@ class Options:
     """Folder of the run, on a disk that all workers share; an earlier run in it is replaced."""
 
     address: str = "local"
-    """Address of the Ray cluster; "local" starts a cluster for this run, "auto" uses the one running on this machine."""
+    """Address of the Ray cluster; "local" starts a cluster for this run, "auto" uses one running on this machine."""
 
     use_gpu: bool = False
     """Give every worker a GPU."""

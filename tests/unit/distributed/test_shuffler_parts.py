@@ -77,7 +77,7 @@ def test_the_registry():
     with pytest.raises(TypeError, match="not a batch shuffler"):
         BatchShufflerFactory.register("dict", dict)
     for name, kind in ((None, TypeError), (3, TypeError), ("", ValueError)):
-        with pytest.raises(kind, match=f"the name of a batch shuffler is {name!r}; it must be a string, not an empty"):
+        with pytest.raises(kind, match=f"the name of a batch shuffler is {name!r}; it must be a string that is not empty"):
             BatchShufflerFactory.register(name, IdentityBalancedBatchShuffler)
         with pytest.raises(kind, match=f"the name of a pipeline is {name!r}; it must be a string that is not empty"):
             TrainPipelineFactory.register(name, balanced(TrainPipelineBase))

@@ -138,7 +138,7 @@ def test_defaults_of_generation():
 
 def test_a_map_is_needed_for_real_items(tmp_path):
     assert SIDArgs(num_random_items=7, codebook_sizes=(2, 4)).load_map("sid-random", seed=1).num_items == 7
-    with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' has items"):
+    with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' needs the SIDs of its items"):
         SIDArgs().load_map("sid-ml-1m", seed=1)
     with pytest.raises(FileNotFoundError):
         SIDArgs(map_path=str(tmp_path / "sids.parquet")).load_map("sid-ml-1m", seed=1)
