@@ -76,8 +76,8 @@ class TrainConfig:
     table_sharding: dict[str, Sharding] = field(default_factory=dict)
     # Report the metrics of the items' popularity with every evaluation, as a baseline; reads the training data once.
     popularity_baseline: bool = False
-    # Name of the batch shuffler for trainer.enable_balanced_shuffler; your own shuffler is registered by a module in
-    # `imports` or by the entry point of an installed package.
+    # Name of the batch shuffler for trainer.enable_balanced_shuffler. A module in `imports`, or the entry point of an
+    # installed package, registers your own shuffler.
     shuffler_type: str = "hstu"
     # Modules to import first on every rank, installed or in the working directory, such as a module with a shuffler.
     imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()

@@ -86,8 +86,8 @@ class TrainConfig:
     sid: SIDArgs = field(default_factory=SIDArgs)  # semantic IDs of the items
     model: ModelArgs = field(default_factory=ModelArgs)  # the model
     optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)  # the optimizers and the sharding
-    # Name of the batch shuffler for trainer.enable_balanced_shuffler; your own shuffler is registered by a module in
-    # `imports` or by the entry point of an installed package.
+    # Name of the batch shuffler for trainer.enable_balanced_shuffler. A module in `imports`, or the entry point of an
+    # installed package, registers your own shuffler.
     shuffler_type: str = "sid_gr"
     # Modules to import first on every rank, installed or in the working directory, such as a module with a shuffler.
     imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()

@@ -199,9 +199,7 @@ class _Offer:
 
     columns: RowColumns  # the numbers per row
     blocks: RowBlocks  # the rows in blocks that stay together
-    packing: (
-        BlockPacking | None
-    )  # of these blocks; None with `joint` if they cannot be packed without other ranks' rows
+    packing: BlockPacking | None  # None with `joint` if the blocks cannot be packed without other ranks' rows
     seconds: float  # time that packing has taken so far
 
     @classmethod
