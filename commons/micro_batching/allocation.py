@@ -21,7 +21,7 @@ from commons.perf_model.partitioner.padded import padded_groups
 
 AllocateFn = Callable[..., list[list[int]]]
 
-# Values above the capacity that an error names.
+# Most values above the capacity that an error lists.
 _NAMED = 5
 
 

@@ -21,9 +21,9 @@ from commons.perf_model.partitioner import partition, refine
 
 # The planner's method that balances workloads under a cap on tokens, by packing algorithm.
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
-# Blocks above the budget that an error names.
+# Most blocks above the budget that an error lists.
 _SHOWN = 5
-# Rows of a block that an error names.
+# Most rows of a block that an error lists.
 _NAMED = 8
 
 
