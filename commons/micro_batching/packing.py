@@ -56,9 +56,9 @@ def pack_micro_batches(
 ) -> MicroBatches[B]:
     """Cut a batch into micro-batches under a token budget; all ranks make the same number, and none is empty.
 
-    Collective over the group. The ranks agree with one gather of six integers over their own gloo group (while they
-    have moved no rows, after a gather of three): all make the largest number of micro-batches that any rank needs. If a
-    rank has too few rows for this number, all ranks pack with "refined" before an error is raised.
+    Collective over the group. All ranks make the largest number of micro-batches that any rank needs. They agree on it
+    with one gather of six integers over their own gloo group; until the group has first moved rows, a gather of three
+    integers precedes it. If a rank has too few rows for this number, all ranks try "refined" before an error is raised.
 
     With `joint`, for ranks that synchronise at every micro-batch (FSDP, expert parallelism), one plan covers the rows
     of all ranks: the fewest micro-batches per rank, and the i-th micro-batches of all ranks have similar costs. Rows
@@ -209,8 +209,8 @@ class _Offer:
             raise ValueError(f"joint is {joint!r}; it is True or False: choose one")
         if trim is not None:
             raise ValueError(
-                "trim is given and joint is False; only rows that change rank are trimmed: set joint=True, or trim the "
-                "batch with trim_batch"
+                "trim is given and joint is False; trimming is part of the exchange of rows: set joint=True, or trim "
+                "the batch with trim_batch"
             )
         columns = RowColumns.of(batch, Rows.of(batch).count, **given)
         started = time.perf_counter()

@@ -135,7 +135,7 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def _with_common_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors themselves if they have equal strides, as parts of one projection do, else contiguous copies."""
+    """The tensors themselves if their strides are equal and channels contiguous, else contiguous copies."""
     if tensors[0].stride(2) == 1 and all(tensor.stride() == tensors[0].stride() for tensor in tensors):
         return tensors
     return tuple(tensor.contiguous() for tensor in tensors)
