@@ -1,4 +1,4 @@
-"""Checks of integers and names that a user gives."""
+"""Checks of integers and names from users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST = 2**63 - 1
 def require_at_least(name: str, value: Any, least: int, *, optional: bool = False) -> None:
     """Raise ValueError unless `value` is an `int` from `least` to 2^63 − 1; for fields that become JSON.
 
-    `optional`: the field may also be None, which the caller has looked at; the message says so.
+    `optional`: the message adds that the field may be left out; the caller has handled None.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise _no_integer(name, value, least, ", or leave it out" if optional else "")
@@ -22,7 +22,7 @@ def require_at_least(name: str, value: Any, least: int, *, optional: bool = Fals
 
 
 def as_count(value: Any, name: str, least: int) -> int:
-    """Any integer, numpy's included, as an `int`; ValueError for a switch, and unless it is at least `least`.
+    """Any integer, numpy's included, as an `int`; ValueError for other types, booleans and integers below `least`.
 
     >>> as_count(2.0, "num_chunks", 1)
     Traceback (most recent call last):
@@ -30,7 +30,7 @@ def as_count(value: Any, name: str, least: int) -> int:
     ValueError: num_chunks is 2.0; it must be an integer of at least 1: correct it
 
     """
-    if isinstance(value, (bool, np.bool_)):  # before numpy 2.3 its switches were indices too
+    if isinstance(value, (bool, np.bool_)):  # before numpy 2.3, operator.index() accepts np.bool_
         raise _no_integer(name, value, least)
     try:
         integer = operator.index(value)
@@ -42,10 +42,10 @@ def as_count(value: Any, name: str, least: int) -> int:
 
 
 def require_name(name: Any, what: str, example: str) -> None:
-    """Raise TypeError or ValueError unless `name` is a string, not an empty one; `what` it names is in the message."""
+    """Raise TypeError or ValueError unless `name`, the name of a `what`, is a string that is not empty."""
     if not isinstance(name, str) or not name:
         kind = ValueError if isinstance(name, str) else TypeError
-        raise kind(f"the name of a {what} is {name!r}; it must be a string, not an empty one: use {example!r}, say")
+        raise kind(f"the name of a {what} is {name!r}; it must be a string that is not empty: use, e.g., {example!r}")
 
 
 def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tqdm import tqdm
 
-# What stands for our characters where stdout has no letters for them, such as in ASCII; accents are dropped.
+# Replacements for evenrank's special characters where the encoding of stdout lacks them, such as ASCII.
 _PLAIN = {"×": "x", "÷": "/", "→": "->", "–": "-", "−": "-", "…": "...", "·": "*", "Σ": "sum ", "≥": ">=", "≤": "<="}
 _PLAIN_ERRORS = "evenrank.plain"
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """What is written for characters that an encoding has not, as an error handler of codecs."""
+    """Replace characters that an encoding lacks, without accents where possible; an error handler for codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     written = []
@@ -35,28 +35,28 @@ codecs.register_error(_PLAIN_ERRORS, _plain)
 
 
 def accept_all_text() -> None:
-    """Let stdout write every text: in plain letters what its encoding has no character for, instead of raising."""
+    """Make stdout replace characters that its encoding lacks instead of raising UnicodeEncodeError."""
     if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors=_PLAIN_ERRORS)
 
 
 def make_console(*, width: int = 80, highlight: bool = True) -> Console:
-    """A console on stdout, which it lets write every text (`accept_all_text`).
+    """A console on stdout, after `accept_all_text`.
 
     Args:
-        width: of lines, where stdout is no terminal and COLUMNS does not say; a terminal's own otherwise.
-        highlight: whether numbers and the like have colours.
+        width: width of lines where stdout is no terminal and COLUMNS is not set; a terminal's own width is used.
+        highlight: whether numbers, paths and similar text are coloured.
     """
-    from rich.console import Console  # here: errors are told where nothing is installed, too
+    from rich.console import Console  # here, so that errors can be printed where rich is not installed
 
     accept_all_text()
-    # Both know COLUMNS; the second has a width of ours for files and pipes.
+    # rich and shutil both read COLUMNS; shutil takes our width for files and pipes.
     columns = None if sys.stdout.isatty() else shutil.get_terminal_size((width, 24)).columns
     return Console(width=columns, highlight=highlight)
 
 
 def progress_bar(description: str, total: float | None, unit: str, *, show: bool) -> tqdm[NoReturn]:
-    """A progress bar on stderr that is updated by hand; hidden unless `show`, and where stderr is no terminal."""
+    """A progress bar on stderr, advanced with `update()`; hidden if `show` is False or stderr is no terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=description, unit=unit, unit_scale=True, disable=None if show else True)
@@ -89,12 +89,12 @@ def print_error(message: str) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what an error says, or its type."""
+    """The first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def one_line(text: str) -> str:
-    """Text, perhaps in a box, as one line; what a rule separates in the box, a semicolon separates in the line.
+    """Text, with or without a box around it, as one line; a horizontal rule in the box becomes a semicolon.
 
     >>> one_line("╭─ Value error ─╮\\n│ no such file  │\\n│ ───────────── │\\n│ see --help    │\\n╰───────────────╯")
     'Value error: no such file; see --help'
@@ -102,7 +102,7 @@ def one_line(text: str) -> str:
     """
     lines = [line.strip(" │") for line in text.splitlines()]
     title = "".join(line.strip("╭─╮ ") + ": " for line in lines if line.startswith("╭"))
-    rules = {"─"}, {"-"}  # the second in terminals that know ASCII alone
+    rules = {"─"}, {"-"}  # the second in ASCII terminals
     body = "\n".join(
         "\f" if len(line) > 3 and set(line) in rules else line for line in lines if line and line[0] not in "╭╰"
     )
@@ -110,7 +110,7 @@ def one_line(text: str) -> str:
 
 
 def parser_error(text: str) -> str:
-    """What tyro says in its box, as one line, without the names it puts in front of a message of ours.
+    """The message in tyro's error box as one line, without the names that tyro puts in front of evenrank's message.
 
     >>> parser_error("╭─ Value error ─╮\\n│ Error parsing trainer: seed is -1 │\\n╰───────────────╯")
     'seed is -1'
@@ -123,18 +123,18 @@ def parser_error(text: str) -> str:
     """
     line = one_line(text).split("; For full helptext")[0]
     line = re.sub(r"^Value error[:;] ", "", line)
-    line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # its name for what has none, such as a subcommand
+    line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # tyro's name for what has no name, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
     line = re.sub(r"^(Unrecognized options)[:;] \1:", r"\1:", line)
-    said, _, meant = line.partition("; Perhaps you meant: ")
-    names = dict.fromkeys(re.findall(r"--[\w.-]+(?= [\[{A-Z])", meant))  # each with its help, which is long
-    return f"{said}; perhaps you meant {' or '.join(names)}" if names else line
+    error, _, suggestions = line.partition("; Perhaps you meant: ")
+    names = dict.fromkeys(re.findall(r"--[\w.-]+(?= [\[{A-Z])", suggestions))  # without the help that follows each name
+    return f"{error}; perhaps you meant {' or '.join(names)}" if names else line
 
 
 def wrapped_help(text: str, width: int | None = None) -> str:
-    """Wrap the description in help of tyro, which leaves it in lines of any length, at the width of the terminal.
+    """Wrap the description in tyro's help, whose lines may have any length, at the width of the terminal.
 
-    What is indented there, such as an example, stays as it is.
+    Indented lines, such as examples, are not wrapped.
 
     >>> print(wrapped_help("Looks at what is installed, and says what mends it.\\n\\n  evenrank doctor\\n╭─", 40))
     Looks at what is installed, and says

@@ -1,13 +1,13 @@
-"""Which releases of torch, torchrec and fbgemm belong together, and what their builds need of the driver."""
+"""Which releases of torch, torchrec and fbgemm belong together, and which driver their builds need."""
 
 from __future__ import annotations
 
-# By release of torch that of torchrec and fbgemm (fbgemm_gpu/__init__.py has the table); those evenrank runs with.
+# For each release of torch that evenrank supports, the release of torchrec and fbgemm (table: fbgemm_gpu/__init__.py).
 RELEASES = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 NEWEST_TORCH = "2.13"
-# What the package index has is built for CUDA 13, which every NVIDIA driver from this one on serves.
+# The oldest NVIDIA driver for CUDA 13, which the builds on the package index need.
 LEAST_DRIVER = 580
-# The builds for CUDA 12.6 that all these releases have too run with every driver from this one on.
+# The oldest driver for CUDA 12.6, for which all these releases have builds too.
 LEAST_OLD_DRIVER = 525
 
 
@@ -17,13 +17,13 @@ def minor(version: str) -> str:
 
 
 def index_option(cuda: str | None) -> str:
-    """What pip needs to find builds for a version of CUDA; "" for those of the package index."""
+    """The option of pip for builds for CUDA 12; "" for other versions, whose builds are on the package index."""
     if cuda is None or not cuda.startswith("12."):
         return ""
     return f" --index-url https://download.pytorch.org/whl/cu{cuda.replace('.', '')}"
 
 
 def old_driver_command(torch_version: str) -> str:
-    """Installs torch, and the fbgemm that fits it, for a driver that serves CUDA 12 only."""
+    """The command that installs torch, and the fbgemm that fits it, for a driver that supports CUDA 12 only."""
     torch = minor(torch_version) if minor(torch_version) in RELEASES else NEWEST_TORCH
     return f'pip install --force-reinstall "torch=={torch}.*" "fbgemm-gpu=={RELEASES[torch]}.*"{index_option("12.6")}'

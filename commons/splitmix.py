@@ -1,4 +1,4 @@
-"""SplitMix64: random numbers that depend on a state alone, the same with every version of everything.
+"""SplitMix64: random numbers that depend only on the state, not on the version of numpy or Python.
 
 Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 """
@@ -22,10 +22,10 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def splitmix64(places: np.ndarray) -> np.ndarray:
-    """The numbers at places of the stream that begins at 0; uint64 of any shape in and out."""
+    """The numbers at these positions of the stream that begins at 0; uint64 of any shape in and out."""
     return mix64((places + np.uint64(1)) * np.uint64(GOLDEN))
 
 
 def as_fraction(numbers: np.ndarray) -> np.ndarray:
-    """53 bits of uint64 numbers as float64 in [0, 1)."""
+    """The upper 53 bits of uint64 numbers, as float64 in [0, 1)."""
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53

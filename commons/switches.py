@@ -1,7 +1,7 @@
-"""Boolean flags that are given a value: `--trainer.seed 7` has one, and so may `--trainer.shuffle-eval False`.
+"""Boolean flags with a value, such as `--trainer.shuffle-eval False`.
 
-The parser makes of a boolean field the pair `--shuffle-eval` and `--no-shuffle-eval`, which take no value. Users write
-one nevertheless, because fields that may be None, such as `--model.compile False`, do take it.
+The parser turns a boolean field into the pair `--shuffle-eval` and `--no-shuffle-eval`, which take no value. Users give
+a value nevertheless, because boolean fields that may be None, such as `--model.compile False`, need one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _VALUES = {"true": True, "false": False}
 
 
 def without_boolean_values(config_class: Any, argv: Sequence[str], *, has_defaults: bool = False) -> list[str]:
-    """Arguments in which each boolean flag that is followed by True or False is the one of its pair.
+    """Replace each boolean flag and its value, True or False, with the flag of the pair that means it.
 
     Args:
         config_class: the dataclass that the arguments are parsed into.
         argv: arguments without the name of the program.
-        has_defaults: whether every field has a default, as beside a config file; a boolean field without one takes a
-            value as all others do, and is left as it is.
+        has_defaults: whether a config file gives every field a default; the parser requires a value for a boolean field
+            without a default, so the flag of such a field is not replaced.
 
     >>> @dataclasses.dataclass
     ... class Inner:
@@ -60,7 +60,7 @@ def _pairs(config_class: Any, prefix: str, has_defaults: bool) -> Iterator[tuple
         if hint is bool and field.init and (has_defaults or _has_default(field)):
             yield f"{prefix}{name}", f"{prefix}no-{name}"
         for nested in filter(dataclasses.is_dataclass, options):
-            # Options of a command that are called so add no prefix.
+            # The parser adds no prefix for fields of this name (options of a command).
             yield from _pairs(nested, prefix if field.name.startswith("of_") else f"{prefix}{name}.", has_defaults)
 
 

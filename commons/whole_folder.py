@@ -1,8 +1,8 @@
-"""A folder, or a file, that appears when it is whole: written aside and renamed at the end.
+"""Atomic writes: a folder or a file is written under another name, and renamed when it is complete.
 
-- `<name>`: the folder, whole;
-- `.<name>.unfinished`: one that is being written, or whose process was killed; the next writer clears it;
-- `.<name>.replaced`: the earlier folder, for the moment between two renames.
+- `<name>`: the complete folder;
+- `.<name>.unfinished`: a folder that is being written, or whose writer was killed; the next writer empties it;
+- `.<name>.replaced`: the earlier folder, between the two renames that replace it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# A full disk, a full quota, a file larger than is allowed.
+# A full disk, a full quota, a file above the size limit.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -26,21 +26,21 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
     """The folder to write into; it becomes `target` when the block ends without an error.
 
     Args:
-        target: where the folder goes; its parents are made if missing.
-        may_replace: whether what is at `target` is ours to replace.
-        what: what the folder holds, for errors: "data set".
+        target: path of the complete folder; its parents are made if missing.
+        may_replace: whether the file or folder at `target` may be replaced.
+        what: kind of content, for errors: "data set".
 
     Raises:
-        FileExistsError: something at `target` that may not be replaced.
+        FileExistsError: the file or folder at `target` may not be replaced.
         BlockingIOError: another process is writing the same folder.
-        OSError: no right to write there, or no room.
+        OSError: no permission to write there, or no space.
 
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
     with parents_of(target), locked_folder(unfinished, target, what):
         if replaced.exists():
-            # A process was ended between the two renames: the earlier folder counts until the new one is there.
+            # A process was killed between the two renames: restore the earlier folder unless the new one exists.
             if os.path.lexists(target):
                 _remove(replaced)
             else:
@@ -57,10 +57,10 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
 def whole_file(target: Path) -> Iterator[BinaryIO]:
     """The file to write into; it becomes `target` when the block ends without an error.
 
-    A symbolic link at `target` is replaced, and what it points to left alone. The parents are made if missing.
+    A symbolic link at `target` is replaced, not followed. The parents are made if missing.
 
     Raises:
-        OSError: no right to write there, or no room.
+        OSError: no permission to write there, or no space.
 
     """
     with parents_of(target):
@@ -79,19 +79,19 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def check_replaceable(target: Path, may_replace: Callable[[Path], bool], what: str) -> None:
-    """Raise FileExistsError where writing would replace something else."""
+    """Raise FileExistsError if `target` exists and may not be replaced."""
     if os.path.lexists(target) and not may_replace(target):
         raise FileExistsError(
-            f"{target} exists and is no {what} of this kind; it is not overwritten: give another path"
+            f"{target} exists and is not a {what} of this kind; it is not overwritten: give another path"
         )
 
 
 @contextlib.contextmanager
 def parents_of(target: Path) -> Iterator[None]:
-    """Make the parents of a path; if the block ends with an error, those that were made for nothing are removed.
+    """Make the parents of a path; if the block raises, remove the new parents that are empty.
 
     Raises:
-        OSError: a parent that cannot be made; also in place of an error of the block that says that there is no room.
+        OSError: a parent cannot be made, or the block failed for lack of space; this error names the target.
 
     """
     made = [parent for parent in target.parents if not parent.exists()]
@@ -100,7 +100,7 @@ def parents_of(target: Path) -> Iterator[None]:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"{target.parent} cannot be made a folder ({error.strerror}); {target.name} is written there: give a "
+                f"folder {target.parent} cannot be made ({error.strerror}); {target.name} is written there: give a "
                 "path where you may write"
             ) from error
         try:
@@ -108,7 +108,7 @@ def parents_of(target: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise OSError(
-                    f"{target} cannot be written ({os.strerror(error.errno)}); what was there before stays: make room, "
+                    f"{target} cannot be written ({os.strerror(error.errno)}); an earlier version is kept: free space, "
                     "or give a path on another disk"
                 ) from error
             raise
@@ -121,16 +121,16 @@ def parents_of(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, target: Path, what: str) -> Iterator[None]:
-    """An empty folder of this process, locked against other writers, and removed at the end.
+    """An empty folder, locked against other writers, and removed at the end.
 
     Args:
-        folder: which; what a killed process left there is removed.
-        target: what will come of it, for errors.
-        what: what it holds, for errors.
+        folder: its path; files that a killed process left there are removed.
+        target: the path that it will be renamed to, for errors.
+        what: kind of content, for errors.
 
     Raises:
-        BlockingIOError: another process has the folder.
-        OSError: no right to write there, or `folder` is a file or a symbolic link.
+        BlockingIOError: another process has locked the folder.
+        OSError: no permission to write there, or `folder` is a file or a symbolic link.
 
     """
     lock = _locked(folder, target, what)
@@ -140,7 +140,7 @@ def locked_folder(folder: Path, target: Path, what: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # After the rename there is none, or the next writer's.
+            # After the rename the path does not exist, or is the next writer's folder.
             if _is_at(lock, folder):
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
@@ -148,13 +148,13 @@ def locked_folder(folder: Path, target: Path, what: str) -> Iterator[None]:
 
 
 def _locked(folder: Path, target: Path, what: str) -> int:
-    """A file descriptor of a folder, made if missing, that holds its lock."""
+    """Lock a folder, made if missing; the lock lasts until the file descriptor that is returned is closed."""
     while True:
         try:
             folder.mkdir(exist_ok=True)
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # its writer has just removed it
+            continue  # another writer has just removed it
         except OSError as error:
             raise _cannot_be_written(folder, error) from error
         try:
@@ -162,18 +162,18 @@ def _locked(folder: Path, target: Path, what: str) -> int:
         except BlockingIOError:
             os.close(lock)
             raise BlockingIOError(
-                f"another process is writing {target}; one {what} has one writer: wait for it, or end it"
+                f"another process is writing {target}; a {what} has one writer at a time: wait for it, or end it"
             ) from None
         if _is_at(lock, folder):
             return lock
-        # Its writer renamed or removed it before it gave up the lock: this is the lock of another folder.
+        # Another writer renamed or removed the folder before it released the lock: this lock is of the old folder.
         os.close(lock)
 
 
 def _cannot_be_written(path: Path, error: OSError) -> OSError:
     return OSError(
-        f"{path} cannot be written ({error.strerror}); output is written beside its place first: give a path where you "
-        "may write, or remove what is in the way"
+        f"{path} cannot be written ({error.strerror}); output is written there first, then renamed: give a path where "
+        "you may write, or remove what is in the way"
     )
 
 
@@ -186,7 +186,7 @@ def _is_at(opened: int, folder: Path) -> bool:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        with contextlib.suppress(FileNotFoundError):  # what a writer replaced, the next one may remove too
+        with contextlib.suppress(FileNotFoundError):  # the next writer may be removing the same replaced folder
             shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

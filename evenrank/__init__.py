@@ -1,7 +1,7 @@
 """evenrank's public names under one roof.
 
-A name brings its module with it when it is first used: `import evenrank` alone imports nothing more, and the names for
-batches of any kind (planner, micro-batches, dispatch) need no TorchRec.
+The first use of a name imports its module: `import evenrank` imports no other module, and the names for batches of any
+kind (planner, micro-batches, dispatch) need no TorchRec.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def __getattr__(name: str) -> Any:
             "then torchrec with --no-deps, as README says",
             name=error.name,
         ) from error
-    globals()[name] = value  # found at once from now on
+    globals()[name] = value  # the next use does not call __getattr__
     return value
 
 

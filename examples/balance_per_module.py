@@ -1,10 +1,10 @@
-"""A vision encoder and a text decoder, each with rows dealt by its own work.
+"""A vision encoder and a text decoder, each balanced by its own workload.
 
-Samples have a text and an image; long texts need not have large images, so that ranks with even texts have uneven
-images. Here the rows of a step are even for the decoder. For the encoder the images alone change rank: the encoder
-computes even shares, its features go home, and their gradients take the same ways back.
+Samples have a text and an image; long texts need not have large images, so ranks with even texts have uneven images.
+Here the rows of a step are even for the decoder. For the encoder only the images change rank: every rank encodes an
+even share, the features are sent back to the ranks of their texts, and the gradients take the reverse way.
 
-Trains the same steps twice in turn, and compares losses and times.
+Trains every step twice, with images that stay and images that move, and compares losses and times.
 
 Examples:
     torchrun --nproc-per-node 2 examples/balance_per_module.py
@@ -38,10 +38,10 @@ TASK = SelfAttentionTask(hidden_size=WIDTH, num_heads=HEADS, head_dim=WIDTH // H
 
 @dataclass
 class Config:
-    """What to run."""
+    """The settings of the example."""
 
     rows: int = 16
-    """Samples of a rank in a step."""
+    """Samples per rank and step."""
 
     patches: int = 2048
     """Most patches of an image."""
@@ -54,7 +54,7 @@ class Config:
 
 
 class Encoder(nn.Module):
-    """Images `(rows, patches, PATCH)` and their numbers of patches to a feature each, `(rows, WIDTH)`."""
+    """Computes a feature per image, `(rows, WIDTH)`, from images `(rows, patches, PATCH)` and numbers of patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Encoder(nn.Module):
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
     def forward(self, images: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Row by row, so that no padding is computed."""
+        """Encode row by row, so that no padding is computed."""
         features = [self.layers(self.embed(image[None, :size])).mean(1) for image, size in zip(images, sizes.tolist())]
         return torch.cat(features)
 
@@ -76,13 +76,13 @@ class Captioner(nn.Module):
         self.encoder = Encoder()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.head = nn.Linear(2 * WIDTH, WORDS)
-        self.largest: list[tuple[int, int]] = []  # by step, the encoder's largest load of a rank, as drawn and balanced
+        self.largest: list[tuple[int, int]] = []  # by step, the encoder's largest load of a rank, before and after
 
     def forward(
         self, images: torch.Tensor, sizes: torch.Tensor, texts: torch.Tensor, labels: torch.Tensor, balances: bool
     ) -> torch.Tensor:
         """The sum of the loss over the rows of this rank."""
-        features: Any  # of this rank's own images
+        features: Any  # features of this rank's own images
         if balances:
             moved = redistribute_balanced({"image": images, "size": sizes}, TASK.get_workloads(sizes))
             features = moved.send_home(self.encoder(moved.batch["image"], moved.batch["size"]))
@@ -103,7 +103,7 @@ def draw(config: Config, step: int) -> tuple[torch.Tensor, ...]:
 
 
 def train(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, balances: bool) -> tuple:
-    """One step: its loss, the mean over the rows of all ranks, and its seconds."""
+    """Train one step; returns the loss, a mean over the rows of all ranks, and the seconds."""
     images, sizes, texts, labels = draw(config, step)
     dist.barrier()
     started = time.perf_counter()
@@ -118,7 +118,7 @@ def train(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 
 def main() -> None:
-    """Train both ways, step by step in turn."""
+    """Train both models, alternating between them at every step."""
     config = load_config(Config, sys.argv[1:], description=__doc__)
     torch.set_num_threads(1)
     with initialize_ranks(device_type="cpu"):

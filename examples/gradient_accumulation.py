@@ -1,12 +1,12 @@
-"""Gradient accumulation over packed micro-batches, beside the whole padded batch at once.
+"""Gradient accumulation over packed micro-batches, compared with the whole padded batch at once.
 
-A batch as Hugging Face's tokenizers and collators make it (input_ids, attention_mask, position_ids, labels, padded to
-the longest row) is cut into micro-batches under a token budget. The rows of each are put end to end as one row without
-padding, with position ids and a block-diagonal attention mask of their own. The gradient that the micro-batches add up
-is that of the whole batch, to rounding; what is kept for the backward pass is that of one micro-batch.
+A batch from Hugging Face's tokenizers and collators (input_ids, attention_mask, position_ids, labels, padded to the
+longest row) is cut into micro-batches under a token budget. The rows of a micro-batch are concatenated into one row
+without padding, with new position ids and a block-diagonal attention mask. The accumulated gradient equals that of the
+whole batch, to rounding; the backward pass needs only the activations of one micro-batch.
 
-With --joint there is one plan for all ranks, for those that wait for one another at every micro-batch (FSDP, expert
-parallelism): rows change rank so that operations are even at each of them, and tokens stay under the budget.
+With --joint one plan covers all ranks, for ranks that synchronise at every micro-batch (FSDP, expert parallelism): rows
+change rank so that the FLOPs of every micro-batch are even over the ranks, and tokens stay under the budget.
 
 Examples:
     python examples/gradient_accumulation.py
@@ -41,7 +41,7 @@ VOCABULARY, IGNORED = 1000, -100
 
 @dataclass
 class Config:
-    """What to run."""
+    """The settings of the example."""
 
     rows: int = 48
     """Rows of a rank's batch."""
@@ -73,7 +73,7 @@ class Layer(nn.Module):
         self.ffn = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
 
     def forward(self, stream: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
-        """From `(rows, width, hidden)` to the same; `sees` is bool `(rows, 1, width, width)`."""
+        """From `(rows, width, hidden)` to the same shape; `sees`, bool `(rows, 1, width, width)`, is the mask."""
         qkv = self.qkv(self.norms[0](stream)).unflatten(-1, (3, self.heads, -1))  # (rows, width, 3, heads, head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees)
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A small language model; called as Hugging Face's are, with the mask written out."""
+    """A small language model with the arguments of Hugging Face's models; the attention mask is four-dimensional."""
 
     def __init__(self, longest: int, hidden: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def draw_batch(rows: int, longest: int, seed: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Collects the storages, with their bytes, that autograd keeps of a forward pass; weights are not counted."""
+    """Collect the storages, except weights, that autograd saves in a forward pass, with their bytes."""
     kept: dict[int, int] = {}
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
@@ -136,7 +136,7 @@ def kept_for_backward(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    """All gradients as one vector, averaged over the ranks as DistributedDataParallel does; then there are none."""
+    """All gradients as one vector, averaged over the ranks as in DistributedDataParallel; then clears the gradients."""
     flat = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
     model.zero_grad()
     if dist.is_initialized():
@@ -146,7 +146,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 
 def whole_batch(model: CausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Gradient of the mean loss over the batches of all ranks, in one pass, and the bytes kept for it."""
+    """Gradient of the mean loss over the batches of all ranks, in one pass, and the bytes saved for backward."""
     width = batch["input_ids"].shape[1]
     causal = torch.ones(width, width, dtype=torch.bool).tril()
     sees = causal & batch["attention_mask"].bool()[:, None, None, :]
@@ -158,19 +158,19 @@ def whole_batch(model: CausalLM, batch: dict[str, torch.Tensor]) -> tuple[torch.
 
 
 def cut(batch: dict[str, torch.Tensor], spec: MicroBatchSpec, joint: bool) -> MicroBatches[dict[str, torch.Tensor]]:
-    """The micro-batches of this rank, of its own rows or, with `joint`, of those of all ranks."""
+    """The micro-batches of this rank: of its own rows or, with `joint`, of the rows of all ranks."""
     lengths, terms = batch["attention_mask"].sum(1), count_loss_tokens(batch["labels"])
     if not joint:
         return pack_micro_batches(batch, spec, lengths, loss_tokens=terms)
     work = SelfAttentionTask(hidden_size=64, num_heads=4, head_dim=16, num_layers=2).get_workloads(lengths)
-    trim = Trim("attention_mask", fill={"labels": IGNORED})  # ranks pad to their own longest row
+    trim = Trim("attention_mask", fill={"labels": IGNORED})  # each rank pads to its own longest row
     return pack_micro_batches(batch, spec, lengths, workloads=work, loss_tokens=terms, joint=True, trim=trim)
 
 
 def accumulated(
     model: CausalLM, batch: dict[str, torch.Tensor], spec: MicroBatchSpec, joint: bool = False
 ) -> tuple[torch.Tensor, int, dict[str, Any]]:
-    """The same gradient from packed micro-batches, the most bytes kept for one of them, and the packing's metrics."""
+    """The same gradient from packed micro-batches, the most bytes saved for one of these, and the packing's metrics."""
     micro_batches = cut(batch, spec, joint)
     most_bytes = 0
     for micro_batch in micro_batches:
@@ -178,7 +178,7 @@ def accumulated(
         with kept_for_backward(model) as kept:
             loss = model(**packed.inputs)
             most_bytes = max(most_bytes, sum(kept.values()))
-        # A sum: of a micro-batch without a label it is 0, where a mean would be 0 ÷ 0.
+        # The loss is a sum: without labels in a micro-batch it is 0, where a mean would be 0 ÷ 0.
         (micro_batches.loss_scale * loss).backward()
     return gradients(model), most_bytes, micro_batches.metrics
 
@@ -191,7 +191,7 @@ def main() -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(config.seed)
     model = CausalLM(config.longest).double()
-    # Ranks bring different rows, and different numbers of them.
+    # Ranks have different rows, and different numbers of rows.
     batch = draw_batch(config.rows + rank, config.longest, config.seed + rank)
 
     expected, whole_bytes = whole_batch(model, batch)

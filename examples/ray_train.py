@@ -1,7 +1,7 @@
-"""Ray Train starts the ranks: HSTU on random data with lognormal lengths, balanced.
+"""Balanced HSTU training on random data with lognormal lengths, with ranks started by Ray Train.
 
-Needs the extra `ray`. Ray makes the process group of its workers, and `hstu.train.train` joins it. Any config will do,
-also a HSTU TrainConfig; here it is a file's, as nested dictionaries, with a few values replaced.
+Needs the extra `ray`. Ray makes the process group of its workers, and `hstu.train.train` uses it. `train` takes a
+TrainConfig or nested dictionaries; here the dictionaries are read from a config file, and a few values are replaced.
 
 Examples:
     python examples/ray_train.py
@@ -25,10 +25,10 @@ from commons.trainer.ranks.errors import run_main
 
 @dataclass
 class Options:
-    """What to run."""
+    """The settings of the example."""
 
     num_workers: int = 2
-    """Ranks, each a worker of Ray."""
+    """Number of ranks; each is a Ray worker."""
 
     steps: int = 20
     """Steps to train."""
@@ -37,7 +37,7 @@ class Options:
     """Folder of the run, on a disk that all workers share; an earlier run in it is replaced."""
 
     address: str = "local"
-    """Ray cluster; "local" starts one on this machine for the time of the run, "auto" takes the one that runs here."""
+    """Address of the Ray cluster; "local" starts a cluster for this run, "auto" uses one running on this machine."""
 
     use_gpu: bool = False
     """Give every worker a GPU."""
@@ -48,7 +48,7 @@ class Options:
 
 
 def main() -> None:
-    """Start the workers, wait for them and tell what came out."""
+    """Start the workers, wait for them and print the results."""
     options = load_config(Options, sys.argv[1:], prog="python examples/ray_train.py", description=__doc__)
     try:
         import ray
@@ -60,7 +60,7 @@ def main() -> None:
 
     from hstu.train import train
 
-    run_dir = options.run_dir.resolve()  # workers may run in another folder
+    run_dir = options.run_dir.resolve()  # workers may have another working directory
     settings: dict[str, Any] = dict(read_config_file(find_config("hstu/configs/random.toml")))
     settings["trainer"] |= {
         "max_train_iters": options.steps,
@@ -68,20 +68,20 @@ def main() -> None:
         "run_dir": str(run_dir),
         "overwrite": True,
     }
-    # Rows travel between the ranks themselves: Ray's own store may be small.
+    # Ranks exchange rows directly, so Ray's object store may be small.
     small = {"num_cpus": options.num_workers, "object_store_memory": 100 * 2**20, "include_dashboard": False}
     cluster: dict[str, Any] = small if options.address == "local" else {}
     if options.use_gpu and options.address == "local" and torch.cuda.device_count() < options.num_workers:
         raise ValueError(  # Ray would wait for another machine
             f"use_gpu is set for {options.num_workers} workers, this machine has {torch.cuda.device_count()} GPUs; "
-            "each worker has its own: start fewer workers, or leave use_gpu out"
+            "each worker needs a GPU: start fewer workers, or leave use_gpu out"
         )
     try:
         ray.init(address=options.address, log_to_driver=False, **cluster)
     except ConnectionError as error:
         raise ValueError(
-            f"address is {options.address!r}, where no Ray cluster answers ({error}); the workers need one: start it "
-            'with `ray start --head`, or give "local"'
+            f"address is {options.address!r}, where no Ray cluster responds ({error}); the workers need a cluster: "
+            'start it with `ray start --head`, or give "local"'
         ) from error
     result = TorchTrainer(
         train,

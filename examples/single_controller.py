@@ -1,12 +1,12 @@
-"""One rank controls, all compute: rank 0 generates rollouts, every rank trains on an even share of them.
+"""Reinforcement learning with a single controller: rank 0 generates rollouts, every rank trains on an even share.
 
-A step of reinforcement learning with a single controller, as AReaL's `single_rank_load` does it:
+A step, as in AReaL's `single_rank_load`:
 
-1. Rank 0 alone has the rollouts: token ids padded to the longest, their mask and a reward per row.
-2. `scatter_balanced` sends every rank its share by FLOPs, no wider than the share's own longest row.
-3. All ranks compute log-probabilities; `gather_back` brings them to rank 0, in the order of the rollouts.
-4. Rank 0 turns rewards and log-probabilities into advantages and deals these out to the same shares.
-5. Every rank trains on its share; the loss is the mean over the tokens of all.
+1. Only rank 0 has the rollouts: token ids padded to the longest rollout, their mask and a reward per row.
+2. `scatter_balanced` sends every rank a share of equal FLOPs, padded only to the share's own longest row.
+3. All ranks compute log-probabilities; `gather_back` sends these to rank 0, in the order of the rollouts.
+4. Rank 0 computes advantages from rewards and log-probabilities; `scatter_more` sends them to the same shares.
+5. Every rank trains on its share; the loss is the mean over the tokens of all shares.
 
 Examples:
     torchrun --nproc-per-node 2 examples/single_controller.py
@@ -35,16 +35,16 @@ from commons.trainer.ranks.errors import run_main
 from commons.trainer.ranks.launch import initialize_ranks
 
 VOCABULARY, HIDDEN, HEADS = 500, 64, 4
-# Of the tokens a batch holds, those between the mask's last column in use and the right end are padding.
+# The columns after the last column that the mask uses are padding, and are cut off.
 TRIM = Trim("attention_mask", fields=["input_ids"])
 
 
 @dataclass
 class Config:
-    """What to run."""
+    """The settings of the example."""
 
     rows: int = 64
-    """Rollouts of a step, over all ranks."""
+    """Rollouts per step, over all ranks."""
 
     longest: int = 512
     """Most tokens of a rollout."""
@@ -57,7 +57,7 @@ class Config:
 
 
 class Policy(nn.Module):
-    """A one-layer causal language model: `(rows, width)` tokens to the log-probability of each next one."""
+    """A one-layer causal language model: from tokens `(rows, width)` to the log-probability of each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Policy(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """float32 `(rows, width)`; 0 for the first token, which nothing predicts."""
+        """Log-probabilities float32 `(rows, width)`; 0 for the first token, which is not predicted."""
         hidden = self.embedding(tokens)
         causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         hidden = hidden + self.attention(hidden, hidden, hidden, attn_mask=causal, is_causal=True)[0]
@@ -75,7 +75,7 @@ class Policy(nn.Module):
 
 
 def generate(config: Config, step: int) -> dict[str, Any]:
-    """What an inference engine returns: rollouts of heavy-tailed lengths, padded on the right."""
+    """Rollouts of heavy-tailed lengths, padded on the right, in place of an inference engine's."""
     generator = torch.Generator().manual_seed(config.seed * 1000 + step)
     lengths = torch.exp(torch.randn(config.rows, generator=generator) * 1.1 + 4).long().clamp(4, config.longest)
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
@@ -85,14 +85,14 @@ def generate(config: Config, step: int) -> dict[str, Any]:
 
 
 def advantages_of(rollouts: dict[str, Any], logprobs: torch.Tensor) -> torch.Tensor:
-    """float32 `(rows,)`: rewards less a penalty for what the policy finds unlikely, centred over the rollouts."""
+    """float32 `(rows,)`: rewards minus a penalty for unlikely tokens, centred over the rollouts."""
     tokens = rollouts["attention_mask"].sum(1)
     score = rollouts["reward"] + 0.01 * logprobs.sum(1) / tokens
     return score - score.mean()
 
 
 def main() -> None:
-    """One rank of the run."""
+    """Train as one rank."""
     config = load_config(Config, sys.argv[1:], prog="single_controller.py", description=__doc__)
     initialize_ranks(device_type="cpu")
     is_controller = dist.get_rank() == 0
@@ -109,10 +109,10 @@ def main() -> None:
         share = scatter_balanced(rollouts or None, workloads, trim=TRIM)
 
         mask = share.batch["attention_mask"].float()
-        mask[:, 0] = 0  # nothing predicts the first token
+        mask[:, 0] = 0  # the first token is not predicted
         with torch.no_grad():
             old = policy(share.batch["input_ids"]) * mask
-        # The share is narrower than the rollouts: results per token are widened before they are put together.
+        # The share may be narrower than the rollouts, so results per token are padded to the full width first.
         logprobs = share.gather_back(share.untrim(old))
         advantages = share.scatter_more(None if logprobs is None else advantages_of(rollouts, logprobs))
 

@@ -1,8 +1,8 @@
-"""Split a TensorDict into chunks of even work, compute them one by one, and put the predictions back in order.
+"""Split a TensorDict into chunks of even work, compute each chunk, and restore the order of the predictions.
 
-A trainer of the verl kind holds one global batch and gives a chunk of it to every data-parallel worker. Cut in order,
-the chunks differ in work as their responses differ in length; the slowest worker decides. Here rows are dealt by the
-floating-point operations that a Llama-7B needs for them. The four responses to one prompt stay together.
+A trainer like verl's has one global batch and sends a chunk of it to every data-parallel worker. Chunks cut in order
+have uneven work because response lengths differ, and all workers wait for the slowest. Here rows are divided by the
+FLOPs that a Llama-7B needs for them. The four responses to one prompt stay together.
 
 Examples:
     python examples/tensordict_chunks.py
@@ -30,7 +30,7 @@ LLAMA_7B = SelfAttentionTask(4096, 32, 128, 32, ffn_hidden_size=11008, gated_ffn
 
 @dataclass
 class Config:
-    """What to run."""
+    """The settings of the example."""
 
     prompts: int = 64
     """Prompts of the batch."""
@@ -39,7 +39,7 @@ class Config:
     """Responses to each prompt."""
 
     chunks: int = 8
-    """Chunks to split the batch into, such as data-parallel workers."""
+    """Number of chunks, such as one per data-parallel worker."""
 
     longest: int = 4096
     """Most tokens of a row."""
@@ -49,7 +49,7 @@ class Config:
 
 
 def make_rollouts(config: Config) -> TensorDict:
-    """Responses of heavy-tailed lengths: ragged tokens, a prompt's number and its text for every row."""
+    """Responses of heavy-tailed lengths: for every row its tokens (ragged), and the number and text of its prompt."""
     generator = torch.Generator().manual_seed(config.seed)
     rows = config.prompts * config.responses
     draws = torch.exp(torch.randn(rows, generator=generator) * 1.2 + 5)
@@ -64,7 +64,7 @@ def make_rollouts(config: Config) -> TensorDict:
 
 
 class Scorer(nn.Module):
-    """A reward per row: a small network over the mean embedding of its tokens."""
+    """Computes a reward per row, with a small network over the mean embedding of its tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Scorer(nn.Module):
 
 
 def main() -> None:
-    """Split, compute, restore, and say how even the chunks were."""
+    """Split, compute and restore, and print how even the chunks were."""
     config = load_config(Config, sys.argv[1:], prog="tensordict_chunks.py", description=__doc__)
     torch.manual_seed(config.seed)
     batch, scorer = make_rollouts(config), Scorer()
@@ -86,7 +86,7 @@ def main() -> None:
 
     halves = split_balanced(batch, config.chunks, workloads, groups=batch["prompt"])
     with torch.no_grad():
-        # Predictions may be of any kind with a row per row: here a dictionary of two.
+        # Predictions may be any batch with a row per row, here a dictionary of two tensors.
         predictions = [{"reward": scorer(chunk), "tokens": chunk["input_ids"]} for chunk in halves.chunks]
         restored = halves.restore(predictions)
         largest_difference = float((restored["reward"] - scorer(batch)).abs().max())

@@ -1,13 +1,13 @@
 """A TorchRec training script that keeps its ranks evenly loaded: TorchRec's Batch, model parallelism and pipeline.
 
-The model is a DLRM whose users have histories of items. Every item of a history goes through an MLP, so that a user
-costs what the history is long, and histories are heavy-tailed. Each step prints how far the largest of the ranks' loads
-lies above their mean, as the batches were loaded and as they were trained.
+The model is a DLRM whose users have histories of items. Every item of a history goes through an MLP, so the cost of a
+user is proportional to the length of the history, and lengths are heavy-tailed. Each step prints the imbalance, the
+largest load of a rank ÷ the mean load − 1, before and after balancing.
 
 Examples:
     torchrun --standalone --nproc_per_node=2 examples/torchrec_dlrm.py
 
-One GPU per rank where there are enough, else the CPU.
+Uses one GPU per rank if the machine has enough GPUs, else the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS, STEPS = 32, 10  # per rank
 
 
 class HistoryArch(nn.Module):
-    """Scores every item of a history, and adds the items up by score."""
+    """Scores every item of a history, and sums the items weighted by their scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class HistoryArch(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Dense features and the history of a user, together in one MLP."""
+    """An MLP over the dense features and the history of a user."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class DLRM(nn.Module):
 
 
 class DLRMTrain(nn.Module):
-    """The model and its loss, as TorchRec's class of this name."""
+    """The model with its loss, like TorchRec's class of this name."""
 
     def __init__(self, model: DLRM) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss to train, and the same for a log."""
+        """The loss to train, and the detached loss for the log."""
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss_sum = functional.binary_cross_entropy_with_logits(logits, batch.labels.float(), reduction="sum")
         loss = global_mean_loss(loss_sum, batch.labels.numel())  # instead of a mean per rank
@@ -99,7 +99,7 @@ def draw_batches(rank: int) -> Iterator[Batch]:
 
 
 def pick_device() -> torch.device:
-    """This rank's GPU, or the CPU where there are fewer GPUs than ranks."""
+    """This rank's GPU, or the CPU if there are fewer GPUs than ranks on this machine."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""HSTU: the model, its shuffler (registered as "hstu" on import), its configs and its training script."""
+"""HSTU: the model, its shuffler (importing this package registers it as "hstu"), its configs and training script."""
 
 from hstu.batch_shuffler import HSTUBalancedBatchShuffler
 

@@ -1,4 +1,4 @@
-"""The HSTU shuffler: a row costs what the model computes for it."""
+"""The HSTU shuffler: the workload of a row is the model's forward FLOPs for it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from commons.perf_model.task_estimator import HSTUAttentionTask
 
 @register_batch_shuffler("hstu")
 class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
-    """Balances the forward operations of an HSTU model or, with `options.calibration`, its measured time.
+    """Balances the forward FLOPs of an HSTU model or, with `options.calibration`, its measured time.
 
-    The length of a row is the number of tokens that the model computes for it: the contextual features it has, its
-    history and its candidates, the latter two doubled when actions are interleaved. A user with an empty history
-    therefore still costs something.
+    The length of a row is the number of tokens that the model computes for it: its contextual features, its history and
+    its candidates; history and candidates count twice if actions are interleaved. So a user with an empty history but
+    contextual features still has a workload.
 
     Args:
         hidden_size: width of the residual stream.
-        num_heads: attention heads.
+        num_heads: number of attention heads.
         head_dim: width of a head.
-        num_layers: layers.
+        num_layers: number of layers.
         causal: whether attention is causal.
-        action_interleaved: whether the model interleaves items with actions; without effect on batches without actions.
-        contextual_mask: whether contextual tokens see all of the history.
-        target_group_size: candidates' tokens that may see one another.
-        value_dim: width of a head of u and v, as for HSTUAttentionTask; head_dim if not given.
-        concat_ux: whether the output projection reads [u, x, y], as in generative-recommenders, not y alone.
-        max_attn_len: the largest distance at which a token sees another one; no window if not given.
+        action_interleaved: whether the model interleaves items with actions; no effect on batches without actions.
+        contextual_mask: whether contextual tokens attend to the whole history.
+        target_group_size: number of consecutive candidate tokens that may attend to one another.
+        value_dim: width of a head of u and v, as for HSTUAttentionTask; None for head_dim.
+        concat_ux: whether the input of the output projection is [u, x, y], as in generative-recommenders, or only y.
+        max_attn_len: the largest distance at which a token attends to another token; None for no window.
         token_feature_names: keys whose values are tokens of the model, for `options.max_tokens_per_rank` and the stats;
-            all keys of the batch if not given.
-        options: settings; the defaults balance.
-        pg_group: ranks that share a global batch.
+            None for all keys of the batch.
+        options: settings; None for the defaults, which balance.
+        pg_group: ranks that share a global batch; None for the default group, see `BaseTaskBalancedBatchShuffler`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         self.cost = self.calibrated(self.task)
 
     def get_workloads(self, batch: HSTUBatch) -> torch.Tensor:
-        """Forward operations of every row or, with a calibration, its time: int64 `(batch_size,)`."""
+        """Forward FLOPs of every row or, with a calibration, its time: int64 `(batch_size,)`."""
         seqlen, num_targets = batch.token_counts(self.action_interleaved)
         return self.cost.get_workloads(
             seqlen, num_targets, batch.contextual_lengths() if self.contextual_mask else None

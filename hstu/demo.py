@@ -1,4 +1,4 @@
-"""The demo: HSTU trained on two ranks, as batches are loaded and balanced, side by side.
+"""The demo: HSTU trained on two ranks, once without and once with balancing.
 
 generated ratings ─► ranks that train both ways ─► two run folders ─► evenrank report.
 
@@ -23,7 +23,7 @@ TITLE = "HSTU on generated data with MovieLens-1M's format and lengths"
 
 
 def main() -> None:
-    """Prepare the data and start the ranks; or be one of them."""
+    """Prepare the data and start the ranks; in a process started by torchrun, train as one rank."""
     options = load_config(DemoOptions, sys.argv[1:], prog="python -m hstu.demo", description=__doc__)
     if not dist.is_torchelastic_launched():
         start_ranks("hstu.demo", options, describe_data(prepare_data(options)))

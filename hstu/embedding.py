@@ -1,4 +1,4 @@
-"""Embeddings of an HSTU model: one table per feature, in TorchRec collections or, in any dtype, in plain tables."""
+"""Embeddings of an HSTU model: one table per feature, in TorchRec collections or in plain tables of any dtype."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 class HSTUEmbedding(nn.Module):
     """Looks up every feature in its own table.
 
-    Its forward has no control flow and its collections are TorchRec modules, so that DistributedModelParallel can shard
-    the tables and a train pipeline can take the lookups apart.
+    The forward has no control flow and the collections are TorchRec modules, so DistributedModelParallel can shard the
+    tables and a train pipeline can separate the lookups from the rest of the model.
     """
 
     def __init__(
@@ -30,12 +30,13 @@ class HSTUEmbedding(nn.Module):
         """Make the tables.
 
         Args:
-            tables: rows by feature name; a feature's table has its name.
-            widths: of the tables, by feature name; there is one collection for each width.
-            second_features: by table, another feature that is looked up in it.
-            device: where the tables are made; "meta" leaves that to sharding, which then initialises the shards.
-            plain: use tables that know nothing of TorchRec, for one process and for other dtypes than float32, in which
-                TorchRec's collection always answers. Parameter names are the same.
+            tables: number of rows by feature name; a table has the name of its feature.
+            widths: width of each table, by feature name; there is one collection for each width.
+            second_features: for some tables, by name, another feature that is looked up in it; None for no such
+                features.
+            device: device of the tables, None for the CPU; with "meta", sharding makes and initialises the shards.
+            plain: whether to use `nn.Embedding` instead of TorchRec, for one process and for other dtypes than float32,
+                the only dtype of the output of TorchRec's collection. Parameter names are the same.
         """
         super().__init__()
         self.collections = nn.ModuleDict()
@@ -56,20 +57,20 @@ class HSTUEmbedding(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tables know nothing of TorchRec."""
+        """Whether the tables are `nn.Embedding` instead of TorchRec's."""
         return any(isinstance(module, PlainEmbeddingCollection) for module in self.collections.values())
 
     def forward(self, features: KeyedJaggedTensor) -> list[dict[str, JaggedTensor]]:
         """Embeddings by feature name, one dictionary for every width.
 
-        `features` are integer ids; those without a table are left out. Every feature is, in one of the dictionaries, a
-        JaggedTensor with values `(num_ids, width)` and lengths `(batch_size,)`.
+        `features` are integer ids; features without a table are ignored. The embeddings of a feature are a JaggedTensor
+        with values `(num_ids, width)` and lengths `(batch_size,)`, in the dictionary of its width.
         """
         return [collection(features) for collection in self.collections.values()]
 
 
 class PlainEmbeddingCollection(nn.Module):
-    """Tables as `nn.Embedding`: the answer of TorchRec's collection, in the dtype of the tables."""
+    """Tables as `nn.Embedding`; the output is that of TorchRec's collection, in the dtype of the tables."""
 
     def __init__(
         self,

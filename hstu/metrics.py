@@ -1,9 +1,9 @@
-"""What a ranking model is judged by: the area under the ROC curve, per task, and that of the items' popularity.
+"""Metrics of a ranking model: the area under the ROC curve (AUC) per task, and of the items' popularity as a baseline.
 
-Each with its standard error, after DeLong, DeLong and Clarke-Pearson 1988, "Comparing the Areas under Two or More
+Each AUC has its standard error, after DeLong, DeLong and Clarke-Pearson 1988, "Comparing the Areas under Two or More
 Correlated Receiver Operating Characteristic Curves", computed from midranks as in Sun and Xu 2014, "Fast Implementation
-of DeLong's Algorithm". It takes predictions for independent; those of one user are alike, so with many predictions per
-user the true error is larger.
+of DeLong's Algorithm". The error assumes independent predictions; the predictions of a user are correlated, so with
+many predictions per user the true error is larger.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hstu.model.ranking import RankingOutput
 
 
 class RankingMetrics:
-    """Exact AUC per task over all predictions since the last reset, of all ranks together.
+    """Exact AUC per task over all predictions of all ranks since the last reset.
 
-    It keeps every prediction: 16 bytes per prediction and task, and 8 for popularity, on the rank that made it, and all
-    of them on every rank while `compute` runs.
+    A rank stores its own predictions, 16 bytes per prediction and task, and 8 per prediction for popularity; while
+    `compute` runs, every rank stores the predictions of all ranks.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class RankingMetrics:
 
         Args:
             num_tasks: tasks of the model.
-            popularity: numbers `(num_items,)`; with them the AUC of each task is also computed for scores that are
-                these numbers, which a model has to beat.
-            device: where predictions are kept and gathered; for NCCL the rank's own device. The CPU if not given.
+            popularity: popularity of each item, numbers `(num_items,)`, to compute also the AUC of this number as the
+                score, a baseline for the model; None for no baseline.
+            device: device on which predictions are stored and gathered, for NCCL the rank's own device; None for the
+                CPU.
         """
         self._num_tasks = num_tasks
         self._popularity = None if popularity is None else popularity.to(device, torch.float64)
@@ -57,15 +58,14 @@ class RankingMetrics:
                     "the output has no items; the AUC of their popularity needs them: give RankingOutput.items"
                 )
             columns.append(self._popularity[output.items.long()].unsqueeze(1))
-        kept = [column.detach().to(self._device, torch.float64) for column in columns]  # not the graph behind them
+        kept = [column.detach().to(self._device, torch.float64) for column in columns]  # without their graph
         self._predictions.append(torch.cat(kept, dim=1))
 
     def compute(self) -> dict[str, float]:
         """AUC by task, `{"auc_task_0": …, "auc_task_0_se": …, "popularity_auc_task_0": …}`: a collective call.
 
-        A number between 0 and 1 per task, and its standard error, the same on every rank. NaN where all predictions, or
-        none at all, have the same label, or a prediction is no number; the error also with a single prediction of a
-        label.
+        A number between 0 and 1 per task, and its standard error, equal on every rank. NaN unless there are predictions
+        with each label, and if a prediction is NaN; the error is also NaN if a label has a single prediction.
         """
         columns = gather_rows(torch.cat(self._predictions)).unbind(dim=1)
         tasks = self._num_tasks
@@ -77,26 +77,26 @@ class RankingMetrics:
         return found
 
     def reset(self) -> None:
-        """Forget all predictions."""
-        # Of every step logits and labels, `num_tasks` columns each, and with popularity one of it. A rank without
-        # predictions takes part in gathering with the same columns.
+        """Remove all predictions."""
+        # Per step the logits and the labels, `num_tasks` columns each, and a column of popularity if there is one. The
+        # empty tensor lets a rank without predictions participate in the gather.
         width = 2 * self._num_tasks + (self._popularity is not None)
         self._predictions = [torch.empty(0, width, dtype=torch.float64, device=self._device)]
 
 
 def auc_with_error(scores: torch.Tensor, is_positive: torch.Tensor) -> tuple[float, float]:
-    """AUC of scores, float64 `(n,)`, and DeLong's standard error of that of independent predictions.
+    """AUC of scores, float64 `(n,)`, and its standard error by DeLong, which assumes independent predictions.
 
-    A positive's placement is the share of negatives that it scores above, a negative's the share of positives that
-    score above it, ties counted half. The AUC is the positives' mean; its variance is the sample variance of the
-    positives' placements ÷ their number, plus the same of the negatives. Both are NaN where there are not both labels,
-    or scores that are no numbers, the error also with a single positive, or a single negative.
+    The placement of a positive is the fraction of negatives with lower scores, that of a negative the fraction of
+    positives with higher scores; ties count half. The AUC is the mean placement of the positives. Its variance is the
+    sample variance of the positives' placements ÷ the number of positives, plus the same for the negatives. Both
+    results are NaN if a label is missing or a score is NaN, the error also if a label occurs once.
     """
     positives, negatives = scores[is_positive], scores[~is_positive]
     if not len(positives) or not len(negatives) or bool(scores.isnan().any()):
         return math.nan, math.nan
     among_all = _midranks(scores)
-    beaten = among_all[is_positive] - _midranks(positives)  # multiples of a half, whose sum is exact in any order
+    beaten = among_all[is_positive] - _midranks(positives)  # multiples of ½, so their sum is exact in any order
     above = beaten / len(negatives)
     below = 1 - (among_all[~is_positive] - _midranks(negatives)) / len(positives)
     variance = _variance(above) / len(positives) + _variance(below) / len(negatives)
@@ -104,21 +104,21 @@ def auc_with_error(scores: torch.Tensor, is_positive: torch.Tensor) -> tuple[flo
 
 
 def _midranks(scores: torch.Tensor) -> torch.Tensor:
-    """Rank of each score from the lowest, 1, equal ones sharing the mean of theirs: float64 `(n,)`."""
+    """Rank of each score, 1 for the lowest; equal scores have the mean of their ranks: float64 `(n,)`."""
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0).double() - (counts - 1) / 2)[place]
 
 
 def _variance(values: torch.Tensor) -> torch.Tensor:
-    """Sample variance; NaN of a single value."""
+    """Sample variance; NaN for a single value."""
     return ((values - values.mean()) ** 2).sum() / (len(values) - 1)
 
 
 def count_items(batches: Iterable[HSTUBatch], num_items: int, *, device: torch.device) -> torch.Tensor:
-    """Occurrences of every item in the histories of all ranks: a collective call.
+    """Count every item in the histories of all ranks: a collective call.
 
-    `batches` are this rank's, on the host, and read to the end; ids lie in `[0, num_items)`; ranks exchange tensors on
-    `device`. Returns int64 `(num_items,)` on the host, the same on every rank.
+    `batches` are this rank's host batches and are read to the end; ids are in `[0, num_items)`; the collective runs on
+    `device`. Returns int64 `(num_items,)` on the host, equal on every rank.
     """
     counts = torch.zeros(num_items, dtype=torch.int64)
     for batch in batches:

@@ -1,9 +1,9 @@
-"""Negatives of retrieval, drawn with the row that they belong to.
+"""Negatives for retrieval, drawn per row when the row is loaded.
 
     sampler ─► (epoch, rows) ─► data set ─► batch ─► + a feature of drawn ids ─► shuffle, look-up, …
 
-A row brings its own negatives, so they are the same on whatever rank it is trained, and they follow from seed, epoch
-and the row's place in the data set alone: ranks, workers and a resumed run draw the same.
+The negatives of a row are in the batch and move with the row, so they do not depend on the rank that trains it. They
+are a function of seed, epoch and row number, so any rank or worker, and a resumed run, draws the same negatives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ RowKey = int | Sequence[int]
 def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed: int, epoch: int) -> np.ndarray:
     """Uniform ids in `[0, num_items)` for rows of a data set, with repetitions: int64 `(num_rows, num_negatives)`.
 
-    Number k of a row is `splitmix64` of a state that seed, epoch, row and k determine. `rows` are int64 `(num_rows,)`.
+    The k-th id of a row is from `splitmix64` of seed, epoch, row number and k. `rows` are row numbers, int64
+    `(num_rows,)`.
 
     >>> draw_negatives(np.array([7, 8]), 3, 100, seed=0, epoch=0).shape
     (2, 3)
@@ -41,9 +42,9 @@ def draw_negatives(rows: np.ndarray, num_negatives: int, num_items: int, *, seed
 
 
 def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor) -> HSTUBatch:
-    """A host batch whose real rows have one more feature, `RetrievalConfig.negatives_feature_name`.
+    """A host batch with one more feature of negatives, see `RetrievalConfig.negatives_feature_name`.
 
-    `negatives` are integers `(real rows, num_negatives)`; padding rows get none.
+    `negatives` are integers `(real rows, num_negatives)`; padding rows have no negatives.
     """
     features, num_negatives = batch.features, negatives.shape[1]
     lengths = torch.zeros(batch.batch_size, dtype=features.lengths().dtype)
@@ -60,16 +61,16 @@ def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor)
 
 
 class NegativeSampling(Dataset[HSTUBatch]):
-    """A data set of batches whose rows bring negatives; its keys are `(epoch, key of the data set)`.
+    """A data set whose batches have negatives; its keys are `(epoch, key of the wrapped data set)`.
 
     Args:
-        dataset: its items are host batches; its keys are row numbers, or the number of a ready batch.
-        feature_name: key of the negatives.
-        num_negatives: ids per row; 0 for batches that only have the feature.
-        num_items: ids lie in `[0, num_items)`.
-        seed: of the run.
-        rank: of this rank; distinguishes ready batches of several ranks.
-        world_size: ranks.
+        dataset: the wrapped data set of host batches; its keys are row numbers, or the number of a ready-made batch.
+        feature_name: key of the negatives in the batch.
+        num_negatives: negatives per row; 0 for an empty feature.
+        num_items: ids are in `[0, num_items)`.
+        seed: seed of the run.
+        rank: number of this rank; used to number the rows of ready-made batches, which differ between ranks.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class NegativeSampling(Dataset[HSTUBatch]):
         return with_negatives(batch, self._feature_name, torch.from_numpy(drawn))
 
     def outlines(self) -> Iterator[HSTUBatch]:
-        """What the data set gives as `outlines`, with the lengths of the negatives.
+        """The data set's `outlines`, with the lengths of the negatives added.
 
         Raises:
-            ValueError: random data, whose lengths are not known beforehand.
+            ValueError: random data, whose lengths are not known before they are drawn.
         """
-        dataset: Any = self.dataset  # torch's Dataset knows no outlines
+        dataset: Any = self.dataset  # torch's Dataset has no outlines
         return map(self._with_outlined_negatives, dataset.outlines())
 
     def _with_outlined_negatives(self, outline: HSTUBatch) -> HSTUBatch:
@@ -122,7 +123,7 @@ class NegativeSampling(Dataset[HSTUBatch]):
 def sample_negatives(
     loader: DataLoader[Any], feature_name: str, num_negatives: int, num_items: int, **options: Any
 ) -> ResumableLoader:
-    """A loader of the same batches, whose rows bring negatives; arguments as those of `NegativeSampling`."""
+    """A loader of the same batches with negatives; for the arguments see `NegativeSampling`."""
     sampler: Any = copy.copy(loader.sampler)
     sampler.yields_epochs = True
     return ResumableLoader(

@@ -1,4 +1,4 @@
-"""The HSTU model as a recipe: ranking or retrieval, trained on ranks, compared in the demo, measured and simulated."""
+"""HSTURecipe: builds the HSTU model, its data and metrics for training, the demo, calibration and simulation."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import Sharding, build_distributed_model
 from hstu.train_config import ModelArgs, TrainConfig
 
-# A lookup costs the same in any table; a small one leaves the memory to the layers.
+# The time of a lookup does not depend on the size of the table; small tables leave the memory to the layers.
 _MOST_MEASURED_TABLE_ROWS = 10_000
 
 
 class HSTURecipe(Recipe):
-    """An HSTU model; what is measured has tables of at most 10,000 rows."""
+    """The recipe of an HSTU model; models for measurements have tables of at most 10,000 rows."""
 
     config_class = TrainConfig
     config: TrainConfig
@@ -53,26 +53,26 @@ class HSTURecipe(Recipe):
 
     @cached_property
     def task(self) -> HSTUAttentionTask:
-        """The operations of the layers; projections of embeddings, the head and retrieval's scores are left out."""
+        """The cost of the layers, without projections of embeddings, the head and retrieval's scores."""
         return HSTUAttentionTask(**self.config.model.cost_dimensions)
 
     def row_tokens(self, batch: HSTUBatch) -> RowTokens:
-        """Tokens of every real row and, among them, candidates and what sees all of the history."""
+        """Tokens of every real row, and how many of these are candidates and contextual tokens."""
         rows = real_rows(batch)
         seqlen, targets = batch.sequence_lengths()
         contextual = batch.contextual_lengths()[:rows] if self.config.model.contextual_mask else None
         return RowTokens(seqlen[:rows], targets[:rows], contextual)
 
     def num_tokens(self, batch: HSTUBatch) -> int:
-        """Tokens that the model computes; what comes with a row besides them does not count."""
+        """Tokens that the model computes; timestamps and negatives do not count."""
         return int(batch.sequence_lengths()[0].sum())
 
     def data_options(self) -> dict[str, Any]:
-        """The items' times, where the model has a bias by them."""
+        """Requests timestamps if the model has a time bias."""
         return {"timestamps": True} if self.config.model.time_bias else {}
 
     def open_loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
-        """See Recipe; with negatives, where the model wants them with the row. First of all, a look at the device."""
+        """See Recipe; batches have drawn negatives if the model uses them. Checks the device first."""
         require_device(self.config.model, self.device)
         train, test = train_and_eval_loaders(
             self.config.dataset, self.config.trainer, self.device, **self.data_options()
@@ -88,7 +88,7 @@ class HSTURecipe(Recipe):
             rank=dist.get_rank(group),
             world_size=dist.get_world_size(group),
         )
-        # In evaluation only the feature is there.
+        # In evaluation the feature is empty.
         return sample(train, num_negatives=config.num_negatives), sample(test, num_negatives=0)
 
     @cached_property
@@ -98,9 +98,9 @@ class HSTURecipe(Recipe):
         return self.config_on(data.dataset if isinstance(data, NegativeSampling) else data)
 
     def config_on(self, data: Any, tables: dict[str, int] | None = None) -> RankingConfig | RetrievalConfig:
-        """The model's own config for a data set, which knows vocabulary sizes, the longest sequence and feature names.
+        """The model's own config for a data set: its vocabulary sizes, longest sequence and feature names.
 
-        `tables` are rows by feature name, where they are others than the vocabulary sizes.
+        `tables` are numbers of rows by feature name; None for the vocabulary sizes.
 
         Raises:
             ValueError: the data do not fit the model.
@@ -145,7 +145,7 @@ class HSTURecipe(Recipe):
         return next(module for module in model.modules() if isinstance(module, HSTUEncoder))
 
     def metrics(self, model: nn.Module) -> Metrics:
-        """AUC per task, or HR@K and NDCG@K, and with `popularity_baseline` those of the items' popularity."""
+        """AUC per task, or HR@K and NDCG@K; with `popularity_baseline` also for the items' popularity as the score."""
         popularity = self._item_popularity() if self.config.popularity_baseline else None
         config = self.model_config
         if isinstance(config, RankingConfig):
@@ -160,11 +160,11 @@ class HSTURecipe(Recipe):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the shapes and the meaning of the weights."""
+        """The settings that determine the shapes and the meaning of the weights."""
         return {"task": self.config.task, "model": weights_of(self.model_config), **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
-        """Dimensions of the layers. Times and negatives come with a row, but are no tokens of it."""
+        """Dimensions of the layers, and the features that are tokens: timestamps and negatives are not."""
         model, tokens = self.config.model, list(self.model_config.embedding_tables)
         of_hstu = {"contextual_mask": model.contextual_mask, "token_feature_names": tokens}
         return {"hstu": asdict(self.task) | of_hstu, "tokens": {"feature_names": tokens}}
@@ -174,11 +174,11 @@ class HSTURecipe(Recipe):
         model = _make_model(self._measured_config, plain_embeddings=True)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
-                module.sparse = True  # the gradient of the rows looked up alone, as TorchRec's tables have it
+                module.sparse = True  # gradients of only the rows looked up, as in TorchRec's tables
         return model
 
     def make_batch(self, lengths: Sequence[int]) -> HSTUBatch:
-        """A random batch on the device; with candidates at their most, but at least one item before."""
+        """A random batch on the device; rows have the most candidates that leave at least one item of history."""
         example, ids = self._example, self._measured_config.embedding_tables
         items = torch.as_tensor(lengths, dtype=torch.int64)
         candidates = None
@@ -229,7 +229,7 @@ class HSTURecipe(Recipe):
 
     @cached_property
     def _example(self) -> HSTUBatch:
-        """The first batch shows what batches of this data set look like."""
+        """The first batch, for the feature names and limits of batches of this data set."""
         for batch in self.host_batches():
             return batch
         raise ValueError("the data set has no batch for training: check its path and split")
@@ -243,7 +243,7 @@ class HSTURecipe(Recipe):
         return with_negatives(batch, config.negatives_feature_name, drawn)
 
     def _item_popularity(self) -> torch.Tensor:
-        """Occurrences `(num_items,)` of every item in the training data, as the model is shown them; collective."""
+        """Occurrences `(num_items,)` of every item in the training data that the model sees; collective."""
         # Every rank reads its own rows, once, in any order.
         trainer = replace(self.config.trainer, single_rank_load=False, balance_batch=False)
         dataset = replace(self.config.dataset, shuffle=False, drop_last=False)
@@ -257,14 +257,14 @@ RECIPE = HSTURecipe
 
 
 def require_device(model: ModelArgs, device: torch.device) -> None:
-    """Raise ValueError where the model needs something that this device does not have."""
+    """Raise ValueError if the model's settings need another kind of device."""
     if model.compile is True and device.type != "cuda":
-        raise ValueError(f"compile is True and the device is {device.type!r}; it is made for CUDA: unset it")
+        raise ValueError(f"compile is True and the device is {device.type!r}; compile needs CUDA: unset it")
     uses_triton(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
 
 
 def weights_of(config: RankingConfig | RetrievalConfig) -> dict[str, Any]:
-    """What a checkpoint has to agree on with a model: all but how it is executed."""
+    """The settings that a checkpoint and a model must share: all except `execution`."""
     fields = asdict(config)
     del fields["hstu"]["execution"]
     return fields
@@ -275,5 +275,5 @@ def _make_model(config: RankingConfig | RetrievalConfig, **options: Any) -> Sequ
 
 
 def _feature_names(data: Any) -> Any:
-    """What knows a data set's `item_feature_name` and `contextual_feature_names`: its schema, or random data itself."""
+    """The object with item_feature_name and contextual_feature_names: a data set's schema, or random data itself."""
     return getattr(data, "schema", data)

@@ -1,20 +1,20 @@
-"""What a retrieval model is judged by: where, among all items, the true one stands.
+"""Metrics of a retrieval model: the rank of the true item among all items.
 
-An item's score is the cosine of its embedding and the query. With r the rank of the true item, 1 for the highest score
-and the lower id first among equal scores:
+The score of an item is the cosine of its embedding and the query. With r the rank of the true item, 1 for the highest
+score and the lower id first among equal scores:
 
     HR@K = 1 if r ≤ K        NDCG@K = 1 ÷ log₂(1 + r) if r ≤ K
 
 (Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques", with one true item), averaged over
-all users of all ranks; and the loss is the cross-entropy of the softmax over all items. Beside a metric stands its
-standard error, that of a mean of independent users: of HR@K √(p(1 − p) ÷ n).
+all users of all ranks. The loss is the cross-entropy of the softmax over all items. Each metric has a standard error,
+of a mean over independent users: for HR@K √(p(1 − p) ÷ n).
 
-All items are the rows of the table: those that the user has had already compete too, and so do ids that never occur.
-A comparison with published numbers has to know whether those leave them out.
+All rows of the table are ranked, also items in the user's history and ids that never occur; published numbers may leave
+these out.
 
-Every rank scores its own rows of the table for the users of all ranks, a chunk of items at a time, and what they count
-is added up: the table is never in one place. Scores are computed in float64 and rounded to multiples of 2⁻²⁴, which is
-as well as float32 weights know them, so that they, and what is equal among them, do not depend on how the table is cut.
+Every rank scores its own rows of the table for the users of all ranks, a chunk of items at a time, and the counts are
+summed over the ranks, so no rank needs the whole table. Scores are computed in float64 and rounded to multiples of
+2⁻²⁴, about the precision of float32 weights, so that scores and ties do not depend on the sharding of the table.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from commons.trainer.evaluation import TopKMetric, parse_top_k_metric
 from hstu.model.gathered_rows import gather_rows
 from hstu.model.retrieval import RetrievalOutput, unit
 
-# Scores held at a time, in float64.
+# Most scores in memory at a time, in float64.
 _MAX_SCORES = 2**22
-# Multiples, not float32: around 0 its numbers are so close that rounding errors of float64 stay.
+# Rounding to float32 would not do: near 0 float32 is finer than the rounding errors of the float64 scores.
 _SCORE_STEP = 2.0**-24
 
 
 def parse_metric(name: str, num_items: int) -> TopKMetric:
-    """Read the name of a metric, such as "NDCG@10"; there are `num_items` items.
+    """Parse the name of a metric, such as "NDCG@10".
 
     Raises:
-        ValueError: an unknown metric, or one that looks at more items than there are.
+        ValueError: an unknown metric, or a K above `num_items`.
     """
     metric = parse_top_k_metric(name, ("HR", "NDCG"), "retrieval")
     if metric.top_k > num_items:
@@ -60,20 +60,21 @@ class TableRows(NamedTuple):
 
 
 class RetrievalMetrics:
-    """Means over all users since the last reset, of all ranks together.
+    """Means over all users of all ranks since the last reset.
 
-    `update` and `compute` are collective calls; a rank without users takes part.
+    `update` and `compute` are collective calls; ranks without users call them too.
 
     Args:
-        model: holds the table, sharded by TorchRec or whole on every rank.
-        item_feature_name: the table of the items.
+        model: the model with the table, sharded by TorchRec or whole on every rank.
+        item_feature_name: name of the items' table.
         names: metrics to compute.
-        temperature: by which cosines are divided in the loss.
-        popularity: numbers `(num_items,)`; with them every metric is also computed for scores that are these numbers.
-        device: of this rank.
+        temperature: divisor of the cosines in the loss.
+        popularity: popularity of each item, numbers `(num_items,)`, to compute every metric also with this number as
+            the score; None for no baseline.
+        device: device of this rank; None for the CPU.
 
     Raises:
-        ValueError: an unknown metric, one that looks at more items than there are, or no such table.
+        ValueError: an unknown metric, a K above the number of items, or no such table.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class RetrievalMetrics:
 
     def update(self, output: RetrievalOutput) -> None:
         """Add the users of a step; a step may have none."""
-        # Every rank counts all users, so that the sums are the same everywhere.
+        # Every rank counts all users, so the sums are equal on all ranks.
         queries = gather_rows(output.queries.double(), self._group)
         targets = gather_rows(output.targets, self._group)
         if not targets.numel():
@@ -111,9 +112,9 @@ class RetrievalMetrics:
         self._sums += torch.stack(sums)
 
     def compute(self) -> dict[str, float]:
-        """The loss, the metrics, and those of popularity as `popularity_…`; NaN where there are no users.
+        """The loss, the metrics, and the metrics of popularity as `popularity_…`; NaN without users.
 
-        The standard error of X is X_se.
+        The standard error of metric X is X_se.
         """
         loss, users, *sums = self._sums.tolist()
         prefixes = [""] if self._rank_by_popularity is None else ["", "popularity_"]
@@ -125,13 +126,13 @@ class RetrievalMetrics:
         return found
 
     def reset(self) -> None:
-        """Forget all users; the model may have been trained since."""
+        """Remove all users; the table is read again, because the model may have been trained since."""
         sources = 1 if self._rank_by_popularity is None else 2
         self._sums = torch.zeros(2 + 2 * sources * len(self._metrics), dtype=torch.float64, device=self._device)
         self._rows: list[TableRows] | None = None
 
     def _find(self, queries: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rank of the true items and loss, both float64 `(num_users,)`."""
+        """Rank of the true item and loss of each user, both float64 `(num_users,)`."""
         rows = self._own_rows()
         true = self._over_ranks(self._true_scores(rows, queries, targets))
         worse, log_total = torch.zeros_like(true), torch.full_like(true, -torch.inf)
@@ -141,18 +142,18 @@ class RetrievalMetrics:
                 scores = self._scores(queries, weight[start : start + size])  # (num_users, size)
                 ids = torch.arange(first + start, first + start + scores.shape[1], device=scores.device)
                 is_behind = (scores == true[:, None]) & (ids > targets[:, None])
-                # An item is not behind itself, even where two ways to compute its score round apart.
+                # Exclude the true item, whose score here and in `true` may be rounded differently.
                 is_other = ids != targets[:, None]
                 worse += (((scores < true[:, None]) | is_behind) & is_other).sum(1)
                 log_total = torch.logaddexp(log_total, (scores / self._temperature).logsumexp(1))
         largest = self._over_ranks(log_total.clone(), dist.ReduceOp.MAX)
         worse, total = self._over_ranks(torch.stack([worse, (log_total - largest).exp()]))
-        # Not worse, rather than better: a score that is no number is behind all items, and never a hit.
+        # Counts the items that are not worse, so that a true item with score NaN is ranked last and is never a hit.
         ranks = self._num_items - worse + true.isnan()
         return ranks, total.log() + largest - true / self._temperature
 
     def _true_scores(self, rows: list[TableRows], queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Scores of the true items in these rows, 0 for others: float64 `(num_users,)`."""
+        """Scores of the true items in these rows, 0 for true items elsewhere: float64 `(num_users,)`."""
         scores = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
         for first, weight in rows:
             mine = ((targets >= first) & (targets < first + weight.shape[0])).nonzero().flatten()
@@ -169,13 +170,13 @@ class RetrievalMetrics:
         return values
 
     def _own_rows(self) -> list[TableRows]:
-        """The rows that this rank scores; all ranks' together are the table."""
+        """The rows of the table that this rank scores; every row is on one rank."""
         if self._rows is None:
             table = self._table()
             if isinstance(table, ShardedTensor):
                 shards = table.local_shards()
                 self._rows = [TableRows(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
-            else:  # whole on every rank: each scores a part
+            else:  # the table is whole on every rank; each rank scores a part
                 rank, world_size = 0, 1
                 if self._group is not None:
                     rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -190,7 +191,7 @@ class RetrievalMetrics:
         ]
         if len(found) != 1:
             raise ValueError(
-                f"the model has {len(found)} tables {self._item_feature_name!r}; items are found in one: correct "
+                f"the model has {len(found)} tables {self._item_feature_name!r}; it must have one: correct "
                 "item_feature_name"
             )
         return found[0]
@@ -201,7 +202,7 @@ def _rounded(scores: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_by(popularity: torch.Tensor) -> torch.Tensor:
-    """Rank of every item by falling popularity, 1 for the first, the lower id first among equals: int64.
+    """Rank of every item by popularity, 1 for the most popular, ties by lower id: int64 `(num_items,)`.
 
     >>> ranks_by(torch.tensor([3, 9, 3])).tolist()
     [2, 1, 3]
@@ -213,7 +214,7 @@ def ranks_by(popularity: torch.Tensor) -> torch.Tensor:
 
 
 def _gain(metric: TopKMetric, ranks: torch.Tensor) -> torch.Tensor:
-    """What users at these ranks add to a metric: float64 `(num_users,)`."""
+    """The metric of each user for the rank of the user's true item: float64 `(num_users,)`."""
     gains = torch.ones_like(ranks, dtype=torch.float64)
     if metric.kind == "NDCG":
         gains = 1 / (1 + ranks.double()).log2()

@@ -29,7 +29,7 @@ def build_distributed_model(
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank; see `commons.trainer.sharding.shard_model`.
 
-    All ranks then compute its layers in the same way, see `hstu.model.execution.choose_execution`.
+    Also chooses how all ranks compute the layers, see `hstu.model.execution.choose_execution`.
 
     Raises:
         RuntimeError, ValueError: as `shard_model`; also for plain tables, widths without kernels, on CPU for tables
@@ -43,7 +43,7 @@ def build_distributed_model(
         if width % _WIDTH_STEP:
             raise ValueError(
                 f"the table of {name!r} is {width} wide; fbgemm's tables are a multiple of {_WIDTH_STEP} wide: correct "
-                "hidden_size, or the embedding dimension where it is another one"
+                "hidden_size, or the table's own embedding dimension"
             )
     if dist.is_initialized() and device.type == "cpu":
         kinds = sharding if isinstance(sharding, Mapping) else dict.fromkeys(model.config.embedding_tables, sharding)
@@ -62,18 +62,18 @@ def build_distributed_model(
 
 
 def require_rows_on_all_ranks(config: SequenceModelConfig, row_wise: Sequence[str], world_size: int) -> None:
-    """Raise ValueError where the `row_wise` tables of one width are all too short for the ranks.
+    """Raise ValueError if all `row_wise` tables of a width are too short for every rank to have a row.
 
-    TorchRec looks them up together. On CPU fbgemm takes a rank's share without any rows for one on a GPU.
+    TorchRec looks up the tables of a width together. On CPU, fbgemm treats a rank without any of their rows as a GPU.
     """
     rows_by_width: dict[int, dict[str, int]] = {}
     for table in row_wise:
         if table in config.embedding_tables:
             rows_by_width.setdefault(config.table_widths[table], {})[table] = config.embedding_tables[table]
     for width, rows in rows_by_width.items():
-        # Every rank but the last ones has as many rows as the first.
+        # All ranks except the last ones have ⌈rows ÷ ranks⌉ rows.
         if all(-(-num_rows // -(-num_rows // world_size)) < world_size for num_rows in rows.values()):
             raise ValueError(
-                f"the row_wise tables of width {width} have rows {rows}, which leaves one of {world_size} ranks "
-                "without any; fbgemm cannot have that on CPU: choose 'table_wise' for them"
+                f"the row_wise tables of width {width} have rows {rows}, too few for {world_size} ranks; on CPU fbgemm "
+                "needs a row on every rank: choose 'table_wise' for these tables"
             )

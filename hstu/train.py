@@ -22,15 +22,15 @@ from hstu.train_config import TrainConfig
 
 
 def train(config: TrainConfig | Mapping[str, Any], *, ranks: RankInfo | None = None) -> TrainSummary:
-    """One rank of a run, called on all ranks by Ray Train's TorchTrainer, a notebook or any script.
+    """Train as one rank of a run; called on all ranks, by Ray Train's TorchTrainer, a notebook or any script.
 
-    Arguments, what it returns and errors are those of `commons.trainer.run.train`.
+    For arguments, result and errors see `commons.trainer.run.train`.
     """
     return run.train(HSTURecipe, config, ranks=ranks)
 
 
 def main() -> None:
-    """One rank of a run."""
+    """Train as one rank of a run, configured by the command line."""
     run.train_as_rank(HSTURecipe, prog="hstu.train", description=__doc__)
 
 

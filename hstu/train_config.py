@@ -1,4 +1,4 @@
-"""The config of an HSTU run: what `hstu/configs/*.toml` hold and what the flags of `hstu.train` set."""
+"""The config of an HSTU run: the fields of `hstu/configs/*.toml` and the flags of `hstu.train`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hstu.model.config import ExecutionConfig, HSTUConfig, LayerOptions, Ranking
 
 @dataclass(frozen=True)
 class ModelArgs(RetrievalOptions, ExecutionConfig, LayerOptions):
-    """The model; the longest sequence and the tables follow from the data set."""
+    """The model; the data set determines the longest sequence and the tables."""
 
     hidden_size: int = 64  # width of a token between layers
-    num_layers: int = 2  # HSTU layers
+    num_layers: int = 2  # number of HSTU layers
     num_attention_heads: int = 4  # attention heads per layer
     kv_channels: int = 16  # width of a head
-    # Put what lies between the attentions under torch.compile; None for doing so on CUDA, and not on a CPU.
+    # Whether to compile the layers, except the attention, with torch.compile; None for yes on CUDA and no on CPU.
     compile: bool | None = None
-    # Width of the items' table, in which retrieval compares; None for hidden_size.
+    # Width of the items' table, also of queries in retrieval; None for hidden_size.
     item_embedding_dim: int | None = None
     contextual_embedding_dim: int | None = None  # width of the contextual features' tables; None for hidden_size
-    # Ranking: widths of the head's layers; the last one is the number of tasks.
+    # Ranking: widths of the head's layers; the last width is the number of tasks.
     prediction_head_arch: tuple[int, ...] = (64, 1)
 
     def __post_init__(self) -> None:
-        # These check the numbers that need neither the data set nor the task.
+        # Check the numbers that depend on neither the data set nor the task.
         super().__post_init__()
         num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
         RankingConfig(self.hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
@@ -44,7 +44,7 @@ class ModelArgs(RetrievalOptions, ExecutionConfig, LayerOptions):
                 require_at_least(name, getattr(self, name), 1)
 
     def table_widths(self, item_feature_name: str, contextual_feature_names: Iterable[str]) -> dict[str, int]:
-        """Widths of the tables that do not have the model's, by feature name."""
+        """Widths of the tables whose width is set apart from hidden_size, by feature name."""
         widths: dict[str, int] = {}
         if self.contextual_embedding_dim is not None:
             widths |= dict.fromkeys(contextual_feature_names, self.contextual_embedding_dim)
@@ -67,19 +67,19 @@ class TrainConfig:
     """A training run of an HSTU model."""
 
     trainer: TrainerArgs  # how the model is trained
-    dataset: DatasetArgs  # what it is trained on
+    dataset: DatasetArgs  # the data set and how it is read
     model: ModelArgs = field(default_factory=ModelArgs)  # the model
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)  # what trains it
+    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)  # the optimizers and the sharding
     # What the model predicts: the action on an item, or the next item.
     task: Literal["ranking", "retrieval"] = "ranking"
-    # How single tables lie on the ranks, by feature name; the others follow optimizer.sharding.
+    # Sharding of single tables, by feature name; the other tables use optimizer.sharding.
     table_sharding: dict[str, Sharding] = field(default_factory=dict)
-    # Tell with every evaluation what the items' popularity would have scored; costs one reading of the data.
+    # Report the metrics of the items' popularity with every evaluation, as a baseline; reads the training data once.
     popularity_baseline: bool = False
-    # Name of a batch shuffler, used with trainer.enable_balanced_shuffler; one of your own is registered by `imports`
-    # or by the entry point of an installed package.
+    # Name of the batch shuffler for trainer.enable_balanced_shuffler. A module in `imports`, or the entry point of an
+    # installed package, registers your own shuffler.
     shuffler_type: str = "hstu"
-    # Modules to import first on every rank, installed or in the working directory, such as one with a shuffler.
+    # Modules to import first on every rank, installed or in the working directory, such as a module with a shuffler.
     imports: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class TrainConfig:
         if self.dataset.dataset_name in SID_DATASETS:
             raise ValueError(
                 f"dataset_name is {self.dataset.dataset_name!r}, whose items are semantic IDs; HSTU trains on "
-                f"{', '.join(HSTU_DATASETS)}: choose one of them, or train sid_gr"
+                f"{', '.join(HSTU_DATASETS)}: choose one of these, or train sid_gr"
             )
         if self.task == "retrieval" and self.dataset.max_num_candidates > 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""SID-GR: a decoder of semantic IDs, its shuffler (registered as "sid_gr" on import), its configs and its script."""
+"""SID-GR: the semantic-ID decoder, its shuffler (importing this package registers "sid_gr"), configs and training."""
 
 from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler
 

@@ -1,4 +1,4 @@
-"""The demo: a semantic-ID decoder trained on two ranks, as batches are loaded and balanced, side by side.
+"""The demo: a semantic-ID decoder trained on two ranks, once without and once with balancing.
 
 generated ratings ─► semantic IDs ─► ranks that train both ways ─► two run folders ─► evenrank report.
 
@@ -40,12 +40,12 @@ TITLE = "SID-GR on generated data with MovieLens-1M's format and lengths"
 
 @dataclass
 class DemoOptions(demo.DemoOptions):
-    """What the demo trains, and for how long."""
+    """The model, the data and the length of the demo."""
 
-    steps: int = 240  # steps that are measured, each trained both ways; at most one epoch
+    steps: int = 240  # measured steps, each trained both ways; at most one epoch
     batch_size: int = 8  # users per rank and step
-    max_history_seqlen: int = 512  # the most ratings of a user; older ones are cut off
-    num_layers: int = 2  # layers of the model, whose other dimensions are those of ModelArgs
+    max_history_seqlen: int = 512  # most ratings of a user; older ratings are cut off
+    num_layers: int = 2  # layers of the model; its other dimensions are the defaults
     codebook_sizes: tuple[int, ...] = (64, 64, 64)  # codes of each hierarchy
     run_dir: Path = Path("runs/demo-sid")  # folder for the data, the folders of both runs, report.html and report.png
 
@@ -56,7 +56,7 @@ class DemoOptions(demo.DemoOptions):
 
 
 def main() -> None:
-    """Prepare the data and start the ranks; or be one of them."""
+    """Prepare the data and start the ranks; in a process started by torchrun, train as one rank."""
     options = load_config(DemoOptions, sys.argv[1:], prog="python -m sid_gr.demo", description=__doc__)
     if not dist.is_torchelastic_launched():
         metadata = demo.prepare_data(options)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def prepare_sids(options: DemoOptions, metadata: SequenceFileMetadata) -> SIDMap:
-    """Make the map of all movies; what an earlier run has made from the same data serves again."""
+    """Make the map of all movies, or load it if an earlier run made it from the same data."""
     made_from = {"users": metadata.num_users, "seed": options.seed}
     with contextlib.suppress(FileNotFoundError, ValueError):
         found = SIDMap.load(options.map_path, options.codebook_sizes)
@@ -86,7 +86,7 @@ def prepare_sids(options: DemoOptions, metadata: SequenceFileMetadata) -> SIDMap
 
 
 def popularity(recipe: SIDGRRecipe) -> dict[str, dict[str, float]]:
-    """Metrics of the items that training users have most often, the same for everyone; a collective call."""
+    """Metrics of recommending the most frequent training items to every user, as a baseline; a collective call."""
     config, sid_map, trie = recipe.config, recipe.sid_map, recipe.trie
     beam_width = config.trainer.top_k_for_generation
     histories = PreprocessedHistories(Path(config.dataset.dataset_path or ""), SCHEMA, "train")

@@ -16,14 +16,14 @@ TABLE = "codes"
 class CodeEmbedding(nn.Module):
     """Looks up the ids of both sequences in one table.
 
-    Its forward has no control flow and its collection is a TorchRec module, so that DistributedModelParallel can shard
-    the table and a train pipeline can take the lookup apart.
+    The forward has no control flow and the collection is a TorchRec module, so DistributedModelParallel can shard the
+    table and a train pipeline can separate the lookup from the rest of the model.
 
     Args:
         feature_names: keys of the histories' and the candidates' ids.
-        num_codes: codes of all hierarchies together.
+        num_codes: number of codes of all hierarchies together.
         embedding_dim: width of an embedding.
-        device: where the table is made; "meta" leaves that to sharding, which then initialises the shards.
+        device: device of the table, None for the CPU; with "meta", sharding makes and initialises the shards.
     """
 
     def __init__(
@@ -48,6 +48,6 @@ class CodeEmbedding(nn.Module):
             features: int64 ids of both sequences.
 
         Returns:
-            For both a JaggedTensor with values `(num_ids, embedding_dim)` and lengths `(batch_size,)`.
+            For each sequence a JaggedTensor with values `(num_ids, embedding_dim)` and lengths `(batch_size,)`.
         """
         return self.collection(features)

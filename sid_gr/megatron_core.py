@@ -1,7 +1,7 @@
-"""What sid_gr takes from megatron-core, imported in one place.
+"""sid_gr's imports from megatron-core, in one place.
 
-megatron-core warns at import of every accelerator package that is missing, and falls back to torch; these warnings are
-left out here, since that is what runs on a CPU.
+At import megatron-core warns about every missing accelerator package and falls back to torch. These warnings are
+suppressed here, because on a CPU the fallback is intended.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ try:
         from megatron.core.transformer.transformer_config import TransformerConfig
 except ImportError as error:
     raise ImportError(
-        f"megatron-core cannot be imported ({error}); the decoder of sid_gr is made of its layers: install "
-        "evenrank[megatron]"
+        f"megatron-core cannot be imported ({error}); the decoder of sid_gr uses its layers: install evenrank[megatron]"
     ) from error
 
 __all__ = [

@@ -1,14 +1,13 @@
-"""What generated items are judged by: HitRate@K, Recall@K and NDCG@K over all users of all ranks.
+"""Metrics of generated items: HitRate@K, Recall@K and NDCG@K over all users of all ranks.
 
-A user's true items are the candidates of the row, one in the usual leave-one-out evaluation. With the generated items
-in order of likelihood, hit_k = 1 where the k-th one is true, and T true items:
+A user's true items are the candidates of the row, one item in the usual leave-one-out evaluation. With the generated
+items in order of likelihood, hit_k = 1 if the k-th item is true, and T true items:
 
     HitRate@K = 1 if any hit_k, k ≤ K           Recall@K = Σ hit_k ÷ T
     NDCG@K    = Σ hit_k ÷ log₂(k + 1)  ÷  Σ_{k ≤ min(K, T)} 1 ÷ log₂(k + 1)
 
 after Järvelin and Kekäläinen 2002, "Cumulated Gain-Based Evaluation of IR Techniques". With one true item HitRate and
-Recall are the same. Beside a metric stands its standard error, that of a mean of independent users: of HitRate@K
-√(p(1 − p) ÷ n).
+Recall are equal. Each metric has a standard error, of a mean over independent users: for HitRate@K √(p(1 − p) ÷ n).
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ from sid_gr.model.gpt import GenerationOutput
 
 
 def parse_metric(name: str, beam_width: int) -> TopKMetric:
-    """Read the name of a metric.
+    """Parse the name of a metric.
 
     Args:
-        name: such as "NDCG@10" or "HitRate@10".
-        beam_width: items that are generated.
+        name: a name such as "NDCG@10" or "HitRate@10".
+        beam_width: number of generated items.
 
     Raises:
-        ValueError: an unknown metric, or one that looks at more items than are generated.
+        ValueError: an unknown metric, or a K above `beam_width`.
     """
     metric = parse_top_k_metric(name, tuple(_SCORES), "generation")
     if metric.top_k > beam_width:
         raise ValueError(
-            f"eval_metrics has {name!r}, which looks at {metric.top_k} items, the beam has {beam_width}; only so many "
-            "are generated: raise top_k_for_generation or lower K"
+            f"eval_metrics has {name!r}, the beam has {beam_width} items; K is at most the number of generated items: "
+            "raise top_k_for_generation or lower K"
         )
     return metric
 
 
 class GenerationMetrics:
-    """Means over all users since the last reset, of all data-parallel ranks together.
+    """Means over all users of all data-parallel ranks since the last reset.
 
-    Every real row with at least one candidate counts once, wherever it was evaluated; padding does not.
+    Every real row with at least one candidate counts once, on whichever rank it was evaluated; padding does not count.
 
     Args:
         names: metrics to compute.
-        beam_width: items that are generated.
-        device: where sums are kept; for NCCL the rank's own device. The CPU if not given.
+        beam_width: number of generated items.
+        device: device of the sums, for NCCL the rank's own device; None for the CPU.
 
     Raises:
-        ValueError: an unknown metric, or one that looks at more items than are generated.
+        ValueError: an unknown metric, or a K above `beam_width`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class GenerationMetrics:
         """Add the users of a step; a step may have none."""
         leaves, lengths = output.generated.leaves, output.num_candidates
         row = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
-        # A user may have an item among the candidates twice; it is one true item.
+        # An item that is twice among a user's candidates is one true item.
         row, item = torch.stack([row, output.candidates]).unique(dim=1)
         num_true = torch.bincount(row, minlength=lengths.numel())  # (num_rows,)
         found = leaves.new_zeros(leaves.shape).index_add_(0, row, (leaves[row] == item[:, None]).to(leaves.dtype))
@@ -86,9 +85,9 @@ class GenerationMetrics:
         self._sums[-1] += num_true.numel()
 
     def compute(self) -> dict[str, float]:
-        """Metrics by name, the standard error of X as X_se: a collective call, the same numbers on every rank.
+        """Metrics by name, and the standard error of metric X as X_se: a collective call, equal results on all ranks.
 
-        NaN where there are no users.
+        NaN without users.
         """
         sums = self._sums.clone()
         if self._group is not None:
@@ -101,13 +100,13 @@ class GenerationMetrics:
         return found
 
     def reset(self) -> None:
-        """Forget all users."""
-        # Of each metric its sum and that of its squares; last the number of users, twice.
+        """Remove all users."""
+        # For each metric its sum and its sum of squares; in the last row the number of users, twice.
         self._sums = torch.zeros(len(self._metrics) + 1, 2, dtype=torch.float64, device=self._device)
 
 
 def _hit_rate(hits: torch.Tensor, num_true: torch.Tensor) -> torch.Tensor:
-    """HitRate by user: float64 `(num_users,)` for hits, 0 or 1, `(num_users, K)` and true items `(num_users,)`."""
+    """HitRate of each user, float64 `(num_users,)`, from hits (0 or 1) `(num_users, K)`; other metrics use num_true."""
     return hits.amax(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share a decoder and which share a global batch: megatron-core's parallel_state, with checked sizes."""
+"""The tensor-parallel and data-parallel groups: megatron-core's parallel_state, with checked sizes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sid_gr.megatron_core import parallel_state
 
 
 def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
-    """Make megatron-core's groups: ranks `[k·t, (k + 1)·t)` share a decoder, and ranks of equal remainder the data.
+    """Make megatron-core's groups: ranks `[k·t, (k + 1)·t)` share a decoder, ranks with equal rank % t share the data.
 
-    A collective call on all ranks. Shufflers, losses and data loaders use the data-parallel group from then on.
+    A collective call on all ranks. Afterwards shufflers, losses and data loaders use the data-parallel group.
 
     Args:
-        tensor_parallel_size: t, ranks that share one decoder.
+        tensor_parallel_size: t, number of ranks that share one decoder.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: a size that does not divide the number of ranks.
+        ValueError: t does not divide the number of ranks.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -29,8 +29,8 @@ def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
     world_size = dist.get_world_size()
     if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
         raise ValueError(
-            f"tensor_model_parallel_size is {tensor_parallel_size}, there are {world_size} ranks; every decoder has as "
-            "many ranks as the others: choose a divisor of the number of ranks, or start another number"
+            f"tensor_model_parallel_size is {tensor_parallel_size}, there are {world_size} ranks; all decoders have "
+            "the same number of ranks: choose a divisor of the number of ranks, or start another number"
         )
     with _connected_when_used():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
@@ -38,10 +38,10 @@ def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
 
 @contextlib.contextmanager
 def _connected_when_used() -> Iterator[None]:
-    """Within the block, a new group connects with its first collective.
+    """Within the block, new groups connect lazily, at their first collective.
 
-    Where ranks are bound to a device, as the trainer binds them, torch would give each of megatron-core's two dozen
-    groups an NCCL communicator at once, though the decoder uses two.
+    If ranks are bound to a device, as in the trainer, torch would make an NCCL communicator for each of megatron-core's
+    two dozen groups at once, though the decoder uses two of them.
     """
     world = dist.distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
@@ -52,14 +52,14 @@ def _connected_when_used() -> Iterator[None]:
 
 
 def tensor_parallel_size() -> int:
-    """Ranks that share this rank's decoder.
+    """Number of ranks that share this rank's decoder.
 
     Raises:
         RuntimeError: the groups have not been made.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError(
-            "megatron-core's parallel_state is not initialised; its layers need to know their group: call "
+            "megatron-core's parallel_state is not initialised; its layers need their group: call "
             "sid_gr.parallel.initialize_model_parallel first"
         )
     return parallel_state.get_tensor_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""The semantic-ID decoder as a recipe: trained on ranks, compared in the demo, measured and simulated."""
+"""SIDGRRecipe: builds the semantic-ID decoder, its data and metrics for training, demo, calibration and simulation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sid_gr.train_config import TrainConfig
 
 
 class SIDGRRecipe(Recipe):
-    """A decoder of megatron-core layers; where several ranks share one, after `initialize_model_parallel`."""
+    """The recipe of a decoder with megatron-core layers, optionally tensor-parallel (`initialize_model_parallel`)."""
 
     config_class = TrainConfig
     config: TrainConfig
@@ -40,33 +40,34 @@ class SIDGRRecipe(Recipe):
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> SIDGRRecipe:
-        """See Recipe; ValueError for a config with tensor parallelism too, whose decoder several processes share."""
+        """See Recipe. Also raises ValueError for a config with tensor parallelism, which needs several processes."""
         recipe = super().load(path, device)
         size = recipe.config.model.tensor_model_parallel_size
         if size > 1:
             raise ValueError(
-                f"tensor_model_parallel_size is {size}; costs are measured in one process: measure a config with 1"
+                f"tensor_model_parallel_size is {size}; costs are measured in one process: use a config with 1"
             )
         return recipe
 
     @cached_property
     def task(self) -> SelfAttentionTask:
-        """The operations of the layers."""
+        """The cost of the layers."""
         return SelfAttentionTask(**self._decoder_config(1).cost_dimensions)
 
     def row_tokens(self, batch: GPTSIDBatch) -> RowTokens:
-        """Tokens of every real row, none of them a target that others do not see."""
+        """Tokens of every real row; there are no targets, as all attention is causal."""
         return RowTokens(batch.sequence_lengths()[: real_rows(batch)])
 
     def flops(self, batch: GPTSIDBatch) -> int:
-        """Forward and backward operations of layers and heads on a host batch; lookups are small and left out."""
+        """Forward and backward FLOPs of layers and heads on a host batch, without lookups, which are small."""
         return training_flops(int(decoder_flops(self.task, batch).sum()))
 
     def prepare_ranks(self) -> None:
-        """Make megatron-core's groups; those that exist are used.
+        """Make megatron-core's groups, or use existing groups.
 
         Raises:
-            ValueError: they exist for another tensor_model_parallel_size, or that size does not divide the ranks.
+            ValueError: existing groups have another tensor_model_parallel_size, or it does not divide the number of
+                ranks.
         """
         size = self.config.model.tensor_model_parallel_size
         self._made_groups = not parallel_state.model_parallel_is_initialized()
@@ -75,11 +76,12 @@ class SIDGRRecipe(Recipe):
         elif size != tensor_parallel_size():
             raise ValueError(
                 f"tensor_model_parallel_size is {size}, megatron-core's groups exist already, with "
-                f"{tensor_parallel_size()} ranks per decoder; these are used: give their size, or destroy them before"
+                f"{tensor_parallel_size()} ranks per decoder; existing groups are used: set their size, or destroy "
+                "them before"
             )
 
     def release_ranks(self) -> None:
-        """Destroy megatron-core's groups, if they were made here: they outlive no process group."""
+        """Destroy megatron-core's groups if `prepare_ranks` made them, before the process group is destroyed."""
         if self._made_groups:
             parallel_state.destroy_model_parallel()
 
@@ -90,16 +92,16 @@ class SIDGRRecipe(Recipe):
 
     @cached_property
     def trie(self) -> SIDTrie:
-        """The IDs that items have, which beam search looks among."""
+        """The valid semantic IDs, for beam search."""
         return SIDTrie(self.sid_map.codes, self.sid_map.codebook_sizes)
 
     def data_options(self) -> dict[str, Any]:
-        """The map, and the column of histories in a file of the user's own."""
+        """The map, and for data set "sid" the column of histories in the user's file."""
         column = {"history_column": self.config.sid.history_column}
         return {"sid_map": self.sid_map} | (column if self.config.dataset.dataset_name == "sid" else {})
 
     def notes(self) -> list[str]:
-        """How many users have more items than a row holds."""
+        """The numbers of users and items that are affected by the limit of items per row."""
         loaders = zip(("training", "evaluation"), self.loaders)
         datasets: dict[str, Any] = {name: loader.dataset for name, loader in loaders if loader is not None}
         return [
@@ -118,11 +120,11 @@ class SIDGRRecipe(Recipe):
     def build_model(self) -> nn.Module:
         """The model on all ranks: the table sharded, the decoder copied to every data-parallel rank.
 
-        Leaves the ranks with random states for their dropout: one for every data-parallel rank, since tensor-parallel
-        peers drop the same elements.
+        Finally seeds each data-parallel rank for its dropout; tensor-parallel peers get the same seed, because they
+        must drop the same elements.
         """
         seed, optimizer = self.config.trainer.seed, self.config.optimizer
-        seed_all(seed)  # the same whole weights on all ranks, of which tensor-parallel ranks keep their part
+        seed_all(seed)  # equal whole weights on all ranks; a tensor-parallel rank keeps its part
         model = SIDGRModel(
             self.model_config,
             trie=self.trie,
@@ -142,16 +144,16 @@ class SIDGRRecipe(Recipe):
         return sharded
 
     def layers(self, model: nn.Module) -> nn.Module:
-        """The decoder's layers; peers in tensor parallelism wait for each other there, and bring the same batch."""
+        """The decoder's layers; tensor-parallel peers synchronise in them, and have the same batch."""
         return next(module for module in model.modules() if isinstance(module, TransformerBlock))
 
     def metrics(self, model: nn.Module) -> Metrics:
-        """HitRate@K, NDCG@K and Recall@K of the items that beam search finds."""
+        """HitRate@K, NDCG@K and Recall@K of the items from beam search."""
         trainer = self.config.trainer
         return GenerationMetrics(trainer.eval_metrics, trainer.top_k_for_generation, device=self.device)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the shapes and the meaning of the weights."""
+        """The settings that determine the shapes and the meaning of the weights."""
         return {"model": asdict(self.model_config), **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
@@ -160,7 +162,7 @@ class SIDGRRecipe(Recipe):
 
     def single_process_model(self) -> nn.Module:
         """See Recipe."""
-        # megatron-core's layers ask for their group, even where it is this process alone.
+        # megatron-core's layers need a group, also in a single process.
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
@@ -169,7 +171,7 @@ class SIDGRRecipe(Recipe):
         return SIDGRModel(self._decoder_config(data.max_items), feature_names=(HISTORY, CANDIDATE))
 
     def make_batch(self, lengths: Sequence[int]) -> GPTSIDBatch:
-        """A random batch on the device; as many of a row's items are candidates as training takes."""
+        """A random batch on the device, with as many candidates per row as in training."""
         items = torch.as_tensor(lengths, dtype=torch.int64)
         candidates = items.clamp(max=self.config.dataset.max_num_candidates or int(items.max()))
         batch = GPTSIDBatch.random_of_lengths(

@@ -1,8 +1,8 @@
 """A semantic-ID model on many ranks: the table sharded by TorchRec, the decoder copied by megatron-core.
 
-The table lies on all ranks, tensor-parallel peers included. Peers look up the same ids and each has the whole gradient
-of its embeddings, so that every data-parallel rank's gradient arrives once per peer; TorchRec divides by all ranks, the
-loss counts data-parallel ranks alone, and the average is that of the global batch.
+The table is sharded over all ranks, tensor-parallel peers included. Peers look up the same ids, and each has the whole
+gradient of the embeddings, so the table receives every data-parallel rank's gradient once per peer. TorchRec divides by
+the number of all ranks and the loss counts only data-parallel ranks, so the average is that of the global batch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def build_distributed_model(
 ) -> DistributedModelParallel:
     """Shard the table over all ranks and copy the decoder within every data-parallel group.
 
-    A collective call on all ranks. Copies start from the weights of the first rank of their group.
+    A collective call on all ranks. Every copy gets the weights of the first rank of its group.
 
     Args:
-        model: with its table on "meta", or with the same weights on all ranks.
+        model: the model, with its table on "meta", or with equal weights on all ranks.
         device: this rank's device.
         embedding_optimizer: see `commons.trainer.sharding.shard_model`.
-        embedding_lr: its learning rate.
-        sharding: "row_wise", "table_wise", or None for the planner's choice between them.
-        local_world_size: ranks per host; what torchrun sets if not given, else all ranks.
+        embedding_lr: learning rate of the table.
+        sharding: "row_wise", "table_wise", or None for the planner's choice between these.
+        local_world_size: ranks per host; None for torchrun's value, or without torchrun for all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -52,7 +52,7 @@ def build_distributed_model(
     """
     if sharding == "data_parallel":
         raise ValueError(
-            "sharding is 'data_parallel'; megatron-core averages the gradients of the decoder alone: choose 'row_wise' "
+            "sharding is 'data_parallel'; megatron-core averages only the gradients of the decoder: choose 'row_wise' "
             "or 'table_wise'"
         )
     return shard_model(
@@ -68,10 +68,10 @@ def build_distributed_model(
 
 
 class _MegatronDataParallel(DataParallelWrapper):
-    """Wraps the decoder of a SIDGRModel, in the place of TorchRec's default, torch's DistributedDataParallel."""
+    """Wraps the decoder of a SIDGRModel; replaces TorchRec's default, torch's DistributedDataParallel."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Move what is not sharded to the device, and wrap the decoder."""
+        """Move the decoder and the trie to the device, and wrap the decoder."""
         model = dmp.module
         for part in (model.dense, model.trie):
             if isinstance(part, nn.Module):
@@ -82,31 +82,31 @@ class _MegatronDataParallel(DataParallelWrapper):
 
 
 class ParallelDecoder(DistributedDataParallel):
-    """megatron-core's DistributedDataParallel around a SIDDecoder; after a backward pass `grad` holds the averages.
+    """megatron-core's DistributedDataParallel around a SIDDecoder; after the backward pass `grad` is the average.
 
-    megatron-core gathers gradients in buffers (`main_grad`), which its own training loop clears before a step and
-    reduces, with `finalize_model_grads`, after it. TorchRec's pipelines and torch's optimizers know neither; here both
-    are done at the ends of a pass, so that the gradients are those of the last one, averaged over the data-parallel
-    group, as with torch's DistributedDataParallel.
+    megatron-core accumulates gradients in buffers (`main_grad`); its own training loop clears them before a step and
+    reduces them with `finalize_model_grads` after it. TorchRec's pipelines do neither, so this class clears the buffers
+    before a forward pass and reduces them after the backward pass. The gradients are then those of the last pass,
+    averaged over the data-parallel group, as with torch's DistributedDataParallel.
     """
 
-    # TorchRec then leaves loading to load_state_dict, in which, as in state_dict, names do not show the wrapper.
+    # Makes TorchRec call load_state_dict, whose names, like those of state_dict, omit the wrapper.
     _FORCE_STATE_DICT_LOAD = True
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """As the decoder's."""
+        """Run the decoder's forward, and prepare the reduction of gradients."""
         if torch.is_grad_enabled():
             self.zero_grad_buffer()
             for parameter in self.parameters():
                 parameter.grad = None
         loss, output = super().forward(*args, **kwargs)
         if loss.requires_grad:
-            # The loss is where the backward pass begins; what is queued there runs when it is complete.
+            # The backward pass begins at the loss; a callback queued there runs when the pass is complete.
             loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._reduce))
         return loss, output
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load the decoder's state; returns what did not fit, as torch's modules do."""
+        """Load the decoder's state; returns missing and unexpected keys, as torch's modules do."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _reduce(self) -> None:
@@ -117,14 +117,14 @@ class ParallelDecoder(DistributedDataParallel):
 
 @contextmanager
 def cpu_in_place_of_cuda(device: torch.device) -> Iterator[None]:
-    """Let `torch.cuda.current_device()` be the CPU while megatron-core allocates for a rank on the CPU.
+    """Make `torch.cuda.current_device()` return the CPU while megatron-core allocates for a rank on the CPU.
 
-    megatron-core 0.16.1 allocates its gradient buffers there (param_and_grad_buffer.py:806), not on the device of the
-    parameters. Nothing else that sid_gr uses needs a CUDA device, given `use_cpu_initialization` in TransformerConfig
-    and a core attention of its own: DotProductAttention takes the CUDA generator for its dropout.
+    megatron-core 0.16.1 allocates its gradient buffers on that device (param_and_grad_buffer.py:806), not on the device
+    of the parameters. Nothing else in sid_gr needs CUDA: TransformerConfig sets `use_cpu_initialization`, and sid_gr's
+    core attention replaces DotProductAttention, whose dropout uses the CUDA generator.
 
     Args:
-        device: of this rank; on CUDA nothing is changed.
+        device: device of this rank; on CUDA nothing is changed.
     """
     if device.type == "cuda":
         yield

@@ -1,1 +1,1 @@
-"""evenrank in other training frameworks, one file for each; a framework is imported when its file is."""
+"""Integrations with other training frameworks, one module for each; a module imports its framework."""

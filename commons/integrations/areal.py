@@ -16,16 +16,16 @@ from commons.perf_model.partitioner import as_int64_workloads, partition
 def ffd_allocate(
     values: Any, capacity: int, min_groups: int | None = None, n_groups_divisor: int = 1
 ) -> list[list[int]]:
-    """Indices in groups of at most `capacity`, never more of them than first-fit decreasing makes, and more even.
+    """Indices in groups of at most `capacity` tokens: no more groups than first-fit decreasing, and more even ones.
 
     Args:
         values: tokens of each item, integers `(n,)`.
-        capacity: most of a group.
+        capacity: most tokens of a group.
         min_groups: fewest groups; None for as few as possible.
         n_groups_divisor: the number of groups is a multiple of it.
 
     Raises:
-        RuntimeError: as AReaL's, with the reason in one line: a value above the capacity, or no such groups.
+        RuntimeError: a value above the capacity, or no such groups exist; the same type as in AReaL.
     """
     return _allocate(values, capacity, min_groups, n_groups_divisor, False)
 
@@ -33,7 +33,7 @@ def ffd_allocate(
 def kk_allocate(
     values: Any, capacity: int, min_groups: int | None = None, n_groups_divisor: int = 1, equal_size: bool = False
 ) -> list[list[int]]:
-    """`ffd_allocate`, with sizes that differ by one at most where `equal_size` asks for them."""
+    """`ffd_allocate`; with `equal_size`, the sizes of the groups differ by one at most."""
     return _allocate(values, capacity, min_groups, n_groups_divisor, equal_size)
 
 
@@ -50,14 +50,14 @@ def get_allocate_fn(algorithm: str = "ffd") -> AllocateFn:
 
 
 def balanced_greedy_partition(nums: Any, K: int) -> list[list[int]]:
-    """Indices in `K` groups of even sums, whose sizes differ by one at most.
+    """Indices in `K` groups of nearly equal sums, whose sizes differ by one at most.
 
     Raises:
         ValueError: fewer values than groups.
     """
     weights = as_int64_workloads(nums, "nums")
     if len(weights) < K:
-        raise ValueError(f"there are {len(weights)} values, K is {K}; no group is empty: lower K or bring more")
+        raise ValueError(f"there are {len(weights)} values, K is {K}; no group is empty: lower K or pass more")
     return partition(weights, K).groups()
 
 

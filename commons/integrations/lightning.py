@@ -1,4 +1,4 @@
-"""Lightning: a callback that gives a sampler its epoch, and lets a resumed run go on behind the last trained batch.
+"""Lightning: a callback that sets a sampler's epoch, and resumes a run after the last trained batch.
 
 sampler = BalancedBatchSampler(workloads, 8, num_ranks=trainer.world_size, rank=trainer.global_rank)
 trainer = Trainer(callbacks=[BalancedBatches(sampler)], use_distributed_sampler=False)
@@ -16,56 +16,57 @@ from commons.datasets.samplers.planned import PlannedSampler
 
 
 class BalancedBatches(Callback):
-    """Keeps the place in the data of a sampler, which is the `batch_sampler` of the training loader.
+    """Saves and restores a sampler's place in the data; the sampler is the `batch_sampler` of the training loader.
 
-    Lightning chooses the epoch of a sampler, but a run that is resumed within an epoch would begin that epoch again.
-    The place is a number of rows over all ranks, so that it also holds for another number of them.
+    Without it, a run that is resumed within an epoch begins that epoch again. The place is a number of rows over all
+    ranks, so it remains valid for another number of ranks.
 
     Args:
-        sampler: of this rank, a BalancedBatchSampler or BudgetBatchSampler.
+        sampler: this rank's BalancedBatchSampler or BudgetBatchSampler.
 
     Raises:
-        TypeError: a sampler that cannot go on within an epoch.
-        ValueError: when training begins: a loader with another sampler, or a sampler of other ranks.
+        TypeError: the sampler cannot resume within an epoch.
+        ValueError: when training begins: the loader has another sampler, or the sampler is for another rank.
     """
 
     def __init__(self, sampler: PlannedSampler) -> None:
         if not isinstance(sampler, PlannedSampler):
             raise TypeError(
-                f"sampler is a {type(sampler).__name__}; the place is that of a BalancedBatchSampler or a "
-                "BudgetBatchSampler: make one of them, and a DataLoader with it as batch_sampler"
+                f"sampler is a {type(sampler).__name__}; it must be a BalancedBatchSampler or a BudgetBatchSampler: "
+                "make one of these, and a DataLoader with it as batch_sampler"
             )
         self._sampler = sampler
         self._epoch, self._start, self._num_batches = -1, EPOCH_START, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the sampler with the run."""
+        """Check that the loader uses the sampler, and that the sampler is for this rank."""
         loader = trainer.train_dataloader
         if getattr(loader, "batch_sampler", None) is not self._sampler:
             raise ValueError(
                 "the training loader has another batch_sampler than this callback; its place would be lost: pass "
                 "DataLoader(rows, batch_sampler=sampler), and Trainer(use_distributed_sampler=False)"
             )
-        known = self._sampler.identity()
-        if (known["rank"], known["world_size"]) != (trainer.global_rank, trainer.world_size):
+        identity = self._sampler.identity()
+        if (identity["rank"], identity["world_size"]) != (trainer.global_rank, trainer.world_size):
             raise ValueError(
-                f"the sampler deals rows to rank {known['rank']} of {known['world_size']}, this is rank "
-                f"{trainer.global_rank} of {trainer.world_size}; each rank reads its own: make the sampler with these"
+                f"the sampler is for rank {identity['rank']} of {identity['world_size']}, this is rank "
+                f"{trainer.global_rank} of {trainer.world_size}; each rank has its own sampler: make it with this rank "
+                "and number of ranks"
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on within the epoch of a checkpoint, or begin one."""
+        """Continue within the epoch of a checkpoint, or begin an epoch."""
         if trainer.current_epoch != self._epoch:
             self._epoch, self._start = trainer.current_epoch, EPOCH_START
         self._num_batches = 0
         self._begin()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Count a batch that was trained; the loader may have read further."""
+        """Count a trained batch; the loader may have read further."""
         self._num_batches += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch that was trained, the next epoch behind the last one of an epoch."""
+        """The place after the last trained batch; after the last batch of an epoch, the start of the next epoch."""
         epoch = max(0, self._epoch)
         place = self._sampler.place_after(self._num_batches, epoch, self._start)
         if next(self._sampler.step_rows(epoch, place), None) is None:
@@ -73,7 +74,7 @@ class BalancedBatches(Callback):
         return {"epoch": epoch, "row": place.row, "steps": place.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the place of a checkpoint; Lightning may begin to read before the epoch starts."""
+        """Set the sampler to a checkpoint's place; Lightning may begin to read before the epoch starts."""
         self._epoch, self._start = state_dict["epoch"], Place(state_dict["row"], state_dict["steps"])
         self._begin()
 

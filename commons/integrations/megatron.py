@@ -1,6 +1,6 @@
-"""Megatron-Core: a scheduler for packed sequences of even work in place of "dp_balanced", which packs as they come.
+"""Megatron-Core: a scheduler that balances packed sequences, in place of "dp_balanced", which packs them in order.
 
-evenrank.integrations.megatron.balance_packed_sequences()  # before the training; the config stays as it is
+evenrank.integrations.megatron.balance_packed_sequences()  # before the training; the config needs no change
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def balance_packed_sequences() -> None:
     """Put evenrank's scheduler into Megatron-Core's `scheduler_map`, as "dp_balanced".
 
     Raises:
-        ValueError: a Megatron-Core without packed sequences.
+        ValueError: this release of Megatron-Core has no such scheduler.
     """
     from megatron.core import __version__
     from megatron.core.datasets import data_schedule
@@ -36,20 +36,20 @@ def balance_packed_sequences() -> None:
 
 
 def balanced_scheduler(base: type) -> type:
-    """A scheduler that exchanges and builds batches as `base` does, and deals sequences by their work."""
+    """A subclass of a scheduler: it exchanges and builds batches as `base` does, but assigns sequences by workload."""
 
     class BalancedScheduler(base):
-        """Micro-batches of as few tokens' room as it takes, of even work on all ranks."""
+        """Packs sequences into the fewest micro-batches, of even work on all ranks."""
 
         _task: SelfAttentionTask | None = None
 
         def run(self, *args: Any, **kwargs: Any) -> Any:
-            """As the base's; the model's config says what a sequence costs."""
+            """Run the base's method, after reading the cost of a sequence from the model's config."""
             self._task = task_of(kwargs["config"] if "config" in kwargs else args[-1])
             return super().run(*args, **kwargs)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
-            """Ids of the sequences of each micro-batch and each rank; ranks of one context-parallel group alike."""
+            """Ids of the sequences of each micro-batch and rank, equal on the ranks of a context-parallel group."""
             dealt = deal_sequences(
                 sample_id_seqlens,
                 dp_size=self.dp_size,
@@ -65,18 +65,17 @@ def balanced_scheduler(base: type) -> type:
 
 
 def _require_few(dealt: list[list[list[int]]], max_num_seqs: int | None) -> None:
-    """Raise ValueError where a micro-batch has more sequences than newer releases allow it."""
+    """Raise ValueError if a micro-batch has more sequences than `max_num_seqs`, a limit of newer releases."""
     most = max(len(ids) for micro_batch in dealt for ids in micro_batch)
     if max_num_seqs is not None and most > max_num_seqs:
         raise ValueError(
-            f"a micro-batch has {most} sequences, thd_max_packed_sequences leaves room for {max_num_seqs}; short "
-            "sequences are packed by their tokens alone: raise thd_max_packed_sequences or lower "
-            "max_seqlen_per_dp_cp_rank"
+            f"a micro-batch has {most} sequences, thd_max_packed_sequences allows {max_num_seqs}; only tokens are "
+            "limited in packing, not sequences: raise thd_max_packed_sequences or lower max_seqlen_per_dp_cp_rank"
         )
 
 
 def task_of(config: Any) -> SelfAttentionTask:
-    """What a sequence costs, by a TransformerConfig."""
+    """The cost model of a sequence, from a TransformerConfig."""
     return SelfAttentionTask(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -97,21 +96,22 @@ def deal_sequences(
     divisor: int = 1,
     task: SelfAttentionTask | None = None,
 ) -> list[list[list[int]]]:
-    """Sequences to micro-batches and ranks: as few micro-batches as the tokens take, even work by index.
+    """Assign sequences to the fewest micro-batches that keep `max_tokens`, and evenly to the ranks of each.
 
     Args:
         sample_id_seqlens: id and tokens of each sequence.
-        dp_size: data-parallel ranks.
-        cp_size: context-parallel ranks of each, which compute the same sequences.
-        max_tokens: most tokens of a micro-batch of a rank.
+        dp_size: number of data-parallel ranks.
+        cp_size: context-parallel ranks of each data-parallel rank; they compute the same sequences.
+        max_tokens: most tokens of a micro-batch of a data-parallel rank.
         divisor: the number of micro-batches is a multiple of it.
-        task: what a sequence costs; None for the square of its tokens.
+        task: cost model of a sequence; None for the square of its tokens.
 
     Returns:
-        By micro-batch and rank (`dp_size · cp_size`, neighbours share their sequences) the ids, each once.
+        Ids of the sequences of each micro-batch and rank; there are `dp_size · cp_size` ranks, and `cp_size` neighbours
+        have the same sequences.
 
     Raises:
-        ValueError: a sequence above `max_tokens`, or fewer sequences than ranks and micro-batches.
+        ValueError: a sequence above `max_tokens`, or too few sequences for a sequence per rank and micro-batch.
     """
     lengths = np.array([length for _, length in sample_id_seqlens], np.int64)
     spec = MicroBatchSpec(max_tokens_per_mb=max_tokens, n_mbs_divisor=divisor, packing_algorithm="refined")

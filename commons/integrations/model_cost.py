@@ -1,4 +1,4 @@
-"""What rows cost, from the config of a model of Hugging Face's."""
+"""A cost model of rows, from the config of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Cost = Callable[[np.ndarray], Any]  # int64 lengths `(m,)` to workloads `(m,)`
 
 
 def model_cost(model: Any) -> Cost:
-    """Forward operations of rows, from the config of a transformer: its layers, and the head of a language model.
+    """A function from lengths to forward FLOPs: the transformer's layers, and the head of a language model.
 
     Raises:
-        ValueError: the config does not say what a layer is.
+        ValueError: the config lacks the dimensions of a layer, or is of an encoder-decoder.
     """
     config = model.config.get_text_config()
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not heads or not hidden or config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is no stack of attention layers whose config has hidden_size and "
-            "num_attention_heads; its cost is not known: pass cost=, such as SelfAttentionTask(...).get_workloads"
+            f"{type(model).__name__} is no decoder-only or encoder-only transformer whose config has hidden_size and "
+            "num_attention_heads; its cost is unknown: pass cost=, such as SelfAttentionTask(...).get_workloads"
         )
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     width = getattr(config, "moe_intermediate_size", None) if experts > 1 else None

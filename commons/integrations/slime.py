@@ -1,4 +1,4 @@
-"""slime: the function that deals a rollout's samples to ranks and micro-batches, with the same signature.
+"""slime: the function that assigns a rollout's samples to ranks and micro-batches, with the same signature.
 
 import slime.utils.dp_schedule
 slime.utils.dp_schedule.build_dp_schedule = evenrank.integrations.slime.build_dp_schedule
@@ -25,20 +25,21 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> Schedule:
-    """Which rank computes each sample, and in which micro-batch: few micro-batches, even work by index, under the cap.
+    """Assign samples to ranks and micro-batches: few micro-batches under the cap, the i-th of even work on all ranks.
 
-    Work is that of slime's `calculate_fwd_flops` with `args.balance_data`, else tokens. A sample longer than the cap
-    has a micro-batch to itself, as there.
+    Work is slime's `calculate_fwd_flops` with `args.balance_data`, else tokens. As in slime, a sample longer than the
+    cap has its own micro-batch.
 
     Args:
         args: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size` and `balance_data` are read.
         train_parallel_config: "dp_size", "cp_size", "vpp_size" and "microbatch_group_size_per_vp_stage".
         total_lengths: tokens of each sample.
-        global_batch_size: rollouts of a training step; those that fill no step are left out, as there.
-        rollout_indices: the rollout of each sample; those of a rollout are trained in one step.
+        global_batch_size: rollouts of a training step; as in slime, the last rollouts that fill no step are left out.
+        rollout_indices: the rollout of each sample; the samples of a rollout are trained in one step.
 
     Returns:
-        The samples of each rank; its micro-batches, as places in these; micro-batches of each step; rollouts of each.
+        Four lists: the samples of each rank; the micro-batches of each rank, as positions in its samples; the number of
+        micro-batches of each step; the number of rollouts of each step.
 
     Raises:
         ValueError: too few rollouts, too few samples for the ranks and micro-batches, or micro-batches of a fixed size
@@ -64,14 +65,14 @@ def build_dp_schedule(
 
 
 def _steps(rollout_indices: list[int], global_batch_size: int) -> list[np.ndarray]:
-    """The samples of each step, int64, those of a rollout together."""
+    """The samples of each step, int64; the samples of a rollout are adjacent."""
     rollouts: dict[int, list[int]] = {}
     for sample, rollout in enumerate(rollout_indices):
         rollouts.setdefault(rollout, []).append(sample)
     if len(rollouts) < global_batch_size:
         raise ValueError(
-            f"there are {len(rollouts)} rollouts, global_batch_size is {global_batch_size}; a step takes as many: "
-            "bring more rollouts or lower global_batch_size"
+            f"there are {len(rollouts)} rollouts, global_batch_size is {global_batch_size}; a step has "
+            "global_batch_size rollouts: pass more rollouts or lower global_batch_size"
         )
     samples = list(rollouts.values())
     starts = range(0, len(samples) - global_batch_size + 1, global_batch_size)
@@ -107,8 +108,8 @@ def _plan_fixed(
     size, ranks, divisor = args.micro_batch_size, config["dp_size"], _divisor(config)
     if len(lengths) % (size * ranks * divisor):
         raise ValueError(
-            f"a step has {len(lengths)} samples; micro-batches of {size} on {ranks} ranks, in number a multiple of "
-            f"{divisor}, take a multiple of {size * ranks * divisor}: correct micro_batch_size or global_batch_size"
+            f"a step has {len(lengths)} samples; it must be a multiple of {size * ranks * divisor} ({ranks} ranks, "
+            f"micro-batches of {size}, a multiple of {divisor} of them): correct micro_batch_size or global_batch_size"
         )
     number = len(lengths) // (size * ranks)
     grid = partition_grid(costs, ranks, number)

@@ -17,21 +17,21 @@ S = TypeVar("S")
 
 
 def assign_training_samples_to_rows(self: Any, training_samples: list[S]) -> list[list[S]]:
-    """The fewest rows of at most `seq_len` tokens, ordered so that the batcher deals even work to ranks.
+    """The fewest rows of at most `seq_len` tokens, ordered so that the batcher assigns even work to ranks.
 
-    The batcher deals rows in turn to the micro-batches and ranks of a grid. A row costs the squares of its samples'
-    tokens, as attention does. Rows are sorted by it, so that the ranks of a micro-batch compute rows of like cost; each
-    further row of a place is taken from the other end.
+    The batcher assigns rows in turn to the cells of a grid of micro-batches and ranks. The cost of a row is the sum of
+    its samples' tokens squared, as in attention. Rows are sorted by cost, so that the ranks of a micro-batch compute
+    rows of similar cost; the order is reversed in every second turn.
 
     Args:
         self: the Batcher.
-        training_samples: of all ranks.
+        training_samples: samples of all ranks.
 
     Returns:
-        The samples of each row; every one once.
+        The samples of each row; every sample once.
 
     Raises:
-        ValueError: a sample longer than a row, by its number.
+        ValueError: a sample is longer than a row; the error has its number.
     """
     if not training_samples:
         return []
@@ -43,12 +43,12 @@ def assign_training_samples_to_rows(self: Any, training_samples: list[S]) -> lis
 
 
 def _places(batcher: Any, rows: list[list[int]]) -> int:
-    """Micro-batches times ranks, as the batcher makes them."""
+    """Number of micro-batches times number of ranks, computed as in the batcher."""
     ranks = batcher._dp_degree
     return math.ceil(len(rows) / (batcher.local_batch_size * ranks)) * ranks
 
 
 def in_turns(numbers: list[int], places: int) -> list[int]:
-    """Numbers in the order in which they are dealt to places, there and back again."""
+    """Numbers in turns of `places` numbers, with every second turn reversed."""
     turns = [numbers[start : start + places] for start in range(0, len(numbers), places)]
     return [number for turn, part in enumerate(turns) for number in (part[::-1] if turn % 2 else part)]

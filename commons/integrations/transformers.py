@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and TRL's SFTTrainer: rows dealt to ranks and micro-batches by their work.
+"""Hugging Face's Trainer and TRL's SFTTrainer: rows assigned to ranks and micro-batches by workload.
 
 trainer = balanced(Trainer(model=model, args=args, train_dataset=rows, data_collator=collator))
 trainer.train()
@@ -28,33 +28,36 @@ _HOOKS = ("get_train_dataloader", "model_accepts_loss_kwargs", "compute_loss_fun
 def balanced(
     trainer: T, *, lengths: Any = None, cost: Cost | None = None, padded: bool | None = None, window: int = 1
 ) -> T:
-    """Let a Trainer read its rows so that all ranks have equal work in every micro-batch.
+    """Make a Trainer read its rows so that all ranks have equal work in every micro-batch.
 
-    The rows of an optimizer step are those of one step of all ranks and accumulated micro-batches; which rank and which
-    micro-batch trains a row is planned. Seed, epochs and resuming within an epoch are the Trainer's own.
+    An optimizer step trains the rows of all ranks and accumulated micro-batches; evenrank plans which rank and which
+    micro-batch trains each of these rows. The Trainer still chooses seed and epochs, and resumes within an epoch.
 
     Args:
-        trainer: of transformers, or one that derives from it, such as TRL's SFTTrainer.
-        lengths: tokens of each row of `train_dataset`, `(n,)`; else its column `args.length_column_name`, or counted.
-        cost: workloads `(m,)` of rows of lengths `(m,)`, int64; else counted from the model's config (`model_cost`).
-        padded: whether the collator pads rows to the longest of their micro-batch; else seen from the collator.
-        window: optimizer steps that share their rows; 1 leaves every step the rows that it has.
+        trainer: a transformers.Trainer or a subclass, such as TRL's SFTTrainer.
+        lengths: tokens of each row of `train_dataset`, `(n,)`; None for its column `args.length_column_name`, or
+            without that column for the tokens counted in each row.
+        cost: function from lengths int64 `(m,)` to workloads `(m,)`; None for FLOPs by the model's config
+            (`model_cost`).
+        padded: whether the collator pads rows to the longest row of their micro-batch; None to infer it from the
+            collator's type.
+        window: optimizer steps that share their rows; with 1 every step keeps its rows.
 
     Returns:
         The same trainer.
 
     Raises:
         TypeError, ValueError: when training begins, before its first step: a data set without a length, lengths that
-            are missing or not those of the rows, a model that is none of layers of attention, a loss that does not
-            count the rows of all ranks.
+            are missing or differ from the rows, a model whose cost is unknown, a loss that is not divided by the
+            number of items on all ranks.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer is a {type(trainer).__name__}; it must be a transformers.Trainer: make one first")
     missing = [name for name in _HOOKS if not hasattr(trainer, name)]
     if missing:
         raise TypeError(
-            f"transformers {transformers.__version__} has no Trainer.{missing[0]}; its rows cannot be dealt: take 4.48 "
-            "or newer"
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which balancing needs: install "
+            "4.48 or newer"
         )
     window = as_count(window, "window", 1)
     trainer.get_train_dataloader = partial(_loader, trainer, lengths, cost, padded, window)
@@ -62,7 +65,7 @@ def balanced(
 
 
 class _EpochLoader(DataLoader):
-    """A loader whose epoch the Trainer sets; it is not prepared, since Accelerate would deal its batches again."""
+    """A loader whose epoch the Trainer sets; not prepared by Accelerate, which would split its batches over ranks."""
 
     batch_sampler: BalancedBatchSampler
 
@@ -75,10 +78,10 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     args, dataset = trainer.args, trainer.train_dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"train_dataset is a {type(dataset).__name__} without a length; rows are dealt by lengths that are known "
-            "beforehand: use a map-style data set"
+            f"train_dataset is a {type(dataset).__name__} without a length; balancing needs the lengths of all rows "
+            "before training: use a map-style data set"
         )
-    stock = type(trainer).get_train_dataloader(trainer)  # with its collator, columns and workers
+    stock = type(trainer).get_train_dataloader(trainer)  # for its collator, columns and workers
     collator = trainer.data_collator
     is_flat = getattr(collator, "padding_free", False) or type(collator).__name__ == "DataCollatorWithFlattening"
     pads = not is_flat if padded is None else padded
@@ -103,13 +106,14 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
 
 
 def _require_counted_loss(trainer: Trainer) -> None:
-    """Raise where micro-batches of different numbers of rows would weigh the same."""
+    """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if not counts or not trainer.args.average_tokens_across_devices:
         what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
         raise ValueError(
-            f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, and their means would "
-            "weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass padded=False"
+            f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
+            "must not weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass "
+            "padded=False"
         )
 
 
@@ -124,7 +128,7 @@ def _lengths(trainer: Trainer) -> list[int]:
         return list(dataset[column])
     if not _has_field(dataset[0], name):
         raise ValueError(
-            f"rows of train_dataset have no {name!r} whose tokens could be counted; rows are dealt by their lengths: "
+            f"rows of train_dataset have no field {name!r} to count tokens in; balancing needs the lengths of rows: "
             "pass lengths="
         )
     rows = dataset[name] if name in columns else (row[name] for row in dataset)
@@ -133,13 +137,13 @@ def _lengths(trainer: Trainer) -> list[int]:
 
 
 def _require_lengths(trainer: Trainer, lengths: np.ndarray, rows: list[int]) -> None:
-    """Compare the rows of the first batch with their lengths."""
+    """Raise ValueError if a row of the first batch has another length than given."""
     for row in rows:
         item, name = trainer.train_dataset[row], _input_name(trainer)
         if _has_field(item, name) and len(item[name]) != lengths[row]:
             raise ValueError(
-                f"row {row} has {len(item[name])} tokens, its length is given as {lengths[row]}; a plan by wrong "
-                "lengths is uneven: correct the lengths"
+                f"row {row} has {len(item[name])} tokens, its length is given as {lengths[row]}; wrong lengths make an "
+                "uneven plan: correct the lengths"
             )
 
 

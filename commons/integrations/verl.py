@@ -19,12 +19,12 @@ from commons.perf_model.partitioner import as_int64_workloads, partition
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Indices in `k_partitions` of even sums, as few above the bound as the planner finds.
+    """Indices in `k_partitions` partitions of nearly equal sums.
 
     Args:
-        seqlen_list: what each item weighs, integers `(n,)`.
+        seqlen_list: weight of each item, integers `(n,)`.
         k_partitions: number of partitions.
-        equal_size: their sizes differ by one at most; any number of items will do.
+        equal_size: whether the sizes differ by one at most; `n` need not be a multiple of `k_partitions`.
 
     Returns:
         Ascending indices of each partition, none empty.
@@ -38,13 +38,13 @@ def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_si
 
 
 def get_group_balanced_partitions(seqlen_list: Any, uid_list: Any, k_partitions: int) -> list[list[int]]:
-    """Samples in partitions of even work, those of one uid together wherever they lie.
+    """Samples in partitions of even work; the samples of a uid, adjacent or not, stay together as a group.
 
-    Groups of one size are dealt in equal numbers; groups of several sizes freely.
+    If all groups have one size, the partitions have equal numbers of groups (± 1); else any numbers.
 
     Args:
-        seqlen_list: tokens of each sample, integers `(n,)`; verl's `calculate_workload` says what they cost.
-        uid_list: integers or strings `(n,)`.
+        seqlen_list: tokens of each sample, integers `(n,)`; their cost is verl's `calculate_workload`.
+        uid_list: uid of each sample, integers or strings `(n,)`.
         k_partitions: number of partitions.
 
     Raises:
@@ -68,24 +68,25 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """Micro-batches of at most `max_token_len` tokens, as few as that takes, of even work.
+    """The fewest micro-batches of at most `max_token_len` tokens, of even work.
 
     Args:
-        batch: TensorDict with "input_ids", nested, or with an "attention_mask" `(rows, width)`.
-        max_token_len: most tokens of a micro-batch; no longer row is needed than this, however wide the padding is.
-        dp_group: ranks that make the same number, if `same_micro_num_in_dp`; None for this rank alone.
-        num_batches_divided_by: the number is a multiple of it.
+        batch: TensorDict with a nested "input_ids", or with an "attention_mask" `(rows, width)`.
+        max_token_len: most tokens of a micro-batch; unlike in verl, it may be less than the padded width.
+        dp_group: ranks that make the same number of micro-batches, if `same_micro_num_in_dp`; None for this rank only.
+        num_batches_divided_by: the number of micro-batches is a multiple of it.
         same_micro_num_in_dp: whether the ranks of `dp_group` make the same number.
         min_num_micro_batch: fewest micro-batches.
-        use_dynamic_bsz_balance: light micro-batches at both ends, else the heaviest first.
-        force_group_size: neighbours that stay together.
+        use_dynamic_bsz_balance: whether light micro-batches are at both ends; else the heaviest comes first.
+        force_group_size: number of neighbouring rows that stay together.
 
     Returns:
         The micro-batches, and the rows of each.
 
     Raises:
-        ValueError: a row or block above `max_token_len`, which is named, or too few rows; on all ranks of `dp_group`.
-        RankMissingError: a rank did not take part.
+        ValueError: a row or block above `max_token_len` (the error names it), or too few rows; on all ranks of
+            `dp_group`.
+        RankMissingError: a rank did not call this in time.
     """
     from verl.utils import tensordict_utils
 
@@ -121,5 +122,5 @@ def _require_enough(number: int, what: str, k_partitions: int) -> None:
     if number < k_partitions:
         raise ValueError(
             f"there are {number} {what}, k_partitions is {k_partitions}; no partition is empty: lower k_partitions or "
-            "bring more"
+            "pass more"
         )

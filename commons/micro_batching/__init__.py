@@ -1,12 +1,12 @@
-"""Micro-batches: rows packed under a token budget, evenly, and into the same number on all ranks.
+"""Micro-batches: rows packed evenly under a token budget, into the same number of micro-batches on all ranks.
 
 allocation.py                 the allocators "ffd", "kk" and "refined", and groups of padded rows
-fewest_groups.py              the search: the planner's plans, first fit, repacking, from the fewest groups on
-  first_fit.py, repacking.py  packing under the capacity, and the fewest groups there can be
-  leveling.py                 the least spread
-metrics.py                    what a packing is worth
+fewest_groups.py              the search for the fewest groups: the planner, first fit, repacking
+  first_fit.py, repacking.py  packing under the capacity, and a lower bound of the number of groups
+  leveling.py                 narrows the spread of the loads
+metrics.py                    measures of a packing
 spec.py, packing.py           MicroBatchSpec and pack_micro_batches: from a batch to its micro-batches
-  block_packing.py            one rank's rows
+  block_packing.py            packs the rows of one rank
   joint_plan.py               with joint=True: one plan for the rows of all ranks
   micro_batches.py            the result
 packed_rows.py                the rows of a micro-batch as one row without padding

@@ -1,9 +1,9 @@
-"""Allocators: rows into groups, none of which holds more than a capacity.
+"""Allocators: they divide rows into groups under a capacity.
 
-All of them keep the same rules, in this order: no group above the capacity; no group empty, every row in one; at least
-`min_groups` groups, a multiple of `n_groups_divisor` in number; with `equal_size`, sizes that differ by one at most. An
-algorithm that finds nothing within these rules hands over to "refined"; only where that finds nothing either is there
-an error.
+All allocators keep the same rules, in this order: no group is above the capacity; no group is empty, and every row is
+in one group; there are at least `min_groups` groups, and their number is a multiple of `n_groups_divisor`; with
+`equal_size`, the sizes differ by one at most. If an algorithm finds no such groups, "refined" is tried; if that finds
+none either, the allocator raises an error.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from commons.perf_model.partitioner.padded import padded_groups
 
 AllocateFn = Callable[..., list[list[int]]]
 
-# Values above the capacity that an error names.
+# Most values above the capacity that an error lists.
 _NAMED = 5
 
 
 def ffd_allocate(
     values: Any, capacity: int, min_groups: int = 1, n_groups_divisor: int = 1, *, equal_size: bool = False
 ) -> list[list[int]]:
-    """First-fit decreasing: the next heaviest row goes into the first group that has room for it.
+    """First-fit decreasing: each row, heaviest first, goes into the first group that has room for it.
 
-    Where `min_groups` or the divisor ask for more groups than that takes, the capacity is lowered for first fit until
-    it takes as many (MULTIFIT), which also makes the groups more even. With `equal_size`, groups that have their number
-    of rows are passed over, and one more group is tried until every row has found one.
+    If `min_groups` or the divisor requires more groups, first fit runs under a lower capacity that yields their number
+    (MULTIFIT), which also makes the groups more even. With `equal_size`, groups that are full by number of rows are
+    skipped, and the number of groups is raised until every row fits.
 
-    Takes O(n log n), for further groups O(n log n · log capacity), with `equal_size` O(n·k) for each number of groups
-    that is tried. At most 11/9 of the fewest groups, and a constant; their loads are uneven.
+    Takes O(n log n); with more groups than first fit needs O(n log n · log capacity); with `equal_size` O(n·k) for each
+    number of groups tried. The number of groups is at most 11/9 of the fewest plus a constant; the loads are uneven.
 
     Args:
-        values: what each row takes up, such as its tokens: list, array or CPU tensor `(n,)` of non-negative integers.
-        capacity: most that the values of a group may add up to, at least 1.
+        values: size of each row, such as its tokens: list, array or CPU tensor `(n,)` of non-negative integers.
+        capacity: largest sum of the values of a group, at least 1.
         min_groups: fewest groups.
         n_groups_divisor: the number of groups is a multiple of it.
-        equal_size: the groups' numbers of rows differ by one at most. Rows that the groups do not divide are no error,
-            as they are in AReaL.
+        equal_size: whether the groups' numbers of rows differ by one at most. Unlike in AReaL, the number of rows need
+            not be a multiple of the number of groups.
 
     Returns:
-        Lists that hold every index once, ascending; no list is empty. The heaviest group comes first, of equally heavy
-        ones that with the smallest index.
+        Lists of ascending indices, which contain every index once; no list is empty. The heaviest group comes first;
+        of equally heavy groups, the group with the smallest index.
 
     Raises:
-        ValueError: no values; values that are negative, no integers or above the capacity, which are named; or groups
-            that cannot be made, and why.
+        ValueError: no values; values that are negative, no integers or above the capacity (the error names them); or no
+            such groups exist (the error explains why).
 
     Examples:
         >>> ffd_allocate([7, 5, 4, 4, 3, 1], capacity=16)  # loads 16 and 8
@@ -67,10 +67,10 @@ def kk_allocate(
 ) -> list[list[int]]:
     """Karmarkar-Karp: largest differencing into the fewest groups whose loads all keep the capacity.
 
-    From the lower bound of their number on, each number of groups is tried. The loads come out even; because
-    differencing does not see the capacity, it may take more groups than first fit.
+    Each number of groups from the lower bound upwards is tried. The loads are even, but because differencing ignores
+    the capacity, it may need more groups than first fit.
 
-    Takes O(n log n + n·k log k) for each number of groups that is tried.
+    Takes O(n log n + n·k log k) for each number of groups tried.
 
     Args, Returns, Raises: as `ffd_allocate`.
 
@@ -84,15 +84,15 @@ def kk_allocate(
 def refined_allocate(
     values: Any, capacity: int, min_groups: int = 1, n_groups_divisor: int = 1, *, equal_size: bool = False
 ) -> list[list[int]]:
-    """Fewest groups first, then the least spread of their loads.
+    """The fewest groups, and among these the least spread of the loads.
 
     The number of groups begins at the larger of `min_groups` and the Martello–Toth L2 bound, rounded up to the divisor.
-    For it the planner's "refined" is tried, then first fit, Karmarkar-Karp, minimum bin slack, and packing a few groups
-    anew again and again. In the end swaps narrow the spread. The next number of groups is tried only if nothing keeps
-    the capacity, so there are never more groups than from "ffd" or "kk".
+    For each number the planner's "refined", first fit, Karmarkar-Karp, minimum bin slack, and repeated repacking of a
+    few groups are tried in turn, until one keeps the capacity; then swaps narrow the spread. The next number of groups
+    is tried only if all of these fail, so there are never more groups than from "ffd" or "kk".
 
-    For each number of groups that is tried: O(n log n + n·k log k) for the plans, O(n log n) for each of the swaps, of
-    which there are mostly fewer than k, and where only a search can tell, O(n·k) for it.
+    Takes for each number of groups tried O(n log n + n·k log k) for the plans, O(n·k) for repacking where it is
+    needed, and O(n log n) for each swap; there are mostly fewer than k swaps.
 
     Args, Returns, Raises: as `ffd_allocate`.
 
@@ -110,23 +110,23 @@ def padded_allocate(
     max_cost: int | None = None,
     cost: Callable[[np.ndarray], Any] | None = None,
 ) -> list[list[int]]:
-    """Groups of rows that cost rows × cost(longest), the costliest as cheap as any grouping makes it.
+    """Groups of padded rows; a group costs rows × cost(longest), and the costliest group is as cheap as possible.
 
-    Rows of like length come together. Without `num_groups` there are as few groups as `max_cost` allows. The search is
-    exact; see `padded_groups`.
+    A group contains rows of similar length. Without `num_groups` there are as few groups as `max_cost` allows. The
+    search is exact; see `padded_groups`.
 
     Args:
         lengths: tokens of each row: list, array or CPU tensor `(n,)` of non-negative integers.
         num_groups: number of groups, none of which is empty.
-        max_cost: most that a group may cost.
-        cost: what rows of these lengths cost each, such as a task's `get_workloads`: int64 `(m,)` to integers `(m,)`,
-            not negative, and not less for a longer row. Tokens if not given.
+        max_cost: largest cost of a group.
+        cost: function from lengths int64 `(m,)` to the cost of each row, integers `(m,)`, such as a task's
+            `get_workloads`; not negative, and not less for a longer row. None for tokens.
 
     Returns:
-        Lists that hold every index once, ascending; the group of the longest rows comes first.
+        Lists of ascending indices, which contain every index once; the group of the longest rows comes first.
 
     Raises:
-        ValueError: as of `padded_groups`, or a cost that falls with the length.
+        ValueError: as `padded_groups`, or a cost that falls with the length.
 
     Examples:
         >>> padded_allocate([90, 10, 80, 20, 20, 10], num_groups=2)  # 2 × 90 and 4 × 20 tokens
@@ -141,8 +141,8 @@ def padded_allocate(
     if len(falls):
         shorter, longer = order[falls[0]], order[falls[0] + 1]
         raise ValueError(
-            f"cost is {workloads[shorter]} of {tokens[shorter]} tokens and {workloads[longer]} of {tokens[longer]}; a "
-            "padded row costs as much as the longest: give a cost that does not fall with the length"
+            f"cost is {workloads[shorter]} for {tokens[shorter]} tokens and {workloads[longer]} for {tokens[longer]}; "
+            "a padded row costs as much as the longest: give a cost that does not fall with the length"
         )
     return groups_of(padded_groups(workloads, num_groups=num_groups, max_cost=max_cost))
 
@@ -154,7 +154,7 @@ def get_allocate_fn(algorithm: str = "ffd") -> AllocateFn:
     """The allocator of this name: "ffd", "kk" or "refined".
 
     Raises:
-        ValueError: an unknown name; lists the names.
+        ValueError: an unknown name; the error lists the names.
 
     Examples:
         >>> get_allocate_fn().__name__, get_allocate_fn("refined").__name__
@@ -206,7 +206,7 @@ def _require_room(values: np.ndarray, capacity: int) -> None:
 def _no_groups(problem: PackingProblem) -> ValueError:
     weights, capacity, divisor, most = problem.weights, problem.capacity, problem.divisor, problem.most_groups
     fewest = l2_bound(weights, capacity)
-    remedy = "lower n_groups_divisor, raise the capacity or bring more rows"
+    remedy = "lower n_groups_divisor, raise the capacity or pass more rows"
     if problem.round_up(fewest) > most:
         why = f"{int(weights.sum())} in {len(weights)} values" if fewest >= problem.min_groups else "min_groups"
         return ValueError(
@@ -216,13 +216,13 @@ def _no_groups(problem: PackingProblem) -> ValueError:
         )
     equal, reason = "", "no packing was found"
     if problem.equal_size:
-        # More than half as many groups as rows, so these have one row or two; the lightest rows make the best pairs.
-        # Fewer groups cannot do better: halved, they would be as many.
+        # There are more than half as many groups as rows, so each has one or two rows; pairs of the lightest rows are
+        # best. Fewer groups cannot fit either: halving them would give this number of groups.
         num_pairs = len(weights) - most
         lightest = weights[len(weights) - 2 * num_pairs :]
         heaviest_pair = int((lightest + lightest[::-1]).max())
         equal = " of equal size"
-        reason = f"{num_pairs} groups have two rows, and one of these holds at least {heaviest_pair}"
+        reason = f"{num_pairs} groups have two rows, and one of these groups sums to at least {heaviest_pair}"
     return ValueError(
         f"{len(weights)} rows do not fit {most} groups{equal}, the most that n_groups_divisor {divisor} allows, under "
         f"capacity {capacity}: {reason}; {remedy}"

@@ -1,7 +1,7 @@
-"""One rank's rows as blocks that stay together, packed into the fewest micro-batches or into any number from there on.
+"""Packing of one rank's rows, in blocks that stay together, into the fewest micro-batches or any larger number.
 
-Every number from the fewest to that of the blocks can be made: halving a micro-batch keeps its budget. So ranks that
-need different numbers can meet at the largest of them.
+Every number from the fewest to the number of blocks is possible, because halving a micro-batch keeps its budget. So
+ranks that need different numbers of micro-batches can all make the largest of these numbers.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import partition, refine
 
-# What balances workloads under a cap on tokens, by packing algorithm.
+# The planner's method that balances workloads under a cap on tokens, by packing algorithm.
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
-# Blocks above the budget that an error names.
+# Most blocks above the budget that an error lists.
 _SHOWN = 5
-# Rows of a block that an error names.
+# Most rows of a block that an error lists.
 _NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class RowBlocks:
-    """The rows of a batch in blocks, which are packed as one row is."""
+    """The rows of a batch in blocks; a block is packed as if it were one row."""
 
-    of_row: np.ndarray  # int64 `(rows,)`, the block of each row; numbered by their first rows
+    of_row: np.ndarray  # int64 `(rows,)`, the block of each row; blocks are numbered in the order of their first rows
 
     @classmethod
     def of(cls, spec: MicroBatchSpec, num_rows: int, groups: np.ndarray | None = None) -> RowBlocks:
-        """The blocks of so many rows: neighbours by `granularity`, or those of equal numbers in `groups` `(rows,)`.
+        """Blocks of `granularity` neighbouring rows or, with `groups` `(rows,)`, of rows with equal group numbers.
 
         Raises:
-            ValueError: rows that are no whole number of blocks, or both groups and blocks of neighbours.
+            ValueError: the number of rows is no multiple of `granularity`, or both kinds of blocks are requested.
         """
         if groups is not None:
             if spec.granularity != 1:
                 raise ValueError(
-                    f"groups are given and granularity is {spec.granularity}; both say which rows stay together: leave "
+                    f"groups are given and granularity is {spec.granularity}; both set which rows stay together: leave "
                     "granularity at 1"
                 )
             return cls(numbered(groups))
         if num_rows % spec.granularity:
             raise ValueError(
-                f"the batch has {num_rows} rows, granularity is {spec.granularity}; every row belongs to a whole "
-                "block: bring a multiple of granularity, or correct it"
+                f"the batch has {num_rows} rows, granularity is {spec.granularity}; every block has granularity rows: "
+                "pass a multiple of granularity, or correct it"
             )
         return cls(np.arange(num_rows) // spec.granularity)
 
@@ -58,16 +58,16 @@ class RowBlocks:
         return int(self.of_row.max()) + 1 if len(self.of_row) else 0
 
     def __str__(self) -> str:
-        """As messages say it: "6 rows in 3 blocks", without the blocks where each is one row."""
+        """The text in messages: "6 rows in 3 blocks", or "6 rows" if each block is one row."""
         return f"{len(self.of_row)} rows" + ("" if len(self) == len(self.of_row) else f" in {len(self)} blocks")
 
     @property
     def first_rows(self) -> np.ndarray:
-        """int64 `(blocks,)`, the first row of each."""
+        """int64 `(blocks,)`, the first row of each block."""
         return np.unique(self.of_row, return_index=True)[1]
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """From int64 `(rows,)` to int64 `(blocks,)`."""
+        """Sum values of rows, int64 `(rows,)`, over each block: int64 `(blocks,)`."""
         return sum_by_rank(self.of_row, values, len(self))
 
     def rows_of(self, block: int) -> list[int]:
@@ -75,11 +75,11 @@ class RowBlocks:
         return np.flatnonzero(self.of_row == block).tolist()
 
     def select(self, rows: np.ndarray) -> RowBlocks:
-        """The blocks of some rows, whole ones."""
+        """The blocks of a selection of rows, which must consist of whole blocks."""
         return RowBlocks(numbered(self.of_row[rows]))
 
     def name(self, block: int) -> str:
-        """As an error names it: "row 3", "rows 2 to 5", "rows 1, 4 and 9"."""
+        """The name of a block in errors: "row 3", "rows 2 to 5", "rows 1, 4 and 9"."""
         rows = self.rows_of(block)
         if len(rows) == 1:
             return f"row {rows[0]}"
@@ -91,19 +91,19 @@ class RowBlocks:
 
 @dataclass(frozen=True, eq=False)
 class BlockPacking:
-    """Rows that stay together as blocks, packed into the fewest micro-batches that the algorithm finds."""
+    """Blocks of rows, packed into the fewest micro-batches that the algorithm finds."""
 
     spec: MicroBatchSpec  # how to pack
     blocks: RowBlocks  # which rows stay together
     tokens: np.ndarray  # int64 `(blocks,)`, tokens of each block
-    workloads: np.ndarray | None  # int64 `(blocks,)`, what each block costs; None where that is its tokens
-    fewest: np.ndarray  # int64 `(blocks,)`, the micro-batch of each
+    workloads: np.ndarray | None  # int64 `(blocks,)`, cost of each block; None if the cost is its tokens
+    fewest: np.ndarray  # int64 `(blocks,)`, the micro-batch of each block
 
     @classmethod
     def of(
         cls, spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, workloads: np.ndarray | None
     ) -> BlockPacking:
-        """Check what a rank brings, int64 `(rows,)` tokens and workloads or None, and pack it.
+        """Check and pack a rank's rows, of tokens int64 `(rows,)` and workloads int64 `(rows,)` or None.
 
         Raises:
             ValueError: no rows, a block above the budget, fewer blocks than micro-batches, workloads for an algorithm
@@ -121,7 +121,7 @@ class BlockPacking:
 
     @property
     def num_fewest(self) -> int:
-        """How many micro-batches that are."""
+        """Number of micro-batches in `fewest`."""
         return int(self.fewest.max()) + 1
 
     def with_refined(self) -> BlockPacking:
@@ -130,9 +130,9 @@ class BlockPacking:
         return replace(self, spec=spec, fewest=_allocate(spec, self.tokens, spec.n_mbs))
 
     def into(self, number: int) -> np.ndarray:
-        """int64 `(blocks,)`, the micro-batch of each of `number`, by the order of the spec.
+        """Pack into `number` micro-batches: int64 `(blocks,)`, the micro-batch of each block, in the spec's order.
 
-        The number is a multiple of the divisor, from that of `fewest` on.
+        `number` is a multiple of the divisor, and at least `num_fewest`.
         """
         parts = self.fewest if self.num_fewest == number else self._of_number(number)
         if self.workloads is not None:
@@ -140,7 +140,7 @@ class BlockPacking:
         return in_order_of(self.spec, parts, self.tokens if self.workloads is None else self.workloads)
 
     def _of_number(self, number: int) -> np.ndarray:
-        """Groups by the algorithm; halves of the fewest where it finds nothing for this very number."""
+        """Groups by the algorithm; if it fails for this number, the fewest groups with some of them halved."""
         with contextlib.suppress(ValueError):
             parts = _allocate(self.spec, self.tokens, number)
             if int(parts.max()) + 1 == number:
@@ -148,7 +148,7 @@ class BlockPacking:
         return split_heaviest(self.tokens, self.fewest, number)
 
     def _balance(self, workloads: np.ndarray, parts: np.ndarray, number: int) -> np.ndarray:
-        """As many groups of even workloads, under the budget of tokens that `parts` keep."""
+        """The same number of groups with even workloads, within the token budget, which `parts` keep."""
         budget = budget_of(self.spec, self.tokens)
         plan = partition(
             workloads,
@@ -162,7 +162,7 @@ class BlockPacking:
         counts = np.bincount(plan.assignment, minlength=number)
         if int(counts.min()) > 0 and int(sum_by_rank(plan.assignment, self.tokens, number).max()) <= budget:
             return plan.assignment
-        # The planner did not get under the budget. The packing is, and swaps balance it from there.
+        # The planner's groups exceed the budget. `parts` keep it, and swaps balance them.
         return refine(workloads, parts, number, tokens=self.tokens, max_tokens=budget)
 
 
@@ -183,7 +183,7 @@ def tokens_of(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, has_
 
 
 def budget_of(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
-    """Most tokens of a micro-batch; all there are where the spec sets no limit."""
+    """Most tokens of a micro-batch; the sum of all tokens if the spec sets no limit."""
     return spec.max_tokens_per_mb or max(1, int(tokens.sum()))
 
 
@@ -207,7 +207,7 @@ def _require_blocks(spec: MicroBatchSpec, blocks: RowBlocks) -> None:
     for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
         if number > len(blocks):
             raise ValueError(
-                f"{name} is {number}, the batch has {blocks}; no micro-batch is empty: lower {name} or bring more rows"
+                f"{name} is {number}, the batch has {blocks}; no micro-batch is empty: lower {name} or pass more rows"
             )
 
 

@@ -1,4 +1,4 @@
-"""The search for the fewest groups: the planner's plans under a capacity, first fit, and repacking where these fail."""
+"""The search for the fewest groups under a capacity: the planner, first fit, and repacking where these fail."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from commons.micro_batching.repacking import pack_under
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import lower_bound, partition
 
-# Up to this many rows times groups, Karmarkar-Karp is among the starts of "refined": kFew in native/plan.hpp.
+# Up to this number of rows times groups, "refined" starts from Karmarkar-Karp too: kFew in native/plan.hpp.
 _FEW = 1 << 16
 
 
 @dataclass
 class PackingProblem:
-    """The rows to pack, and what a packing has to keep."""
+    """The rows to pack, and the constraints of the packing."""
 
     weights: np.ndarray  # int64 `(n,)`, descending, none above the capacity, at least one
-    capacity: int  # most that a group may hold
+    capacity: int  # largest load of a group
     min_groups: int = 1  # fewest groups, at most n
     divisor: int = 1  # the number of groups is a multiple of it; at most n
     equal_size: bool = False  # whether the groups' numbers of rows differ by one at most
-    # What repacking has come to with as many groups as it was tried for, above the capacity.
+    # The result of the last repacking, which exceeded the capacity: the start for more groups. None before the first.
     repacked: list[list[int]] | None = None
 
     @property
@@ -36,7 +36,7 @@ class PackingProblem:
         return len(self.weights) // self.divisor * self.divisor
 
     def round_up(self, num_groups: int) -> int:
-        """The smallest number of groups from `num_groups` and `min_groups` on that the divisor allows."""
+        """The smallest multiple of the divisor that is at least `num_groups` and `min_groups`."""
         return -(-max(num_groups, self.min_groups) // self.divisor) * self.divisor
 
     @cached_property
@@ -50,7 +50,7 @@ class PackingProblem:
         return plan.assignment if int(plan.loads.max()) <= self.capacity else None
 
 
-# In: the rows and the number of groups that a packing must have. Out: the group of each row, or None.
+# A function of the rows and the number of groups that a packing must have; returns the group of each row, or None.
 Attempt = Callable[[PackingProblem, int], "np.ndarray | None"]
 
 
@@ -64,7 +64,7 @@ def fewest_groups(problem: PackingProblem, algorithm: str) -> np.ndarray | None:
 
 
 def group_of_each(groups: list[list[int]], number: int) -> np.ndarray:
-    """int64 `(number,)`, the group of each index; every index is in one."""
+    """int64 `(number,)`, the group of each index; every index is in one group."""
     parts = np.empty(number, np.int64)
     for group, indices in enumerate(groups):
         parts[indices] = group
@@ -78,14 +78,14 @@ def groups_of(parts: np.ndarray) -> list[list[int]]:
 
 
 def in_order(parts: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Groups numbered anew, the heaviest first, of equal ones that with the first index; index i weighs `loads[i]`."""
+    """Renumber groups, the heaviest first, ties by their first index; index i weighs `loads[i]`."""
     sums = sum_by_rank(parts, loads, int(parts.max()) + 1)
     ranked = np.lexsort((np.unique(parts, return_index=True)[1], -sums))
     return np.argsort(ranked)[parts]
 
 
 def _first_fit(problem: PackingProblem) -> np.ndarray | None:
-    """First fit, and MULTIFIT where it takes too few groups; None where it takes too many."""
+    """Groups by first fit, or by MULTIFIT if first fit makes too few groups; None if it makes too many."""
     parts = problem.first_fit
     number = int(parts.max()) + 1
     num_groups = problem.round_up(number)
@@ -95,7 +95,7 @@ def _first_fit(problem: PackingProblem) -> np.ndarray | None:
 
 
 def _search(attempt: Attempt, problem: PackingProblem) -> np.ndarray | None:
-    """The first attempt that succeeds, from the fewest groups on."""
+    """The result of the first attempt that succeeds, trying the fewest groups first."""
     fewest = problem.round_up(l2_bound(problem.weights, problem.capacity))
     for num_groups in range(fewest, problem.most_groups + 1, problem.divisor):
         if lower_bound(problem.weights, num_groups, problem.equal_size) <= problem.capacity:
@@ -114,7 +114,7 @@ def _differencing(problem: PackingProblem, num_groups: int) -> np.ndarray | None
 
 
 def _refined(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
-    """Balance, and see whether the capacity is kept; else pack under the capacity. Then narrow the spread."""
+    """The planner's groups if they keep the capacity, else groups packed under the capacity; then narrow the spread."""
     parts = problem.planned(num_groups, "refined")
     if parts is None:
         parts = _first_fit_equal(problem, num_groups) if problem.equal_size else _packed_tightly(problem, num_groups)
@@ -128,7 +128,7 @@ def _packed_tightly(problem: PackingProblem, num_groups: int) -> np.ndarray | No
     parts = problem.first_fit
     if int(parts.max()) < num_groups:
         return parts
-    if len(parts) * num_groups > _FEW:  # else it was among the starts of the planner
+    if len(parts) * num_groups > _FEW:  # below, the planner has already tried it
         found = _differencing(problem, num_groups)
         if found is not None:
             return found

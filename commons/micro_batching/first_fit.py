@@ -1,9 +1,9 @@
 """First-fit decreasing: every row, heaviest first, goes into the first group that has room for it.
 
 Johnson, Demers, Ullman, Garey and Graham, "Worst-case performance bounds for simple one-dimensional packing
-algorithms", SIAM J. Comput. 3 (1974): at most 11/9 of the fewest groups, and a constant. With a given number of groups
-it becomes MULTIFIT: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor scheduling", SIAM J.
-Comput. 7 (1978).
+algorithms", SIAM J. Comput. 3 (1974): at most 11/9 of the fewest groups plus a constant. For a given number of groups,
+MULTIFIT: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor scheduling", SIAM J. Comput. 7
+(1978).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from commons.perf_model.partitioner import partition
 
 
 class _Rooms:
-    """The room of every group, in a tree: every node has the most room among those below it."""
+    """The room of every group, as the leaves of a tree; an inner node stores the largest room below it."""
 
     def __init__(self, num_groups: int, capacity: int) -> None:
         self._size = 1 << (num_groups - 1).bit_length()
@@ -24,7 +24,7 @@ class _Rooms:
             self.set(group, -1)
 
     def take(self, weight: int) -> int | None:
-        """Take room in the first group that has it; None if there is none."""
+        """Put a row into the first group with room for it, and return the group; None if no group has room."""
         most, node = self._most, 1
         if most[1] < weight:
             return None
@@ -37,7 +37,7 @@ class _Rooms:
         return group
 
     def set(self, group: int, room: int) -> None:
-        """Say how much room a group has; −1 closes it."""
+        """Set the room of a group; −1 closes the group."""
         most, node = self._most, self._size + group
         most[node] = room
         while node > 1:
@@ -50,9 +50,9 @@ class _Rooms:
 
 
 def first_fit(weights: np.ndarray, capacity: int) -> np.ndarray:
-    """int64 `(n,)`, the group of each row, numbered as they are opened. O(n log n).
+    """int64 `(n,)`, the group of each row; groups are numbered in the order of their first rows. O(n log n).
 
-    The weights, int64 `(n,)` as in all of this module, descend, and none is above the capacity.
+    In all of this module weights are int64 `(n,)`, descending, and none is above the capacity.
     """
     rooms = _Rooms(len(weights), capacity)
     return np.array([rooms.take(weight) for weight in weights.tolist()], np.int64)
@@ -79,7 +79,7 @@ def first_fit_equal(weights: np.ndarray, capacity: int, num_groups: int) -> np.n
 
 
 def multifit(weights: np.ndarray, capacity: int, num_groups: int) -> np.ndarray:
-    """First fit under the least capacity for which so many groups are enough. O(n log n · log capacity)."""
+    """First fit under the least capacity for which `num_groups` groups suffice. O(n log n · log capacity)."""
     total = int(weights.sum())
     groups = first_fit(weights, capacity)
     low, high = max(int(weights[0]), -(-total // num_groups)), min(capacity, total)
@@ -94,7 +94,7 @@ def multifit(weights: np.ndarray, capacity: int, num_groups: int) -> np.ndarray:
 
 
 def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> np.ndarray:
-    """Halve the heaviest group that has two rows, until there are `num_groups`; empty groups are left out."""
+    """Halve the heaviest group of two rows or more until there are `num_groups`; empty groups are removed first."""
     counts = np.bincount(groups)
     groups = (np.cumsum(counts > 0) - 1)[groups]
     for new in range(int(np.count_nonzero(counts)), num_groups):
@@ -107,18 +107,18 @@ def split_heaviest(weights: np.ndarray, groups: np.ndarray, num_groups: int) -> 
 
 
 def l2_bound(weights: np.ndarray, capacity: int) -> int:
-    """Fewest groups of `capacity` that could hold `weights`, as far as this bound can tell.
+    """A lower bound of the number of groups of `capacity` that can hold `weights`.
 
-    Leave out the rows lighter than some α. Rows above C ÷ 2 need a group each; of these, rows above C − α share theirs
-    with no row that is left. What the light rows from α on weigh beyond the free space beside the others needs
-    further groups. The bound is the largest over α: 0 and every weight up to C ÷ 2. O(n log n).
+    For a threshold α, ignore the rows lighter than α. Each row above C ÷ 2 needs a group of its own, and a group with a
+    row above C − α has no room for another row. The other rows fill the free room beside the rows above C ÷ 2; what
+    exceeds this room needs further groups. The bound is the largest over α: 0 and every weight up to C ÷ 2. O(n log n).
 
     Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", Discrete Applied
     Mathematics 28 (1990); its value is at least ⅔ of the fewest groups.
 
     Args:
         weights: int64 `(n,)`, descending, none above the capacity; their sum is at most `MOST_LOAD`.
-        capacity: what a group may hold.
+        capacity: largest load of a group.
 
     Returns:
         At least 1.
@@ -133,7 +133,7 @@ def l2_bound(weights: np.ndarray, capacity: int) -> int:
     num_alone = np.minimum(np.searchsorted(ascending, alphas - capacity, side="left"), num_large)
     num_kept = np.searchsorted(ascending, -alphas, side="right")
     light = sums[num_kept] - sums[num_large]
-    # Room beside the large rows is only counted where there are such rows, each above C ÷ 2: it is below their sum.
+    # No overflow: the free room is at most the sum of the large rows, because each of these is above C ÷ 2.
     free = (num_large - num_alone) * capacity - (sums[num_large] - sums[num_alone])
     beyond = int((light - free).max())
     return max(1, num_large + max(0, -(-beyond // capacity)))

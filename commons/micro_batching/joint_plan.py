@@ -1,12 +1,13 @@
-"""JOINT PLAN: the rows of all ranks to ranks and micro-batches at once; a pure function, the same on every rank.
+"""JOINT PLAN: assigns the rows of all ranks to ranks and micro-batches; a pure function, equal on every rank.
 
-Where ranks synchronise at every micro-batch (FSDP, expert parallelism), a step takes the sum over the micro-batches of
-the costliest one of any rank. So all rows are packed under the budget into as few bins as the number of ranks divides,
-and bins of like cost become the i-th micro-batches of all ranks. Three ways to do so are compared:
+If ranks synchronise at every micro-batch (FSDP, expert parallelism), the time of a step is the sum, over the
+micro-batches, of the largest cost of any rank. So all rows are packed under the budget into the fewest bins whose
+number is a multiple of the number of ranks, and bins of similar cost become the i-th micro-batches of all ranks. Three
+plans are compared:
 
-as they lie   every rank's own packing, where each can make as many micro-batches by itself: no row moves
-grid          the planner's, which balances first and may not get under the budget
-sorted        the bins of a packing, sorted by cost and cut; only where the grid is not close to its bound
+own packing   each rank's packing of its own rows, if all ranks can make the same number of micro-batches: no row moves
+grid          the planner's grid, which balances first and may exceed the budget
+sorted        the bins of a packing, sorted by cost and cut; only if the grid is not close to its bound
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.grid import partition_grid
 
-# Fraction of the least cost that is given up so that fewer tokens move, as redistribute_balanced does.
+# Fraction of the least cost that is given up so that fewer tokens move, as in redistribute_balanced.
 _SLACK = 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class JointPlan:
-    """Which rank computes each row, and in which of its micro-batches."""
+    """The rank that computes each row, and the rank's micro-batch that contains the row."""
 
     rank: np.ndarray  # int64 `(rows of all ranks,)`
     micro_batch: np.ndarray  # int64 `(rows of all ranks,)`
     costs: np.ndarray  # int64 `(ranks, micro-batches)`
-    blocks: RowBlocks  # which of the rows of all ranks stay together
+    blocks: RowBlocks  # the rows of all ranks, in blocks that stay together
 
 
 def plan_jointly(
@@ -49,18 +50,18 @@ def plan_jointly(
     """Pack the rows of all ranks into as few micro-batches per rank as the budget allows, of even cost by index.
 
     Args:
-        spec: how to pack; its numbers of micro-batches are those of a rank.
-        lengths: int64 `(rows of all ranks,)`, rank by rank: tokens, whole blocks of each rank.
-        workloads: int64 `(rows of all ranks,)`, what each row costs; None where that is its tokens.
+        spec: how to pack; its numbers of micro-batches are per rank.
+        lengths: int64 `(rows of all ranks,)`, rank by rank: tokens of each row; each rank has whole blocks.
+        workloads: int64 `(rows of all ranks,)`, cost of each row; None if the cost is its tokens.
         rows_per_rank: int64 `(ranks,)`.
-        own_packing: int64 `(rows of all ranks,)`: the micro-batch of each row where every rank packs for itself, all
-            into the same number; None where they cannot.
-        groups: int64 `(rows of all ranks,)`: rows of equal numbers stay together, from whichever ranks they come.
+        own_packing: int64 `(rows of all ranks,)`: the micro-batch of each row if every rank packs its own rows into
+            the same number of micro-batches; None if a rank cannot.
+        groups: int64 `(rows of all ranks,)`: rows with equal group numbers stay together, also rows of several ranks.
 
     Returns:
-        The plan. Every rank has a row in every micro-batch, none is above the budget, and blocks stay whole. With
-        `own_packing`, if no group spans ranks, it has no more micro-batches, and if as many, no larger sum of the
-        costliest ones.
+        The plan. Every micro-batch of every rank has a row and keeps the budget, and blocks stay whole. If no group
+        spans ranks, the plan has no more micro-batches than `own_packing` and, with the same number, no larger sum of
+        largest costs.
 
     Raises:
         ValueError: no rows, too few for the ranks and micro-batches, a group above the budget, or no packing.
@@ -69,7 +70,7 @@ def plan_jointly(
     _require_enough(spec, blocks, num_ranks)
     try:
         tokens = tokens_of(spec, blocks, lengths, workloads is not None)
-    except ValueError as error:  # ranks have checked their own rows, but a group of several may be above the budget
+    except ValueError as error:  # ranks have checked their own rows, but a group that spans ranks may exceed the budget
         raise ValueError(f"{error} (rows are counted over the ranks)") from error
     costs = tokens if workloads is None else blocks.sums(workloads)
     home, spans_ranks = _homes(blocks, lengths, rows_per_rank)
@@ -78,7 +79,7 @@ def plan_jointly(
     cells = _Cells(spec, tokens, costs, home, num_ranks)
     number = fewest = cells.fewest()
     gap, places = cells.grid(fewest)
-    if not places or gap > 2 * _SLACK:  # what is given up for fewer moves counts in the gap, too
+    if not places or gap > 2 * _SLACK:  # the slack is part of the gap
         may_fail = bool(places) or own_packing is not None
         packing = _pack(spec, blocks, lengths, workloads, num_ranks, may_fail)
         numbers = [fewest] if places else []
@@ -90,7 +91,7 @@ def plan_jointly(
         if packing is not None and packing.num_fewest == number * num_ranks:
             places.append(cells.sorted_and_cut(packing.into(number * num_ranks)))
     if own_packing is not None and int(own_packing.max()) + 1 == number:
-        places.insert(0, own_packing[blocks.first_rows] * num_ranks + cells.home)  # of equal ones the first is taken
+        places.insert(0, own_packing[blocks.first_rows] * num_ranks + cells.home)  # first, so that it wins a tie
     micro_batch, rank = np.divmod(cells.best(places, number), num_ranks)
     micro_batch = in_order_of(spec, micro_batch, costs)
     loads = sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
@@ -98,13 +99,13 @@ def plan_jointly(
 
 
 def plan_unplaced(spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray, num_ranks: int) -> JointPlan:
-    """`plan_jointly` for rows that lie on no rank yet."""
+    """`plan_jointly` for rows that are on no rank yet."""
     rows_per_rank = np.full(num_ranks, len(lengths) // num_ranks) + (np.arange(num_ranks) < len(lengths) % num_ranks)
     return plan_jointly(spec, lengths, workloads, rows_per_rank)
 
 
 def _homes(blocks: RowBlocks, lengths: np.ndarray, rows_per_rank: np.ndarray) -> tuple[np.ndarray, bool]:
-    """int64 `(blocks,)`, the rank with most of the tokens of each, the first of several; whether any spans ranks."""
+    """int64 `(blocks,)`, the rank with most tokens of each block (ties: the first); whether any block spans ranks."""
     num_ranks = len(rows_per_rank)
     home = np.repeat(np.arange(num_ranks), rows_per_rank)
     at = blocks.of_row * num_ranks + home
@@ -115,25 +116,25 @@ def _homes(blocks: RowBlocks, lengths: np.ndarray, rows_per_rank: np.ndarray) ->
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Blocks of rows, and the ways in which they can be placed; a place is micro-batch · ranks + rank."""
+    """Blocks of rows, and plans that assign them to places; a place is micro-batch · ranks + rank."""
 
     spec: MicroBatchSpec  # how to pack
     tokens: np.ndarray  # int64 `(blocks,)`
     costs: np.ndarray  # int64 `(blocks,)`
-    home: np.ndarray  # int64 `(blocks,)`, the rank that each block lies on
-    num_ranks: int  # ranks
+    home: np.ndarray  # int64 `(blocks,)`, the rank that has each block before the exchange
+    num_ranks: int  # number of ranks
 
     def sorted_and_cut(self, bins: np.ndarray) -> np.ndarray:
-        """Places of the blocks of bins, as many of like cost to a micro-batch as there are ranks."""
+        """Places of the blocks of `bins`, sorted by cost: each micro-batch gets the next `num_ranks` bins."""
         return self._near_home(in_order(bins, self.costs), (int(bins.max()) + 1) // self.num_ranks)
 
     def fewest(self) -> int:
-        """Micro-batches of a rank: no plan has fewer."""
+        """A lower bound of the number of micro-batches of a rank."""
         spec, needed = self.spec, -(-_fewest_bins(self.spec, self.tokens) // self.num_ranks)
         return -(-max(spec.n_mbs, needed) // spec.n_mbs_divisor) * spec.n_mbs_divisor
 
     def grid(self, number: int) -> tuple[float, list[np.ndarray]]:
-        """Their gap to the planner's bound, and its places; none if it leaves one empty or above the budget."""
+        """The grid's gap to the planner's bound, and a list of its places; empty if a place is empty or over budget."""
         if number * self.num_ranks > len(self.tokens):
             return 0.0, []
         grid = partition_grid(
@@ -155,13 +156,13 @@ class _Cells:
         return grid.optimality_gap, [self._near_home(place, number)]
 
     def best(self, places: list[np.ndarray], number: int) -> np.ndarray:
-        """Of the places of the blocks the cheapest, or nearly, that move the fewest tokens."""
+        """Of the plans within the slack of the cheapest, the one that moves the fewest tokens."""
         sums = [self._sum_of_largest(place, number) for place in places]
         near = [place for place, cost in zip(places, sums) if cost <= min(sums) * (1 + _SLACK)]
         return min(near, key=self._moved)
 
     def _near_home(self, place: np.ndarray, number: int) -> np.ndarray:
-        """The same bins, those of each micro-batch dealt to the ranks so that as many tokens as possible stay."""
+        """The same bins; the bins of each micro-batch are assigned to ranks so that the most tokens stay."""
         num_ranks = self.num_ranks
         at_home = sum_by_rank(place * num_ranks + self.home, self.tokens + 1, number * num_ranks**2)
         rank_of = np.empty((number, num_ranks), np.int64)
@@ -186,7 +187,7 @@ def _pack(
     num_ranks: int,
     may_fail: bool,
 ) -> BlockPacking | None:
-    """All rows in the fewest bins that the number of ranks divides; None if no packing is found and that is allowed."""
+    """Pack all rows into the fewest bins, a multiple of `num_ranks`; on failure, None if `may_fail`, else raise."""
     whole = replace(spec, n_mbs=spec.n_mbs * num_ranks, n_mbs_divisor=spec.n_mbs_divisor * num_ranks)
     try:
         return BlockPacking.of(whole, blocks, lengths, workloads)
@@ -207,7 +208,7 @@ def _require_enough(spec: MicroBatchSpec, blocks: RowBlocks, num_ranks: int) -> 
         if number * num_ranks > len(blocks):
             raise ValueError(
                 f"{name} is {number}, {_rows_of(num_ranks, blocks)}; no "
-                f"micro-batch of a rank is empty: {f'lower {name}' if number > 1 else 'use fewer ranks'} or bring more "
+                f"micro-batch of a rank is empty: {f'lower {name}' if number > 1 else 'use fewer ranks'} or pass more "
                 "rows"
             )
 
@@ -218,7 +219,7 @@ def _no_packing(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, nu
     return ValueError(
         f"{_rows_of(num_ranks, blocks)}, which need {fewest} or more "
         f"micro-batches of at most {spec.max_tokens_per_mb} tokens, in number a multiple of {divisor} (ranks · "
-        "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or bring more rows"
+        "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or pass more rows"
     )
 
 

@@ -1,4 +1,4 @@
-"""Leveling: once the largest load is as low as it gets, swaps of rows that raise the smallest one."""
+"""Leveling: swaps of rows that narrow the spread of a packing's loads."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import numpy as np
 
 from commons.perf_model.loads import sum_by_rank
 
-# As where the planner stops: one part in ten thousand is far below what a step time can show.
+# Leveling stops at a spread below mean load ÷ TOLERANCE, as the planner does: step times cannot show less.
 TOLERANCE = 10_000
-# Rounds per group after which the groups are as level as they will get.
+# Most rounds per group.
 PATIENCE = 4
 
 
 def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, *, equal_size: bool) -> np.ndarray:
-    """Narrow the spread of the loads, largest − smallest; neither gets worse. O(n log n) for each round.
+    """Narrow the spread of the loads, largest − smallest; neither load gets worse. O(n log n) for each round.
 
-    In each round the lightest group looks at all others for the swap of rows, or the row, that brings two loads
-    nearest; where it finds none, the heaviest does. What one group gains the other loses, so that no load rises above
-    the larger of both: a capacity stays kept. int64 weights `(n,)` descend; `parts` are the groups of the rows.
+    Each round makes the swap, or the move of a row, between the lightest group and another group that brings their
+    loads nearest; if there is none, between the heaviest group and another group. Neither load rises above the larger
+    of the two before, so a capacity remains kept. `weights` int64 `(n,)` descend; `parts` are the groups of the rows.
     """
     groups = _Groups(weights, parts, num_groups, equal_size)
     enough = max(1, int(weights.sum()) // num_groups // TOLERANCE)
@@ -31,7 +31,7 @@ def level(weights: np.ndarray, parts: np.ndarray, num_groups: int, *, equal_size
 
 
 class _Groups:
-    """Groups whose rows are swapped. Each has a row of nothing besides: a swap with that is a move."""
+    """Groups whose rows are swapped. Each group has an extra row of weight 0: a swap with it is a move."""
 
     def __init__(self, weights: np.ndarray, parts: np.ndarray, num_groups: int, equal_size: bool) -> None:
         self.weights = np.append(weights, np.zeros(num_groups, np.int64))  # (n + k,)
@@ -42,21 +42,22 @@ class _Groups:
         self._num_rows = len(parts)
 
     def swap_best(self, group: int, *, takes: bool) -> bool:
-        """Swap a row of `group` and one of any other group, so that two loads come nearest; False if none do.
+        """Make the swap between `group` and any other group that brings their loads nearest; False if none helps.
 
-        `takes` says whether load comes to the group, as to the lightest.
+        `takes`: whether the load of `group` increases, as for the lightest group.
         """
         sign = 1 if takes else -1
-        # Rows of nothing are only of use to a group that gives.
+        # The extra rows of other groups only help if `group` gives load away.
         weights, parts = (each[: self._num_rows if takes else None] for each in (self.weights, self.parts))
         gap = (sign * (self.loads - self.loads[group]))[parts]
         own = np.append(np.flatnonzero(self.parts[: self._num_rows] == group), self._num_rows + group)
         own_weights = self.weights[own]
-        # For every row the two rows of the group on either side of the best difference, half the gap. Weights descend.
+        # The best difference of two swapped rows is half the gap. For every row, find the two rows of the group with
+        # the nearest differences below and above it; weights descend.
         place = np.searchsorted(-own_weights, sign * (gap // 2) - weights)
         at = np.array((np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)))  # (2, n) or (2, n + k)
         taken = sign * (weights - own_weights[at])
-        gain = np.minimum(taken, gap - taken)  # how far the larger load falls, and the smaller rises
+        gain = np.minimum(taken, gap - taken)  # how much the larger load falls and the smaller rises, at least
         if self._equal_size:
             gain[self._forbidden(group, parts, own[at], takes)] = 0
         side, row = divmod(int(gain.argmax()), len(place))
@@ -66,7 +67,7 @@ class _Groups:
         return True
 
     def _forbidden(self, group: int, parts: np.ndarray, own: np.ndarray, takes: bool) -> np.ndarray:
-        """Where the swap of each row, in `parts`, for `own`, a row of the group, is a forbidden move, like `own`."""
+        """Whether the swap of each row of `parts` with `own` is a move that equal sizes forbid: bool, like `own`."""
         fewest, larger = divmod(self._num_rows, len(self.loads))
         may_give, may_take = self._counts > fewest, self._counts < fewest + (larger > 0)
         may_move = may_give & may_take[group] if takes else may_take & may_give[group]

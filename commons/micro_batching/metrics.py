@@ -1,4 +1,4 @@
-"""What a packing is worth, in numbers."""
+"""Measures of a packing."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def packing_metrics(
     mean_load         mean load
     spread            max_load − min_load                                                                   smaller
     imbalance_ratio   spread ÷ mean_load; 0.0 without load                                                  smaller
-    std_dev           standard deviation of the loads, of all groups (divided by n_groups)                  smaller
+    std_dev           population standard deviation of the loads (divided by n_groups)                      smaller
     cv                std_dev ÷ mean_load, the coefficient of variation; 0.0 without load                   smaller
     max_load_ratio    max_load ÷ mean_load: how much longer the slowest takes; 1.0 without load             nearer 1
     utilization       sum of the values ÷ (n_groups · capacity)                                             nearer 1
     wasted_tokens     room left in the groups: the sum of capacity − load, where that is positive           smaller
     lower_bound       Martello–Toth L2 bound of n_groups: no packing of these values has fewer groups
-    seconds           what `seconds` was, the time that the packing took; missing if not given              smaller
+    seconds           the argument `seconds`, the time that the packing took; missing if not given          smaller
     rank_load_ratios  for each group the largest cost of a rank ÷ the mean of all ranks; 1.0 without cost;  nearer 1
                       missing without `costs_of_ranks`
-    sum_of_largest    these largest costs added up: what ranks take that meet after every micro-batch;      smaller
-                      missing without `costs_of_ranks`
+    sum_of_largest    sum of these largest costs: the cost of a step if ranks synchronise after every       smaller
+                      micro-batch; missing without `costs_of_ranks`
     ================  ====================================================================================  =========
 
     Args:
-        values: what each row takes up, list, array or CPU tensor `(n,)` of non-negative integers.
-        groups: indices of the rows in each group; every row in exactly one.
-        capacity: most that a group should hold, at least 1; a packing that does not keep it is measured too.
+        values: size of each row, list, array or CPU tensor `(n,)` of non-negative integers.
+        groups: indices of the rows in each group; every row in exactly one group.
+        capacity: largest allowed load of a group, at least 1; a packing that exceeds it is measured too.
         seconds: time that the packing took.
-        costs_of_ranks: what the micro-batches of every rank cost, non-negative integers `(ranks, n_groups)`, where
-            they are known.
+        costs_of_ranks: cost of each micro-batch of each rank, non-negative integers `(ranks, n_groups)`; None if
+            unknown.
 
     Returns:
         Python numbers, and lists for `group_sums` and `rank_load_ratios`.
 
     Raises:
         ValueError: no values or groups, values that are negative or no integers, a capacity below 1, groups that do
-            not hold every index once, or costs of another number of groups.
+            not contain every index once, or costs for another number of groups.
 
     Examples:
         >>> metrics = packing_metrics([7, 5, 4, 4], [[0, 1], [2, 3]], capacity=14)
@@ -109,7 +109,7 @@ def _over_ranks(costs_of_ranks: Any, num_groups: int) -> dict[str, Any]:
 
 
 def _group_of_each(groups: Sequence[Sequence[int]], num_rows: int) -> np.ndarray:
-    """int64 `(num_rows,)`: the group that holds each row; ValueError unless one does."""
+    """int64 `(num_rows,)`: the group of each row; ValueError unless every row is in exactly one group."""
     if num_rows == 0 or len(groups) == 0:
         raise ValueError(
             f"there are {num_rows} values in {len(groups)} groups; a packing has at least one of each: give both"

@@ -1,4 +1,4 @@
-"""MicroBatches: what packing returns, and what a training step needs of it."""
+"""MicroBatches: the result of packing, for a training step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class RowColumns:
-    """Numbers of the rows of a batch, padding included."""
+    """One number per row of a batch, padding included, in each of several columns."""
 
-    lengths: np.ndarray  # int64 `(rows,)`, tokens
-    workloads: np.ndarray | None  # int64 `(rows,)`, what each row costs; None where that is its tokens
-    loss_tokens: np.ndarray  # int64 `(rows,)`, terms of the loss
-    groups: np.ndarray | None = None  # int64 `(rows,)`: rows of equal numbers stay together; else None
+    lengths: np.ndarray  # int64 `(rows,)`, tokens of each row
+    workloads: np.ndarray | None  # int64 `(rows,)`, cost of each row; None if the cost is its tokens
+    loss_tokens: np.ndarray  # int64 `(rows,)`, terms of the loss in each row
+    groups: np.ndarray | None = None  # int64 `(rows,)`: rows with equal group numbers stay together; None for no groups
 
     @classmethod
     def of(
         cls, batch: Any, rows: int, lengths: Any, workloads: Any, loss_tokens: Any, groups: Any = None
     ) -> RowColumns:
-        """Check the columns of a batch of so many rows, as `pack_micro_batches` takes them; ValueError, TypeError."""
+        """Check the arguments of `pack_micro_batches` for a batch of `rows` rows; raises ValueError or TypeError."""
         tokens = _per_row(lengths, "lengths", rows)
         costs = None if workloads is None else _per_row(workloads, "workloads", rows)
         terms = _label_values(batch) if loss_tokens is None else _per_row(loss_tokens, "loss_tokens", rows)
@@ -47,14 +47,14 @@ class RowColumns:
         return cls(tokens, costs, tokens if terms is None else terms, together)
 
     def select(self, rows: np.ndarray) -> RowColumns:
-        """The numbers of some rows, int64 `(their number,)`."""
+        """The columns of a selection of rows, int64 `(m,)`."""
         costs = None if self.workloads is None else self.workloads[rows]
         together = None if self.groups is None else self.groups[rows]
         return RowColumns(self.lengths[rows], costs, self.loss_tokens[rows], together)
 
     @classmethod
     def of_gathered(cls, columns: Mapping[str, np.ndarray | None]) -> RowColumns:
-        """The columns by name, of the rows of all ranks or of real rows alone; None where nobody has a row."""
+        """Columns from a dictionary; a required column that is None, because no rank has a row, becomes empty."""
         nothing = np.empty(0, dtype=np.int64)
         lengths, terms = (nothing if (each := columns[name]) is None else each for name in ("lengths", "loss_tokens"))
         return cls(lengths, columns["workloads"], terms, columns["groups"])
@@ -62,9 +62,9 @@ class RowColumns:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatches(Sequence[B]):
-    """A batch cut into micro-batches; a sequence of these, each made when it is asked for, in storage of its own.
+    """A sequence of the micro-batches of a batch; each is made on access, in its own storage.
 
-    Sums of loss terms add up to the gradient of the whole batch; a micro-batch without a term adds 0:
+    The scaled sums of loss terms add up to the gradient of the whole batch; a micro-batch without a term adds 0:
 
         for micro_batch in micro_batches:
             (micro_batches.loss_scale * loss_sum(model, micro_batch)).backward()
@@ -72,22 +72,22 @@ class MicroBatches(Sequence[B]):
 
     batch: B  # the whole batch
     groups: list[list[int]]  # the rows of each micro-batch, ascending
-    lengths: list[torch.Tensor]  # for each micro-batch an int64 tensor `(its rows,)`: the tokens of its rows
+    lengths: list[torch.Tensor]  # tokens of each row: for each micro-batch an int64 tensor `(rows of the micro-batch,)`
     num_tokens: list[int]  # the tokens of each micro-batch
-    workloads: list[int] | None  # what each micro-batch costs, where that is not its tokens
+    workloads: list[int] | None  # cost of each micro-batch; None if the cost is its tokens
     loss_tokens: list[int]  # terms of the loss in each micro-batch
-    # The same for a model that gives the *mean* of each micro-batch: loss_scale · its loss tokens. Only where every
-    # micro-batch has a term: a mean over none is 0 ÷ 0, and stays NaN times its weight of 0.
+    # The weight of each micro-batch, loss_scale · its loss tokens, for a model that returns the *mean* of its loss
+    # terms. Every micro-batch must have a term: a mean over no terms is NaN, also when multiplied by its weight of 0.
     loss_weights: list[float]
-    # W ÷ the loss tokens of all ranks, W being the number of ranks: the factor of `global_mean_loss`. The *sum* of the
-    # loss terms of each micro-batch times this, added up, has the gradient of the mean loss over the batches of all
-    # ranks, once DistributedDataParallel has averaged it. Zero if there are no terms.
+    # W ÷ the loss tokens of all ranks, where W is the number of ranks: the factor of `global_mean_loss`. loss_scale
+    # times the *sum* of the loss terms, added up over the micro-batches and averaged over the ranks by
+    # DistributedDataParallel, has the gradient of the mean loss over the batches of all ranks. 0.0 without terms.
     loss_scale: float
-    # `packing_metrics` of the tokens under the budget (without one, under the largest micro-batch), with the seconds
-    # that the packing took; with joint=True also how even the micro-batches are over the ranks.
+    # `packing_metrics` of the tokens under the budget (without a budget, under the largest micro-batch), with the
+    # seconds that the packing took; with joint=True also the balance of the micro-batches over the ranks.
     metrics: dict[str, Any]
-    # How the rows came here, where all ranks were planned together (joint=True): `batch` is the rows that this rank
-    # computes, `redistributed.home` says where each comes from. Else None.
+    # With joint=True: the exchange of the rows. `batch` then has the rows that this rank computes, and
+    # `redistributed.home` the rank that each row is from. Else None.
     redistributed: RedistributedRows[B] | None = None
 
     @classmethod
@@ -105,10 +105,9 @@ class MicroBatches(Sequence[B]):
         costs_of_ranks: np.ndarray | None = None,
         redistributed: RedistributedRows[B] | None = None,
     ) -> MicroBatches[B]:
-        """A batch whose rows are packed.
+        """The micro-batches of a batch, from the micro-batch of each block, `parts` int64 `(blocks,)`.
 
-        `parts` int64 `(blocks,)` is the micro-batch of each block; `columns` the numbers of the rows; `all_loss_tokens`
-        the terms of the loss on all ranks; `costs_of_ranks` int64 `(ranks, micro-batches)`, where they are known.
+        `all_loss_tokens`: terms of the loss on all ranks. `costs_of_ranks`: int64 `(ranks, micro-batches)`, if known.
         """
         lengths, workloads, loss_tokens = columns.lengths, columns.workloads, columns.loss_tokens
         groups = groups_of(parts[blocks.of_row])
@@ -155,34 +154,33 @@ class MicroBatches(Sequence[B]):
 
     @property
     def forward_indices(self) -> torch.Tensor:
-        """int64 `(rows,)`: the row of the batch that each row of the micro-batches, put end to end, is."""
+        """int64 `(rows,)`: for each row of the concatenated micro-batches, its row in the batch."""
         return torch.tensor([row for group in self.groups for row in group], dtype=torch.int64)
 
     @property
     def backward_indices(self) -> torch.Tensor:
-        """int64 `(rows,)`: where each row of the batch is in the micro-batches put end to end.
+        """int64 `(rows,)`: for each row of the batch, its row in the concatenated micro-batches.
 
-        So `torch.cat(outputs)[backward_indices]` is in the order of the batch.
+        `torch.cat(outputs)[backward_indices]` is in the order of the batch.
         """
         return torch.argsort(self.forward_indices)
 
     def restore(self, results: Sequence[R]) -> R:
-        """Results of all micro-batches as one, in the order of the batch.
+        """Concatenate the results of all micro-batches, in the order of the batch's rows.
 
         Args:
-            results: for each micro-batch a tensor, or any other batch without padding, with a row per row of it.
+            results: for each micro-batch a tensor, or any other batch without padding, with one row per row.
 
         Raises:
-            ValueError: another number of results than micro-batches, or of rows than in a micro-batch; results that
-                cannot be joined, or with padding.
+            ValueError: the number of results or of their rows is wrong, or results cannot be joined or have padding.
         """
         return restore(results, [torch.tensor(group) for group in self.groups], "micro-batch", "micro-batches")
 
     def send_home(self, results: Sequence[R]) -> R | None:
-        """Results of all micro-batches, each with the rank that its rows come from, in the order of the rows there.
+        """Send the results of all micro-batches to the ranks that their rows are from, in the order of these rows.
 
-        After packing with joint=True all ranks call this together; else no row came from elsewhere, and this is
-        `restore`. Results per token of batches that were trimmed are as wide as `batch`: `redistributed.untrim`.
+        Collective after packing with joint=True; else `restore`, because no row has moved. Results per token of trimmed
+        batches are as wide as `batch`; `redistributed.untrim` restores their width.
 
         Args:
             results: as for `restore`.
@@ -192,8 +190,8 @@ class MicroBatches(Sequence[B]):
 
         Raises:
             ValueError: as `restore`; on all ranks.
-            TypeError: on all ranks: results that cannot be sent.
-            RankMissingError: a rank did not take part in time.
+            TypeError: results that cannot be sent; on all ranks.
+            RankMissingError: a rank did not call this in time.
         """
         if self.redistributed is None:
             return self.restore(results)
@@ -208,7 +206,7 @@ def _per_row(values: Any, name: str, rows: int) -> np.ndarray:
 
 def _label_values(batch: Any) -> np.ndarray | None:
     """Label values of each row of a BaseBatch, int64 `(rows,)`; None for other batches and without labels."""
-    # Looked up rather than imported: the class needs TorchRec, and whoever has one has imported it.
+    # Looked up rather than imported, because the class needs TorchRec; a caller with a BaseBatch has imported it.
     base_batch = getattr(sys.modules.get("commons.sequence_batch.batch"), "BaseBatch", ())
     if not isinstance(batch, base_batch) or batch.labels is None:
         return None

@@ -1,4 +1,4 @@
-"""PackedRows: the rows of a micro-batch put end to end as one row, so that no step is spent on padding."""
+"""PackedRows: the rows of a micro-batch concatenated into one row, so that no padding is computed."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from commons.sequence_batch.jagged_fields import ragged_axis
 
 MaskKind = Literal["block_diagonal", "causal"]
 
-# The label that PyTorch's and Hugging Face's losses leave out.
+# The label that PyTorch's and Hugging Face's losses ignore.
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows put end to end; T is the number of their tokens, with those that fill up to a multiple."""
+    """Concatenated rows; T is the number of tokens, including the fill up to a multiple."""
 
-    # What the model is called with: every field with an entry per token as `(1, T, ...)`, `position_ids` int64 `(1, T)`
-    # that begin at 0 in every row, `attention_mask` bool `(1, 1, T, T)` if it was asked for, and the other fields as
-    # they were.
+    # The model's arguments: every field with an entry per token as `(1, T, ...)`, `position_ids` int64 `(1, T)`, which
+    # begin at 0 in every row, `attention_mask` bool `(1, 1, T, T)` if a mask was requested, and the other fields
+    # unchanged.
     inputs: dict[str, Any]
-    # int32 `(rows + 1,)`, where each row begins and the last one ends, as attention kernels for variable lengths take
-    # it; one more entry where tokens were filled up, which are a row of their own.
+    # int32 `(rows + 1,)`, the start of each row and the end of the last row, as attention kernels for variable lengths
+    # take it; one more entry if there is a fill, which counts as a row.
     cu_seqlens: torch.Tensor
     max_seqlen: int  # tokens of the longest row
-    # int64 `(tokens,)`, where each token was in the batch, as row · width + column; of nested tensors, in their values.
+    # int64 `(tokens,)`, the position of each token in the padded batch, row · width + column; for nested tensors, the
+    # position in their values.
     places: torch.Tensor
-    shape: tuple[int, int] | None  # rows and width of the padded batch; None of nested tensors
+    shape: tuple[int, int] | None  # rows and width of the padded batch; None for nested tensors
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without those that fill up to a multiple."""
+        """Number of tokens without the fill."""
         return self.places.numel()
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Outputs per token back in the rows of the batch; differentiable.
+        """Put outputs per token back into the rows of the batch; differentiable.
 
         Args:
             values: `(1, T, ...)`, such as the logits of the packed row.
 
         Returns:
-            `(rows, width, ...)`, zeros where the batch has padding; a nested tensor where it held nested tensors.
+            `(rows, width, ...)`, zeros where the batch has padding; a nested tensor if the batch had nested tensors.
 
         Raises:
             ValueError: another number of tokens.
@@ -71,27 +72,26 @@ def pack_rows(
     pad_to_multiple_of: int = 1,
     ignore_index: int = IGNORE_INDEX,
 ) -> PackedRows:
-    """Put the rows of a batch end to end as one row.
+    """Concatenate the rows of a batch into one row.
 
-    Tokens must not see those of other rows: position ids begin again in every row, and attention is kept apart by
-    `cu_seqlens`, or by a mask for models that take none. The first label of every row is left out, because a causal
-    model would predict it from the last token of the row before; in a batch of single rows nothing precedes it.
+    Tokens must not attend to other rows: position ids restart in every row, and `cu_seqlens` separates the rows in
+    attention, or a mask for models that do not take `cu_seqlens`. The first label of every row becomes `ignore_index`,
+    because a causal model would predict it from the last token of the row before.
 
     Args:
-        batch: dict (or TensorDict) of tensors as Hugging Face's models take them: `attention_mask` `(rows, width)`, not
-            0 where there is a token, on any side of it; fields that begin with these two dimensions have an entry per
-            token, the others are kept as they are. Or without `attention_mask`, fields per token as nested tensors
-            `(rows, tokens, ...)` of layout torch.jagged.
-        mask: "block_diagonal" for tokens that see their whole row, "causal" for those that see what precedes them in
-            it. It takes T² bytes; kernels that know `cu_seqlens` need none.
-        pad_to_multiple_of: fill up to a multiple of so many tokens, with zeros and ignored labels in a row of their
-            own.
-        ignore_index: label that the loss leaves out.
+        batch: dict or TensorDict of tensors, in one of two forms. Padded, as Hugging Face's models take it:
+            `attention_mask` `(rows, width)`, not 0 where there is a token, with padding on either side; fields that
+            begin with these two dimensions have an entry per token, the other fields remain unchanged. Or without
+            `attention_mask`: fields per token are nested tensors `(rows, tokens, ...)` of layout torch.jagged.
+        mask: "block_diagonal" if a token attends to its whole row, "causal" if it attends to itself and earlier tokens
+            of its row. The mask takes T² bytes; None for kernels that take `cu_seqlens`.
+        pad_to_multiple_of: T is a multiple of it; the fill, of zeros and ignored labels, is a row of its own.
+        ignore_index: label that the loss ignores.
 
     Raises:
         ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, ragged in another
             dimension, with gaps or with values outside their rows, a mask that is not `(rows, width)`, no token at all,
-            an unknown kind of mask, or a multiple below 1.
+            an unknown kind of mask, or `pad_to_multiple_of` below 1.
 
     Examples:
         >>> ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -118,7 +118,7 @@ def pack_rows(
     inputs: dict[str, Any] = {}
     for name, value in fields.items():
         if name in ("attention_mask", "position_ids"):
-            continue  # made anew
+            continue  # computed below
         if not _is_per_token(value, shape):
             inputs[name] = value
             continue
@@ -146,12 +146,12 @@ def pack_rows(
 def count_loss_tokens(
     labels: torch.Tensor, attention_mask: torch.Tensor | None = None, *, ignore_index: int = IGNORE_INDEX
 ) -> torch.Tensor:
-    """Labels of each row that a causal language model is trained on: all but ignored ones and the row's first token.
+    """Number of loss terms of a causal language model in each row: labels except ignored ones and the first token's.
 
     Args:
         labels: int64 `(rows, width)`.
-        attention_mask: `(rows, width)`, not 0 where there is a token; all of them if not given.
-        ignore_index: label that the loss leaves out.
+        attention_mask: `(rows, width)`, not 0 where there is a token; None if there is no padding.
+        ignore_index: label that the loss ignores.
 
     Returns:
         int64 `(rows,)`.
@@ -180,7 +180,7 @@ def _is_per_token(value: Any, shape: tuple[int, int] | None) -> bool:
 
 
 def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]:
-    """Tokens of each row `(rows,)`, where each token is `(tokens,)`, and the shape of the padded batch."""
+    """Tokens of each row `(rows,)`, position of each token `(tokens,)`, and the shape of the padded batch."""
     nested: dict[str, Any] = {
         name: value for name, value in fields.items() if isinstance(value, torch.Tensor) and value.is_nested
     }
@@ -188,8 +188,8 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
         for name, value in nested.items():
             if value.layout != torch.jagged or value.lengths() is not None:
                 raise ValueError(
-                    f"field {name!r} is a nested tensor with gaps or of layout {value.layout}; tokens have to lie "
-                    "end to end: make it a contiguous one of layout torch.jagged"
+                    f"field {name!r} is a nested tensor with gaps or of layout {value.layout}; tokens must be "
+                    "contiguous: make it a contiguous nested tensor of layout torch.jagged"
                 )
             axis = ragged_axis(value)
             if axis != 1:
@@ -201,7 +201,7 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
             if (begin, end) != (0, value.values().shape[0]):
                 raise ValueError(
                     f"field {name!r} has offsets from {begin} to {end} and {value.values().shape[0]} values; the rows "
-                    "of a nested tensor are all of its values: cut off the others, and let the offsets begin at 0"
+                    "of a nested tensor must cover all its values: cut off the others, and let the offsets begin at 0"
                 )
         offsets: dict[str, torch.Tensor] = {name: value.offsets() for name, value in nested.items()}
         first = next(iter(offsets))
@@ -215,7 +215,7 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
         return lengths, torch.arange(int(offsets[first][-1]), device=lengths.device), None
     if "attention_mask" not in fields:
         raise ValueError(
-            f"the batch has the fields {', '.join(fields)}; attention_mask (rows, width) says where the tokens are: "
+            f"the batch has the fields {', '.join(fields)}; attention_mask (rows, width) is needed to find the tokens: "
             "add it, or pass nested tensors"
         )
     tokens = fields["attention_mask"]

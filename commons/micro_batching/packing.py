@@ -1,15 +1,15 @@
-"""From a batch to its micro-batches: pack rows under a token budget, on all ranks into the same number.
+"""From a batch to its micro-batches: rows are packed under a token budget, into the same number on all ranks.
 
-1 offer   each rank packs its own rows, if it can by itself                       block_packing.py
-2 agree   one gather: who needs how many, and has how many rows and loss terms
-3 pack    each rank packs into the largest of these numbers                       block_packing.py
+1 offer   each rank packs its own rows into the fewest micro-batches              block_packing.py
+2 agree   one gather of each rank's micro-batches, rows and loss terms
+3 pack    each rank packs into the largest number of micro-batches of any rank    block_packing.py
 4 select  rows of one micro-batch at a time, when they are used                   micro_batches.py
 
 With joint=True the third step is one plan for the rows of all ranks:
 
-3 gather  tokens, workloads, loss terms, group of every row, its own packing      dispatch/own_rows.py
-  plan    rows to ranks and micro-batches, the same on every rank                 joint_plan.py
-  move    rows that change rank, in one exchange                                  dispatch/redistribute.py
+3 gather  each row's tokens, workload, loss terms, group and own packing          dispatch/own_rows.py
+  plan    assign rows to ranks and micro-batches, equally on every rank           joint_plan.py
+  move    one exchange of the rows that change rank                               dispatch/redistribute.py
 """
 
 from __future__ import annotations
@@ -54,45 +54,44 @@ def pack_micro_batches(
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> MicroBatches[B]:
-    """Cut a batch into micro-batches that keep a token budget; all ranks make the same number, and none is empty.
+    """Cut a batch into micro-batches under a token budget; all ranks make the same number, and none is empty.
 
-    Called by all ranks of the group. They agree by one gather of six integers over a gloo group of their own (as long
-    as they have moved no rows, after one of three): the number of micro-batches is the largest that any rank needs. A
-    rank that needs fewer deals its rows to as many. Where a rank has too few rows for that, all pack by "refined"
-    before they give up.
+    Collective over the group. All ranks make the largest number of micro-batches that any rank needs. They agree on it
+    with one gather of six integers over their own gloo group; until the group has first moved rows, a gather of three
+    integers precedes it. If a rank has too few rows for this number, all ranks try "refined" before an error is raised.
 
-    With `joint`, for ranks that synchronise at every micro-batch (FSDP, expert parallelism), there is one plan for the
-    rows of all ranks: as few micro-batches as these take together, and the i-th ones of all ranks of even cost. Rows
-    change rank for it, in one exchange; those that stay do not travel. If each rank's own packing is as good to 1 %,
-    none moves. A rank may bring any number of rows, none included; padding that a batch states is left out. Results go
-    home with `MicroBatches.send_home`.
+    With `joint`, for ranks that synchronise at every micro-batch (FSDP, expert parallelism), one plan covers the rows
+    of all ranks: the fewest micro-batches per rank, and the i-th micro-batches of all ranks have similar costs. Rows
+    that change rank move in one exchange. If each rank's own packing is as good to 1 %, no row moves. A rank may have
+    any number of rows, also none; padding rows that a batch states are left out. `MicroBatches.send_home` sends results
+    back to the ranks that their rows are from.
 
     Args:
-        batch: TensorDict, dict of tensors, dataclass such as BaseBatch, nested or plain tensor; any nesting of these
-            whose fields have an entry per row. With `joint`, None on a rank without rows, as its other columns.
-        spec: how to cut it; its numbers are those of one rank.
+        batch: TensorDict, dict of tensors, dataclass such as BaseBatch, nested or plain tensor, or any nesting of these
+            whose fields have an entry per row. With `joint`, None on a rank without rows, like the arguments per row.
+        spec: how to cut the batch; its numbers are per rank.
         lengths: tokens of each row: list, array or tensor `(rows,)`. Tensors on a device are copied to the host.
-        group: the ranks; default as for the shuffler: megatron-core's data-parallel group, else all. Without
-            torch.distributed there is one rank.
-        workloads: what each row costs, `(rows,)`, if not its tokens: then the budget is on tokens, and the workloads
-            are balanced. For the algorithms "kk" and "refined".
-        loss_tokens: terms of the loss in each row, `(rows,)`, such as `count_loss_tokens` gives; by default the label
-            values of a BaseBatch that has labels, else `lengths`.
-        groups: integers or strings `(rows,)`: rows of equal ones, such as the answers to one prompt or a preference
-            pair, stay in one micro-batch; with `joint` on one rank too, from whichever ranks they come. In place of
+        group: the ranks; None for megatron-core's data-parallel group if there is one, else all ranks, as for the
+            shuffler. Without torch.distributed there is one rank.
+        workloads: cost of each row, `(rows,)`, to balance under the budget on tokens; needs the algorithm "kk" or
+            "refined". None if the cost is the tokens.
+        loss_tokens: terms of the loss in each row, `(rows,)`, such as from `count_loss_tokens`; None for the number of
+            label values of a BaseBatch with labels, else for `lengths`.
+        groups: integers or strings `(rows,)`: rows with equal values, such as the answers to one prompt or a preference
+            pair, stay in one micro-batch; with `joint` also rows of several ranks. An alternative to
             `MicroBatchSpec.granularity`, which keeps neighbours together.
-        joint: plan the rows of all ranks together; the same on all of them.
-        trim: with `joint`, which fields are padded sequences: they may differ in width between ranks, and become as
-            wide as the longest row that a rank ends with, filled with the padding that they have already (`Trim.fill`).
-        timeout: seconds after which a rank that does not take part is reported.
+        joint: whether to plan the rows of all ranks together; equal on all ranks.
+        trim: with `joint`, the fields that are padded sequences. Their widths may differ between ranks; a rank's result
+            is as wide as its longest row, filled with the fields' own padding value (`Trim.fill`).
+        timeout: seconds after which a rank that has not called this is reported missing.
 
     Raises:
         ValueError: an empty batch (with `joint`, no rows on any rank), fields with different numbers of rows, rows
-            above the budget, which are named, rows that granularity does not divide, `groups` beside a granularity,
-            too few rows for the number of micro-batches, workloads with "ffd", batches of different kinds that are
-            planned together, or ranks whose specs or arguments differ. On every rank, whichever has the mistake.
-        TypeError: `spec` is no MicroBatchSpec, or a batch that `Rows` does not know.
-        RankMissingError: a rank did not take part in time.
+            above the budget (the error names them), a number of rows that is no multiple of granularity, both `groups`
+            and a granularity, too few rows for the number of micro-batches, workloads with "ffd", batches of different
+            types with `joint`, or ranks whose specs or arguments differ. Raised on every rank.
+        TypeError: `spec` is no MicroBatchSpec, or the batch is of an unsupported type.
+        RankMissingError: a rank did not call this in time.
 
     Examples:
         >>> import torch
@@ -103,7 +102,7 @@ def pack_micro_batches(
         ([[0, 1], [2, 3]], [8, 8])
     """
     options: dict[str, Any] = {"joint": joint, "spec": type(spec).__name__, "trim": repr(trim)}
-    # In a joint plan a rank without rows has none; the table of all rows shows what the others give.
+    # Not compared with `joint`, where a rank without rows passes None; the gather of the rows compares the others.
     options["workloads given"] = joint is not True and workloads is not None
     options["groups given"] = joint is not True and groups is not None
     if isinstance(spec, MicroBatchSpec):
@@ -119,7 +118,7 @@ def pack_micro_batches(
             offer = offer.with_refined()
             needs = _agree(channel, options, offer, None)
         _require_blocks(needs, channel.members)
-    assert offer.packing is not None  # noqa: S101  a rank packs by itself, or raises
+    assert offer.packing is not None  # noqa: S101  without `joint`, packing has succeeded or raised
     started = time.perf_counter()
     packed = offer.packing.into(_most_needed(needs))
     return MicroBatches.of(
@@ -186,21 +185,21 @@ def _pack_jointly(
 
 
 class _Needs(NamedTuple):
-    """What one rank brings and needs."""
+    """The numbers that one rank contributes to the agreement."""
 
     rows: int  # rows of its batch
-    blocks: int  # how many there are to be dealt, each of `granularity` rows; at most as many micro-batches
-    micro_batches: int  # fewest micro-batches that its packing takes; 0 where only other ranks' rows make one possible
+    blocks: int  # blocks of its rows: the most micro-batches that it can make
+    micro_batches: int  # fewest micro-batches of its own rows; 0 if they cannot be packed without other ranks' rows
     loss_tokens: int  # terms of the loss in its batch
 
 
 @dataclass(frozen=True, eq=False)
 class _Offer:
-    """What a rank brings, checked and packed into as few micro-batches as it can."""
+    """A rank's own rows, checked and packed into the fewest micro-batches."""
 
-    columns: RowColumns  # what there is to know of each row
-    blocks: RowBlocks  # which of its rows stay together
-    packing: BlockPacking | None  # these by themselves; None where a joint plan may make it possible
+    columns: RowColumns  # the numbers per row
+    blocks: RowBlocks  # the rows in blocks that stay together
+    packing: BlockPacking | None  # None with `joint` if the blocks cannot be packed without other ranks' rows
     seconds: float  # time that packing has taken so far
 
     @classmethod
@@ -210,8 +209,8 @@ class _Offer:
             raise ValueError(f"joint is {joint!r}; it is True or False: choose one")
         if trim is not None:
             raise ValueError(
-                "trim is given and joint is False; padded sequences are cut where rows change rank: set joint=True, or "
-                "trim the batch with trim_batch"
+                "trim is given and joint is False; trimming is part of the exchange of rows: set joint=True, or trim "
+                "the batch with trim_batch"
             )
         columns = RowColumns.of(batch, Rows.of(batch).count, **given)
         started = time.perf_counter()
@@ -233,7 +232,7 @@ class _Offer:
         try:
             packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads) if len(blocks) else None
         except ValueError:
-            packing = None  # the rows of others may make it possible
+            packing = None  # a packing with the rows of other ranks may exist
         return cls(columns, blocks, packing, time.perf_counter() - started), own, trims
 
     def with_refined(self) -> _Offer:
@@ -242,7 +241,7 @@ class _Offer:
         return dataclasses.replace(self, packing=packing, seconds=self.seconds + time.perf_counter() - started)
 
     def micro_batch_of_rows(self, number: int) -> np.ndarray | None:
-        """int64 `(rows,)`: where each row is if this rank packs into so many micro-batches by itself."""
+        """int64 `(rows,)`: the micro-batch of each row if this rank packs its own rows into `number` micro-batches."""
         return None if self.packing is None else self.packing.into(number)[self.blocks.of_row]
 
     @property
@@ -258,7 +257,7 @@ class _Offer:
 def _agree(
     channel: ControlChannel, options: dict[str, Any], offer: _Offer | None, error: Exception | None
 ) -> list[_Needs]:
-    """The needs of every rank; raises on all what went wrong on any, ValueError for different options."""
+    """The needs of every rank. Raises any rank's error on all ranks, and ValueError if options differ."""
     if error is not None and channel.world_size == 1:
         raise error
     own = _Needs(0, 0, 0, 0) if offer is None else offer.needs
@@ -270,12 +269,12 @@ def _most_needed(needs: list[_Needs]) -> int:
 
 
 def _all_can_make(needs: list[_Needs]) -> bool:
-    """Whether every rank has a block for each of as many micro-batches as any needs."""
+    """Whether every rank has enough blocks for the largest number of micro-batches that any rank needs."""
     return _most_needed(needs) <= min(each.blocks for each in needs)
 
 
 def _require_blocks(needs: list[_Needs], members: Sequence[int]) -> None:
-    """Raise ValueError, the same on all ranks, if one has too few rows; `members` are their global numbers."""
+    """Raise ValueError, on all ranks, if a rank has too few rows; `members` are the global numbers of the ranks."""
     if _all_can_make(needs):
         return
     number = _most_needed(needs)
@@ -287,7 +286,7 @@ def _require_blocks(needs: list[_Needs], members: Sequence[int]) -> None:
     ]
     raise ValueError(
         f"rank {members[largest]} needs {number} micro-batches for its {needs[largest].rows} rows, "
-        f"{', '.join(short)}; all ranks make as many micro-batches and none is empty: spread the rows evenly over the "
+        f"{', '.join(short)}; all ranks make the same number and none is empty: spread the rows evenly over the "
         "ranks (commons.dispatch.redistribute_balanced), raise max_tokens_per_mb or lower n_mbs and n_mbs_divisor"
     )
 

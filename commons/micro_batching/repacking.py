@@ -1,4 +1,4 @@
-"""Packing where rows must nearly fill every group: fill the groups one by one, then some of them anew, again and again.
+"""Packing for rows that must nearly fill every group: fill groups one by one, then repeatedly repack a few of them.
 
 Filling is minimum bin slack: Gupta and Ho, "A new heuristic algorithm for the one-dimensional bin-packing problem",
 Production Planning & Control 10 (1999), in the form of Fleszar and Hindi, "New heuristics for one-dimensional
@@ -6,7 +6,7 @@ bin-packing", Computers & Operations Research 29 (2002): the heaviest row left b
 groups is a large neighborhood search: Shaw, "Using constraint programming and local search methods to solve vehicle
 routing problems", CP (1998).
 
-The lists are short, so they are Python's: a call of numpy would take longer than what it does.
+The lists are short, so they are Python lists: the overhead of a numpy call would exceed its work.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import itertools
 import random
 from bisect import bisect_left
 
-# Fillings that the search for one group's best looks at, in turn: a longer search fills the groups better, and leaves
-# fewer of the light rows that the last groups need.
+# Limits of fillings tried for one group, used in turn: a longer search fills the groups better, but leaves fewer light
+# rows, which the last groups need.
 SEARCHES = (10, 20, 40)
-# Groups that are filled anew at a time, in turn, at most half of them: the heaviest, so many of the lightest, and any.
+# Numbers of groups repacked at a time, used in turn, at most half of all groups: the heaviest, LIGHTEST of the
+# lightest, the others at random.
 NEIGHBORHOODS = (6, 12)
 LIGHTEST = 3
-# Times that this is done, and at most four times for each group.
+# Most repackings; also at most four per group.
 MOST_REPACKS = 150
 
 
 def pack_under(
     values: list[int], num_groups: int, capacity: int, started: list[list[int]] | None = None
 ) -> tuple[list[list[int]], bool]:
-    """Pack rows into so many groups by minimum bin slack and repacking; says whether all keep the capacity.
+    """Pack rows into `num_groups` groups by minimum bin slack and repacking; returns whether all keep the capacity too.
 
-    `values` descend, none above the capacity; `started` is what this came to with fewer groups, to go on from.
+    `values` descend, none is above the capacity; `started` is the result with fewer groups, as the start.
     """
     if started is None:
         started = fill_groups(values, range(len(values)), num_groups, capacity, SEARCHES[0])
@@ -39,7 +40,7 @@ def pack_under(
 
 
 def repack(values: list[int], groups: list[list[int]], capacity: int) -> list[list[int]]:
-    """Lower the sum of what groups hold above the capacity by filling a few of them anew."""
+    """Lower the sum of the groups' excesses over the capacity by repacking a few groups at a time."""
     num_groups = len(groups)
     loads = [sum(values[row] for row in rows) for rows in groups]
     turns = itertools.cycle(itertools.product(NEIGHBORHOODS, SEARCHES))
@@ -55,7 +56,7 @@ def repack(values: list[int], groups: list[list[int]], capacity: int) -> list[li
         rows = sorted(row for group in picked for row in groups[group])
         refilled = fill_groups(values, rows, size, capacity, search)
         new_loads = [sum([values[row] for row in each]) for each in refilled]
-        # Equal is taken too, to come to other rows.
+        # Accept an equal excess too, so that later repackings start from other groups.
         if _excess(new_loads, capacity) <= _excess([loads[group] for group in picked], capacity):
             for group, each, load in zip(picked, refilled, new_loads):
                 groups[group], loads[group] = each, load
@@ -65,11 +66,11 @@ def repack(values: list[int], groups: list[list[int]], capacity: int) -> list[li
 def fill_groups(
     values: list[int], rows: range | list[int], num_groups: int, capacity: int, search: int
 ) -> list[list[int]]:
-    """Deal rows, ascending, to groups, each filled as well as a bounded search can. O(rows · (groups + search)).
+    """Assign `rows`, ascending, to groups, each filled by a bounded search. O(rows · (groups + search)).
 
-    The search for a group ends at a filling that leaves no more room than is left on average: a better one would only
-    take the light rows that later groups need. Rows that fit nowhere in the end go to the lightest groups, which then
-    are above the capacity. `search` is the number of fillings that it looks at.
+    The search for a group ends at a filling that leaves no more room than the average: a better filling would only take
+    light rows that later groups need. Rows that fit into no group go to the lightest groups, which then exceed the
+    capacity. `search` is the limit of fillings tried per group.
     """
     left = [row for row in rows if values[row]]
     minus = [-values[row] for row in left]
@@ -97,10 +98,10 @@ def fill_groups(
 
 
 def best_filling(minus: list[int], room: int, enough: int, search: int) -> list[int]:
-    """Which of the rows leave the least room, ascending; of equal fillings the first in lexicographic order.
+    """The rows that leave the least of `room`, ascending; ties: the first filling in lexicographic order.
 
-    `minus` are the rows' weights, negative so that they ascend and can be searched; the search ends at `enough` room,
-    or after so many fillings.
+    `minus` are the rows' negated weights, ascending for the bisection; the search ends when at most `enough` room is
+    left, or after `search` fillings.
     """
     best: list[int] = []
     least = room
@@ -119,7 +120,7 @@ def best_filling(minus: list[int], room: int, enough: int, search: int) -> list[
                 room += minus[at]
                 at += 1
                 continue
-        # No row fits, or only one, of which the heaviest is best: give up the last one chosen, and those of its weight.
+        # No row fits, or only one more, and it has been tried: drop the last chosen row, and skip those of its weight.
         if not chosen:
             break
         last = chosen.pop()

@@ -1,4 +1,4 @@
-"""MicroBatchSpec: how a batch is cut into micro-batches, validated when made."""
+"""MicroBatchSpec: how a batch is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ class MicroBatchSpec:
     """
 
     n_mbs: int = 1
-    """Fewest micro-batches. There are more of them where n_mbs_divisor, max_tokens_per_mb or another rank asks for
-    more."""
+    """Fewest micro-batches; n_mbs_divisor, max_tokens_per_mb or another rank may require more."""
 
     granularity: int = 1
-    """Rows that stay together, in blocks from the first row on: the answers to one prompt (GRPO), a preference pair."""
+    """Number of neighbouring rows that stay together, such as the answers to one prompt (GRPO) or a preference pair."""
 
     max_tokens_per_mb: int | None = None
     """Most tokens of a micro-batch; None for no limit."""
 
     n_mbs_divisor: int = 1
-    """The number of micro-batches is a multiple of it, as interleaved pipeline schedules ask."""
+    """The number of micro-batches is a multiple of it, as interleaved pipeline schedules require."""
 
     packing_algorithm: str = "ffd"
-    """Name of the allocator: "ffd" (first-fit decreasing), "kk" (Karmarkar-Karp) or "refined" (fewest micro-batches,
-    then the most even ones)."""
+    """Name of the allocator: "ffd" (first-fit decreasing), "kk" (Karmarkar-Karp) or "refined" (the fewest
+    micro-batches, evenly filled)."""
 
     order: Order = "heaviest_first"
     """Order of the micro-batches: "heaviest_first", so that memory peaks in the first one and all ranks go from heavy

@@ -1,1 +1,1 @@
-"""evenrank in other training frameworks, one module for each; it imports its framework."""
+"""Integrations with other training frameworks, one module for each; a module imports its framework."""

@@ -1,4 +1,4 @@
-"""`balanced(trainer)`, for Hugging Face's Trainer and what derives from it; see `commons.integrations.transformers`."""
+"""`balanced(trainer)`, for Hugging Face's Trainer and its subclasses; see `commons.integrations.transformers`."""
 
 from commons.integrations.transformers import balanced
 

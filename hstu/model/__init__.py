@@ -1,4 +1,4 @@
-"""The HSTU model: tokens, attention over jagged rows, layers, and the ends for ranking and retrieval.
+"""The HSTU model: tokens, attention over jagged rows, layers, and the heads and losses for ranking and retrieval.
 
 The flow of a batch, and the file of each step:
 

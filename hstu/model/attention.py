@@ -1,17 +1,17 @@
-"""Pointwise SiLU attention over jagged rows, in time that follows the pairs that the mask keeps.
+"""Pointwise SiLU attention over jagged rows, in time proportional to the pairs that the mask keeps.
 
     y_i = 1/N · Σ_j mask(i, j) · SiLU(q_i · k_j + bias(i − j) + time_bias(t_i − t_j)) · v_j        per head
 
-after Zhai et al. 2024, "Actions Speak Louder than Words", section 3.2. There is no softmax, so the sum may be taken in
-parts: history on history, context on history, targets on history, and targets within their group. N is a constant of
-the model; a number taken from the batch would make a row's result depend on the rows beside it.
+after Zhai et al. 2024, "Actions Speak Louder than Words", section 3.2. There is no softmax, so the sum can be computed
+in parts: history on history, context on history, targets on history, and targets within their group. N is a constant of
+the model; with a number from the batch, a row's result would depend on the other rows.
 
-What keeps it cheap:
-- Padding holds zeros, and a zero value adds nothing: padding needs no mask.
-- The bias of a chunk is a strided view of one short row of numbers per head, and the mask is written into that row: at
-  distances below zero, and beyond a window, it is so low that SiLU and its derivative are exactly zero.
-- A chunk of queries has only the keys that some of them see, so nearly half of the square is never computed, with a
-  window nearly all of it. Scores are computed again in the backward pass, so memory is bounded whatever the lengths.
+Time and memory are saved in three ways:
+- Padding is zeros, and a zero value adds nothing, so padding needs no mask.
+- The bias of a chunk is a strided view of one short row of numbers per head, which includes the mask: at masked
+  distances the bias is so low that SiLU and its derivative are exactly zero.
+- A chunk has only the keys that any of its queries see, so nearly half of the square is never computed, with a window
+  nearly all of it. Scores are recomputed in the backward pass, so memory is bounded for any lengths.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LOG_TIME_STEP = 0.301
 
 
 class TokenTimes(NamedTuple):
-    """When the tokens of a batch happened."""
+    """Timestamps of the tokens of a batch, and the bias by time."""
 
-    values: torch.Tensor  # int64 `(num_tokens,)`, such as seconds
-    # `(num_heads, num_buckets)`: times Δ apart are in bucket ⌊ln(max(1, Δ)) ÷ 0.301⌋, or in the last one.
+    values: torch.Tensor  # int64 `(num_tokens,)`, for example seconds
+    # `(num_heads, num_buckets)`: a difference Δ is in bucket ⌊ln(max(1, Δ)) ÷ 0.301⌋, at most in the last bucket.
     bias: torch.Tensor
 
 
@@ -48,36 +48,37 @@ def hstu_attention(
 ) -> torch.Tensor:
     """HSTU attention of a jagged batch.
 
-    The position that the bias sees is a token's place in its row, except that every group of targets stands directly
-    behind the history: what a target gets does not depend on its place among the targets.
+    For the bias, the place of a token is its place in the row, except that every group of targets is placed directly
+    after the history, so that the result of a group does not depend on the groups before it.
 
     Args:
-        query: floating point `(num_tokens, num_heads, head_dim)`, the rows of the batch one after the other.
+        query: floating point `(num_tokens, num_heads, head_dim)`, row after row of the batch.
         key: as `query`.
         value: as `query`.
-        bias: by distance i − j: `(num_heads, max_distance + 1)` where no token sees later ones, else (without a causal
-            mask, or with contextual tokens in the plan) `(num_heads, 2 · max_distance + 1)`, from −max_distance on.
+        bias: by distance i − j: `(num_heads, max_distance + 1)`, from distance 0, if no token sees later tokens; else
+            (without a causal mask, or with contextual tokens in the plan) `(num_heads, 2 · max_distance + 1)`, from
+            −max_distance.
         plan: the blocks of this batch, made for the same number of heads.
-        normalizer: N, by which the sums are divided.
-        times: adds a bias for the time between two tokens; none if not given.
+        normalizer: N, the divisor of the sums.
+        times: timestamps and a bias for the time between two tokens; None for no such bias.
 
     Returns:
         `(num_tokens, num_heads, head_dim)`, the dtype of `query`. The gradients of all floating-point tensors are
         exact; they cannot be differentiated again.
 
     Raises:
-        ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
+        ValueError: a row longer than `max_distance + 1`, or another number of tokens than the plan's.
     """
     plan.require_tokens(query)
     table = _bias_table(bias.to(query.dtype), plan)
     seconds, time_table = (None, None) if times is None else (times.values, times.bias.to(query.dtype))
-    # Sums run over many chunks: autocast must not change their dtype on the way.
+    # Autocast must not change the dtype of sums over many chunks.
     with torch.autocast(query.device.type, enabled=False):
         return _HSTUAttention.apply(query, key, value, table, time_table, seconds, plan, 1.0 / normalizer)
 
 
 def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """Buckets of differences of times: ⌊ln(max(1, |Δ|)) ÷ 0.301⌋, at most `num_buckets − 1`; int64, the same shape.
+    """Buckets of time differences Δ: ⌊ln(max(1, |Δ|)) ÷ 0.301⌋, at most `num_buckets − 1`; int64, the same shape.
 
     >>> time_buckets(torch.tensor([0, 1, 2, -60, 86_400, 10**9]), 64).tolist()
     [0, 0, 2, 13, 37, 63]
@@ -86,9 +87,9 @@ def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
 
 
 def _bias_table(bias: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask in it, and where contextual tokens are bare.
+    """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask and, if there is context, also without it.
 
-    Distance d is in column `_farthest(plan) − d`. Columns of distances that no row has serve padding.
+    Distance d is in column `_farthest(plan) − d`. The outermost columns are for padding.
     """
     farthest, zero = _farthest(plan), plan.zero_column(bias)
     bare = torch.nn.functional.pad(bias.flip(1), (farthest + zero + 1 - bias.shape[1], farthest - zero))
@@ -99,12 +100,12 @@ def _bias_table(bias: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
 
 
 def _farthest(plan: AttentionPlan) -> int:
-    """No query and key of a block are as far apart, padding included: each is at most as long as the longest row."""
+    """A bound of the distances in a block, padding included: queries and keys each span at most the longest row."""
     return 2 * plan.longest
 
 
 class _HSTUAttention(torch.autograd.Function):
-    """Attention over the blocks of a plan; the backward pass computes the scores again."""
+    """Attention over the blocks of a plan; the backward pass recomputes the scores."""
 
     @staticmethod
     def forward(
@@ -120,8 +121,8 @@ class _HSTUAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, table, time_table, times)
         ctx.plan, ctx.scale = plan, scale
-        # Half of the division by N comes before the sum, so that float16 neither overflows nor loses small values; by a
-        # power of two, which rounds nothing.
+        # Divide by about √N before the sum and by the rest after it, so that float16 neither overflows nor loses small
+        # values; the first divisor is a power of two, so that it causes no rounding.
         before = 2.0 ** round(math.log2(scale) / 2)
         queries, keys, values = (_heads_first(tensor) for tensor in (query, key, value * before))
         bias = _Bias(plan, table, time_table, times)
@@ -162,14 +163,14 @@ class _HSTUAttention(torch.autograd.Function):
 
 
 class _Bias:
-    """What is added to the scores, and its gradients."""
+    """The biases of the scores, and their gradients."""
 
     def __init__(
         self, plan: AttentionPlan, table: torch.Tensor, time_table: torch.Tensor | None, times: torch.Tensor | None
     ) -> None:
         self._plan = plan
         self._table, self._time_table = table, time_table
-        self._times = table.new_zeros(0) if times is None else torch.nn.functional.pad(times, (0, 1))  # of padding, too
+        self._times = table.new_zeros(0) if times is None else torch.nn.functional.pad(times, (0, 1))  # last: padding
         self._grad_table = _zeros_to_add_to(table)
         self._grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
 
@@ -185,14 +186,14 @@ class _Bias:
         return scores.baddbmm_(query, key.transpose(1, 2))
 
     def add_gradients(self, grad_scores: torch.Tensor, chunk: Chunk) -> None:
-        """Add the gradients of a chunk's scores to those of the bias."""
+        """Add the gradients of a chunk's scores to the gradients of the biases."""
         num_heads = self._table.shape[0]
         if self._grad_time_table is not None:
             by_pair = grad_scores.view(num_heads, -1).to(self._grad_time_table.dtype)
             buckets = self._buckets(chunk, self._grad_time_table)
             self._grad_time_table.scatter_add_(1, buckets.expand_as(by_pair), by_pair)
-        # Sums over anti-diagonals: rows of width + 1 numbers, read as rows of width, move one more column to the right
-        # each, so that anti-diagonals become columns.
+        # Sum over anti-diagonals: rows padded to width + 1 numbers and read as rows of width shift each row one more
+        # column to the right, so that anti-diagonals become columns.
         columns = self._columns(self._grad_table, chunk)
         period, width = chunk.period, columns.shape[1]
         by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=columns.dtype)
@@ -200,17 +201,17 @@ class _Bias:
         columns += skewed.view(num_heads, period, width).sum(1)
 
     def gradients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients of both tables, in their dtype."""
+        """Gradients of both tables, in the tables' dtype."""
         by_time = None if self._grad_time_table is None else self._grad_time_table.to(self._table.dtype)
         return self._grad_table.to(self._table.dtype), by_time
 
     def _columns(self, table: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """The columns of the table that a chunk sees: `(num_heads, period + num_keys − 1)`, by falling distance."""
+        """The columns of the table for a chunk: `(num_heads, period + num_keys − 1)`, by falling distance."""
         first, is_masked = _farthest(self._plan) - chunk.distance, chunk.seen == self._plan.seen
         return table[:, 0 if is_masked else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
 
     def _buckets(self, chunk: Chunk, time_table: torch.Tensor) -> torch.Tensor:
-        """Buckets of the times between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
+        """Buckets of time differences between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
         apart = self._times[chunk.queries][:, :, None] - self._times[chunk.keys][:, None]
         return time_buckets(apart, time_table.shape[1]).flatten()
 
@@ -231,10 +232,10 @@ def _take(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _add(total: torch.Tensor, tokens: torch.Tensor, matrices: torch.Tensor) -> None:
-    """Add matrices as `_take` returns them to the values of their tokens."""
+    """Add matrices, in the form that `_take` returns, to the values of their tokens."""
     total.index_add_(1, tokens.flatten(), matrices.view(total.shape[0], -1, total.shape[2]).to(total.dtype))
 
 
 def _zeros_to_add_to(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape of `tensor`, at least float32: in bfloat16 a long sum stands still before its last terms."""
+    """Zeros of the shape of `tensor`, at least float32: bfloat16 would round away the last terms of a long sum."""
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))

@@ -1,15 +1,15 @@
-"""Which rows of a jagged batch attend together: dense blocks of rows of similar length.
+"""The plan of PyTorch's attention over a jagged batch: dense blocks of rows of similar length.
 
     lengths on the host ─► AttentionPlan: blocks of rows, cut into chunks of queries ─► attention, in every layer
 
-A row is its history followed by its targets. What its tokens see has up to three parts: the history and each group of
-targets on themselves, targets on the history and, with a contextual mask, contextual tokens on all of the history. Rows
-of one part and of similar length are padded to one shape, a block, and a block is closed as soon as its padding would
-cost more than opening another one; rows longer than a window are cut into pieces, each with the keys around it. So the
-work for a batch follows the pairs that the mask keeps, not rows × longest².
+A row is a history followed by targets. Its attention has up to three parts: the history and each group of targets
+attend to themselves, targets attend to the history and, with a contextual mask, contextual tokens attend to all of the
+history. For each part, rows of similar length are padded to one shape, a block; a new block begins when more padding
+would cost more than another block. Rows longer than a window are cut into pieces, each with the keys around it. So the
+work for a batch is proportional to the pairs that the mask keeps, not to rows × longest².
 
-Within a block queries stand in reverse order: the bias of a pair, a function of its distance, is then a function of the
-sum of its two places, and a strided view can show it.
+Within a block queries are in reverse order: the distance of a pair is then a function of the sum of its two indices, so
+the biases of a block are a strided view of one row of numbers.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ import torch
 
 from commons.sequence_batch.host_copies import to_device
 
-# Fewer queries than this make poor matrix products.
+# Least queries of a chunk: matrix products with fewer rows are slow.
 _MIN_CHUNK = 16
-# Queries of the shortest pieces that rows longer than a window are cut into: each takes the keys around it along.
+# Least queries of the pieces of rows longer than a window: every piece also needs the keys around it.
 _MIN_PIECE = 64
 
 
 class DeviceTuning(NamedTuple):
-    """What sizes blocks and chunks."""
+    """Constants of a device that determine the sizes of blocks and chunks."""
 
-    max_scores: int  # attention scores held at a time, over rows and heads; on a CPU they should stay in its cache
-    dispatch_scores: int  # scores that are computed in the time it takes to start the operations of one chunk
+    max_scores: int  # most scores in memory at a time, over rows and heads; on a CPU they should fit into its cache
+    dispatch_scores: int  # number of scores that take as long as the dispatch of the operations of one chunk
 
     def chunk_size(self, num_matrices: int, num_queries: int, num_keys: int, span: int) -> int:
-        """Queries to compute at a time, of matrices `(num_queries, num_keys)` whose rows see `span` + 1 keys at most.
+        """Queries of a chunk of matrices `(num_queries, num_keys)`, in which a query sees at most `span` + 1 keys.
 
-        A causal chunk of c queries computes c/2 scores per query that the mask drops, and costs one dispatch: both
-        together are least at c = √(2 · dispatch_scores ÷ num_matrices).
+        A causal chunk of c queries costs c/2 masked scores per query, and one dispatch; the sum of both is least at
+        c = √(2 · dispatch_scores ÷ num_matrices).
         """
         cheapest = round((2 * self.dispatch_scores / num_matrices) ** 0.5)
         fitting = self.max_scores // (num_matrices * min(num_keys, span + cheapest))
         return min(max(min(cheapest, fitting), _MIN_CHUNK), num_queries)
 
 
-# The best powers of two on one x86-64 core, for heads of 16 channels and uniform, lognormal and Zipf lengths. On
-# an accelerator a dispatch outweighs more scores, and memory is the limit.
+# For the CPU: the fastest powers of two on one x86-64 core, with heads of 16 channels and uniform, lognormal and Zipf
+# lengths. On an accelerator a dispatch takes as long as more scores, and memory limits max_scores.
 CPU_TUNING = DeviceTuning(max_scores=2**18, dispatch_scores=2**14)
 ACCELERATOR_TUNING = DeviceTuning(max_scores=2**25, dispatch_scores=2**20)
 
 
 class Chunk(NamedTuple):
-    """Queries computed at a time; query x and key y are at distance `distance − x % period − y`."""
+    """Queries computed at a time, and their keys; query x and key y are at distance `distance − x % period − y`."""
 
-    queries: torch.Tensor  # int64 `(num_rows, num_queries)`, tokens; padding is the token behind the last one
-    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`: those that some of the queries may see
-    place: slice  # of these keys among those of the block
+    queries: torch.Tensor  # int64 `(num_rows, num_queries)`, token numbers; `num_tokens` for padding
+    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, as `queries`: the keys that any of the queries may see
+    place: slice  # the range of these keys in the block's keys
     distance: int  # between query 0 and key 0
-    period: int  # queries after which the distances repeat; `num_queries` is a multiple of it
-    seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen
+    period: int  # number of queries after which the distances repeat; `num_queries` is a multiple of it
+    seen: tuple[int, int]  # the smallest and the largest distance at which a query sees a key
 
 
 class Block(NamedTuple):
-    """Rows that attend as one dense batch."""
+    """Rows that are computed as one dense batch."""
 
-    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, tokens; padding is the token behind the last one
-    chunks: list[Chunk]  # its queries
+    keys: torch.Tensor  # int64 `(num_rows, num_keys)`, token numbers; `num_tokens` for padding
+    chunks: list[Chunk]  # the queries
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What the plans of all kernel backends know of a jagged batch."""
+    """The base of the plans of all kernel backends."""
 
     num_tokens: int  # tokens of the batch
     longest: int  # tokens of the longest row
-    sees_ahead: bool  # whether some token sees a later one, so that distances below zero have a bias
+    sees_ahead: bool  # whether a token may see later tokens, so that negative distances have a bias
 
     def require_tokens(self, query: torch.Tensor) -> None:
         """Raise ValueError unless the plan was made for these tokens."""
         if query.shape[0] != self.num_tokens:
             raise ValueError(
-                f"query has {query.shape[0]} tokens, the plan was made for {self.num_tokens}; a plan serves the batch "
-                "it was made from: make one from this batch's lengths"
+                f"query has {query.shape[0]} tokens, the plan was made for {self.num_tokens}; a plan is for one batch: "
+                "make a plan from this batch's lengths"
             )
 
     def require_reach(self, reach: int) -> None:
@@ -95,7 +95,7 @@ class BatchPlan:
             )
 
     def zero_column(self, bias: torch.Tensor) -> int:
-        """The column of distance 0 in a bias by rising distance; ValueError if that does not reach the longest row."""
+        """The column of distance 0 in a bias by rising distance; ValueError if it has too few for the longest row."""
         zero = bias.shape[1] // 2 if self.sees_ahead else 0
         self.require_reach(bias.shape[1] - zero)
         return zero
@@ -106,7 +106,7 @@ class AttentionPlan(BatchPlan):
     """The blocks of a jagged batch."""
 
     blocks: list[Block]
-    seen: tuple[int, int]  # the smallest and the largest distance at which keys are seen, but by contextual tokens
+    seen: tuple[int, int]  # the smallest and the largest distance at which tokens, except contextual ones, see keys
     has_context: bool  # whether there may be contextual tokens, which see all of the history
 
 
@@ -125,19 +125,20 @@ def plan_attention(
     """Group the rows of a jagged batch into blocks.
 
     Args:
-        lengths: int64 `(batch_size,)`, tokens per row. On the host they are used as they are; on a device they are
-            read back, once, together with `num_targets`.
-        num_targets: int64 `(batch_size,)`, how many of a row's last tokens are targets; none if not given. Without
-            a causal mask every token sees every other one, and targets are tokens like the others.
-        num_contextual: int64 `(batch_size,)`, how many of a row's first tokens see all of its history, what follows
-            them too; none if not given. Without a causal mask they are tokens like the others.
-        num_heads: attention heads.
-        is_causal: whether a token sees only itself and what precedes it.
-        target_group_size: targets that see one another; a row's groups start at its first target.
-        max_attn_len: the largest distance at which a token is seen; every group of targets stands directly behind the
-            history, and contextual tokens see all of it, also beyond the window. No window if not given.
-        device: where the plan's index tensors go; the device of `lengths` if not given.
-        tuning: sizes of blocks and chunks; by the kind of device if not given.
+        lengths: int64 `(batch_size,)`, tokens per row. Lengths on a device are copied to the host, once, together with
+            the next two arguments.
+        num_targets: int64 `(batch_size,)`, number of targets, which are a row's last tokens; None for no targets. No
+            effect without a causal mask, where all tokens see one another.
+        num_contextual: int64 `(batch_size,)`, number of a row's first tokens that see all of its history, also later
+            tokens; None for none. No effect without a causal mask.
+        num_heads: number of attention heads.
+        is_causal: whether a token sees only itself and earlier tokens.
+        target_group_size: number of consecutive targets that see one another; the first group starts at the first
+            target.
+        max_attn_len: the largest distance at which a token is seen; None for no window. Every group of targets is
+            placed directly after the history; contextual tokens see all of the history, also beyond the window.
+        device: device of the plan's index tensors; None for the device of `lengths`.
+        tuning: sizes of blocks and chunks; None for the values of this type of device.
 
     Raises:
         ValueError: a negative length, or more targets and contextual tokens than tokens.
@@ -147,7 +148,7 @@ def plan_attention(
     first, tokens, history, contextual = read_rows(lengths, num_targets, num_contextual, is_causal=is_causal)
     targets = tokens - history
     num_tokens, longest = int(tokens.sum()), int(tokens.max(initial=0))
-    everything = max(longest, 1)  # no distance is as large
+    everything = max(longest, 1)  # larger than any distance
     window = everything if max_attn_len is None else min(max_attn_len, everything)
     seen = (0 if is_causal else -window, window)
     group_size = min(target_group_size, max(1, int(targets.max(initial=0))))
@@ -159,7 +160,7 @@ def plan_attention(
         _on_themselves(
             np.concatenate([first, group_first]),
             np.concatenate([history, groups]),
-            np.concatenate([contextual, np.zeros_like(groups)]),  # queries of the next part
+            np.concatenate([contextual, np.zeros_like(groups)]),  # contextual queries are in the next part
             seen,
         ),
         _Part(first, contextual, np.zeros_like(history), history, (-everything, everything)),
@@ -182,7 +183,7 @@ def plan_attention(
 def _block(
     queries: torch.Tensor, keys: torch.Tensor, distance: int, period: int, seen: tuple[int, int], chunk_size: int
 ) -> Block:
-    """A block, of whose queries `chunk_size` are computed at a time; `distance` is that of query 0 and key 0."""
+    """A block whose queries are cut into chunks of `chunk_size`; `distance` is between query 0 and key 0."""
     chunks = []
     for start in range(0, queries.shape[1], chunk_size):
         chunk = queries[:, start : start + chunk_size]
@@ -194,7 +195,7 @@ def _block(
 
 
 def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and number within the row of `counts[row]` things per row, int64 `(counts.sum(),)` each.
+    """For `counts[row]` items per row: each item's row, and its number in the row, int64 `(counts.sum(),)` each.
 
     >>> numbered(np.array([2, 0, 1]))
     (array([0, 0, 2]), array([0, 1, 0]))
@@ -204,9 +205,9 @@ def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_rows(lengths: torch.Tensor, *parts: torch.Tensor | None, is_causal: bool) -> tuple[np.ndarray, ...]:
-    """Of every row its first token, tokens, those of the history and how many of those are contextual, as int64 arrays.
+    """Each row's first token, and numbers of tokens, history tokens and contextual tokens: int64 `(batch_size,)` each.
 
-    `parts` are targets and contextual tokens of the rows. The one place that may wait for a device.
+    `parts` are the numbers of targets and of contextual tokens. Waits for the device if the tensors are on one.
     """
     given = [torch.zeros_like(lengths) if part is None else part.to(lengths) for part in parts]
     tokens, targets, contextual = torch.stack([lengths, *given]).to(torch.int64).cpu().numpy()
@@ -215,30 +216,30 @@ def read_rows(lengths: torch.Tensor, *parts: torch.Tensor | None, is_causal: boo
         row = int(wrong[0])
         raise ValueError(
             f"row {row} has {int(tokens[row])} tokens and {int(targets[row])} targets and {int(contextual[row])} "
-            "contextual tokens; these are counted among a row's tokens: give 0 <= num_targets + num_contextual <= "
-            "lengths"
+            "contextual tokens; targets and contextual tokens are part of a row's tokens: give 0 <= num_targets + "
+            "num_contextual <= lengths"
         )
-    if not is_causal:  # tokens like the others
+    if not is_causal:  # then targets and contextual tokens are ordinary tokens
         targets, contextual = np.zeros_like(tokens), np.zeros_like(tokens)
     return np.cumsum(tokens) - tokens, tokens, tokens - targets, contextual
 
 
 class _Part(NamedTuple):
-    """Queries of rows, or of pieces of rows, on keys of the same rows; int64 `(num_rows,)` each."""
+    """Queries of rows, or of pieces of rows, and the keys of the same rows; arrays are int64 `(num_rows,)`."""
 
-    first: np.ndarray  # token of a row's query 0
+    first: np.ndarray  # token number of query 0
     num_queries: np.ndarray
-    lead: np.ndarray  # tokens from key 0 to query 0
+    lead: np.ndarray  # token number of query 0 − token number of key 0
     num_keys: np.ndarray
     seen: tuple[int, int]  # as in a chunk
-    period: int | None = None  # as in a chunk; as many as there are queries if not given
-    kept: float = 1.0  # of the pairs of queries and keys where there is no window, about
+    period: int | None = None  # as in a chunk; None for the number of queries
+    kept: float = 1.0  # approximate fraction of pairs of queries and keys that the mask keeps, without a window
 
     def blocks(self, num_heads: int, tuning: DeviceTuning, padding: int) -> Iterator[tuple[Any, ...]]:
-        """Arguments of `_block` for every block, those with the most keys first; rows without pairs are in no block.
+        """Arguments of `_block` for every block, the most keys first; rows without pairs are in no block.
 
-        Padding is accepted until it has cost as much as a new block would: so short rows share a block whatever their
-        lengths, and long ones are padded little.
+        A block takes rows until its padding costs as much as another block: short rows of any lengths share a block,
+        and long rows get little padding.
         """
         pairs, span = self.num_keys * self.num_queries, self.seen[1] - self.seen[0]
         rows = np.flatnonzero(pairs)
@@ -256,9 +257,9 @@ class _Part(NamedTuple):
             rows = rows[count:]
 
     def _padded(self, rows: np.ndarray, num_heads: int, tuning: DeviceTuning, padding: int) -> tuple[Any, ...]:
-        """Arguments of `_block` for these rows: of queries and keys their tokens, `padding` elsewhere.
+        """Arguments of `_block` for these rows: token numbers of queries and keys, padded with `padding`.
 
-        Keys stand so far behind the front of a padded row that query 0 is as far from place 0 in all rows.
+        Keys are shifted so that the distance between query 0 and the first column is the same in all rows.
         """
         first, num_queries, lead, num_keys = (each[rows, None] for each in self[:4])
         period = self.period or int(num_queries.max())
@@ -278,9 +279,9 @@ class _Part(NamedTuple):
 
 
 def _on_themselves(first: np.ndarray, length: np.ndarray, skipped: np.ndarray, seen: tuple[int, int]) -> _Part:
-    """Sequences of tokens, each on itself; of one longer than a window, pieces of its queries on the keys around them.
+    """Sequences that attend to themselves; long ones are cut into pieces of queries, each with the keys around it.
 
-    The first `skipped` tokens of a sequence are keys alone.
+    The first `skipped` tokens of a sequence are only keys.
     """
     size = max(2 * seen[1], _MIN_PIECE)
     row, number = numbered(-(-(length - skipped) // size))

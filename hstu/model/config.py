@@ -1,4 +1,4 @@
-"""Dimensions of an HSTU model, checked when they are made."""
+"""The configs of an HSTU model and of its execution, checked on construction."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ COMPUTE_DTYPES: dict[ComputeDtype, torch.dtype] = {
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How the layers are computed; weights and, but for rounding, results do not depend on it.
+    """How the layers are computed; weights and, except for rounding, results do not depend on it.
 
     Raises:
         ValueError: an unknown name.
     """
 
-    # "fp32" leaves everything in the dtype of the weights; "bf16" and "fp16" compute matrix products and attention in
-    # bfloat16 or float16 (torch.autocast), with weights, norms and loss in float32. Training in float16 needs a
-    # scaled loss; the trainer scales it, a loop of your own by `SequenceModel.scale_loss`.
+    # "fp32" computes in the dtype of the weights; "bf16" and "fp16" compute matrix products and attention in bfloat16
+    # or float16 (torch.autocast), with weights, norms and loss in float32. Training in float16 needs a scaled loss: the
+    # trainer scales it, your own loop calls `SequenceModel.scale_loss`.
     compute_dtype: ComputeDtype = "fp32"
-    # Keep only the input of every layer for the backward pass, and compute the rest again.
+    # Keep only the input of every layer for the backward pass, and recompute the rest.
     activation_checkpointing: bool = False
-    # Who computes the attention: "triton", kernels for CUDA, "pytorch", which is for all devices, or "auto": Triton
-    # where the model is on CUDA and Triton can compute its layers, else PyTorch.
+    # Implementation of the attention: "triton" (kernels for CUDA), "pytorch" (all devices), or "auto": Triton where it
+    # supports the device and the layers and is faster, else PyTorch.
     kernel_backend: KernelBackend = "auto"
-    # Put what lies between the attentions under torch.compile, once for all layers and lengths; None for doing so on
-    # CUDA, which it is made for. On a CPU it needs a C++ compiler and saves little.
+    # Whether to compile the layers, except the attention, with torch.compile, once for all layers and lengths; None for
+    # yes on CUDA only. On a CPU it needs a C++ compiler and saves little.
     compile: bool | None = False
 
     def __post_init__(self) -> None:
@@ -50,40 +50,41 @@ class ExecutionConfig:
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What HSTU layers compute; nothing of it depends on the data.
+    """The options of HSTU layers that do not depend on the data.
 
     Raises:
         ValueError: a number outside its range.
     """
 
     hidden_size: int  # width of a token between layers
-    num_layers: int  # layers
+    num_layers: int  # number of layers
     num_attention_heads: int  # attention heads per layer
     kv_channels: int  # width of a head
-    # Probability with which an element of a layer's output is dropped in training. What is dropped is drawn on the
-    # rank that has the row, so it changes when rows are balanced.
+    # Probability that an element of a layer's output is dropped in training. The rank that trains a row draws its
+    # dropout, so balancing changes the dropout of rows that move.
     dropout: float = 0.0
-    # A token sees only itself and what precedes it. False lets all tokens see one another, targets too.
+    # Whether a token attends only to itself and earlier tokens. If False, all tokens, targets included, attend to one
+    # another.
     is_causal: bool = True
-    # Contextual tokens see all of the context and the history, what follows them too, but no targets. Has no effect
-    # without the causal mask.
+    # Whether contextual tokens attend to all of the context and the history, also to later tokens, but not to targets.
+    # No effect without the causal mask.
     contextual_mask: bool = False
-    # Consecutive target tokens that may see one another, up to themselves; other targets are hidden from them. With
-    # actions a candidate is two tokens. Has no effect without targets or without the causal mask.
+    # Number of consecutive target tokens that form a group. A target attends to itself and earlier targets of its
+    # group, not to other groups. With actions a candidate is two tokens. No effect without targets or the causal mask.
     target_group_size: int = 1
-    # The largest distance at which a token sees another one; None for no window. Each group of targets stands directly
-    # behind the history, and with `contextual_mask` contextual tokens see all of it, also beyond the window. It is
-    # `max_attn_len` of generative-recommenders, but for 0, which is no window there, and for contextual tokens, which
-    # are at their own places here and all at one place there.
+    # The largest distance at which a token attends to another token; None for no window. Every group of targets is
+    # placed directly after the history. With `contextual_mask` contextual tokens attend to all of the history, also
+    # beyond the window. As `max_attn_len` of generative-recommenders, except that 0 means no window there, and that
+    # contextual tokens share one place there and have their own places here.
     max_attn_len: int | None = None
-    # Learned bias per head and distance between tokens: "direct" has a number for every distance, "bucketed" one for
-    # every bucket, whose widths grow with the distance, "none" has no bias.
+    # Learned bias per head and distance between tokens: "direct" has a number for every distance, "bucketed" a number
+    # for every bucket of distances, wider for larger distances, "none" has no bias.
     position_bias: PositionBias = "direct"
-    position_buckets: int = 32  # buckets for distances of one sign, used by "bucketed"
-    # Learned bias per head and bucket of the time between two tokens, see `hstu.model.attention.time_buckets`. A
-    # batch then has a feature of timestamps.
+    position_buckets: int = 32  # number of buckets for distances of one sign, for "bucketed"
+    # Whether to add a learned bias per head and bucket of the time between two tokens, see
+    # `hstu.model.attention.time_buckets`. Batches then need a feature of timestamps.
     time_bias: bool = False
-    time_buckets: int = 64  # how many; with the default and seconds the last one begins after five years
+    time_buckets: int = 64  # number of buckets; with 64 and timestamps in seconds the last begins after five years
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_attention_heads", "kv_channels", "target_group_size"):
@@ -96,13 +97,13 @@ class LayerOptions:
         _require_one_of("position_bias", self.position_bias, PositionBias)
         if not isinstance(self.position_buckets, int) or self.position_buckets < 2:
             raise ValueError(
-                f"position_buckets is {self.position_buckets!r}; distance 0 has a bucket of its own, so at least 2 are "
+                f"position_buckets is {self.position_buckets!r}; distance 0 has its own bucket, so at least 2 are "
                 "needed: raise it"
             )
 
     @property
     def cost_dimensions(self) -> dict[str, Any]:
-        """What HSTUAttentionTask and the shuffler need to know of the layers."""
+        """The arguments of HSTUAttentionTask and the shuffler for these layers."""
         return {
             "hidden_size": self.hidden_size,
             "num_heads": self.num_attention_heads,
@@ -122,11 +123,11 @@ class HSTUConfig(LayerOptions):
         ValueError: a number outside its range.
     """
 
-    # The most tokens a row may have: contextual ones, interleaved history and targets. It is also the constant N that
-    # attention is divided by: the same for every batch.
+    # Most tokens of a row: contextual tokens, interleaved history and targets. Also the constant N by which attention
+    # is divided in every batch.
     max_sequence_length: int = field(kw_only=True)
     timestamp_feature_name: str = "timestamp"  # key of the timestamps, one integer per item
-    # Added to the variance in layer norms. Attention is divided by a large N: keep it small.
+    # Added to the variance in layer norms. Keep it small, because attention values are divided by the large N.
     layer_norm_eps: float = 1e-6
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)  # how the layers are computed
 
@@ -139,7 +140,7 @@ class HSTUConfig(LayerOptions):
 
 @dataclass(frozen=True)
 class SequenceModelConfig:
-    """What both tasks share: embeddings and layers.
+    """The config that ranking and retrieval share: embeddings and layers.
 
     Raises:
         ValueError: a number below one, no table, or the width of an unknown table.
@@ -147,10 +148,10 @@ class SequenceModelConfig:
 
     hstu: HSTUConfig  # the layers
     # Rows of each feature's table, by feature name: the item feature, the action feature if there is one, and all
-    # contextual features. Ids lie in `[0, rows)`.
+    # contextual features. Ids are in `[0, rows)`.
     embedding_tables: dict[str, int]
-    # Widths of tables by feature name, for those that are not as wide as `hstu.hidden_size`; a linear layer brings
-    # their embeddings to that width.
+    # Widths of tables by feature name, for tables that are not `hstu.hidden_size` wide; a linear layer projects their
+    # embeddings to that width.
     embedding_dims: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -161,7 +162,7 @@ class SequenceModelConfig:
         unknown = [name for name in self.embedding_dims if name not in self.embedding_tables]
         if unknown:
             raise ValueError(
-                f"embedding_dims names {unknown}, the tables are {list(self.embedding_tables)}; a width belongs to a "
+                f"embedding_dims has {unknown}, the tables are {list(self.embedding_tables)}; a width belongs to a "
                 "table: correct the names"
             )
         for name, width in self.embedding_dims.items():
@@ -178,15 +179,15 @@ class RankingConfig(SequenceModelConfig):
     """An HSTU ranking model: embeddings, layers and a multi-task head.
 
     Raises:
-        ValueError: as SequenceModelConfig; also a head that does not end in `num_tasks`.
+        ValueError: as SequenceModelConfig; also if the last width of the head is not `num_tasks`.
     """
 
-    prediction_head_arch: tuple[int, ...]  # widths of the head's layers, the last one being `num_tasks`
+    prediction_head_arch: tuple[int, ...]  # widths of the head's layers; the last width is `num_tasks`
     num_tasks: int  # labels per prediction
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A configuration file has lists.
+        # Config files contain lists.
         object.__setattr__(self, "prediction_head_arch", tuple(self.prediction_head_arch))
         require_at_least("num_tasks", self.num_tasks, 1)
         for width in self.prediction_head_arch:
@@ -200,20 +201,20 @@ class RankingConfig(SequenceModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalOptions:
-    """What a retrieval model is trained with.
+    """The options of the retrieval loss.
 
     Raises:
         ValueError: a number out of range, or an unknown pool.
     """
 
-    # Retrieval: items that each true one is compared with in training. A positive number of them is drawn for every
-    # row, uniformly from all items, and serves all predictions of the row. −1 takes all other predictions' true items,
-    # with repetitions, so that frequent items are frequent negatives.
+    # Retrieval: number of negatives per row in training, drawn uniformly from all items and shared by all predictions
+    # of the row; or −1 for in-batch negatives: the true items of all other predictions, with repetitions, so that
+    # frequent items are frequent negatives.
     num_negatives: int = -1
-    temperature: float = 0.05  # retrieval: by which cosines are divided
-    # Retrieval: whose predictions those are with num_negatives −1: those of this rank's batch, or of all ranks',
-    # gathered. With "rank" a row's negatives are its neighbours' items, and so change when rows are balanced. With
-    # "global" they do not; scores then grow with the square of the global batch.
+    temperature: float = 0.05  # retrieval: divisor of the cosines in the loss
+    # Retrieval: the predictions whose items are in-batch negatives (num_negatives −1). "rank": this rank's batch;
+    # balancing changes the negatives, because rows move. "global": the batches of all ranks, gathered; balancing does
+    # not change the negatives, but the number of scores grows with the square of the global batch.
     in_batch_pool: InBatchPool = "rank"
 
     def __post_init__(self) -> None:
@@ -221,8 +222,8 @@ class RetrievalOptions:
             not isinstance(self.num_negatives, int) or isinstance(self.num_negatives, bool) or self.num_negatives < 1
         ):
             raise ValueError(
-                f"num_negatives is {self.num_negatives!r}; it counts items, at least 1, or is -1 for all other "
-                "predictions of the batch: correct it"
+                f"num_negatives is {self.num_negatives!r}; it is a number of items, at least 1, or -1 for the items of "
+                "all other predictions of the batch: correct it"
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
@@ -234,8 +235,8 @@ class RetrievalConfig(RetrievalOptions, SequenceModelConfig):
     """An HSTU retrieval model: embeddings, layers, and a query that is compared with the embeddings of items.
 
     Raises:
-        ValueError: as RetrievalOptions and SequenceModelConfig; also an item feature without a table, or attention that
-            would show the model what it is to predict.
+        ValueError: as RetrievalOptions and SequenceModelConfig; also an item feature without a table, or a mask that
+            reveals the item to predict.
     """
 
     item_feature_name: str  # the feature whose next value is predicted
@@ -246,27 +247,27 @@ class RetrievalConfig(RetrievalOptions, SequenceModelConfig):
         if self.item_feature_name not in self.embedding_tables:
             raise ValueError(
                 f"item_feature_name is {self.item_feature_name!r}, the tables are {list(self.embedding_tables)}; items "
-                "are found by their embeddings: correct the name or add the table"
+                "need a table: correct the name or add the table"
             )
         if not self.hstu.is_causal:
             raise ValueError(
-                "is_causal is False; retrieval predicts the next item at every place of a history, where it must not "
-                "be seen: set is_causal"
+                "is_causal is False; retrieval predicts the next item at every place of a history, so no token may see "
+                "later items: set is_causal"
             )
         if self.hstu.contextual_mask:
             raise ValueError(
                 "contextual_mask is True; retrieval predicts the next item at every place of a history, and contextual "
-                "tokens that see all of it pass it on: unset contextual_mask"
+                "tokens that see the whole history reveal it: unset contextual_mask"
             )
 
     @property
     def negatives_feature_name(self) -> str | None:
-        """Key of the drawn negatives in a batch; None where none are drawn."""
+        """Key of the drawn negatives in a batch; None for in-batch negatives."""
         return None if self.num_negatives == -1 else f"{self.item_feature_name}_negatives"
 
     @property
     def item_dim(self) -> int:
-        """Width of the items' table, in which queries and items are compared."""
+        """Width of the items' table and of queries."""
         return self.table_widths[self.item_feature_name]
 
 

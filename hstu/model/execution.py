@@ -1,7 +1,7 @@
-"""How layers are computed on the devices of a model's ranks: tried before the first step, and the same on all ranks.
+"""The choice of how layers are computed, made before the first step and equal on all ranks.
 
-The first rank of every kind of GPU measures the kernels' blocks, and PyTorch's attention beside them. Every rank then
-tries the kernels and torch.compile, and what works on all of them is used.
+For every kind of GPU, the first rank measures the block sizes of the kernels, and compares the kernels with PyTorch's
+attention. Every rank then tries the kernels and torch.compile; each is used if it works on all ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 class Execution(NamedTuple):
     """How the layers of a model are computed."""
 
-    uses_triton: bool  # whether the attention is computed by the kernels
-    compiles: bool  # whether what lies around it is under torch.compile
+    uses_triton: bool  # whether the Triton kernels compute the attention
+    compiles: bool  # whether the rest of a layer is compiled with torch.compile
 
 
-# By config, device and dtype of the tokens, for as long as the process lives.
+# Choices of this process, by config, device and dtype of the tokens.
 _CHOSEN: dict[tuple[HSTUConfig, torch.device, torch.dtype], Execution] = {}
 
 
 def execution_of(config: HSTUConfig, device: torch.device, dtype: torch.dtype) -> Execution:
-    """What `choose_execution` has chosen with the other ranks; without it, what works on this one."""
+    """The earlier choice of `choose_execution` with all ranks; if there is none, a choice for this rank only."""
     chosen = _CHOSEN.get((config, device, dtype))
     return choose_execution(config, device, dtype, alone=True) if chosen is None else chosen
 
@@ -48,25 +48,26 @@ def choose_execution(
     *,
     alone: bool = False,
 ) -> Execution:
-    """Choose how layers are computed, on all ranks together; what one of them cannot do, none does, with a warning.
+    """Choose how layers are computed; collective. If a rank lacks a capability, no rank uses it, with a warning.
 
-    Compiles and measures kernels where they may be used, which takes about a minute the first time.
+    If the kernels may be used, they are compiled and measured, which takes about a minute the first time.
 
     Args:
-        config: of the layers, the same on all ranks.
-        device: of this rank.
-        dtype: of queries; default that of `compute_dtype`.
-        alone: choose for this process, without the other ranks.
+        config: config of the layers, equal on all ranks.
+        device: device of this rank.
+        dtype: dtype of the tokens; None for `compute_dtype`.
+        alone: choose only for this process, without collectives.
 
     Raises:
-        ValueError: `kernel_backend` is "triton" and a rank cannot use it; names the node, on all ranks.
+        ValueError: `kernel_backend` is "triton" and a rank cannot use it; the error, raised on all ranks, names the
+            node.
 
     """
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype or COMPUTE_DTYPES[config.execution.compute_dtype]
     ranks = _Ranks(device, alone=alone or not dist.is_initialized())
-    pretended = device.type == "cuda" and not torch.cuda.is_available()  # no kernel is given its tensors
+    pretended = device.type == "cuda" and not torch.cuda.is_available()  # fake tensors, on which no kernel runs
     chosen = Execution(
         _chooses_triton(config, dtype, ranks, pretended=pretended), _chooses_compile(config, ranks, pretended=pretended)
     )
@@ -77,23 +78,23 @@ def choose_execution(
 
 
 class _Ranks:
-    """The ranks that choose together, seen from one of them."""
+    """This rank's communication with the ranks that choose together."""
 
     def __init__(self, device: torch.device, *, alone: bool) -> None:
         self.device, self._alone = device, alone
         self.number = 0 if alone else dist.get_rank()
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of every rank, as JSON holds it."""
+        """The values of all ranks; a value must be JSON-serialisable."""
         return [value] if self._alone else gather_values(value, self.device)
 
     def first_problem(self, problem: str | None) -> str | None:
-        """Where what does not work; None if all is well on all ranks."""
-        found = enumerate(self.gather([platform.node(), problem]))
-        return next((f"on node {node} (rank {rank}) {why}" for rank, (node, why) in found if why is not None), None)
+        """The first rank's problem, with its node; None if no rank has a problem."""
+        problems = enumerate(self.gather([platform.node(), problem]))
+        return next((f"on node {node} (rank {rank}) {why}" for rank, (node, why) in problems if why is not None), None)
 
     def warn(self, message: str) -> None:
-        """Warn once per process, on the first rank."""
+        """Log a warning on the first rank, once per process."""
         if self.number == 0:
             _warn_once(message)
 
@@ -111,7 +112,7 @@ def _chooses_triton(config: HSTUConfig, dtype: torch.dtype, ranks: _Ranks, *, pr
     if reason is not None and backend == "triton":
         raise ValueError(f"kernel_backend is 'triton' and {reason}; choose 'pytorch'")
     if reason is not None:
-        ranks.warn(f"attention is computed by PyTorch: Triton was tried, and {reason}")
+        ranks.warn(f"PyTorch computes the attention: Triton was tried, and {reason}")
     return reason is None
 
 
@@ -129,7 +130,7 @@ def _kind_of(config: HSTUConfig, dtype: torch.dtype) -> LayerKind:
 
 
 def _triton_problem(ranks: _Ranks, kind: LayerKind, *, compares: bool) -> str | None:
-    """Why the kernels should not compute such layers on this rank; None if they should."""
+    """The reason not to use the kernels for these layers on this rank; None if there is none."""
     kinds = ranks.gather(_kind_of_gpu(ranks.device))
     first = kinds.index(kinds[ranks.number])
     measured = ranks.gather(_measure(ranks.device, kind, compares) if first == ranks.number else None)[first]
@@ -145,14 +146,14 @@ def _kind_of_gpu(device: torch.device) -> list[Any]:
 
 
 def _measure(device: torch.device, kind: LayerKind, compares: bool) -> dict[str, Blocks] | str:
-    """The blocks of the kernels, or why these should not be used."""
+    """The fastest blocks of the kernels, or the reason not to use the kernels."""
     if (reason := why_not(device, kind.dtype, kind.head_dim)) is not None:
         return reason.rpartition(":")[0]
     try:
         with torch.cuda.device(device):
             blocks = choose_blocks(device, kind)
             return (slowness(device, kind) if compares else None) or blocks
-    except Exception as error:  # of Triton's compiler, say, or of the one that it needs
+    except Exception as error:  # for example from Triton's compiler, or from the C compiler that Triton runs
         return f"its kernels cannot run ({error_in_words(error)})"
 
 
@@ -164,20 +165,20 @@ def _chooses_compile(config: HSTUConfig, ranks: _Ranks, *, pretended: bool) -> b
     if reason is not None:
         ranks.warn(
             f"layers are not compiled: torch.compile was tried, and {reason}; install a C++ compiler and Python's "
-            "headers there, or set compile to False"
+            "headers on that node, or set compile to False"
         )
     return reason is None
 
 
 @functools.cache
 def compile_problem(device: torch.device) -> str | None:
-    """Why torch.compile does not work on this node; None if it does. What its caches hold on disk does not count."""
+    """The reason why torch.compile does not work on this node, tested without its disk cache; None if it works."""
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
     try:
         with fresh_cache(), config.patch(compile_threads=1):
             torch.compile(lambda values: values.sigmoid() * values)(torch.zeros(8, device=device))
-    except Exception as error:  # of a compiler that is missing or does not work
+    except Exception as error:  # for example because a compiler is missing or broken
         return f"it failed ({error_in_words(error)})"
     return None

@@ -1,4 +1,4 @@
-"""Rows of all ranks on every rank, with gradients back to the rank that they came from."""
+"""An all-gather of rows that is differentiable: gradients go back to the rank that each row is from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from commons.distributed.process_group import resolve_process_group
 def gather_rows(
     values: torch.Tensor, pg_group: dist.ProcessGroup | None = None, counts: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The rows `(n, …)` of all ranks, rank after rank: a collective call, in the backward pass too.
+    """Gather the rows `(n, …)` of all ranks, rank after rank: a collective call, in the backward pass too.
 
-    n may differ between ranks and may be 0. `counts` are the n of every rank, given on all ranks or on none: else they
-    are exchanged, for which the host waits. The gradient of a row is the sum over all ranks' uses of it.
+    n may differ between ranks and may be 0. `counts` are the n of every rank, given on all ranks or on none; without
+    them the ranks exchange n, and the host waits. The gradient of a row is the sum of its gradients on all ranks.
     """
     group = resolve_process_group(pg_group)
     if group is None or dist.get_world_size(group) == 1:
@@ -35,7 +35,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, counts: list[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.counts, ctx.group = counts, group
-        # Collectives move equal shapes.
+        # all_gather needs equal shapes on all ranks.
         padded = values.new_zeros(max(counts), *values.shape[1:])
         padded[: values.shape[0]] = values
         parts = [torch.empty_like(padded) for _ in counts]

@@ -1,9 +1,9 @@
-"""The HSTU layer and a stack of them, after Zhai et al. 2024, "Actions Speak Louder than Words", section 3.
+"""The HSTU layer and a stack of layers, after Zhai et al. 2024, "Actions Speak Louder than Words", section 3.
 
-What one layer does to the tokens x of a row:
+A layer computes from the tokens x of a row:
 
     U, V, Q, K = SiLU(Linear(LayerNorm(x)))
-    A          = SiLU(Q Kᵀ + bias) ÷ N, masked; the bias is that of the position and, if the config has one, of the time
+    A          = SiLU(Q Kᵀ + bias) ÷ N, masked; with a bias by position and, if the config sets time_bias, by time
     y          = x + Dropout(Linear(LayerNorm(A V) · U))
 """
 
@@ -26,7 +26,7 @@ from hstu.model.triton_attention import TritonPlan, in_two_parts, plan_triton_at
 
 
 class RelativePositionBias(nn.Module):
-    """A learned number per head and distance i − j between query and key, or per bucket of distances."""
+    """A learned number per head and distance i − j between query and key, or per head and bucket of distances."""
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
@@ -50,22 +50,22 @@ class RelativePositionBias(nn.Module):
         """Bias by rising distance.
 
         Returns:
-            `(num_heads, max_sequence_length)` where no token sees later ones, else `(num_heads,
+            `(num_heads, max_sequence_length)` if no token attends to later tokens, else `(num_heads,
             2 · max_sequence_length − 1)`.
         """
         return self.weight if self.columns is None else self.weight.index_select(1, self.columns)
 
 
 def distance_buckets(distances: torch.Tensor, num_buckets: int, reach: int) -> torch.Tensor:
-    """Bucket of every distance: small distances have one each, larger ones share buckets of growing width.
+    """Bucket of every distance: each small distance has its own bucket, larger distances share wider buckets.
 
     Half of the buckets are exact, the others grow geometrically up to `reach` (Raffel et al. 2020, "Exploring the
     Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 2.1).
 
     Args:
         distances: int64 `(n,)`, in `(−reach, reach)`.
-        num_buckets: buckets for distances of one sign; negative ones get as many more, behind the others.
-        reach: a bound on the distances.
+        num_buckets: buckets for distances of one sign; negative distances get as many further buckets after these.
+        reach: an upper bound of the distances.
 
     Returns:
         int64 `(n,)`.
@@ -111,13 +111,14 @@ class HSTULayer(nn.Module):
         times: torch.Tensor | None = None,
         compiles: bool = False,
     ) -> torch.Tensor:
-        """One layer, on `tokens` `(num_tokens, hidden_size)`, row after row.
+        """Apply the layer: `(num_tokens, hidden_size)`.
 
         Args:
-            tokens: its input.
-            plan: the blocks of this batch.
-            times: int64 `(num_tokens,)`, with a time bias; for the kernels in two parts.
-            compiles: whether what lies around the attention is under torch.compile.
+            tokens: input `(num_tokens, hidden_size)`, row after row.
+            plan: the blocks or tiles of this batch.
+            times: timestamps of the tokens int64 `(num_tokens,)`, or for a TritonPlan the result of `in_two_parts`;
+                None without a time bias.
+            compiles: whether to compile the parts before and after the attention with torch.compile.
         """
         project, combine = type(self).project, type(self).combine
         if compiles:
@@ -140,19 +141,19 @@ class HSTULayer(nn.Module):
         return u, v.unflatten(1, heads), q.unflatten(1, heads), k.unflatten(1, heads)
 
     def combine(self, tokens: torch.Tensor, attended: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        """The layer's result from its input and what its heads attended to."""
+        """The layer's output, from its input and the output of the attention."""
         gated = self.attention_norm(attended.flatten(1)) * u
         return tokens + self.dropout(self.output(gated))
 
 
 @functools.cache
 def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What lies around the attention, whose blocks change from batch to batch; for all layers and lengths."""
+    """A compiled method, for all layers and lengths; the attention, whose blocks differ by batch, is not compiled."""
     return torch.compile(method, dynamic=True)
 
 
 class HSTUEncoder(nn.Module):
-    """A stack of HSTU layers and a last layer norm."""
+    """A stack of HSTU layers and a final layer norm."""
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
@@ -172,23 +173,23 @@ class HSTUEncoder(nn.Module):
 
         Args:
             tokens: `(num_tokens, hidden_size)`, row after row.
-            lengths: int64 `(batch_size,)`, tokens per row. On the host they are used as they are; on a device they
-                are read back, the one time that this waits for it.
-            num_targets: int64 `(batch_size,)`, how many of a row's last tokens are targets; none if not given.
-            num_contextual: int64 `(batch_size,)`, how many of a row's first tokens are contextual; looked at with
-                `contextual_mask` alone, none if not given.
-            times: int64 `(num_tokens,)`, when the tokens happened; needed with `time_bias` alone.
+            lengths: int64 `(batch_size,)`, tokens per row. Lengths on a device are copied to the host, the only wait
+                for the device.
+            num_targets: int64 `(batch_size,)`, number of targets, which are a row's last tokens; None for no targets.
+            num_contextual: int64 `(batch_size,)`, number of contextual tokens, which are a row's first tokens; None for
+                none. Only used with `contextual_mask`.
+            times: int64 `(num_tokens,)`, timestamps of the tokens; only used with `time_bias`.
 
         Returns:
             `(num_tokens, hidden_size)`.
 
         Raises:
-            ValueError: a row longer than `max_sequence_length`, lengths that are not those of `tokens`, no times where
-                the config asks for them, or a device or dtype that the kernel backend is not made for.
+            ValueError: a row longer than `max_sequence_length`, lengths that do not sum to the number of tokens, no
+                times with `time_bias`, or a device or dtype that the kernel backend does not support.
         """
         if self.config.time_bias and times is None:
             raise ValueError(
-                "time_bias is True and there are no times; a bias by time needs them: give the batch the feature "
+                "time_bias is True and there are no times; the time bias needs timestamps: give the batch the feature "
                 f"{self.config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
             )
         dtype = tokens.dtype
@@ -200,8 +201,8 @@ class HSTUEncoder(nn.Module):
         if times is not None and isinstance(plan, TritonPlan):
             times = in_two_parts(times)
         saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
-        # Inside DDP torch would cut each graph where DDP's buckets end, to overlap their reduction with the backward
-        # pass; half a layer is small enough for that.
+        # In DDP, torch.compile would split each graph at the boundaries of DDP's buckets, to overlap communication with
+        # the backward pass; graphs of half a layer are small enough for that overlap.
         with torch._dynamo.config.patch(optimize_ddp=False) if execution.compiles else contextlib.nullcontext():
             for layer in self.layers:
                 inputs = (tokens, plan, times, execution.compiles)

@@ -17,18 +17,18 @@ from hstu.model.sequence_model import Embeddings, SequenceModel, SequenceTower
 
 @dataclass(frozen=True)
 class RankingOutput:
-    """The results of a step besides the loss; without a graph."""
+    """The results of a step besides the loss, detached from the graph."""
 
-    logits: torch.Tensor  # `(num_predictions, num_tasks)`, rows of the batch one after the other
+    logits: torch.Tensor  # `(num_predictions, num_tasks)`, row after row of the batch
     labels: torch.Tensor  # as `logits`, 0 or 1
     loss_sum: torch.Tensor  # 0-dimensional, the sum of the loss over all predictions and tasks of this rank
-    num_loss_tokens: int  # how many terms that sum has
-    # Integers `(num_predictions,)`, the id of each judged item; None where they are not needed.
+    num_loss_tokens: int  # number of terms of that sum
+    # Integers `(num_predictions,)`, the item id of each prediction; only needed for the popularity baseline.
     items: torch.Tensor | None = None
 
 
 class RankingTower(SequenceTower):
-    """The dense part: everything behind the embeddings."""
+    """The dense part of the ranking model: layers, head and loss."""
 
     def __init__(self, config: RankingConfig, pg_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, pg_group)
@@ -36,16 +36,16 @@ class RankingTower(SequenceTower):
         self.head = prediction_head(config.hstu.hidden_size, config.prediction_head_arch)
 
     def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
-        """Loss of a batch that has labels; `embeddings` by feature name, values `(num_ids, width of the table)`.
+        """The loss of a batch with labels; `embeddings` by feature name, values `(num_ids, width of the table)`.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
             the other results of the step.
 
         Raises:
-            ValueError: labels that do not fit the predictions or the number of tasks, a row that is too long, attention
-                that shows the model its labels, or a time bias without timestamps.
-            TypeError: labels that are no KeyedJaggedTensor.
+            ValueError: labels do not fit the predictions or the number of tasks, a row is too long, the mask reveals
+                the labels, or timestamps for the time bias are missing.
+            TypeError: labels are no KeyedJaggedTensor.
             KeyError: a feature without a table.
         """
         self._require_hidden_labels(batch)
@@ -54,20 +54,20 @@ class RankingTower(SequenceTower):
         labels = stack_labels(batch.labels, self.config.num_tasks, logits.shape[0]).to(logits.dtype)
         loss_sum = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         num_loss_tokens = batch.num_loss_tokens()
-        known = batch.global_loss_terms(self._pg_group)
-        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=known)
+        global_count = batch.global_loss_terms(self._pg_group)
+        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=global_count)
         loss = loss if scale is None else loss * scale
         return loss, RankingOutput(logits.detach(), labels, loss_sum.detach(), num_loss_tokens, items)
 
     def logits(self, embeddings: Embeddings, batch: HSTUBatch) -> torch.Tensor:
-        """Scores of the candidates or, in a batch without candidates, of every item given what precedes it.
+        """Scores of the candidates or, in a batch without candidates, of every item given the tokens before it.
 
-        At least float32 `(num_predictions, num_tasks)`, rows of the batch one after the other.
+        At least float32 `(num_predictions, num_tasks)`, row after row of the batch.
         """
         return self._predict(embeddings, batch)[0]
 
     def _predict(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the ids of the items that they judge."""
+        """Logits, and the item id of each prediction."""
         items = batch.features[batch.item_feature_name].values()
         with self.autocast(items.device):
             encoded = self.encode(embeddings, batch)
@@ -80,19 +80,19 @@ class RankingTower(SequenceTower):
         return (logits if logits.dtype == torch.float64 else logits.float()), items
 
     def _require_hidden_labels(self, batch: HSTUBatch) -> None:
-        """Raise ValueError where a prediction can see the action that it is to predict."""
+        """Raise ValueError if the mask lets a prediction see the action to predict."""
         hstu = self.config.hstu
         if batch.action_feature_name is None:
             return
         if not hstu.is_causal:
             raise ValueError(
                 f"is_causal is False and the batch has actions ({batch.action_feature_name!r}); an item then sees its "
-                "own action, which is what it is to predict: set is_causal, or leave the actions out"
+                "own action, which the model predicts: set is_causal, or leave the actions out"
             )
         if hstu.contextual_mask and batch.max_num_candidates == 0 and batch.contextual_feature_names:
             raise ValueError(
-                "contextual_mask is True and the batch has no candidates; contextual tokens see all actions and pass "
-                "them on to the items that are to predict them: set max_num_candidates, or unset contextual_mask"
+                "contextual_mask is True and the batch has no candidates; contextual tokens see all actions and reveal "
+                "them to the predictions: set max_num_candidates, or unset contextual_mask"
             )
 
 
@@ -116,7 +116,7 @@ def stack_labels(labels: KeyedJaggedTensor | torch.Tensor | None, num_tasks: int
     if not isinstance(labels, KeyedJaggedTensor):
         raise TypeError(
             f"labels are {type(labels).__name__}; the ranking loss needs a KeyedJaggedTensor with one key per task: "
-            "give the batch such labels, or ask the tower for logits alone"
+            "give the batch such labels, or call the tower's logits()"
         )
     if len(labels.keys()) != num_tasks:
         raise ValueError(

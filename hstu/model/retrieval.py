@@ -1,21 +1,22 @@
 """The HSTU retrieval model: embeddings ─► tokens ─► HSTU layers ─► query ─► sampled softmax over items.
 
-In training every item but the first of a row is predicted from what precedes it. With q the query behind item t, e the
-embedding of an item, both of length 1, c = q · e ÷ temperature and N the negatives of the prediction:
+In training every item of a row except the first is predicted from the tokens before it. With q the query after the
+previous item, e the embedding of an item, both of length 1, c = q · e ÷ temperature and N the negatives of the
+prediction:
 
     loss = −log( exp c(true) ÷ (exp c(true) + Σ_{n ∈ N, n ≠ true} exp c(n)) )
 
 (Jean et al. 2015, "On Using Very Large Target Vocabulary for Neural Machine Translation", without its correction for
-how often a negative is drawn.) An item that is drawn and true at once is no negative.
+the probability of drawing a negative.) The true item is masked among the negatives.
 
-In evaluation the last item of every row with at least two is predicted; `hstu.retrieval_metrics` compares the query
-with all items.
+In evaluation the last item of every row with at least two items is predicted; `hstu.retrieval_metrics` compares the
+query with all items.
 
-Which negatives a prediction has:
-- Drawn ones come with the row, in a feature of the batch (see `hstu.negatives`): the same with the shuffler on or off,
-  and on any number of ranks.
-- In-batch ones of this rank are its neighbours' items, and so other ones when rows have moved. It cannot be avoided.
-- In-batch ones of all ranks are the same wherever the rows are.
+Kinds of negatives:
+- drawn: in a feature of the batch, so they move with the row (see `hstu.negatives`). They are the same with the
+  shuffler on or off, and on any number of ranks.
+- in-batch, of this rank: the items of the rank's other predictions. They change if the shuffler moves rows.
+- in-batch, of all ranks: the items of all other predictions of the global batch. They do not depend on where rows are.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from hstu.model.config import RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
 from hstu.model.sequence_model import Embeddings, EncodedSequence, SequenceModel, SequenceTower
 
-# In-batch scores held at a time.
+# Most in-batch scores in memory at a time.
 _MAX_SCORES = 2**24
 
 
 @dataclass(frozen=True)
 class RetrievalOutput:
-    """The results of a step besides the loss; without a graph."""
+    """The results of a step besides the loss, detached from the graph."""
 
-    # 0-dimensional, the sum of the loss over all predictions of this rank; 0 in evaluation, where the metrics know the
-    # loss over all items.
+    # 0-dimensional, the sum of the loss over all predictions of this rank; 0 in evaluation, where the metrics compute
+    # the loss over all items.
     loss_sum: torch.Tensor
-    num_loss_tokens: int  # how many terms that sum has
-    queries: torch.Tensor  # at least float32 `(num_users, item_dim)`, of length 1; none in training
-    targets: torch.Tensor  # int64 `(num_users,)`, the ids that should be found
+    num_loss_tokens: int  # number of terms of that sum
+    queries: torch.Tensor  # at least float32 `(num_users, item_dim)`, of length 1; num_users is 0 in training
+    targets: torch.Tensor  # int64 `(num_users,)`, the ids of the true items
 
 
 class RetrievalTower(SequenceTower):
-    """The dense part: everything behind the embeddings."""
+    """The dense part of the retrieval model: layers, query and loss."""
 
     def __init__(self, config: RetrievalConfig, pg_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, pg_group)
@@ -59,33 +60,35 @@ class RetrievalTower(SequenceTower):
         self.query = nn.Linear(config.hstu.hidden_size, config.item_dim)
 
     def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
-        """Loss of a batch in training, queries in evaluation.
+        """The loss of a batch in training, queries in evaluation.
 
         Args:
             embeddings: by feature name, values `(num_ids, width of the table)`.
-            batch: without candidates; in training with the drawn negatives, if the config has some.
+            batch: a batch without candidates; in training with the drawn negatives, if the config uses them.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
             the other results of the step.
 
         Raises:
-            ValueError: another item feature, candidates, a row that is too long, or a time bias without timestamps.
-            KeyError: a feature without a table, or no feature with the drawn negatives.
+            ValueError: another item feature, candidates, a row that is too long, or no timestamps for the time bias.
+            KeyError: a feature without a table, or drawn negatives are missing.
         """
         self._check(batch)
         embeddings, scale = self._begin_scaling(embeddings)
         with self.autocast(batch.features.device()):
             encoded = self.encode(embeddings, batch)
             if not self.training:
-                return self._ask(encoded, batch)
+                return self._evaluate(encoded, batch)
             counts = np.maximum(encoded.num_items - 1, 0)
             true = encoded.tokens.last_items((encoded.tokens.item_lengths - 1).clamp(min=0), int(counts.sum()))
             queries = self._queries(encoded, true - 1)
         ids = batch.features[batch.item_feature_name].values().index_select(0, true)
         items = unit(encoded.items.index_select(0, true).to(queries.dtype))
-        known = batch.global_lengths(batch.item_feature_name, self._pg_group)
-        predictions = None if known is None else [int(np.maximum(lengths - 1, 0).sum()) for lengths in known]
+        items_of_ranks = batch.global_lengths(batch.item_feature_name, self._pg_group)
+        predictions = None
+        if items_of_ranks is not None:
+            predictions = [int(np.maximum(lengths - 1, 0).sum()) for lengths in items_of_ranks]
         negatives = self.config.negatives_feature_name
         if negatives is None:
             terms = self._in_batch_terms(queries, items, ids, predictions)
@@ -99,20 +102,19 @@ class RetrievalTower(SequenceTower):
         loss = loss if scale is None else loss * scale
         return loss, RetrievalOutput(loss_sum.detach(), terms.numel(), queries.detach()[:0], ids[:0].long())
 
-    def _ask(self, encoded: EncodedSequence, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
-        """The query of every row behind its last item but one."""
+    def _evaluate(self, encoded: EncodedSequence, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
+        """The query for the last item of every row with at least two items."""
         tokens = encoded.tokens
-        asks = tokens.item_lengths >= 2
-        last = tokens.last_items(asks.long(), int((encoded.num_items >= 2).sum()))
+        has_target = tokens.item_lengths >= 2
+        last = tokens.last_items(has_target.long(), int((encoded.num_items >= 2).sum()))
         queries = self._queries(encoded, last - 1)
         targets = batch.features[batch.item_feature_name].values().index_select(0, last).long()
         zero = queries.new_zeros(())
         return zero, RetrievalOutput(zero, 0, queries.detach(), targets)
 
     def _queries(self, encoded: EncodedSequence, items: torch.Tensor) -> torch.Tensor:
-        """Queries `(n, item_dim)` for what comes behind some items."""
-        behind = encoded.hidden.index_select(0, encoded.tokens.last_tokens_of(items))
-        queries = self.query(behind)
+        """Queries `(n, item_dim)` for the items that follow `items`."""
+        queries = self.query(encoded.hidden.index_select(0, encoded.tokens.last_tokens_of(items)))
         return unit(queries if queries.dtype == torch.float64 else queries.float())
 
     def _drawn_terms(
@@ -124,21 +126,21 @@ class RetrievalTower(SequenceTower):
         drawn: torch.Tensor,
         batch: HSTUBatch,
     ) -> torch.Tensor:
-        """Loss terms `(num_predictions,)` with negatives `(num_rows · num_negatives, item_dim)` of each row."""
+        """Loss terms `(num_predictions,)` with drawn negatives `(num_rows · num_negatives, item_dim)`, row by row."""
         drawn_ids = batch.features[self.config.negatives_feature_name].values()
         real = counts[: batch.actual_batch_size].tolist()  # padding rows have neither predictions nor negatives
         num_negatives = self.config.num_negatives
         if drawn_ids.numel() != len(real) * num_negatives:
             raise ValueError(
                 f"{self.config.negatives_feature_name!r} has {drawn_ids.numel()} ids for {len(real)} rows; every row "
-                f"brings num_negatives = {num_negatives} of them: draw them with hstu.negatives"
+                f"has num_negatives = {num_negatives} ids: draw them with hstu.negatives"
             )
         rows = zip(
             *(part.split(real) for part in (queries, items, ids)),
             *(part.split(num_negatives) for part in (drawn, drawn_ids)),
         )
         terms = [self._terms(*row) for row in rows]
-        # An empty sum keeps the graph of unused inputs.
+        # Without any term, the empty sum keeps all inputs in the graph.
         return torch.cat([*terms, (queries[:0] * drawn.sum()).sum(1)])
 
     def _in_batch_terms(
@@ -146,7 +148,7 @@ class RetrievalTower(SequenceTower):
     ) -> torch.Tensor:
         """Loss terms `(num_predictions,)` with the true items of all predictions as negatives, in bounded memory.
 
-        `predictions` says how many every rank has; None if that is not known.
+        `predictions` is the number of predictions of every rank; None if unknown.
         """
         pool, pool_ids = items, ids
         if self.config.in_batch_pool == "global":
@@ -164,7 +166,7 @@ class RetrievalTower(SequenceTower):
         negatives: torch.Tensor,
         negative_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Loss terms `(n,)` of predictions that share their negatives `(k, item_dim)`."""
+        """Loss terms `(n,)` of predictions that share the negatives `(k, item_dim)`."""
         true = (queries * items).sum(1, keepdim=True)
         false = (queries @ negatives.t()).masked_fill(ids[:, None] == negative_ids, -torch.inf)
         scores = torch.cat([true, false], dim=1) / self.config.temperature
@@ -174,7 +176,7 @@ class RetrievalTower(SequenceTower):
         if batch.item_feature_name != self.config.item_feature_name:
             raise ValueError(
                 f"the batch's item feature is {batch.item_feature_name!r}, the model's "
-                f"{self.config.item_feature_name!r}; the model predicts items of its own: correct item_feature_name"
+                f"{self.config.item_feature_name!r}; both must be equal: correct item_feature_name"
             )
         if batch.max_num_candidates > 0:
             raise ValueError(
@@ -184,12 +186,12 @@ class RetrievalTower(SequenceTower):
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors divided by their length; zero stays zero."""
+    """Vectors divided by their length; a zero vector remains zero."""
     return torch.nn.functional.normalize(vectors, dim=1)
 
 
 class HSTURetrievalModel(SequenceModel):
-    """HSTU for retrieval: the next item, found among all items by its embedding."""
+    """HSTU for retrieval: the next item, found among all items by the similarity of its embedding to the query."""
 
     config: RetrievalConfig
     dense: RetrievalTower

@@ -1,4 +1,4 @@
-"""What ranking and retrieval share: embeddings ─► tokens ─► HSTU layers, and the model around them."""
+"""The base of the ranking and retrieval models: embeddings ─► tokens ─► HSTU layers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Embeddings = Sequence[Mapping[str, JaggedTensor]]
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """A batch behind the layers."""
+    """The output of the layers for a batch, and their input."""
 
-    hidden: torch.Tensor  # `(num_tokens, hidden_size)`
-    tokens: TokenSequence  # the tokens that went into them
-    items: torch.Tensor  # embeddings of the items as they were looked up
+    hidden: torch.Tensor  # `(num_tokens, hidden_size)`, the output
+    tokens: TokenSequence  # the input
+    items: torch.Tensor  # embeddings of the items as looked up, before a projection
     num_candidates: np.ndarray  # int64 `(batch_size,)` on the host, candidates per row
     num_items: np.ndarray  # int64 `(batch_size,)` on the host, items per row
 
 
 class SequenceTower(nn.Module):
-    """The dense part of a model, up to the last layer's tokens."""
+    """The dense part of a model, up to the output of the last layer."""
 
     def __init__(self, config: SequenceModelConfig, pg_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -50,12 +50,13 @@ class SequenceTower(nn.Module):
         self._scaled_tables: frozenset[str] = frozenset()
 
     def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
-        """Run the layers over a batch, of which `embeddings` are those by feature name, values `(num_ids, width)`.
+        """Run the layers over a batch; `embeddings` are its embeddings by feature name, values `(num_ids, width)`.
 
-        The host plans by the lengths that it knows, see `HSTUBatch.host_lengths`, and does not wait for the device.
+        The attention plan is made from the host's lengths, see `HSTUBatch.host_lengths`, without waiting for the
+        device.
 
         Raises:
-            ValueError: a row that is too long, or a time bias without timestamps.
+            ValueError: a row is too long, or timestamps for the time bias are missing.
             KeyError: a feature without a table.
         """
         action = batch.action_feature_name
@@ -72,7 +73,7 @@ class SequenceTower(nn.Module):
         step = sequence.tokens_per_item
         lengths = (num_contextual + step * num_items, step * num_candidates, num_contextual)
         hidden = self.encoder(
-            # Embeddings may come in float32 whatever the dtype of the layers.
+            # TorchRec's embeddings are float32 for any dtype of the layers.
             sequence.values.to(self.encoder.norm.weight.dtype),
             *map(torch.from_numpy, lengths),
             self._times(sequence, batch),
@@ -80,11 +81,11 @@ class SequenceTower(nn.Module):
         return EncodedSequence(hidden, sequence, items.values(), num_candidates, num_items)
 
     def scale_loss(self, scaler: torch.amp.GradScaler, scaled_tables: Collection[str] = ()) -> None:
-        """Scale losses from now on; gradients of features that are not in `scaled_tables` come back unscaled."""
+        """Scale losses from now on; gradients of embeddings are unscaled, except for features in `scaled_tables`."""
         self._loss_scaler, self._scaled_tables = scaler, frozenset(scaled_tables)
 
     def _begin_scaling(self, embeddings: Embeddings) -> tuple[Embeddings, torch.Tensor | None]:
-        """The embeddings to go on with, and what the loss is to be multiplied by; None for nothing."""
+        """Embeddings with unscaled gradients, and the factor of the loss; None without loss scaling."""
         if self._loss_scaler is None:
             return embeddings, None
         found = {name: jagged for part in embeddings for name, jagged in part.items()}
@@ -99,7 +100,7 @@ class SequenceTower(nn.Module):
     def autocast(self, device: torch.device) -> Any:
         """The context in which layers and head run."""
         dtype = COMPUTE_DTYPES[self.encoder.config.execution.compute_dtype]
-        # In float32 the layers may also be in float64, which autocast would change.
+        # No autocast for "fp32": the layers may be float64, which autocast would change.
         return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
     def _project(self, name: str, feature: JaggedTensor) -> JaggedTensor:
@@ -108,7 +109,7 @@ class SequenceTower(nn.Module):
             return feature
         layer = self.projections[name]
         values = feature.values().to(layer.weight.dtype)
-        # Autocast or not, all tokens of a sequence have one dtype.
+        # Under autocast too, all tokens of a sequence need one dtype.
         return JaggedTensor(values=layer(values).to(values.dtype), lengths=feature.lengths())
 
     def _times(self, sequence: TokenSequence, batch: HSTUBatch) -> torch.Tensor | None:
@@ -117,14 +118,14 @@ class SequenceTower(nn.Module):
         name = self.encoder.config.timestamp_feature_name
         if name not in batch.features.keys():
             raise ValueError(
-                f"time_bias is True and the batch has features {batch.features.keys()}; a bias by time needs "
+                f"time_bias is True and the batch has features {batch.features.keys()}; the time bias needs "
                 f"{name!r}, one integer per item: choose a data set that has it, or unset time_bias"
             )
         times = batch.features[name].values()
         if times.numel() != sequence.item_tokens.numel():
             raise ValueError(
                 f"{name!r} has {times.numel()} values, there are {sequence.item_tokens.numel()} items; every item has "
-                "one time: give both features the same lengths"
+                "one timestamp: give both features the same lengths"
             )
         return sequence.token_times(times)
 
@@ -133,15 +134,14 @@ class SequenceTower(nn.Module):
         if missing:
             raise KeyError(
                 f"features {missing} have no table, the model has {self._tables}; each feature of the sequence needs "
-                "one: add them to embedding_tables"
+                "a table: add them to embedding_tables"
             )
 
 
 class SequenceModel(nn.Module):
-    """Tables and a tower.
+    """Tables, in `embedding`, and a tower of all other layers, in `dense`.
 
-    The tables are in `embedding`, everything else in `dense`; DistributedModelParallel shards the one and copies the
-    other to every rank.
+    DistributedModelParallel shards `embedding` and copies `dense` to every rank.
     """
 
     _tower_class: ClassVar[type[SequenceTower]]
@@ -157,10 +157,10 @@ class SequenceModel(nn.Module):
         """Make the model.
 
         Args:
-            config: its dimensions.
-            pg_group: ranks that share the global batch; the shuffler's default if not given.
-            embedding_device: where the tables are made; "meta" where they are too large for one process.
-            plain_embeddings: tables without TorchRec, for one process or for training in float64
+            config: dimensions of the model.
+            pg_group: ranks that share the global batch; None for the shuffler's default group.
+            embedding_device: device of the tables, None for the CPU; "meta" if they are too large for one process.
+            plain_embeddings: whether to use tables without TorchRec, for one process or for training in float64
                 (`model.double()`); DistributedModelParallel does not shard them.
         """
         super().__init__()
@@ -176,19 +176,19 @@ class SequenceModel(nn.Module):
         self.dense = self._tower_class(config, pg_group)
 
     def _features_of_two(self, config: Any) -> dict[str, str]:
-        """By table, another feature that is looked up in it."""
+        """For each table with a second feature, the name of this feature."""
         return {}
 
     def scale_loss(self, scaler: torch.amp.GradScaler, data_parallel_tables: Collection[str] = ()) -> None:
-        """Return scaled losses from now on, as training in float16 needs them.
+        """Return scaled losses from now on, for training in float16.
 
-        Tables that train themselves in the backward pass get unscaled gradients. All other parameters, those of
-        `data_parallel_tables` too, get scaled ones, so `scaler` has to unscale their optimizer's and to step it.
+        Tables whose optimizer runs in the backward pass get unscaled gradients. All other parameters, also
+        `data_parallel_tables`, get scaled gradients, so `scaler` must unscale and step their optimizer.
         """
         tables = set(data_parallel_tables)
         second = {feature for table, feature in self._second_features.items() if table in tables}
         self.dense.scale_loss(scaler, tables | second)
 
     def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
-        """Loss of a batch, and the other results of the step; see the tower's forward."""
+        """The loss of a batch, and the other results of the step; see the tower's forward."""
         return self.dense(self.embedding(batch.features), batch)

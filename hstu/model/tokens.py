@@ -3,8 +3,8 @@
     contextual features, in order │ item 1, action 1, item 2, action 2, …                      one row
                                   │ history ─────────────────────► │ candidates (targets) ──►
 
-Every token's place follows from the lengths of the features by sums; no loop runs over rows and nothing is read
-back from a device.
+The place of every token is computed from cumulative sums of the features' lengths, without a loop over rows and without
+reading from a device.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ class TokenSequence:
 
     values: torch.Tensor  # `(num_tokens, hidden_size)`
     lengths: torch.Tensor  # int64 `(batch_size,)`, tokens per row
-    num_targets: torch.Tensor  # int64 `(batch_size,)`, how many of a row's last tokens belong to candidates
-    num_contextual: torch.Tensor  # int64 `(batch_size,)`, how many of a row's first tokens are contextual
+    num_targets: torch.Tensor  # int64 `(batch_size,)`, number of tokens of candidates, which end a row
+    num_contextual: torch.Tensor  # int64 `(batch_size,)`, number of contextual tokens, which begin a row
     item_tokens: torch.Tensor  # int64 `(num_items,)`, the token of every item, in the order of the item feature
     item_lengths: torch.Tensor  # int64 `(batch_size,)`, items per row
-    tokens_per_item: int  # 2 where every item is followed by its action
+    tokens_per_item: int  # 2 if an action follows every item, else 1
 
     def last_items(self, counts: torch.Tensor, total: int) -> torch.Tensor:
-        """The last items of every row: int64 `(total,)`, indices into the item feature, row after row.
+        """The last `counts` items of every row: int64 `(total,)`, indices into the item feature, row after row.
 
-        `counts`, int64 `(batch_size,)`, is how many of each row; `total` is their sum, known on the host.
+        `counts` is int64 `(batch_size,)`; `total` is its sum, an int on the host.
         """
         return _places(self.item_lengths.cumsum(0) - counts, counts, total)
 
     def last_tokens_of(self, items: torch.Tensor) -> torch.Tensor:
-        """The token that ends each of some items, its action's where there are actions; int64, as `items`."""
+        """The last token of each item: the token of its action if there are actions; int64, the shape of `items`."""
         return self.item_tokens.index_select(0, items) + (self.tokens_per_item - 1)
 
     def token_times(self, item_times: torch.Tensor) -> torch.Tensor:
-        """When each token happened, int64 `(num_tokens,)`, by the times of items, integers `(num_items,)`.
+        """The timestamp of each token, int64 `(num_tokens,)`, from the items' timestamps, integers `(num_items,)`.
 
-        An item and its action have the item's time, the context that of the first item; a row without items has one
-        time.
+        An item and its action have the item's timestamp, contextual tokens that of the first item; all tokens of a row
+        without items have the same timestamp.
         """
         num_tokens = self.values.shape[0]
-        behind_context = -self.num_contextual  # (batch_size,), place of the first token counted from the first item
+        behind_context = -self.num_contextual  # (batch_size,), place of the first token relative to the first item
         place = _places(behind_context, self.lengths, num_tokens)
         first_item = torch.repeat_interleave(_exclusive_sum(self.item_lengths), self.lengths, output_size=num_tokens)
         item = first_item + place.clamp(min=0) // self.tokens_per_item
-        # Behind the last item there is a time for rows that have none.
+        # One more timestamp, after the last item, for rows without items.
         times = torch.nn.functional.pad(item_times.to(torch.int64), (0, 1))
         return times.index_select(0, item)
 
@@ -64,13 +64,14 @@ def interleave_tokens(
     """Put the embeddings of a batch in the order in which the model reads them.
 
     Args:
-        contextual: of the contextual features, in order; values `(n, hidden_size)`, lengths `(batch_size,)`.
-        items: of the items.
-        actions: of the actions, one per item: each follows its item.
-        num_candidates: integers `(batch_size,)`, how many of a row's last items are candidates; none if not given.
+        contextual: embeddings of the contextual features, in order; values `(n, hidden_size)`, lengths `(batch_size,)`.
+        items: embeddings of the items.
+        actions: embeddings of the actions, one per item; each action follows its item. None for no actions.
+        num_candidates: integers `(batch_size,)`, the number of candidates, which are a row's last items; None for no
+            candidates.
 
     Raises:
-        ValueError: another number of actions than of items.
+        ValueError: the numbers of actions and items differ.
     """
     num_items = items.values().shape[0]
     if actions is not None and actions.values().shape[0] != num_items:
@@ -86,7 +87,7 @@ def interleave_tokens(
         num_contextual = num_contextual + feature_lengths
     lengths = num_contextual + step * item_lengths
 
-    first = _exclusive_sum(lengths)  # (batch_size,), where the next feature's tokens begin
+    first = _exclusive_sum(lengths)  # (batch_size,), first token of the next feature
     values, places = [], []
     for feature, feature_lengths in zip(contextual, context_lengths):
         values.append(feature.values())
@@ -104,7 +105,7 @@ def interleave_tokens(
     else:
         num_targets = step * num_candidates.to(lengths)
     return TokenSequence(
-        # Every place is written once, so what was there before does not matter, and the gradient is a plain gather.
+        # Every place is written once, so the buffer need not be initialised, and the gradient is a plain gather.
         values=torch.empty_like(source).index_copy(0, torch.cat(places), source),
         lengths=lengths,
         num_targets=num_targets,
@@ -116,7 +117,7 @@ def interleave_tokens(
 
 
 def _exclusive_sum(lengths: torch.Tensor) -> torch.Tensor:
-    """Sum of the entries before each one; int64 `(n,)`."""
+    """Sum of the entries before each entry; int64 `(n,)`."""
     return lengths.cumsum(0) - lengths
 
 

@@ -1,7 +1,7 @@
-"""Before the Triton kernels are trusted on a device: do they compute there what the reference does, and as fast?
+"""Checks of the Triton kernels on a device before their use: are they as correct and as fast as the reference?
 
-Looked at once per process, device and kind of layer, on batches made up for it, so that a compiler that is missing, or
-one that is wrong for a GPU that nobody has tried, is known before the first step.
+A check runs once per process, device and kind of layer, on synthetic batches, so that a missing compiler, or wrong code
+for a GPU that is not tested, is found before the first step.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from hstu.model.triton_plan import NO_WINDOW
 class _Batch(NamedTuple):
     """A batch whose results are compared."""
 
-    rows: tuple[tuple[int, ...], ...]  # tokens of every row, targets and contextual tokens among them
-    # The widest window: it hides something; which kernels run does not depend on its width.
+    rows: tuple[tuple[int, ...], ...]  # every row's numbers of tokens, targets and contextual tokens
+    # Largest window, shorter than the rows so that it hides tokens; the kernels' code does not depend on its width.
     window: int
 
 
-# Rows over several blocks, of targets and context, an empty one, and one of a single token: short ones, whose gradients
-# take other launches than those of long ones, which also have blocks that need no mask.
+# Rows of several blocks with targets and context, an empty row, and a row of a single token. Gradients of the first
+# batch, of short rows, take other launches than those of the second, which also has blocks without masked pairs.
 _COMPARED = (
     _Batch(((150, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), window=50),
     _Batch(((300, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), window=200),
 )
-# Rows that are timed, with a long tail.
+# Heavy-tailed lengths for the measurement of time.
 _TIMED_LENGTHS = (1024, 700, 500, 350, 256, 200, 150, 100, 80, 60, 50, 40, 30, 20, 10, 5)
 _NUM_HEADS, _NORMALIZER = 4, 64.0
-# Times of tokens are less than that apart, in seconds: pairs are in all of the buckets, and none is so near the edge of
-# one that two ways to compute a logarithm could round it into another.
+# Neighbouring tokens are less than _GAP seconds apart: pairs are in all buckets, and none is so near the edge of one
+# that two ways to compute a logarithm could give different buckets.
 _GAP, _NUM_BUCKETS = 60, 24
-# Of the largest value: what rounding to 16 bits, or products in TensorFloat-32, may make of a few hundred sums.
+# By bytes of an element: the allowed error ÷ the largest value. It covers sums of a few hundred terms with rounding to
+# 16 bits or products in TensorFloat-32.
 _TOLERANCE = {4: 0.01, 2: 0.05}
 
 
 @functools.cache
 def disagreement(device: torch.device, kind: LayerKind) -> str | None:
-    """Why the kernels should not be used for such layers on this device; None if they compute what they should.
+    """How the kernels' results differ from the reference's, or why they cannot run, on this device; None if correct.
 
-    Compiles and measures the kernels if that has not been done; draws from no generator of the training.
+    Compiles and measures the kernels if that has not been done; does not use the global random generators.
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -67,13 +68,13 @@ def disagreement(device: torch.device, kind: LayerKind) -> str | None:
                         return (
                             f"it computes {name} that are off by {error:.3g}, where the reference's reach {largest:.3g}"
                         )
-    except Exception as error:  # of Triton's compiler, say, or of the one that it asks for
+    except Exception as error:  # for example from Triton's compiler, or from the C compiler that Triton runs
         return f"its kernels cannot run ({error_in_words(error)})"
     return None
 
 
 def slowness(device: torch.device, kind: LayerKind) -> str | None:
-    """Why PyTorch should compute such layers on this CUDA device though the kernels can; None where they are faster."""
+    """A sentence with both times if PyTorch is faster than the kernels on this CUDA device; None if it is not."""
     empty = (0,) * len(_TIMED_LENGTHS)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         run = _attention_of(device, kind, _TIMED_LENGTHS, empty, empty)
@@ -84,16 +85,17 @@ def slowness(device: torch.device, kind: LayerKind) -> str | None:
 
 
 def error_in_words(error: Exception) -> str:
-    """The beginning of an error, in one line."""
+    """The type and the first 200 characters of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _attention_of(
     device: torch.device, kind: LayerKind, *rows: Sequence[int]
 ) -> Callable[[bool, torch.dtype], list[torch.Tensor]]:
-    """Attention of a batch with these lengths, targets and contextual tokens, by the kernels or by the reference.
+    """A function that computes attention over a random batch with these lengths, targets and contextual tokens.
 
-    What is returned takes who computes it and in which dtype, and gives output and gradients, float32.
+    The function takes whether to use the kernels or the reference, and a dtype; it returns output and gradients,
+    float32.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, longest = sum(rows[0]), max(rows[0])

@@ -1,13 +1,14 @@
-"""HSTU attention by Triton kernels: jagged, nothing padded, one launch forward and up to three backward.
+"""HSTU attention with Triton kernels over jagged rows, without padding.
 
     lengths on the host ─► TritonPlan, once per batch ─► triton_attention, in every layer
 
-What it computes, masks and biases included, is what `hstu.model.attention` defines. It adds biases in float32, sums in
-float32, and computes the scores again in the backward pass, so that nothing of the size of the scores is ever kept.
+The results, with masks and biases, are those of `hstu.model.attention`. Biases and sums are added in float32, and the
+backward pass recomputes the scores, so no tensor of the size of the scores is stored.
 
-The gradients of queries, keys and values take one launch, in which memory adds up those of the queries; two, or three
-for heads wider than 128, where the order of sums must not change (`torch.use_deterministic_algorithms`), where rows are
-short, or where the GPU has no tensor descriptors. Those of the biases take one more, and one for targets.
+The forward pass takes one launch. The gradients of queries, keys and values take one launch, which sums the gradients
+of queries with atomic additions; or two launches, three for heads wider than 128, if sums must be deterministic
+(`torch.use_deterministic_algorithms`), rows are short, or the GPU has no tensor descriptors. The gradients of the
+biases take one launch more, and another one if there are targets.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from hstu.model.triton_plan import TritonPlan, plan_triton_attention
 
 __all__ = ["TritonPlan", "plan_triton_attention", "triton_attention"]
 
-# Rows in which two launches are no slower than one that also clears a buffer, by a model of the costs.
+# For rows below this length two launches are no slower than one that also clears a buffer, by a model of the costs.
 _SHORT_ROW = 256
-# Buckets of all differences of 63 bits: with as many in a table the kernels need not look for the last one.
+# Enough buckets for all differences of 63 bits, so that the kernels need not clamp bucket numbers.
 _ALL_TIME_BUCKETS = 160
 
 
@@ -40,27 +41,27 @@ def triton_attention(
     normalizer: float,
     times: TokenTimes | None = None,
 ) -> torch.Tensor:
-    """HSTU attention of a jagged batch; as `hstu_attention`, on CUDA.
+    """HSTU attention of a jagged batch on CUDA; equivalent to `hstu_attention`.
 
     The gradients of the biases are sums of atomic additions in float32: their last bits may differ between two runs.
-    Weights of replicas do not drift apart by that, for gradients are reduced over the ranks before they are used.
+    The weights of replicas remain equal, because gradients are reduced over the ranks before use.
 
     Args:
-        query: float32, bfloat16 or float16 `(num_tokens, num_heads, head_dim)`, the rows of the batch one after the
-            other; strided tensors are read as they are where channels are side by side.
+        query: float32, bfloat16 or float16 `(num_tokens, num_heads, head_dim)`, row after row of the batch; strided
+            tensors are not copied if the channels are contiguous.
         key: as `query`.
         value: as `query`.
-        bias: by distance, as that of `hstu_attention`; none if not given.
+        bias: by distance, as in `hstu_attention`; None for no bias.
         plan: the tiles of this batch.
-        normalizer: N, by which the sums are divided.
-        times: adds a bias for the time between two tokens; none if not given. Its values may be those of
-            `in_two_parts`, made once for all layers.
+        normalizer: N, the divisor of the sums.
+        times: timestamps and a bias for the time between two tokens; None for no such bias. The timestamps may be the
+            result of `in_two_parts`, computed once for all layers.
 
     Returns:
         `(num_tokens, num_heads, head_dim)`, the dtype of `query`. It can be differentiated once.
 
     Raises:
-        ValueError: a row longer than the bias reaches, or tensors of another number of tokens than the plan's.
+        ValueError: a row longer than the bias allows, or another number of tokens than the plan's.
 
     """
     plan.require_tokens(query)
@@ -69,30 +70,30 @@ def triton_attention(
         position, origin = position_table(bias, plan)
     if times is not None:
         time, seconds = time_table(times.bias), in_two_parts(times.values)
-    # Autocast must not change the dtype of what the kernels are given.
+    # Autocast must not change the dtype of the kernels' inputs.
     with torch.autocast(query.device.type, enabled=False):
         options = plan.options(1.0 / normalizer, origin)
         return _TritonAttention.apply(query, key, value, position, time, seconds, plan.longest, *options)
 
 
 def position_table(bias: torch.Tensor, plan: TritonPlan) -> tuple[torch.Tensor, int]:
-    """Halves of a bias, so padded that no block reads outside, and the column of distance 0.
+    """Half of a bias by distance, padded so that no block reads outside the table, and the column of distance 0.
 
-    A pair that the mask hides may be as far below zero as a group of targets is long.
+    The distance of a masked pair may be as low as −`target_group_size`.
     """
     before = TILE_SPAN + min(plan.target_group_size, bias.shape[1])
     return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + plan.zero_column(bias)
 
 
 def time_table(bias: torch.Tensor) -> torch.Tensor:
-    """Halves of a bias by time, the last bucket repeated for all times behind it."""
+    """Half of a bias by time, with the last bucket repeated for all longer times."""
     missing = max(0, _ALL_TIME_BUCKETS - bias.shape[1])
     return torch.cat([bias, bias[:, -1:].expand(-1, missing)], dim=1).float() * 0.5
 
 
 def in_two_parts(times: torch.Tensor) -> torch.Tensor:
-    """Times as float32 `(num_tokens, 2)`: in units of 2²⁴, and the rest. Differences are exact up to 2⁴⁸."""
-    if times.dim() == 2:  # they are so already
+    """Times as float32 `(num_tokens, 2)`: the multiple of 2²⁴, and the remainder. Differences are exact up to 2⁴⁸."""
+    if times.dim() == 2:  # already in two parts
         return times
     if times.numel():
         times = times - times.min()
@@ -100,7 +101,7 @@ def in_two_parts(times: torch.Tensor) -> torch.Tensor:
 
 
 class _TritonAttention(torch.autograd.Function):
-    """Attention over the tiles of a plan; the backward pass computes the scores again."""
+    """Attention over the tiles of a plan; the backward pass recomputes the scores."""
 
     @staticmethod
     def forward(
@@ -122,7 +123,7 @@ class _TritonAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: under activation checkpointing it cannot be asked for again
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no second access
         inputs = (*saved, *ctx.options, grad_output.contiguous())
         in_one = ctx.longest >= _SHORT_ROW and not torch.are_deterministic_algorithms_enabled()
         gradients = torch.ops.evenrank.hstu_attention_backward.default(*inputs, in_one)
@@ -134,14 +135,14 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def _with_common_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as they are where they are parts of one projection, else contiguous copies."""
+    """The tensors themselves if their strides are equal and channels contiguous, else contiguous copies."""
     if tensors[0].stride(2) == 1 and all(tensor.stride() == tensors[0].stride() for tensor in tensors):
         return tensors
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-# Operators: fake tensors, which cannot be given to a kernel, then go through a model too. Defined in this way one costs
-# about 6 µs per call, by torch.library.custom_op about 30.
+# The kernels are torch operators so that fake tensors, on which a kernel cannot run, can pass through a model. An
+# operator defined in this way costs about 6 µs per call, by torch.library.custom_op about 30 µs.
 _LIBRARY = torch.library.Library("evenrank", "FRAGMENT")
 _KINDS = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool"}
 _INPUTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(Inputs).items())
@@ -168,7 +169,7 @@ def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     if in_one and adds_up(inputs):
         sums = torch.zeros_like(query, dtype=torch.float32)
         launch("backward", inputs, outputs | {"GRAD_Q": sums}, grad)
-        # In float16 the sums are divided by N on their way.
+        # In float16 the kernel has already divided the sums by N.
         torch.mul(sums, 1.0 if query.dtype == torch.float16 else inputs.scale, out=query)
         return results
     computed: tuple[str, ...] = ()

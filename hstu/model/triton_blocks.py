@@ -1,9 +1,9 @@
-"""Blocks that the Triton kernels may be cut into, and the shared memory that those need.
+"""Block sizes of the Triton kernels, and the shared memory that these need.
 
-Triton gives the rows of products that follow one another to warps, 16 each: a block needs 16 rows per warp, or warps
-compute the same products. Rows are queries, or keys in the kernels that visit queries.
-`python -m benchmarks.models.attention_kernels` prints what each of the blocks costs per score, and a test holds the
-best ones to limits.
+In a chain of matrix products Triton assigns 16 rows to each warp: with fewer rows per warp, warps compute the same
+products. Rows are queries, or keys in the kernels that visit queries.
+`python -m benchmarks.models.attention_kernels` prints the instructions per score of each block size, and a test limits
+them for the best sizes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ TILE_SPAN = 128
 
 
 class Kernel(NamedTuple):
-    """How a kernel is launched; names in capitals are those of its arguments."""
+    """How a kernel is launched; names in capitals are names of its arguments."""
 
-    function: str  # of the module below `hstu.model.kernels`
-    module: str
-    tiles: str  # field of a plan: what its programs take
-    side: Literal["queries", "keys"]  # the side of a block that those are cut into
-    visits: tuple[str, ...]  # what comes by tensor descriptors where there are any
-    outputs: tuple[str, ...]  # what it computes
+    function: str  # name of the kernel in its module
+    module: str  # module in `hstu.model.kernels`
+    tiles: str  # field of the plan with the work of its programs
+    side: Literal["queries", "keys"]  # the side of a block whose size the tiles are cut into
+    visits: tuple[str, ...]  # arguments that are tensor descriptors if the device has these
+    outputs: tuple[str, ...]  # arguments that it writes
 
 
-# By name of a launch: the gradients of queries, keys and values in one ("backward"), or in two or, for heads wider than
-# 128, three.
+# By name of a launch. The gradients of queries, keys and values take one launch ("backward"), or two, three for heads
+# wider than 128.
 KERNELS = {
     "forward": Kernel("forward", "forward", "query_tiles", "queries", ("K", "V"), ("OUT",)),
     "backward": Kernel(
@@ -42,28 +42,28 @@ KERNELS = {
     name: Kernel(name, "bias_gradient", tiles, "queries", ("Q", "K", "V", "GRAD_OUT"), ("GRAD_POSITION", "GRAD_TIME"))
     for name, tiles in (("bias_gradient", "bias_work"), ("target_bias_gradient", "target_work"))
 }
-# By bytes of an element: wider heads of float32 would not fit into registers.
+# By bytes of an element: wider heads in float32 would not fit into registers.
 MAX_HEAD_DIM = {2: 256, 4: 128}
 
 
 def outputs_of(kernel: str, head_dim: int) -> tuple[str, ...]:
-    """What a launch computes; the gradients of wide heads' values take one of their own."""
+    """The outputs of a launch; for wide heads the gradients of values have their own launch."""
     outputs = KERNELS[kernel].outputs
     return outputs[:1] if kernel == "backward_key" and padded_head_dim(head_dim) > 128 else outputs
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut."""
+    """The block size and the launch options of a kernel."""
 
     queries: int  # queries of a block, a power of two of at least 16
-    keys: int  # keys of a block, the same
-    warps: int  # of 32 threads, in a program
-    stages: int  # blocks that are loaded ahead, the one in use included
+    keys: int  # keys of a block, a power of two of at least 16
+    warps: int  # warps of 32 threads in a program
+    stages: int  # blocks in flight: the block in use and the blocks loaded ahead
 
 
 _Table = dict[tuple[int, str, int], list[tuple[int, int, int, int]]]
 
-# By bytes of an element, launch and padded width of a head, up to 64, 128 or 256; the smallest last.
+# By bytes of an element, launch and padded width of a head (64, 128 or 256); the smallest blocks last.
 _EVERYWHERE: _Table = {
     (2, "forward", 64): [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
     (2, "forward", 128): [(128, 64, 8, 2), (64, 32, 4, 2)],
@@ -87,8 +87,8 @@ _EVERYWHERE: _Table = {
     (4, "bias_gradient", 64): [(32, 32, 2, 1)],
     (4, "bias_gradient", 128): [(32, 32, 2, 1)],
 }
-# Before those, for compute capability 9.0 and above: blocks by tensor descriptors, products of warp groups, which read
-# both factors from shared memory, and sums of queries that memory adds up.
+# Tried before those on compute capability 9.0 and above, with tensor descriptors, products by warp groups, which read
+# both factors from shared memory, and gradients of queries summed by atomic additions.
 _FROM_90: _Table = {
     (2, "forward", 64): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2)],
     (2, "forward", 128): [(64, 64, 4, 2), (128, 64, 8, 2)],
@@ -101,19 +101,19 @@ _FROM_90: _Table = {
     (2, "bias_gradient", 128): [(64, 64, 4, 2)],
     (2, "bias_gradient", 256): [(64, 64, 4, 1)],
 }
-# Bytes that suffice for the smallest blocks of every kernel, by bytes of an element and padded width.
+# Bytes of shared memory for the smallest blocks of every kernel, by bytes of an element and padded width of a head.
 _SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Channels that a block has for a head: the next power of two, 16 at least; the kernels mask what is not there."""
+    """Channels of a block: the next power of two, at least 16; the kernels mask the channels beyond `head_dim`."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def candidate_blocks(
     kernel: str, dtype: torch.dtype, head_dim: int, has_bias: bool, capability: tuple[int, int] = (8, 0)
 ) -> list[Blocks]:
-    """Blocks to choose from on a device of a compute capability, the smallest last; none if layers do without."""
+    """Blocks to choose from on a device of this compute capability, the smallest last; empty for an unused kernel."""
     if not has_bias and kernel.endswith("bias_gradient"):
         return []
     if kernel == "target_bias_gradient":

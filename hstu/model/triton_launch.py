@@ -1,8 +1,8 @@
-"""Launches of the Triton kernels of `hstu.model.kernels`: which blocks they compute in, and on what devices.
+"""Launches of the Triton kernels of `hstu.model.kernels`, and the choice of their block sizes.
 
-Blocks are chosen by measurement, once per kind of layer: every candidate that the device has shared memory for runs on
-a batch made up for it. With nothing in Triton's cache on disk that compiles a dozen kernels, about a minute's work.
-`hstu.model.execution` does it when a model is made, on one rank for all GPUs of a kind.
+Blocks are chosen by measurement, once per kind of layer: every candidate that fits the device's shared memory runs on a
+synthetic batch. If Triton's cache on disk is empty, this compiles a dozen kernels, which takes about a minute.
+`hstu.model.execution` calls it when a model is sharded, on one rank for all GPUs of a kind.
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ from hstu.model.triton_plan import NO_WINDOW, plan_triton_attention
 
 logger = logging.getLogger(__name__)
 
-# By the names of a kernel's arguments.
+# Tensors by the names of a kernel's arguments.
 Tensors = dict[str, torch.Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = (8, 0)
 _REPEATS = 5  # launches that are timed together
-# From here on blocks come by tensor descriptors, and memory adds blocks up.
+# The first compute capability with tensor descriptors (TMA) and atomic additions of blocks.
 _TMA_CAPABILITY = (9, 0)
 
 
 class LayerKind(NamedTuple):
-    """What decides which kernels run, what they are compiled for, and which blocks are the fastest."""
+    """The properties of a layer that determine which kernels run, their compilation and the fastest blocks."""
 
-    dtype: torch.dtype  # of queries
+    dtype: torch.dtype  # dtype of queries
     head_dim: int  # width of a head
-    is_causal: bool  # whether a token sees only itself and what precedes it
+    is_causal: bool  # whether a token sees only itself and earlier tokens
     has_context: bool  # whether contextual tokens see all of the history
-    target_group_size: int  # targets that may see one another
+    target_group_size: int  # number of targets that may see one another
     has_position: bool  # whether there is a bias by position
     has_time: bool  # whether there is a bias by time
     window: int = NO_WINDOW  # the largest distance at which a token is seen
 
 
-# What was chosen, for as long as the process lives.
+# The chosen blocks of this process.
 _BLOCKS: dict[tuple[torch.device, LayerKind], dict[str, Blocks]] = {}
 
 
 class Inputs(NamedTuple):
-    """What all kernels are given."""
+    """The inputs of all kernels."""
 
-    query: torch.Tensor  # `(num_tokens, num_heads, head_dim)`, as key and value, whose strides are the same
-    key: torch.Tensor  # as `query`
-    value: torch.Tensor  # as `query`
+    query: torch.Tensor  # `(num_tokens, num_heads, head_dim)`
+    key: torch.Tensor  # as `query`, with the same strides
+    value: torch.Tensor  # as `query`, with the same strides
     position: torch.Tensor | None  # float32 `(num_heads, width)`, see `triton_attention.position_table`
     time: torch.Tensor | None  # float32 `(num_heads, num_buckets)`, see `triton_attention.time_table`
-    times: torch.Tensor | None  # float32 `(num_tokens, 2)`, with a time bias: in units of 2²⁴, and the rest
-    rows: torch.Tensor  # see `TritonPlan`, as what follows
-    query_tiles: torch.Tensor  # of the forward pass and of gradients of queries
-    key_tiles: torch.Tensor  # of gradients of keys and values
-    bias_work: torch.Tensor  # of gradients of biases, as `target_work`
-    target_work: torch.Tensor  # of those that targets have on the history
+    times: torch.Tensor | None  # float32 `(num_tokens, 2)`, with a time bias; see `triton_attention.in_two_parts`
+    rows: torch.Tensor  # this and the next four: see `TritonPlan`
+    query_tiles: torch.Tensor  # for the forward pass and the gradients of queries
+    key_tiles: torch.Tensor  # for the gradients of keys and values
+    bias_work: torch.Tensor  # for the gradients of biases
+    target_work: torch.Tensor  # for the gradients of biases, for targets on the history
     scale: float  # 1/N
     target_group_size: int  # targets per group
-    is_causal: bool  # whether a token sees only itself and what precedes it
-    sees_ahead: bool  # whether biases have distances below zero
+    is_causal: bool  # whether a token sees only itself and earlier tokens
+    sees_ahead: bool  # whether biases have negative distances
     window: int  # the largest distance at which a token is seen
     origin: int  # the column of distance 0 in `position`
 
 
 def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether Triton computes the attention of such layers on this device: with "auto" wherever it can.
+    """Whether Triton computes the attention of these layers on this device; with "auto", whether it can.
 
     Raises:
-        ValueError: `backend` is "triton" and it cannot compute them; the reason and the remedy are named.
+        ValueError: `backend` is "triton" and Triton cannot; the error has the reason and the remedy.
     """
     reason = None if backend == "pytorch" else why_not(device, dtype, head_dim)
     if reason is not None and backend == "triton":
@@ -93,19 +93,19 @@ def uses_triton(backend: str, device: torch.device, dtype: torch.dtype, head_dim
 
 @functools.cache
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot compute such layers on this device, up to the remedy; None if they can."""
+    """The reason why the kernels cannot compute these layers on this device, without the remedy; None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"the device is {device.type if torch.version.hip is None else 'hip'!r}; it is made for CUDA:"
+        return f"the device is {device.type if torch.version.hip is None else 'hip'!r}; its kernels need CUDA:"
     try:
         importlib.import_module("triton")
     except ImportError as error:
-        return f"Triton cannot be imported ({error}); builds of PyTorch for CUDA bring it: install triton, or"
+        return f"Triton cannot be imported ({error}); PyTorch for CUDA usually installs it: install triton, or"
     if dtype not in DTYPES:
         return f"tokens are {dtype}; its kernels take {', '.join(map(str, DTYPES))}:"
     widest = MAX_HEAD_DIM[dtype.itemsize]
     if head_dim > widest:
-        return f"a head has {head_dim} channels; its kernels hold at most {widest} of {dtype}:"
-    if not torch.cuda.is_available():  # a device in pretence, whose tensors no kernel is given
+        return f"a head has {head_dim} channels; its kernels take at most {widest} in {dtype}:"
+    if not torch.cuda.is_available():  # fake tensors, on which no kernel runs
         return None
     found = torch.cuda.get_device_capability(device)
     if found < _MIN_CAPABILITY:
@@ -116,7 +116,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 
 def _memory_there(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+    """Bytes of shared memory available to a program."""
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
 
@@ -129,7 +129,7 @@ def _too_little_memory(device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 def launch(kernel: str, inputs: Inputs, outputs: Tensors, grad_output: torch.Tensor | None = None) -> None:
-    """Run a kernel that writes into `outputs`, by the names of its arguments; what is missing is not computed."""
+    """Run a kernel; `outputs` are the tensors to write, by argument name. Outputs that are missing are not computed."""
     query = inputs.query
     if not query.numel():
         return
@@ -137,7 +137,7 @@ def launch(kernel: str, inputs: Inputs, outputs: Tensors, grad_output: torch.Ten
         *(query.dtype, query.shape[2], inputs.is_causal, inputs.sees_ahead and inputs.is_causal),
         *(inputs.target_group_size, inputs.position is not None, inputs.time is not None, inputs.window),
     )
-    # Triton launches on the current device: also what is launched to choose blocks.
+    # Triton launches on the current device, also the kernels that choose_blocks measures.
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         _launch(kernel, choose_blocks(query.device, kind)[kernel], inputs, outputs, grad_output)
 
@@ -176,12 +176,12 @@ def _launch(
 
 
 def tokens_of(argument: str, blocks: Blocks) -> int:
-    """Tokens of a block of an argument that comes by a tensor descriptor."""
+    """Tokens of a block of an argument that is passed as a tensor descriptor."""
     return blocks.keys if argument in ("K", "V") else blocks.queries
 
 
 def uses_tma(inputs: Inputs) -> bool:
-    """Whether blocks come by tensor descriptors, which need addresses in steps of 16 bytes and heads of 2ⁿ channels."""
+    """Whether to use tensor descriptors, which need addresses that are multiples of 16, and heads of 2ⁿ channels."""
     query = inputs.query
     if not query.is_cuda or query.element_size() != 2 or _capability(query.device) < _TMA_CAPABILITY:
         return False
@@ -191,7 +191,7 @@ def uses_tma(inputs: Inputs) -> bool:
 
 
 def adds_up(inputs: Inputs) -> bool:
-    """Whether gradients of queries can be added up in memory while those of keys and values are computed."""
+    """Whether one launch can compute the gradients of keys and values, and sum those of queries by atomic additions."""
     return uses_tma(inputs) and inputs.query.shape[2] <= 128
 
 
@@ -201,16 +201,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _descriptor(tensor: torch.Tensor, size: int) -> Any:
-    """A tensor `(num_tokens, num_heads, head_dim)` in blocks of `size` tokens and one head."""
+    """A descriptor of a tensor `(num_tokens, num_heads, head_dim)`, for blocks of `size` tokens and one head."""
     num_tokens, num_heads, head_dim = tensor.shape
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor(tensor, [num_tokens, num_heads * head_dim], [tensor.stride(0), 1], [size, head_dim])
 
 
 def scalars(inputs: Inputs) -> dict[str, int | float]:
-    """Numbers that the kernels are given."""
-    # Half of the division by N comes before the sum, so that float16 neither overflows nor loses small values; by a
-    # power of two, which rounds nothing.
+    """The kernels' numeric arguments."""
+    # In float16 divide by about √N before the sum and by the rest after it, so that sums neither overflow nor lose
+    # small values; the first divisor is a power of two, so that it causes no rounding.
     before = 2.0 ** round(math.log2(inputs.scale) / 2) if inputs.query.dtype == torch.float16 else 1.0
     token_stride, head_stride, _ = inputs.query.stride()
     return {
@@ -236,7 +236,7 @@ def constants(
     fast: bool,
     tma: bool = False,
 ) -> dict[str, Any]:
-    """What the kernels are compiled for: nothing that changes from batch to batch."""
+    """The kernels' compile-time constants; none of them depends on the batch."""
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": padded_head_dim(head_dim),
@@ -251,9 +251,10 @@ def constants(
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """As the products of torch are set: float32 on the tensor cores in three parts, or in one where that is allowed.
+    """The precision of products in float32: three TensorFloat-32 products, or one if torch's settings allow "tf32".
 
-    The attribute follows both of torch's interfaces; `get_float32_matmul_precision` raises once the new one is used.
+    The attribute read here follows both of torch's interfaces; `get_float32_matmul_precision` raises after use of the
+    new interface.
     """
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "tf32x3"
@@ -262,12 +263,12 @@ def _precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def function_of(kernel: str) -> Any:
-    """The function of a kernel; imported when first needed, for Triton comes with CUDA builds of PyTorch only."""
+    """The function of a kernel; imported on first use, because only CUDA builds of PyTorch install Triton."""
     return getattr(importlib.import_module(f"hstu.model.kernels.{KERNELS[kernel].module}"), KERNELS[kernel].function)
 
 
 def choose_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
-    """The fastest blocks of every kernel, measured once per process; the smallest ones where there is no CUDA.
+    """The fastest blocks of every kernel, measured once per process; without CUDA the smallest blocks.
 
     Raises:
         ValueError: no candidate fits into the device's shared memory.
@@ -279,7 +280,7 @@ def choose_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
 
 
 def use_blocks(device: torch.device, kind: LayerKind, blocks: dict[str, Blocks]) -> None:
-    """Take these blocks, which were measured here or on another rank's GPU of the same kind."""
+    """Set the blocks, measured on this GPU or on another rank's GPU of the same kind."""
     _BLOCKS[device, kind] = blocks
 
 
@@ -310,7 +311,7 @@ def _measured_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Time of a launch, see `seconds_of`; infinite where the device has not the memory for it."""
+    """Seconds of a launch, see `seconds_of`; infinite if it needs more shared memory than the device has."""
     try:
         return seconds_of(run)
     except importlib.import_module("triton.runtime.errors").OutOfResources:
@@ -318,7 +319,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Time that something takes on the current CUDA device, once it has run and so is compiled."""
+    """Mean seconds of a call on the current CUDA device, after a first call that compiles."""
     run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -330,7 +331,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:
-    """Sixteen rows of 1024 tokens, of constants: no random number is drawn from the generators of the training."""
+    """Sixteen rows of 1024 tokens, of constant values, so that the global random generators are not used."""
     num_rows, length, num_heads = 16, 1024, 4
     lengths = torch.full((num_rows,), length)
     plan = plan_triton_attention(

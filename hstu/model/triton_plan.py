@@ -1,4 +1,4 @@
-"""What the programs of the attention kernels take: tiles of a jagged batch, and blocks of one distance for the biases.
+"""The work of the attention kernels' programs: tiles of a jagged batch, and blocks of equal distance for the biases.
 
 lengths on the host ─► TritonPlan, once per batch ─► triton_attention, in every layer
 """
@@ -15,30 +15,30 @@ from commons.sequence_batch.host_copies import to_device
 from hstu.model.attention_plan import BatchPlan, numbered, read_rows
 from hstu.model.triton_blocks import TILE_SPAN
 
-# Of a group of targets and of a window, so that places behind one are 32-bit integers; more than a batch can have.
+# Largest window and group of targets: more tokens than a batch can have, and sums with places still fit into 32 bits.
 NO_WINDOW = _LARGEST = 2**30
-# Blocks that a program of the bias gradient visits at least, where there are as many: its last step costs some.
+# A program of the bias gradient visits at least 16 blocks if there are enough, because its final additions are costly.
 _LEAST_WORK, _MOST_PROGRAMS = 16, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan(BatchPlan):
-    """Where the rows of a jagged batch begin, and what programs take."""
+    """The rows of a jagged batch, and the work of the kernels' programs."""
 
-    # int32 `(batch_size, 4)`, of every row its first token, its tokens, those of its history, and how many of those are
-    # contextual; the longest history first.
+    # int32 `(batch_size, 4)`: for every row its first token, and its numbers of tokens, history tokens and contextual
+    # tokens; the longest history first.
     rows: torch.Tensor
-    # int32 `(num_tiles, 2)`, row and first place of every tile of queries, the most keys first.
+    # int32 `(num_tiles, 2)`: row and first place of every tile of queries; the tile with the most keys first.
     query_tiles: torch.Tensor
-    key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`, as `query_tiles`, the most queries first
-    bias_work: torch.Tensor  # int32 `(n, 3)`, distance of blocks, first row, row behind the last one
-    target_work: torch.Tensor  # int32 `(n, 3)`, place in the history, row, 0: keys that targets see
-    is_causal: bool  # whether a token sees only itself and what precedes it
-    target_group_size: int  # targets per group; that of the model, for the kernels are compiled for it
+    key_tiles: torch.Tensor  # int32 `(num_tiles, 2)`: as `query_tiles`, for keys; the tile with the most queries first
+    bias_work: torch.Tensor  # int32 `(n, 3)`: distance of blocks, first row, last row + 1
+    target_work: torch.Tensor  # int32 `(n, 3)`: place in the history, row, 0: tiles of keys that targets see
+    is_causal: bool  # whether a token sees only itself and earlier tokens
+    target_group_size: int  # targets per group of the model, for which the kernels are compiled
     window: int  # the largest distance at which a token is seen
 
     def options(self, scale: float, origin: int) -> tuple[Any, ...]:
-        """What kernels take besides tokens and biases, in the order of `triton_launch.Inputs`."""
+        """The last fields of `triton_launch.Inputs`: all except tokens and biases."""
         return (
             *(self.rows, self.query_tiles, self.key_tiles, self.bias_work, self.target_work, scale),
             *(self.target_group_size, self.is_causal, self.sees_ahead, self.window, origin),
@@ -55,9 +55,9 @@ def plan_triton_attention(
     max_attn_len: int | None = None,
     device: torch.device | None = None,
 ) -> TritonPlan:
-    """Cut the rows of a jagged batch into tiles; arguments and errors as those of `plan_attention`.
+    """Cut the rows of a jagged batch into tiles; for arguments and errors see `plan_attention`.
 
-    Everything goes to the device in one copy, from pinned memory where that is CUDA.
+    The plan is copied to the device in one copy, from pinned memory for CUDA.
     """
     device = lengths.device if device is None else device
     rows = np.stack(read_rows(lengths, num_targets, num_contextual, is_causal=is_causal), axis=1)
@@ -85,17 +85,17 @@ def plan_triton_attention(
 
 
 def compiled_group_size(target_group_size: int, *, is_causal: bool) -> int:
-    """The size of groups that the kernels are compiled for, in a model with such groups."""
+    """The group size that the kernels are compiled for, for a model's `target_group_size`."""
     return min(target_group_size, _LARGEST) if is_causal else 1
 
 
 def launched_window(max_attn_len: int | None) -> int:
-    """The largest distance at which a token is seen, as the kernels are given it."""
+    """The kernels' window for a model's `max_attn_len`."""
     return NO_WINDOW if max_attn_len is None else min(max_attn_len, NO_WINDOW)
 
 
 def _tiles(rows: np.ndarray, window: int, *, is_causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of queries and of keys, `(num_tiles, 2)` each."""
+    """`query_tiles` and `key_tiles` of the plan, `(num_tiles, 2)` each."""
     _, tokens, history, contextual = rows.T
     counts = -(-tokens // TILE_SPAN)
     row, number = numbered(counts)
@@ -112,16 +112,16 @@ def _tiles(rows: np.ndarray, window: int, *, is_causal: bool) -> tuple[np.ndarra
 
 
 def _bias_work(rows: np.ndarray, window: int, group: int, *, is_causal: bool) -> np.ndarray:
-    """Distances of tiles and the rows to visit for them, `(n, 3)`, the most tiles first.
+    """`bias_work` of the plan: distances and ranges of rows to visit, `(n, 3)`, the most blocks first.
 
-    Rows are cut so that no program visits many more tiles than the others.
+    The ranges are cut so that all programs visit similar numbers of blocks.
     """
     _, tokens, history, contextual = rows.T
     longest = int(tokens.max(initial=0))
     lowest = -longest if not is_causal else -longest if contextual.any() else 0
     apart = np.arange(lowest // TILE_SPAN * TILE_SPAN, longest, TILE_SPAN)[:, None]
     ahead = apart < 0
-    # Queries in tiles of such a distance: from a place on, or up to one, which a tile's blocks may be beyond.
+    # Number of queries of the history in tiles at this distance.
     queries = np.where(ahead, history + apart + TILE_SPAN, history - apart)
     is_far = np.abs(apart) - TILE_SPAN >= window
     if is_causal:
@@ -146,7 +146,7 @@ def _bias_work(rows: np.ndarray, window: int, group: int, *, is_causal: bool) ->
 
 
 def _target_work(rows: np.ndarray, window: int) -> np.ndarray:
-    """Tiles of the history that targets see, `(n, 3)`: place, row and 0, those with the most targets first."""
+    """`target_work` of the plan: tiles of the history that targets see, `(n, 3)`, the most targets first."""
     _, tokens, history, _ = rows.T
     targets = tokens - history
     first = np.where(targets > 0, np.maximum(history - window, 0) // TILE_SPAN, 0)

@@ -1,12 +1,13 @@
 """Attention over packed rows, as a core attention of megatron-core's layers.
 
-megatron-core's SelfAttention projects the tokens and hands queries, keys and values to its *core attention*, which a
-layer spec may replace. Here it calls an AttentionPattern, which travels in the place of PackedSeqParams: `CausalRows`
-attends within rows, all at once, and `BeamStep` (decoding_cache.py) attends from one new token per beam to a cache.
+megatron-core's SelfAttention projects the tokens and passes queries, keys and values to its *core attention*, which a
+layer spec may replace. The core attention here calls an AttentionPattern, which is passed as PackedSeqParams:
+`CausalRows` computes attention within all rows at once, and `BeamStep` (decoding_cache.py) from one new token per beam
+to a cache.
 
-Rows of a layout's block are padded to one length, behind their tokens, where no causal query looks; blocks are padded
-little. So no mask is needed, torch's fused kernel leaves out what lies ahead of a query, and the work of a batch
-follows the sum of the squared lengths, not rows × longest².
+Rows of a layout's block are padded to one length after their tokens, where causal queries do not look, so no mask is
+needed. Blocks have little padding, and torch's fused kernel skips keys after a query, so the work of a batch is
+proportional to the sum of the squared lengths, not to rows × longest².
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class AttentionPattern(PackedSeqParams, ABC):
-    """Who attends to whom; passed to a TransformerBlock as `packed_seq_params`."""
+    """Computes attention by some pattern; passed to a TransformerBlock as `packed_seq_params`."""
 
-    qkv_format: str = "thd"  # megatron-core then gives and takes tokens as (num_tokens, num_heads, head_dim)
+    qkv_format: str = "thd"  # megatron-core then passes tokens as (num_tokens, num_heads, head_dim)
 
     @abstractmethod
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer; there is at least one token.
 
         Args:
-            layer: its number, from 1 on.
-            query: `(num_tokens, num_heads, head_dim)`, the heads of this rank.
+            layer: number of the layer, from 1.
+            query: `(num_tokens, num_heads, head_dim)`, with the heads of this rank.
             key: as `query`.
             value: as `query`.
 
@@ -47,11 +48,11 @@ class AttentionPattern(PackedSeqParams, ABC):
 
 
 class PatternAttention(torch.nn.Module):
-    """The core attention of a layer: it calls the pattern, and has no parameters.
+    """The core attention of a layer: calls the pattern; it has no parameters.
 
     Args:
-        config: of the transformer; unused.
-        layer_number: from 1 on.
+        config: config of the transformer; unused.
+        layer_number: number of the layer, from 1.
         options: further arguments of a core attention; unused.
     """
 
@@ -75,10 +76,10 @@ class PatternAttention(torch.nn.Module):
 
 @dataclass
 class CausalRows(AttentionPattern):
-    """Every token attends to itself and to what precedes it in its row."""
+    """Every token attends to itself and to earlier tokens of its row."""
 
-    layout: TokenLayout = field(kw_only=True)  # of the tokens
-    # Is given the keys and values of all layers, for `BeamStep`; None where nothing follows.
+    layout: TokenLayout = field(kw_only=True)  # layout of the tokens
+    # Receives the keys and values of all layers, for `BeamStep`; None without generation.
     cache: DecodingCache | None = field(default=None, kw_only=True)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Beam search over the hierarchies: the likeliest items, among those that there are.
+"""Beam search over the hierarchies for the likeliest valid items.
 
-A beam is the beginning of a SID. Of all codes that go on from a row's beams, those that lead to an item are scored by
-the sum of the log-probabilities of their codes, and the best `beam_width` are kept. A head's probabilities are those
-over its whole codebook: a code that no item has here loses its share, it is not given to the others.
+A beam is a prefix of an SID. In each step the beams of a row are extended by all codes that lead to an item, scored by
+the sum of the log-probabilities of their codes, and the best `beam_width` are kept. A head's softmax is over its whole
+codebook: the probability of invalid codes is not redistributed to valid codes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ NextLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class GeneratedItems:
-    """The likeliest items of each row, the best one first."""
+    """The likeliest items of each row, the best first."""
 
-    leaves: torch.Tensor  # int64 `(num_rows, beam_width)`, numbers of SIDs in the trie, ascending with the SIDs
-    log_probs: torch.Tensor  # at least float32 `(num_rows, beam_width)`, falling
+    leaves: torch.Tensor  # int64 `(num_rows, beam_width)`, leaves of the trie: indices of the sorted SIDs
+    log_probs: torch.Tensor  # at least float32 `(num_rows, beam_width)`, descending
 
 
 def check_beam_width(beam_width: int, trie: SIDTrie) -> None:
-    """Raise ValueError unless there are at least `beam_width` items, and it is at least 1."""
+    """Raise ValueError unless `beam_width` is between 1 and the number of SIDs."""
     if not 1 <= beam_width <= trie.num_sids:
         raise ValueError(
-            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in an SID of its own: "
+            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in another SID: "
             f"give a width between 1 and {trie.num_sids}"
         )
 
@@ -37,31 +37,31 @@ def check_beam_width(beam_width: int, trie: SIDTrie) -> None:
 def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next_logits: NextLogits) -> GeneratedItems:
     """Find the likeliest items.
 
-    With a beam as wide as there are items the result is exact; a narrower one may miss an item whose first codes are
-    less likely than those of `beam_width` others.
+    If `beam_width` is the number of items, the result is exact; a narrower beam may miss an item whose prefix is less
+    likely than `beam_width` other prefixes.
 
     Args:
-        trie: the items there are.
-        beam_width: beams kept per row, and items found.
+        trie: the valid items.
+        beam_width: number of beams kept per row, and of items found.
         first_logits: `(num_rows, codebook_sizes[0])`, scores of the first code.
-        next_logits: called for every further hierarchy with the codes that were chosen last, int64
-            `(num_rows, num_beams)`, and the beams they continue, of the same shape; returns the scores of the next
-            code, `(num_rows, num_beams, codebook size)`. The number of beams is `beam_width`, or less where there are
-            fewer beginnings.
+        next_logits: function called for every further hierarchy with the last chosen codes, int64
+            `(num_rows, num_beams)`, and the numbers of the beams that they extend, of the same shape; returns the
+            scores of the next code, `(num_rows, num_beams, codebook size)`. num_beams is `beam_width`, or the number
+            of prefixes if that is smaller.
 
     Raises:
-        ValueError: a beam wider than there are items.
+        ValueError: `beam_width` is above the number of items.
     """
     check_beam_width(beam_width, trie)
     num_rows = first_logits.shape[0]
-    nodes = torch.zeros(num_rows, 1, dtype=torch.int64, device=first_logits.device)  # of every beam; here the root
+    nodes = torch.zeros(num_rows, 1, dtype=torch.int64, device=first_logits.device)  # node of every beam: the root
     log_probs = first_logits.new_zeros(num_rows, 1)
     logits = first_logits.unsqueeze(1)  # (num_rows, num_beams, codebook size)
     for depth, size in enumerate(trie.codebook_sizes):
-        # The node that every code of every beam leads to: (num_rows, num_beams · size).
+        # The child of every beam for every code: (num_rows, num_beams · size).
         following = trie.next_nodes(depth, nodes.flatten()).view(num_rows, nodes.shape[1] * size)
         totals = (log_probs.unsqueeze(2) + logits.log_softmax(dim=2)).flatten(1).masked_fill(following < 0, -torch.inf)
-        # Every beginning leads somewhere, so that there are always enough to choose from.
+        # Every prefix has a child, so there are always enough children to choose from.
         log_probs, chosen = totals.topk(min(beam_width, trie.num_nodes[depth + 1]), dim=1)
         nodes = following.gather(1, chosen)
         if depth + 1 < len(trie.codebook_sizes):

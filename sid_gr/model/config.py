@@ -1,4 +1,4 @@
-"""Dimensions of a semantic-ID decoder, checked when they are made."""
+"""The config of a semantic-ID decoder, checked on construction."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ class SIDGRConfig:
         ValueError: a number outside its range, or heads or a feed-forward block that the ranks cannot share evenly.
     """
 
-    # Codes of each hierarchy, the first one coarsest; an item has one code per hierarchy.
+    # Number of codes of each hierarchy, the coarsest first; an item has one code per hierarchy.
     codebook_sizes: tuple[int, ...]
-    max_items: int  # the most items of a row, history and candidates together
+    max_items: int  # most items of a row, history and candidates together
     hidden_size: int  # width of a token between layers, and of every embedding
-    num_layers: int  # transformer layers
+    num_layers: int  # number of transformer layers
     num_attention_heads: int  # attention heads per layer
-    kv_channels: int | None = None  # width of a head; hidden_size ÷ num_attention_heads if not given
-    ffn_hidden_size: int | None = None  # width of the feed-forward block; 4 · hidden_size if not given
-    # "separate" gives every hierarchy a matrix of its own, "shared" one matrix for all, of which a hierarchy uses as
-    # many rows as it has codes.
+    kv_channels: int | None = None  # width of a head; None for hidden_size ÷ num_attention_heads
+    ffn_hidden_size: int | None = None  # width of the feed-forward block; None for 4 · hidden_size
+    # Output matrices: "separate" for one per hierarchy, "shared" for one for all hierarchies; a hierarchy then uses the
+    # first codebook_sizes[hierarchy] rows.
     heads: HeadKind = "separate"
-    # Probability with which an element of an attention or feed-forward block's output is dropped in training.
-    # Attention weights are not dropped.
+    # Probability that an element of the output of an attention or feed-forward block is dropped in training. Attention
+    # weights are not dropped.
     dropout: float = 0.0
     init_method_std: float = 0.02  # standard deviation of initial weights
     layer_norm_eps: float = 1e-5  # added to the variance in layer norms
-    # Ranks that share the attention heads and the feed-forward block of every layer. Everything else is computed by
-    # each of them: heads of a few hundred codes are not worth a collective.
+    # Number of ranks that share the attention heads and the feed-forward block of every layer. Each of these ranks
+    # computes everything else: output matrices of a few hundred codes are not worth a collective.
     tensor_model_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        # A configuration file has lists.
+        # Config files contain lists.
         object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
         if not self.codebook_sizes:
             raise ValueError("codebook_sizes is empty; an item has at least one code: give the size of every codebook")
@@ -66,13 +66,13 @@ class SIDGRConfig:
         for name, shared in (("num_attention_heads", self.num_attention_heads), ("ffn_hidden_size", self.ffn_width)):
             if shared % self.tensor_model_parallel_size:
                 raise ValueError(
-                    f"{name} is {shared}, tensor_model_parallel_size is {self.tensor_model_parallel_size}; its ranks "
-                    f"share them evenly: choose a divisor of {shared}, or another {name}"
+                    f"{name} is {shared}, tensor_model_parallel_size is {self.tensor_model_parallel_size}; the ranks "
+                    f"share {name} evenly: choose a divisor of {shared}, or another {name}"
                 )
 
     @property
     def num_hierarchies(self) -> int:
-        """Codes of an item."""
+        """Number of codes of an item."""
         return len(self.codebook_sizes)
 
     @property
@@ -87,7 +87,7 @@ class SIDGRConfig:
 
     @property
     def cost_dimensions(self) -> dict[str, Any]:
-        """What SelfAttentionTask and the shuffler need to know of the layers."""
+        """The arguments of SelfAttentionTask and the shuffler for these layers."""
         return {
             "hidden_size": self.hidden_size,
             "num_heads": self.num_attention_heads,
@@ -98,5 +98,5 @@ class SIDGRConfig:
 
     @property
     def max_sequence_length(self) -> int:
-        """The most tokens of a row: BOS and all codes but the last one, which predicts nothing."""
+        """Most tokens of a row: BOS and all codes except the last, which predicts nothing."""
         return self.max_items * self.num_hierarchies

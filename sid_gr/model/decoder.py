@@ -33,25 +33,25 @@ from sid_gr.parallel import tensor_parallel_size
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The results of a step besides the loss; without a graph."""
+    """The results of a step besides the loss, detached from the graph."""
 
     loss_sum: torch.Tensor  # 0-dimensional, the sum of the cross-entropies of all candidate codes of this rank
-    num_loss_tokens: int  # how many codes that are
+    num_loss_tokens: int  # number of these codes
 
 
 class SIDDecoder(nn.Module):
-    """The dense part: everything behind the code embeddings.
+    """The dense part of the model: layers, heads and loss.
 
-    Weights are drawn on the CPU from torch's default generator, whole ones, of which a tensor-parallel rank keeps its
-    part: after the same seed they are the same for any `tensor_model_parallel_size`.
+    Whole weights are drawn on the CPU from torch's default generator, and a tensor-parallel rank keeps its part: with
+    the same seed, the weights are the same for any `tensor_model_parallel_size`.
 
     Args:
-        config: dimensions.
-        pg_group: ranks that share the global batch; megatron-core's data-parallel group if not given.
+        config: dimensions of the decoder.
+        pg_group: ranks that share the global batch; None for megatron-core's data-parallel group.
 
     Raises:
         RuntimeError: megatron-core's parallel_state is not initialised.
-        ValueError: it was initialised for another tensor-parallel size.
+        ValueError: parallel_state was initialised for another tensor-parallel size.
     """
 
     def __init__(self, config: SIDGRConfig, pg_group: dist.ProcessGroup | None = None) -> None:
@@ -59,7 +59,7 @@ class SIDDecoder(nn.Module):
         if tensor_parallel_size() != config.tensor_model_parallel_size:
             raise ValueError(
                 f"tensor_model_parallel_size is {config.tensor_model_parallel_size}, the groups were made for "
-                f"{tensor_parallel_size()}; both are the ranks that share a decoder: give the same to "
+                f"{tensor_parallel_size()}; both are the number of ranks that share a decoder: pass the same number to "
                 "initialize_model_parallel"
             )
         self.config = config
@@ -68,7 +68,7 @@ class SIDDecoder(nn.Module):
         self.transformer_config = transformer_config(config)
         self.bos = nn.Parameter(torch.empty(1, config.hidden_size))
         self.positions = nn.Parameter(torch.empty(config.max_items + 1, config.hidden_size))
-        # Tensor-parallel ranks have different parts: each has a name of its own, so that a checkpoint holds them all.
+        # Tensor-parallel ranks have different parts, each with its own name, so that a checkpoint contains all parts.
         self._layers = "layers"
         if config.tensor_model_parallel_size > 1:
             self._layers = f"layers_of_tensor_parallel_rank_{parallel_state.get_tensor_model_parallel_rank()}"
@@ -80,27 +80,26 @@ class SIDDecoder(nn.Module):
         self.register_state_dict_post_hook(_drop_extra_state)
 
     def forward(self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
-        """Loss of a batch: cross-entropy of every code of the candidates, given all codes before it.
+        """The loss of a batch: cross-entropy of every code of the candidates, given all codes before it.
 
-        The host plans by the lengths that it knows, see `GPTSIDBatch.host_lengths`, and does not wait for the device.
+        The layout is made from the host's lengths, see `GPTSIDBatch.host_lengths`, without waiting for the device.
 
         Args:
-            embeddings: of the history's and the candidates' ids, values `(num_ids, hidden_size)`.
-            batch: the batch they belong to, with labels.
+            embeddings: embeddings of the history's and the candidates' ids, values `(num_ids, hidden_size)`.
+            batch: the batch, with labels.
 
         Returns:
             The loss to call `backward` on, W × local sum ÷ global count, and the other results of the step.
 
         Raises:
-            ValueError: labels that are not those of the candidates, another number of hierarchies, a row that is too
-                long.
-            TypeError: labels that are no KeyedJaggedTensor.
+            ValueError: labels do not fit the candidates, another number of hierarchies, or a row that is too long.
+            TypeError: labels are no KeyedJaggedTensor.
         """
         layout = self.lay_out(batch)
         return self.loss(self.encode(self.tokens(embeddings, batch, layout), CausalRows(layout=layout)), layout, batch)
 
     def lay_out(self, batch: GPTSIDBatch) -> TokenLayout:
-        """Where the codes of a batch stand among the tokens.
+        """The token layout of a batch.
 
         Raises:
             ValueError: another number of hierarchies than the model's, or a row with too many items.
@@ -108,14 +107,14 @@ class SIDDecoder(nn.Module):
         if batch.num_hierarchies != self.config.num_hierarchies:
             raise ValueError(
                 f"the batch has {batch.num_hierarchies} hierarchies, the model {self.config.num_hierarchies}; an item "
-                "has one code for each codebook of the model: make them agree"
+                "has one code for each codebook of the model: make both equal"
             )
         history, candidates = batch.host_lengths(batch.history_feature_name, batch.candidate_feature_name)
         items = (history + candidates) // self.config.num_hierarchies
         if items.size and int(items.max()) > self.config.max_items:
             raise ValueError(
                 f"row {int(items.argmax())} has {int(items.max())} items, max_items is {self.config.max_items}; "
-                "positions are learned up to there: raise it or cut the histories"
+                "the model has no more positions: raise max_items or cut the histories"
             )
         assert batch.actual_batch_size is not None  # noqa: S101  set in __post_init__
         return lay_out_batch(
@@ -128,7 +127,7 @@ class SIDDecoder(nn.Module):
         )
 
     def tokens(self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch, layout: TokenLayout) -> torch.Tensor:
-        """Tokens of a batch, `(num_tokens, hidden_size)`: embeddings and positions."""
+        """Tokens of a batch, `(num_tokens, hidden_size)`: embeddings + positions."""
         names = (batch.history_feature_name, batch.candidate_feature_name)
         ids = [embeddings[name].values().to(self.bos.dtype) for name in names]
         return torch.cat([self.bos, *ids]).index_select(0, layout.source) + self.positions.index_select(
@@ -136,9 +135,9 @@ class SIDDecoder(nn.Module):
         )
 
     def encode(self, tokens: torch.Tensor, pattern: CausalRows | BeamStep) -> torch.Tensor:
-        """The layers and a last layer norm; `(num_tokens, hidden_size)`, as the tokens."""
+        """Apply the layers and a final layer norm: `(num_tokens, hidden_size)`, as the tokens."""
         if tokens.shape[0] == 0:
-            return tokens  # with their graph, so that the table's backward pass runs on all ranks
+            return tokens  # still in the graph, so that the table's backward pass runs on all ranks
         layers = self.get_submodule(self._layers)
         return layers(tokens.unsqueeze(1), None, packed_seq_params=pattern).squeeze(1)
 
@@ -149,7 +148,7 @@ class SIDDecoder(nn.Module):
         return scores if scores.dtype == torch.float64 else scores.float()
 
     def loss(self, hidden: torch.Tensor, layout: TokenLayout, batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
-        """Loss of a batch from its hidden states `(num_tokens, hidden_size)`; see `forward`."""
+        """The loss of a batch from its hidden states `(num_tokens, hidden_size)`; see `forward`."""
         labels = candidate_codes(batch, layout.predicting.numel())
         predicting = layout.predicting.view(-1, self.config.num_hierarchies)
         terms = [
@@ -162,29 +161,29 @@ class SIDDecoder(nn.Module):
         ]
         loss_sum = torch.stack(terms).sum()
         num_loss_tokens = batch.num_loss_tokens()
-        known = batch.global_loss_terms(self._pg_group)
-        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=known)
+        global_count = batch.global_loss_terms(self._pg_group)
+        loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=global_count)
         return loss, LossOutput(loss_sum.detach(), num_loss_tokens)
 
     def step(self, embeddings: torch.Tensor, cache: DecodingCache, num_beams: int) -> torch.Tensor:
         """Hidden states of one new code per beam.
 
         Args:
-            embeddings: `(num_rows · num_beams, hidden_size)`, rows as the layout sorts them.
-            cache: of the beams; the codes are added to it.
-            num_beams: beams per row.
+            embeddings: `(num_rows · num_beams, hidden_size)`, in the layout's order of rows.
+            cache: cache of the beams; the new codes are added to it.
+            num_beams: number of beams per row.
 
         Returns:
-            As `embeddings`.
+            `(num_rows · num_beams, hidden_size)`.
         """
-        # All codes of the generated item have one position, that behind the history.
+        # All codes of the generated item have the position after the history.
         items = (cache.layout.prefix_lengths - 1) // self.config.num_hierarchies + 1
         tokens = embeddings.to(self.bos.dtype) + self.positions.index_select(0, items).repeat_interleave(num_beams, 0)
         return self.encode(tokens, BeamStep(cache=cache, num_beams=num_beams))
 
 
 def _drop_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """megatron-core's linear layers put None into a state, for modules that have something to put there."""
+    """Remove the None values that megatron-core's linear layers put into a state dict as their extra state."""
     for name in [name for name, value in state.items() if value is None and name.startswith(prefix)]:
         del state[name]
 
@@ -203,16 +202,16 @@ def candidate_codes(batch: GPTSIDBatch, num_codes: int) -> torch.Tensor:
         )
     if batch.labels.length_per_key() != [num_codes]:
         raise ValueError(
-            f"labels have {batch.labels.length_per_key()} values by key, the candidates have {num_codes} codes; there "
-            "is one key, with one code for each of theirs: give the labels these lengths"
+            f"labels have {batch.labels.length_per_key()} values by key, the candidates have {num_codes} codes; labels "
+            "have one key, with a value per candidate code: give the labels these lengths"
         )
     return batch.labels.values().view(-1, batch.num_hierarchies)
 
 
 def transformer_config(config: SIDGRConfig) -> TransformerConfig:
-    """megatron-core's config of the layers: pre-norm, GELU, no positions of their own."""
+    """megatron-core's config of the layers: pre-norm, GELU, without positional encoding."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the default of an option that is not used here
+        warnings.simplefilter("ignore")  # about the default of an option that is not used here
         return TransformerConfig(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,

@@ -1,8 +1,7 @@
-"""The key/value cache of beam search: what histories leave behind, once per user, and what beams add, once per beam.
+"""The key/value cache of beam search: histories are cached once per user, generated codes once per beam.
 
-All beams of a user look at one copy of its history's keys and values, so that a step reads them once per user, as one
-matrix product for all beams. The few codes that a beam has generated are kept per beam and follow it when beams are
-chosen anew.
+All beams of a user share one copy of the history's keys and values, so a step reads them once per user, in one matrix
+product for all beams. The few generated codes are cached per beam, and are reordered when new beams are chosen.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from sid_gr.model.token_layout import TokenLayout
 class KeysAndValues(NamedTuple):
     """Keys and values of one layer."""
 
-    # `(num_rows, num_heads, length, head_dim)` of histories, `(num_rows, num_beams, length, num_heads, head_dim)` of
-    # generated codes.
+    # For histories `(num_rows, num_heads, length, head_dim)`, for generated codes
+    # `(num_rows, num_beams, length, num_heads, head_dim)`.
     keys: torch.Tensor
     values: torch.Tensor  # as `keys`
 
@@ -31,15 +30,15 @@ class DecodingCache:
     """Keys and values of all layers.
 
     Args:
-        layout: of the tokens whose pass fills the cache; what a row has behind its history is never looked at.
+        layout: layout of the tokens whose pass fills the cache; tokens after a row's history are masked.
     """
 
     def __init__(self, layout: TokenLayout) -> None:
         self.layout = layout
-        self.prefix: dict[int, list[KeysAndValues]] = defaultdict(list)  # by layer, block after block
+        self.prefix: dict[int, list[KeysAndValues]] = defaultdict(list)  # by layer, one entry per block
         self.generated: dict[int, KeysAndValues] = {}
         self.masks = [
-            # Added to scores: what lies behind a row's history is out of sight. (num_rows of the block, 1, 1, length)
+            # Added to scores: −∞ after a row's history. (num_rows of the block, 1, 1, length)
             torch.zeros(block.num_rows, 1, 1, block.length, device=lengths.device).masked_fill_(
                 torch.arange(block.length, device=lengths.device) >= lengths[:, None, None, None], -math.inf
             )
@@ -48,11 +47,11 @@ class DecodingCache:
         ]
 
     def append_prefix(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep what the next block of a layer computed."""
+        """Cache the keys and values of the next block of a layer."""
         self.prefix[layer].append(KeysAndValues(keys, values))
 
     def append_generated(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        """Add one code of every beam, `(num_rows, num_beams, 1, num_heads, head_dim)`; returns all of them."""
+        """Cache a new code of every beam, `(num_rows, num_beams, 1, num_heads, head_dim)`; returns all codes so far."""
         if layer in self.generated:
             before = self.generated[layer]
             keys, values = torch.cat([before.keys, keys], dim=2), torch.cat([before.values, values], dim=2)
@@ -60,10 +59,10 @@ class DecodingCache:
         return self.generated[layer]
 
     def choose_beams(self, parents: torch.Tensor) -> None:
-        """Go on with other beams.
+        """Replace the beams.
 
         Args:
-            parents: int64 `(num_rows, num_beams)`, for each new beam the one that it continues.
+            parents: int64 `(num_rows, num_beams)`, the old beam that each new beam extends.
         """
         rows = torch.arange(parents.shape[0], device=parents.device)[:, None]
         for layer, (keys, values) in self.generated.items():
@@ -72,10 +71,10 @@ class DecodingCache:
 
 @dataclass
 class BeamStep(AttentionPattern):
-    """One new token per beam attends to the history of its row, to what its beam has generated, and to itself."""
+    """One new token per beam attends to the history of its row, to the generated codes of its beam, and to itself."""
 
     cache: DecodingCache = field(kw_only=True)  # filled by a pass with `CausalRows`; the new tokens are added to it
-    num_beams: int = field(kw_only=True)  # beams per row; tokens stand row after row, beam after beam
+    num_beams: int = field(kw_only=True)  # beams per row; tokens are in the order of rows, then of beams
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See AttentionPattern."""

@@ -1,4 +1,4 @@
-"""The semantic-ID model: code embeddings ─► decoder ─► loss, and in evaluation the items that it generates."""
+"""The semantic-ID model: code embeddings ─► decoder ─► loss, and in evaluation generated items."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from sid_gr.model.trie import SIDTrie
 class GenerationOutput(LossOutput):
     """The results of an evaluation step besides the loss."""
 
-    generated: GeneratedItems  # items of the real rows, in their order
-    # int64 `(num_candidates,)`, leaves of the true items, row after row; −1 for one that is not valid.
+    generated: GeneratedItems  # items of the real rows, in the order of the rows
+    # int64 `(num_candidates,)`, leaves of the true items, row after row; −1 for an SID that is not valid.
     candidates: torch.Tensor
-    num_candidates: torch.Tensor  # int64 `(num_rows,)`, how many of them each real row has
+    num_candidates: torch.Tensor  # int64 `(num_rows,)`, number of true items of each real row
 
 
 class SIDGRModel(nn.Module):
     """A GPT-style decoder of semantic IDs.
 
     In training its output is the loss; in evaluation mode it also generates the likeliest items of every row. The table
-    is in `embedding`, everything else in `dense`; DistributedModelParallel shards the one, megatron-core's
-    DistributedDataParallel copies the other to every rank.
+    is in `embedding`, which DistributedModelParallel shards; all other layers are in `dense`, which megatron-core's
+    DistributedDataParallel copies to every rank.
 
     Args:
-        config: dimensions.
-        trie: the items there are; without it nothing is generated.
-        beam_width: items generated per row.
+        config: dimensions of the model.
+        trie: the valid items; None for a model that does not generate.
+        beam_width: number of items generated per row.
         feature_names: keys of the histories' and the candidates' ids.
-        pg_group: ranks that share the global batch; megatron-core's data-parallel group if not given.
-        embedding_device: where the table is made; "meta" leaves that to sharding.
+        pg_group: ranks that share the global batch; None for megatron-core's data-parallel group.
+        embedding_device: device of the table, None for the CPU; with "meta", sharding makes the table.
 
     Raises:
         RuntimeError: megatron-core's parallel_state is not initialised.
-        ValueError: it was initialised for another tensor-parallel size, a trie of other codebooks, or a beam wider than
-            there are items.
+        ValueError: parallel_state was initialised for another tensor-parallel size, the trie has other codebooks, or
+            beam_width is above the number of items.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SIDGRModel(nn.Module):
             if trie.codebook_sizes != config.codebook_sizes:
                 raise ValueError(
                     f"codebook_sizes of the model are {list(config.codebook_sizes)}, those of the valid SIDs "
-                    f"{list(trie.codebook_sizes)}; a head scores one codebook of the map: make them agree"
+                    f"{list(trie.codebook_sizes)}; a head scores one codebook of the map: make both equal"
                 )
             check_beam_width(beam_width, trie)
         self.config = config
@@ -82,14 +82,14 @@ class SIDGRModel(nn.Module):
 
     @property
     def decoder(self) -> SIDDecoder:
-        """The decoder, without what wraps it."""
+        """The decoder, without its data-parallel wrapper."""
         dense = self.dense
         return dense if isinstance(dense, SIDDecoder) else cast(SIDDecoder, dense.module)
 
     def forward(self, batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
-        """Loss of a batch, and the other results of the step: in evaluation mode with a trie a GenerationOutput.
+        """The loss of a batch, and the other results of the step: in evaluation mode with a trie a GenerationOutput.
 
-        In evaluation mode this is a collective call: all ranks look up the codes of one another's beams.
+        In evaluation mode this is a collective call, because ranks look up codes of beams in the sharded table.
 
         Raises:
             ValueError, TypeError: as `SIDDecoder.forward`.
@@ -112,21 +112,21 @@ class SIDGRModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, batch: GPTSIDBatch, *, use_cache: bool = True) -> GeneratedItems:
-        """The likeliest next items of every real row, given its history; candidates are not looked at.
+        """The likeliest next items of every real row, given its history; candidates are ignored.
 
-        A collective call where the table is sharded.
+        A collective call if the table is sharded.
 
         Args:
-            batch: needs no labels.
-            use_cache: keep the keys and values of histories. Without it, every beam's whole sequence is computed again
-                for every code: the same result, slowly.
+            batch: a batch; labels are not needed.
+            use_cache: whether to keep the keys and values of histories. If False, the whole sequence of every beam is
+                recomputed for every code: the same result, slower.
 
         Raises:
             RuntimeError: the model has no trie.
             ValueError: as `SIDDecoder.lay_out`.
         """
         if self.trie is None:
-            raise RuntimeError("the model has no trie; it does not know which SIDs there are: make it with one")
+            raise RuntimeError("the model has no trie; generation needs the valid SIDs: make the model with a trie")
         decoder = self.decoder
         embeddings = self.embedding(batch.features)
         layout = decoder.lay_out(batch)
@@ -142,7 +142,7 @@ class SIDGRModel(nn.Module):
         batch: GPTSIDBatch,
         embeddings: Mapping[str, JaggedTensor] | None = None,
     ) -> GeneratedItems:
-        """Beam search from the hidden states of the histories; results in the order of the batch's rows."""
+        """Beam search from the hidden states of the histories; results are in the order of the batch's rows."""
         assert self.trie is not None  # noqa: S101  checked by the callers
         first = self.decoder.logits(hidden.index_select(0, layout.last_history), 0)
         if cache is not None:
@@ -156,12 +156,12 @@ class SIDGRModel(nn.Module):
         return GeneratedItems(found.leaves[back], found.log_probs[back])
 
     def embed_codes(self, codes: torch.Tensor, hierarchy: int, batch: GPTSIDBatch) -> torch.Tensor:
-        """Embeddings of generated codes: a lookup in the sharded table, so all ranks make it together.
+        """Embeddings of generated codes: a lookup in the sharded table, so a collective call.
 
         Args:
             codes: int64 `(num_rows, num_beams)`.
-            hierarchy: of all of them.
-            batch: whose real rows these are.
+            hierarchy: hierarchy of the codes.
+            batch: the batch, whose real rows the codes are for.
 
         Returns:
             `(num_rows · num_beams, hidden_size)`.
@@ -180,7 +180,7 @@ class SIDGRModel(nn.Module):
 
 
 class _CachedSteps:
-    """Scores of the next codes, from the keys and values of histories and beams."""
+    """`next_logits` of `beam_search` with cached keys and values of histories and beams."""
 
     def __init__(self, model: SIDGRModel, layout: TokenLayout, cache: DecodingCache, batch: GPTSIDBatch) -> None:
         self._model, self._layout, self._cache, self._batch = model, layout, cache, batch
@@ -196,7 +196,7 @@ class _CachedSteps:
 
 
 class _RepeatedSteps:
-    """Scores of the next codes, from the whole sequence of every beam."""
+    """`next_logits` of `beam_search` that recomputes the whole sequence of every beam."""
 
     def __init__(
         self, model: SIDGRModel, layout: TokenLayout, batch: GPTSIDBatch, embeddings: Mapping[str, JaggedTensor]

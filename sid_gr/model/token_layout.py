@@ -1,6 +1,6 @@
-"""From the lengths of a batch to packed tokens: which code is which token, and which tokens attend together.
+"""The layout of a batch's packed tokens: the token of every code, and the blocks of rows that attend together.
 
-    lengths on the host ─► TokenLayout ─► embeddings gathered into tokens ─► layers ─► what predicts a code
+    lengths on the host ─► TokenLayout ─► embeddings gathered into tokens ─► layers ─► tokens that predict codes
 
 A row of the batch becomes
 
@@ -8,8 +8,8 @@ A row of the batch becomes
     token   BOS  item 1     item 2      …  item n  candidate 1 … candidate m, without its last code
 
 and the token at place p predicts the code of place p + 1, in hierarchy p mod H. The last code of a row predicts nothing
-and is no token. Rows stand one after the other without padding, the longest first: rows of similar length are then
-neighbours, and a block of them attends as one dense batch.
+and is no token. Rows are concatenated without padding, the longest first, so that rows of similar length are adjacent;
+a block of them attends as one dense batch.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ import torch
 
 from commons.sequence_batch.host_copies import to_device
 
-# Pairs of one head that are computed in the time it takes to start the operations of one block: about 40 µs of a CPU
-# core and 100 µs of an accelerator's stream, forward and backward.
+# Number of pairs of one head that take as long as the dispatch of one block's operations, forward and backward: about
+# 40 µs of a CPU core and 100 µs of an accelerator's stream.
 _DISPATCH_PAIRS = {"cpu": 2**13, "accelerator": 2**23}
 
 
 class DenseBlock(NamedTuple):
-    """Rows that attend as one dense batch."""
+    """Rows that are computed as one dense batch."""
 
-    first_row: int  # of the sorted rows
-    num_rows: int  # rows
-    num_tokens: int  # their tokens
-    length: int  # tokens of the longest of them
-    # int64 `(num_tokens,)`, the place of every token among `num_rows` rows of `length` places; None where all rows are
-    # equally long, so that tokens and places are the same.
+    first_row: int  # first of the sorted rows
+    num_rows: int  # number of rows
+    num_tokens: int  # tokens of these rows
+    length: int  # tokens of the longest of these rows
+    # int64 `(num_tokens,)`, the place of every token in `num_rows` padded rows of `length` places; None if all rows are
+    # equally long, so that there is no padding.
     slots: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where everything stands in the packed tokens of a batch."""
+    """Index tensors for the packed tokens of a batch."""
 
-    # int64 `(num_tokens,)`, where a token's embedding is found in BOS, all history ids, all candidate ids, one after
-    # the other.
+    # int64 `(num_tokens,)`, the index of a token's embedding in the concatenation of BOS, all history ids and all
+    # candidate ids.
     source: torch.Tensor
-    positions: torch.Tensor  # int64 `(num_tokens,)`, 0 for BOS, else the number of its item in the row, from 1 on
+    positions: torch.Tensor  # int64 `(num_tokens,)`, 0 for BOS, else the number of the item in its row, from 1
     predicting: torch.Tensor  # int64 `(num_candidate_codes,)`, the token that predicts each candidate code
-    # int64 `(num_rows,)`, by sorted row, the last token of the history: BOS where it is empty.
+    # int64 `(num_rows,)`, by sorted row, the last token of the history; BOS if the history is empty.
     last_history: torch.Tensor
-    prefix_lengths: torch.Tensor  # int64 `(num_rows,)`, by sorted row, BOS and history
-    order: torch.Tensor  # int64 `(num_rows,)`, the row of the batch that is each sorted row
+    prefix_lengths: torch.Tensor  # int64 `(num_rows,)`, by sorted row, number of tokens of BOS and history
+    order: torch.Tensor  # int64 `(num_rows,)`, the batch's row of each sorted row
     blocks: list[DenseBlock]  # rows that attend together, in the order of the tokens
 
     @property
     def num_rows(self) -> int:
-        """Rows with tokens."""
+        """Number of rows with tokens."""
         return self.order.numel()
 
 
 class RowSpans(NamedTuple):
-    """Where the codes of some rows lie among all history and all candidate ids; int64 `(num_rows,)` arrays."""
+    """The ranges of each row's codes in all history ids and in all candidate ids; int64 `(num_rows,)` arrays."""
 
-    history_start: np.ndarray  # of a row's history
-    history_length: np.ndarray  # codes of its history
-    candidate_start: np.ndarray  # of its candidates
-    candidate_length: np.ndarray  # codes of its candidates that are tokens
+    history_start: np.ndarray  # index of the first history id
+    history_length: np.ndarray  # number of codes of the history
+    candidate_start: np.ndarray  # index of the first candidate id
+    candidate_length: np.ndarray  # number of codes of the candidates that are tokens
 
 
 def lay_out_batch(
@@ -81,12 +81,12 @@ def lay_out_batch(
     """The layout of a batch.
 
     Args:
-        history: int64 `(batch_size,)`, ids per history.
-        candidates: int64 `(batch_size,)`, ids of candidates per row.
-        num_rows: real rows; padding rows have no tokens.
-        num_hierarchies: codes of an item.
-        num_heads: attention heads of this rank.
-        device: where the index tensors go.
+        history: int64 `(batch_size,)`, number of history ids per row.
+        candidates: int64 `(batch_size,)`, number of candidate ids per row.
+        num_rows: number of real rows; padding rows have no tokens.
+        num_hierarchies: number of codes of an item.
+        num_heads: number of attention heads of this rank.
+        device: device of the index tensors.
     """
     spans = RowSpans(
         (np.cumsum(history) - history)[:num_rows],
@@ -113,15 +113,15 @@ def lay_out(
     num_heads: int,
     device: torch.device,
 ) -> TokenLayout:
-    """The layout of rows whose codes may lie anywhere; several rows may have the same history.
+    """The layout of rows with given ranges of codes; several rows may share a history.
 
     Args:
-        spans: where the codes of every row are.
-        num_history_ids: history ids in front of the candidate ids.
-        predicted: int64 `(num_rows,)`, codes behind the history that are predicted in every row.
-        num_hierarchies: codes of an item.
-        num_heads: attention heads of this rank.
-        device: where the index tensors go.
+        spans: the ranges of every row's codes.
+        num_history_ids: number of history ids, which come before the candidate ids.
+        predicted: int64 `(num_rows,)`, number of predicted codes after the history of every row.
+        num_hierarchies: number of codes of an item.
+        num_heads: number of attention heads of this rank.
+        device: device of the index tensors.
     """
     lengths = 1 + spans.history_length + spans.candidate_length
     order = np.argsort(-lengths, kind="stable")
@@ -166,10 +166,10 @@ def lay_out(
 
 
 def _cut_blocks(sorted_lengths: np.ndarray, num_heads: int, device: torch.device) -> list[DenseBlock]:
-    """Cut rows, longest first, into blocks; a block to be padded has an empty tensor in place of its slots.
+    """Cut rows, longest first, into blocks; in a block with padding, `slots` is an empty tensor for now.
 
-    Padding is accepted until it has cost as much as a block of its own would: so short rows share a block whatever
-    their lengths, and long ones are padded little.
+    A block takes rows until its padding costs as much as another block: short rows of any lengths share a block, and
+    long rows get little padding.
     """
     dispatch = _DISPATCH_PAIRS["cpu" if device.type == "cpu" else "accelerator"]
     pending = torch.empty(0, dtype=torch.int64)
@@ -194,5 +194,5 @@ def _slots(sorted_lengths: np.ndarray, block: DenseBlock) -> np.ndarray:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """0 … length − 1 of every row, one row after the other."""
+    """0 … length − 1 for every row, row after row."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,7 +1,7 @@
-"""The valid semantic IDs as a trie, laid out in arrays: which codes may follow which.
+"""A trie of the valid semantic IDs, stored in arrays: which codes may follow a prefix.
 
-Nodes of depth d are the different beginnings of d codes, in ascending order, so that the children of a node stand
-together and a leaf's number is its SID's place among the sorted SIDs.
+The nodes of depth d are the different prefixes of d codes, in ascending order, so the children of a node are adjacent,
+and the number of a leaf is the index of its SID among the sorted SIDs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import nn
 
 
 class SIDTrie(nn.Module):
-    """All semantic IDs that items have.
+    """All semantic IDs of items.
 
-    A module without parameters, so that it follows a model to its device; it is not part of a checkpoint.
+    A module without parameters, so that it moves to a device with its model; it is not part of a checkpoint.
 
     Args:
-        codes: integers `(num_sids, num_hierarchies)`, in any order; an SID may stand there repeatedly.
-        codebook_sizes: codes of each hierarchy.
+        codes: integers `(num_sids, num_hierarchies)`, in any order; SIDs may be repeated.
+        codebook_sizes: number of codes of each hierarchy.
 
     Attributes:
-        num_nodes: nodes of every depth, from the root on: how many different beginnings there are.
+        num_nodes: number of nodes (different prefixes) of every depth, from the root.
 
     Raises:
-        ValueError: no SIDs, another number of codes than of codebooks, or a code outside its codebook.
+        ValueError: no SIDs, the numbers of codes and codebooks differ, or a code is outside its codebook.
 
     >>> trie = SIDTrie(np.array([[0, 1], [2, 0], [0, 0]]), [3, 2])
     >>> trie.num_nodes
@@ -40,18 +40,18 @@ class SIDTrie(nn.Module):
         codes = np.asarray(codes, dtype=np.int64)
         if codes.ndim != 2 or codes.shape[0] == 0 or codes.shape[1] != len(codebook_sizes):
             raise ValueError(
-                f"codes have shape {codes.shape}, codebook_sizes is {list(codebook_sizes)}; valid SIDs have one code "
-                "per codebook, and there is at least one: correct the codes"
+                f"codes have shape {codes.shape}, codebook_sizes is {list(codebook_sizes)}; there is at least one SID, "
+                "with one code per codebook: correct the codes"
             )
         if codes.min() < 0 or bool((codes >= np.asarray(codebook_sizes)).any()):
             raise ValueError(
                 f"codes reach from {codes.min(axis=0).tolist()} to {codes.max(axis=0).tolist()}, codebook_sizes is "
-                f"{list(codebook_sizes)}; codes lie in [0, size): correct the codes or codebook_sizes"
+                f"{list(codebook_sizes)}; codes must be in [0, size): correct the codes or codebook_sizes"
             )
         self.codebook_sizes = tuple(codebook_sizes)
         sids = np.unique(codes, axis=0)  # sorted, the first code first
         self.num_nodes = [1]
-        parent = np.zeros(len(sids), np.int64)  # of every SID, its node of the depth before
+        parent = np.zeros(len(sids), np.int64)  # for every SID, its node of the previous depth
         for depth, size in enumerate(codebook_sizes):
             keys, node = np.unique(parent * size + sids[:, depth], return_inverse=True)
             first_child = np.searchsorted(keys, np.arange(self.num_nodes[-1] + 1) * size)
@@ -63,7 +63,7 @@ class SIDTrie(nn.Module):
 
     @property
     def num_sids(self) -> int:
-        """Different SIDs: leaves."""
+        """Number of different SIDs, which are the leaves."""
         return self.num_nodes[-1]
 
     @property
@@ -72,14 +72,14 @@ class SIDTrie(nn.Module):
         return self.get_buffer("_sids")
 
     def next_nodes(self, depth: int, nodes: torch.Tensor) -> torch.Tensor:
-        """The nodes that codes lead to.
+        """The children of nodes.
 
         Args:
-            depth: of the nodes; 0 is the root's.
-            nodes: int64 `(n,)`.
+            depth: depth of the nodes; 0 for the root.
+            nodes: numbers of the nodes, int64 `(n,)`.
 
         Returns:
-            int64 `(n, codebook_sizes[depth])`: by code, the node of the next depth, −1 where no SID goes on so.
+            int64 `(n, codebook_sizes[depth])`: the child for each code; −1 if no SID has this prefix.
         """
         keys, first_child = self.get_buffer(f"_keys_{depth}"), self.get_buffer(f"_first_child_{depth}")
         size = self.codebook_sizes[depth]
@@ -96,10 +96,10 @@ class SIDTrie(nn.Module):
         """The leaves of SIDs.
 
         Args:
-            codes: int64 `(n, num_hierarchies)`, codes within their codebooks.
+            codes: int64 `(n, num_hierarchies)`, codes in their codebooks.
 
         Returns:
-            int64 `(n,)`; −1 for an SID that no item has.
+            int64 `(n,)`; −1 for an SID of no item.
         """
         node = codes.new_zeros(codes.shape[0])
         for depth, size in enumerate(self.codebook_sizes):

@@ -65,7 +65,7 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, kind, step):
 
 def test_a_sampler_of_another_rank_is_refused(of_ranks):
     for rank, answer in enumerate(of_ranks):
-        assert answer["refused"].startswith(f"the sampler deals rows to rank {1 - rank} of 2, this is rank {rank} of 2")
+        assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is rank {rank} of 2")
         assert "\n" not in answer["refused"]
 
 
@@ -77,7 +77,7 @@ def test_a_loader_with_another_sampler_and_another_kind_are_refused():
     from commons.integrations.lightning import BalancedBatches
     from tests.extras.balanced_lightning import Rows
 
-    with pytest.raises(TypeError, match="sampler is a BatchSampler; .*: make one of them"):
+    with pytest.raises(TypeError, match="sampler is a BatchSampler; .*: make one of these"):
         BalancedBatches(BatchSampler(range(4), 2, False))
     sampler = BalancedBatchSampler([1] * 4, 2, num_ranks=1, rank=0)
     options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}

@@ -31,7 +31,7 @@ def test_two_workers_train_balanced(tmp_path):
     ("arguments", "mistake"),
     [
         (("--num-workers", "0"), "num_workers is 0"),
-        (("--address", "auto"), "address is 'auto', where no Ray cluster answers"),
+        (("--address", "auto"), "address is 'auto', where no Ray cluster responds"),
         (("--use-gpu", "--num-workers", "1000"), "use_gpu is set for 1000 workers, this machine has "),
     ],
 )

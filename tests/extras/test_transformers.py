@@ -112,9 +112,9 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, name, batches_before):
 
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
-        "has no Trainer.compute_loss_func; its rows cannot be dealt: take 4.48 or newer",
-        "TypeError: train_dataset is a Stream without a length; rows are dealt by lengths",
-        "ValueError: rows of train_dataset have no 'input_ids' whose tokens could be counted",
+        "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
+        "TypeError: train_dataset is a Stream without a length; balancing needs the lengths",
+        "ValueError: rows of train_dataset have no field 'input_ids' to count tokens in",
         "tokens, its length is given as",
         "ValueError: lengths has 1 entries, there are 90 rows",
         "ValueError: average_tokens_across_devices is False; micro-batches of",

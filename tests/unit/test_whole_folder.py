@@ -42,7 +42,7 @@ class TestWholeFolder:
 
     def test_what_is_not_ours_stays(self, tmp_path):
         (tmp_path / "data").write_text("mine")
-        with pytest.raises(FileExistsError, match="data exists and is no thing of this kind; it is not overwritten"):
+        with pytest.raises(FileExistsError, match="data exists and is not a thing of this kind; it is not overwritten"):
             write(tmp_path / "data", "x", may_replace=lambda path: False)
         assert (tmp_path / "data").read_text() == "mine"
 
@@ -108,7 +108,7 @@ class TestWholeFolder:
     def test_no_room(self, tmp_path, number):
         with (
             pytest.raises(
-                OSError, match=r"data cannot be written \(.*\); what was there before stays: make room"
+                OSError, match=r"data cannot be written \(.*\); an earlier version is kept: free space"
             ) as caught,
             whole_folder(tmp_path / "new" / "data", **_ANY),
         ):
@@ -119,7 +119,7 @@ class TestWholeFolder:
         (tmp_path / "file").write_text("mine")
         for target in (tmp_path / "file" / "data", tmp_path / "file" / "deep" / "data"):
             with (
-                pytest.raises(OSError, match="cannot be made a folder .*: give a path where you may write"),
+                pytest.raises(OSError, match="folder .* cannot be made .*: give a path where you may write"),
                 whole_folder(target, **_ANY),
             ):
                 pass

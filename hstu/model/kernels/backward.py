@@ -39,10 +39,10 @@ def backward_key(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and its values, and what they add to those of the queries that it visits.
+    """The gradients of a block of keys and values, and its contribution to the gradients of the visited queries.
 
-    What is None is not computed. GRAD_Q is float32 and starts as zeros; with TMA it is a descriptor. Scores are
-    transposed, `(BLOCK_N, BLOCK_M)`: products then have them on the left, in registers.
+    An output that is None is not computed. GRAD_Q is float32 and starts as zeros; with TMA it is a descriptor. Scores
+    are transposed, `(BLOCK_N, BLOCK_M)`, so that they are the left factor of products, which is in registers.
     """
     head, first, length, history, context, start = program_tile(ROWS, TILES, num_heads, BLOCK_N)
     if start >= length:
@@ -59,7 +59,7 @@ def backward_key(
     column, place = tl.arange(0, BLOCK_M), places(BLOCK_M, FAST)
     key_sums = tl.zeros((BLOCK_N, BLOCK_DIM), tl.float32)
     value_sums = tl.zeros((BLOCK_N, BLOCK_DIM), tl.float32)
-    # Half of what is left of 1/N comes before a sum in float16, all of it behind the others.
+    # The gradients of keys and queries are scaled by 1/N before the sum in float16, after it in other dtypes.
     is_half: tl.constexpr = k.dtype == tl.float16
     for masked in tl.static_range(2):
         begin, end, begin2, end2, begin3, end3 = query_ranges(
@@ -134,7 +134,7 @@ def backward_query(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of queries, in an order that does not change."""
+    """The gradient of a block of queries, summed in a fixed order."""
     head, first, length, history, context, start = program_tile(ROWS, TILES, num_heads, BLOCK_M)
     if start >= length:
         return
@@ -143,7 +143,7 @@ def backward_query(
     if TIME is not None:
         TIME += head * num_buckets
     q = load_own(Q, first, start, length, head, token_stride, head_stride, HEAD_DIM, BLOCK_M, BLOCK_DIM)
-    # What is halved is kept in registers, of which wide heads have too few.
+    # Halved queries stay in registers, of which wide heads have too few; then the scores are halved instead.
     halves: tl.constexpr = BLOCK_DIM <= 128
     if halves:
         q = halved(q)

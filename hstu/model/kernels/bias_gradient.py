@@ -1,7 +1,7 @@
 """The gradients of the biases by position and by time.
 
-A program visits blocks `(m, n)` of queries and keys whose distances are the same, in one row after the other, and adds
-up the gradients of their scores in registers. Distances are summed, and added to memory, once at its end.
+A program visits blocks `(m, n)` of queries and keys at one distance m − n, row after row, and sums the gradients of
+their scores in registers. At its end it sums them by distance, and adds the sums to memory.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -30,7 +30,7 @@ from hstu.model.kernels.parts import (
 
 @triton.jit
 def _program_work(TILES, num_heads, BLOCK: tl.constexpr):
-    """This program's head, and from TILES `(n, 3)` a distance or place, cut into blocks, and a range of rows."""
+    """This program's head, its block's distance or place, and the other two numbers of its entry in TILES `(n, 3)`."""
     blocks_per_tile: tl.constexpr = TILE_SPAN // BLOCK
     block = tl.program_id(0) // num_heads
     work = TILES + 3 * (block // blocks_per_tile)
@@ -69,7 +69,7 @@ def _grad_scores(
 
 @triton.jit
 def _buckets(TIMES, first, i, j, FAST: tl.constexpr):
-    """Buckets of the times between queries and keys; nothing where there is no bias by time."""
+    """Buckets of the time differences between queries and keys; 0 without a bias by time."""
     if TIMES is None:
         return 0
     else:
@@ -80,9 +80,9 @@ def _buckets(TIMES, first, i, j, FAST: tl.constexpr):
 
 @triton.jit
 def _add_buckets(GRADIENT, grad_h, bucket, scale):
-    """Add the gradients of a block to that of the bias by time.
+    """Add the gradients of a block to the gradient of the bias by time.
 
-    Times of a block mostly lie in a few buckets, so every bucket's sum over the block is one atomic addition.
+    The time differences of a block are mostly in a few buckets, so there is one atomic addition per bucket.
     """
     for b in range(tl.min(bucket), tl.max(bucket) + 1):
         tl.atomic_add(GRADIENT + b, tl.sum(tl.where(bucket == b, grad_h, 0.0)) * scale, sem="relaxed")
@@ -92,12 +92,12 @@ def _add_buckets(GRADIENT, grad_h, bucket, scale):
 def _add_distances(GRADIENT, sums, place, BLOCK: tl.constexpr):
     """Add `(BLOCK, BLOCK)` sums to the gradient of the bias by distance `place − column`.
 
-    Every row is rotated so that a column holds distances that are equal modulo BLOCK, and gives one atomic addition
-    for each of them.
+    Every row is rotated so that the distances in a column are equal modulo BLOCK; there is one atomic addition for each
+    distance in a column.
     """
     column = tl.arange(0, BLOCK)
     ahead = place[:, None] - column[None, :]
-    rotation = ahead & (BLOCK - 1)  # the key that comes to this column; BLOCK is a power of two
+    rotation = ahead & (BLOCK - 1)  # the key that moves to this column; BLOCK is a power of two
     rotated = tl.gather(sums, rotation, 1)
     distance = ahead - rotation + column[None, :]
     lowest = tl.min(place) - (BLOCK - 1)
@@ -114,9 +114,9 @@ def bias_gradient(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """What history on history and targets on targets add to the gradients of the biases.
+    """Add the gradients of the biases from history on history, and from targets on targets.
 
-    TILES holds a distance from the first query of a block to its first key, and a range of rows.
+    TILES has the distance from the first query of a block to its first key, and a range of rows.
     """
     head, apart, row_begin, row_end = _program_work(TILES, num_heads, BLOCK_M)
     column = tl.arange(0, BLOCK_M)
@@ -183,10 +183,10 @@ def target_bias_gradient(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """What targets on the history add to the gradients of the biases.
+    """Add the gradients of the biases from targets on the history.
 
-    TILES holds a place in the history, from which a block of keys is cut, and a row. Targets are taken in blocks that
-    have the same places: of whole groups, or of a part of a group.
+    TILES has a place in the history, where a block of keys begins, and a row. Targets are visited in blocks with equal
+    places: of whole groups, or of a part of each group.
     """
     head, n, row, _ = _program_work(TILES, num_heads, BLOCK_M)
     first, length, history, _ = _row_of(ROWS, row)
@@ -205,7 +205,7 @@ def target_bias_gradient(
     size: tl.constexpr = step if whole_groups else BLOCK_M
     parts = 1 if whole_groups else tl.cdiv(tl.minimum(GROUP, length - history), BLOCK_M)
     for part in range(0, parts):
-        of_group = part * BLOCK_M + column % GROUP  # places within groups
+        of_group = part * BLOCK_M + column % GROUP  # places in the group
         place = history + of_group
         bias = None
         if POSITION is not None:

@@ -36,7 +36,7 @@ def forward(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The output of a block of queries. `before · after` is 1/N: what is multiplied before the sum, and after it."""
+    """The output of a block of queries. `before · after` is 1/N: the factors before the sum and after it."""
     head, first, length, history, context, start = program_tile(ROWS, TILES, num_heads, BLOCK_M)
     if start >= length:
         return

@@ -1,14 +1,14 @@
-"""What the attention kernels share: where tiles lie, what a query sees, biases, and the two functions of a score.
+"""Functions that the attention kernels share: tiles, masks, biases, SiLU and its derivative.
 
 With h = s/2 and a = 1 + tanh(h), which is 2σ(s):
 
     SiLU(s) = h · a            2 · SiLU'(s) = a + h · a · (2 − a)
 
-so keys or queries are halved when they are loaded, biases when their tables are made, and one instruction of the
-special function unit per score is left.
+So keys or queries are halved when they are loaded, and biases when their tables are made; a score then needs only one
+instruction of the special function unit.
 """
 
-# Kernels are read by Triton, not by mypy: their arguments have no annotations but `tl.constexpr`.
+# Triton compiles the kernels: their arguments have no annotations for mypy except `tl.constexpr`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
 
@@ -20,13 +20,13 @@ import triton.language as tl
 from hstu.model import triton_blocks
 
 TILE_SPAN = tl.constexpr(triton_blocks.TILE_SPAN)
-# Triton would compile again for other alignments of these parts of larger tensors,
+# Arguments whose alignment varies, since they are parts of larger tensors; Triton would compile a kernel per alignment.
 UNALIGNED = ["ROWS", "TILES", "TIMES"]
-# and for a 1 or a multiple of 16 among these numbers.
+# Numbers for which Triton would compile further kernels: for the value 1, and for multiples of 16.
 PLAIN = ["num_heads", "window", "origin", "width", "num_buckets"]
 # ln(1.351): the width of a time bucket, as in `hstu.model.attention`.
 _LOG_TIME_STEP = tl.constexpr(0.301)
-# Bits of 2²³ in float32: an integer below that, added to it, is in the last bits.
+# The bits of 2²³ in float32: after the addition of a smaller integer, the last bits are this integer.
 _BITS_OF_2_23 = tl.constexpr(0x4B000000)
 
 
@@ -35,7 +35,7 @@ _BITS_OF_2_23 = tl.constexpr(0x4B000000)
 
 @triton.jit
 def program_tile(ROWS, TILES, num_heads, BLOCK: tl.constexpr):
-    """This program's head, and of its row the first token (int64), length, history, context and the block's start."""
+    """This program's head; its row's first token (int64), length, history and context; and its block's start."""
     program = tl.program_id(0)
     blocks_per_tile: tl.constexpr = TILE_SPAN // BLOCK
     block = program // num_heads
@@ -47,7 +47,7 @@ def program_tile(ROWS, TILES, num_heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def pointers_to(TENSOR, first, start, head, token_stride, head_stride, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Pointers `(BLOCK, BLOCK_DIM)` to the tokens of a row from `start` on; int64, for a batch may exceed 2³¹."""
+    """Pointers `(BLOCK, BLOCK_DIM)` to the tokens of a row from `start`; int64, as a batch may exceed 2³¹ numbers."""
     corner = TENSOR + (first + start) * token_stride + head * head_stride
     return corner + tl.arange(0, BLOCK)[:, None] * token_stride + tl.arange(0, BLOCK_DIM)[None, :]
 
@@ -56,8 +56,8 @@ def pointers_to(TENSOR, first, start, head, token_stride, head_stride, BLOCK: tl
 def places(BLOCK: tl.constexpr, FAST: tl.constexpr):
     """0 to BLOCK − 1, for masks.
 
-    Numbers from inline assembly, of which LLVM does not know that they are those of `tl.arange`: it would compute masks
-    and addresses of biases together, as vectors, and the latter would be no immediate offsets any more.
+    Inline assembly hides from LLVM that the numbers equal `tl.arange`. Otherwise LLVM would vectorise masks together
+    with addresses of biases, and the addresses could no longer be immediate offsets.
     """
     numbers = tl.arange(0, BLOCK)
     if FAST:
@@ -68,7 +68,7 @@ def places(BLOCK: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def mask_of(start, limit, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Mask `(BLOCK, BLOCK_DIM or 1)`: tokens before `limit`, channels that the head has."""
+    """Mask `(BLOCK, BLOCK_DIM or 1)` of tokens before `limit` and of channels below HEAD_DIM."""
     mask = (start + tl.arange(0, BLOCK) < limit)[:, None]
     if HEAD_DIM != BLOCK_DIM:
         mask = mask & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
@@ -80,14 +80,14 @@ def load_own(
     TENSOR, first, start, length, head, token_stride, head_stride,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The program's own tokens `(BLOCK, BLOCK_DIM)`, zeros from the row's end on."""
+    """The program's own tokens `(BLOCK, BLOCK_DIM)`, with zeros after the end of the row."""
     pointers = pointers_to(TENSOR, first, start, head, token_stride, head_stride, BLOCK, BLOCK_DIM)
     return tl.load(pointers, mask=mask_of(start, length, HEAD_DIM, BLOCK, BLOCK_DIM), other=0.0)
 
 
 @triton.jit
 def halved(values):
-    """Half of the values; exact but for the smallest numbers of float16."""
+    """Half of the values; exact except for the smallest numbers of float16."""
     return (0.5 * values.to(tl.float32)).to(values.dtype)
 
 
@@ -96,9 +96,10 @@ def load_visited(
     TENSOR, first, start, length, head, token_stride, head_stride, masked: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens that the program visits `(BLOCK, BLOCK_DIM)`, all of them in the row where the loop is not masked.
+    """A block of visited tokens `(BLOCK, BLOCK_DIM)`; in a loop without a mask all of them are in the row.
 
-    TMA: TENSOR is a descriptor of `(num_tokens, num_heads · HEAD_DIM)`, and what is behind the row are other rows'.
+    With TMA, TENSOR is a descriptor of `(num_tokens, num_heads · HEAD_DIM)`, and after the row come tokens of other
+    rows instead of zeros.
     """
     if TMA:
         return TENSOR.load([(first + start).to(tl.int32), head * HEAD_DIM])
@@ -124,7 +125,7 @@ def store(
 
 @triton.jit
 def place_of(token, history, GROUP: tl.constexpr, CAUSAL: tl.constexpr):
-    """Where biases and window see a token: each group of targets stands directly behind the history."""
+    """The place of a token for biases and window: every group of targets is directly after the history."""
     if CAUSAL:
         return tl.where(token < history, token, history + (token - history) % GROUP)
     else:
@@ -133,7 +134,7 @@ def place_of(token, history, GROUP: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def sees(i, j, i_place, j_place, history, context, window, GROUP: tl.constexpr, CAUSAL: tl.constexpr):
-    """Mask of queries i and keys j of a row, whose shapes broadcast."""
+    """Whether queries i see keys j of a row; the shapes of i and j broadcast."""
     if CAUSAL:
         before = (j <= i) & (i_place - j_place <= window)
         same_group = (i - history) // GROUP == (j - history) // GROUP
@@ -149,13 +150,13 @@ def key_ranges(
 ):  # fmt: skip
     """Three ranges of keys that a block of queries visits: begin, end, begin, end, begin, end.
 
-    Without a mask whole blocks that all of its queries see. With it what is left before and behind those, and the
-    targets that some of the queries see, which are those of their own groups.
+    Not `masked`: the whole blocks of keys that all queries see. `masked`: the remaining keys before and after these
+    blocks, and the targets in the queries' own groups.
     """
     end = tl.minimum(start + BLOCK_M, length)
     if CAUSAL:
         seen_by_all = tl.minimum(start, history)
-        last = tl.minimum(end - 1, history + GROUP - 1)  # the block's last place
+        last = tl.minimum(end - 1, history + GROUP - 1)  # the last place of the block
         begin = tl.where(start < context, 0, tl.maximum(seen_by_all - window, 0))
         seen_by_some = tl.minimum(tl.where(start < context, history, end), history)
         targets = history + tl.maximum(start - history, 0) // GROUP * GROUP
@@ -178,10 +179,10 @@ def query_ranges(
     masked: tl.constexpr, start, length, history, context, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Three ranges of queries that visit a block of keys: begin, end, begin, end, begin, end.
+    """Three ranges of queries that a block of keys visits: begin, end, begin, end, begin, end.
 
-    Without a mask whole blocks of the history that see all of the keys. With it the contextual queries before the
-    keys, from the keys on those that see a part of them, and what is left, targets among it.
+    Not `masked`: the whole blocks of queries in the history that see all of the keys. `masked`: the contextual queries
+    before the keys, the queries from the first key up to these blocks, and the remaining queries, targets included.
     """
     end = tl.minimum(start + BLOCK_N, length)
     if CAUSAL:
@@ -199,19 +200,19 @@ def query_ranges(
             return 0, contextual, start, whole, whole_end, rest_end
         else:
             return whole, whole_end, 0, 0, 0, 0
-    else:  # as many see a block as a block sees
+    else:  # without a causal mask attention is symmetric
         return key_ranges(masked, start, length, history, context, window, GROUP, BLOCK_N, BLOCK_M, CAUSAL)
 
 
 @triton.jit
 def num_blocks(begin, end, begin2, end2, begin3, end3, BLOCK: tl.constexpr):
-    """How many blocks three ranges have."""
+    """Number of blocks in three ranges."""
     return tl.cdiv(end - begin, BLOCK) + tl.cdiv(end2 - begin2, BLOCK) + tl.cdiv(end3 - begin3, BLOCK)
 
 
 @triton.jit
 def block_of(step, begin, end, begin2, end2, begin3, end3, BLOCK: tl.constexpr):
-    """Where the block of a step starts, and its limit: blocks of the first range, then those of the others."""
+    """The start of the block of a step, and the end of its range; the steps go through the ranges in order."""
     first, both = tl.cdiv(end - begin, BLOCK), tl.cdiv(end - begin, BLOCK) + tl.cdiv(end2 - begin2, BLOCK)
     start = tl.where(step < both, begin2 + (step - first) * BLOCK, begin3 + (step - both) * BLOCK)
     limit = tl.where(step < both, end2, end3)
@@ -223,9 +224,9 @@ def block_of(step, begin, end, begin2, end2, begin3, end3, BLOCK: tl.constexpr):
 
 @triton.jit
 def tanh(h, FAST: tl.constexpr):
-    """Hyperbolic tangent; FAST takes one instruction of the special function unit, exp and a division take two.
+    """Hyperbolic tangent. FAST takes one instruction of the special function unit, instead of two for exp and division.
 
-    Its error, 2⁻¹¹ at most, is below what inputs of 16 bits make of the scores.
+    The error of FAST, at most 2⁻¹¹, is below the error of the scores from inputs of 16 bits.
     """
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [h], dtype=tl.float32, is_pure=True, pack=1)
@@ -253,9 +254,10 @@ def twice_sigmoid(h, FAST: tl.constexpr):
 
 @triton.jit
 def load_bias(pointers, FAST: tl.constexpr):
-    """Numbers of a table, in the layout of the scores.
+    """Load numbers of a table, in the layout of the scores.
 
-    Triton gives its own loads a layout and converts through shared memory; inline assembly has none.
+    FAST uses inline assembly, which keeps the layout of the pointers; `tl.load` would convert layouts through shared
+    memory.
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -267,7 +269,7 @@ def load_bias(pointers, FAST: tl.constexpr):
 
 @triton.jit
 def load_times(TIMES, first, tokens, FAST: tl.constexpr):
-    """When tokens of a row happened, as two numbers of float32: high · 2²⁴ + low."""
+    """The timestamps of tokens of a row, as two float32 numbers: high · 2²⁴ + low."""
     if TIMES is None:
         return 0.0, 0.0
     elif FAST:
@@ -282,7 +284,7 @@ def load_times(TIMES, first, tokens, FAST: tl.constexpr):
 
 @triton.jit
 def time_bucket(high, low, FAST: tl.constexpr):
-    """Buckets of the times `high · 2²⁴ + low` between queries and keys; no last bucket, that the table has."""
+    """Buckets of the time differences `high · 2²⁴ + low`; not clamped, because the table repeats its last bucket."""
     apart = tl.maximum(tl.abs(high * 16777216.0 + low), 1.0)
     if FAST:  # ⌊log₂(apart) · ln(2) ÷ 0.301⌋, rounded down by adding 2²³
         bits = tl.inline_asm_elementwise(

@@ -180,7 +180,7 @@ MISTAKES = {
         (lambda rank: {} if rank else {"groups": [1, 1, 2]}, "ranks 0 and 1 differ: 'groups': given and absent; rows"),
         (
             lambda rank: {"spec": MicroBatchSpec(granularity=2), "lengths": [[1, 2], [10, 9]], "groups": [1, 2]},
-            "groups are given and granularity is 2; both say which rows stay together: leave granularity at 1",
+            "groups are given and granularity is 2; both set which rows stay together: leave granularity at 1",
         ),
         (
             lambda rank: budget(11) | {"groups": [6, 7] if rank else [5, 6, 7]},

@@ -132,7 +132,7 @@ def test_the_last_rank_has_rows(rows, world_size, fits):
     if fits:
         require_rows_on_all_ranks(config, ["item", "action"], world_size)
         return
-    with pytest.raises(ValueError, match="choose 'table_wise' for them"):
+    with pytest.raises(ValueError, match="choose 'table_wise' for these tables"):
         require_rows_on_all_ranks(config, ["item", "action"], world_size)
 
 

@@ -265,7 +265,7 @@ def test_mistakes(two_ranks):
             "no trie": "RuntimeError: the model has no trie",
             "no labels": "TypeError: labels are NoneType",
             "hierarchies": "ValueError: the batch has 1 hierarchies, the model 3",
-            "long row": "max_items is 15; positions are learned up to there",
+            "long row": "max_items is 15; the model has no more positions",
             "sharding": "ValueError: sharding is 'data_parallel'",
         }
         assert found.keys() == expected.keys()

@@ -76,7 +76,7 @@ def test_help_fits_a_terminal(monkeypatch, told, command):
         (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
         (
             ["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"],
-            "bad.zip/sub cannot be made a fold",
+            "folder bad.zip/sub cannot be made",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_nothing(here, mistake):
         said = mistake("preprocess", "ml-1m", "--source", "fine.zip", "--output", "new/deep/out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert "cannot be written (File too large); what was there before stays: make room" in said
+    assert "cannot be written (File too large); an earlier version is kept: free space" in said
     assert [entry.name for entry in here.iterdir()] == ["fine.zip"]
 
 

@@ -322,7 +322,7 @@ def test_no_command_overwrites_what_it_reads(here, monkeypatch, mistake):
 def test_nothing_else_is_overwritten(mine, tmp_path, mistake, clock):
     other = tmp_path / "other.toml"
     other.write_text("[trainer]\n")
-    assert "exists and is no calibration of this kind" in mistake("calibrate", *mine, "--output", "other.toml")
+    assert "exists and is not a calibration of this kind" in mistake("calibrate", *mine, "--output", "other.toml")
     assert other.read_text() == "[trainer]\n"
     other.unlink()
     other.mkdir()
@@ -330,7 +330,7 @@ def test_nothing_else_is_overwritten(mine, tmp_path, mistake, clock):
     pq.write_table(pa.table({"item_id": [[1, 2], [2, 3]]}), "a.parquet")
     pq.write_table(pa.table({"mine": [1]}), "b.parquet")
     error = mistake("make-sids", "parquet", "--source", "a.parquet", "--output", "b.parquet")
-    assert "b.parquet exists and is no map of semantic IDs of this kind" in error
+    assert "b.parquet exists and is not a map of semantic IDs of this kind" in error
 
 
 def test_a_failed_calibration_leaves_nothing(mine, tmp_path, mistake, calibrate, clock):

@@ -62,14 +62,14 @@ def test_kernels_that_work_are_used_in_the_blocks_that_were_measured(gpu, warned
     [
         ("disagreement", "it computes outputs that are off by 3"),
         ("slowness", "its kernels take 9.00 ms for a batch that takes PyTorch 2.00 ms"),
-        ("why_not", "a head has 257 channels; its kernels hold at most 256 of torch.bfloat16"),
+        ("why_not", "a head has 257 channels; its kernels take at most 256 in torch.bfloat16"),
     ],
 )
 def test_kernels_that_should_not_compute_are_not_the_default(gpu, warned, monkeypatch, name, reason):
     monkeypatch.setattr(execution, name, lambda *_: f"{reason}:" if name == "why_not" else reason)
     for _ in range(2):
         assert not choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU).uses_triton
-    assert warned == [f"attention is computed by PyTorch: Triton was tried, and {HERE} {reason}"]
+    assert warned == [f"PyTorch computes the attention: Triton was tried, and {HERE} {reason}"]
     asked_for = with_execution(HSTU, compute_dtype="bf16", kernel_backend="triton")
     if name == "slowness":  # they are right
         assert choose_execution(asked_for, GPU).uses_triton
@@ -148,7 +148,7 @@ def test_without_a_compiler_layers_are_computed_without_torch_compile(warned):
     compile_problem.cache_clear()
     assert len(warned) == 1 and "no-such-compiler" in warned[0]
     assert warned[0].startswith(f"layers are not compiled: torch.compile was tried, and {HERE} it failed (")
-    assert warned[0].endswith("; install a C++ compiler and Python's headers there, or set compile to False")
+    assert warned[0].endswith("; install a C++ compiler and Python's headers on that node, or set compile to False")
 
 
 @pytest.mark.slow

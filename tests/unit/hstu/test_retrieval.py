@@ -126,7 +126,7 @@ def test_evaluation_asks_for_the_last_item_of_every_row_that_has_two(config):
 def test_what_is_no_batch_for_retrieval_is_named():
     model = HSTURetrievalModel(DRAWN)
     batch = random_batch()
-    with pytest.raises(ValueError, match="'item_negatives' has 18 ids for 6 rows; every row brings num_negatives = 7"):
+    with pytest.raises(ValueError, match="'item_negatives' has 18 ids for 6 rows; every row has num_negatives = 7 ids"):
         model(with_drawn(batch, num_negatives=3))
     candidates = torch.zeros(6, dtype=torch.int64)
     with pytest.raises(ValueError, match="max_num_candidates is 2; retrieval predicts every next item"):
@@ -145,7 +145,7 @@ def test_what_is_no_batch_for_retrieval_is_named():
         ({"in_batch_pool": "node"}, r"in_batch_pool is 'node'; it is one of \['rank', 'global'\]"),
         ({"hstu": dataclasses.replace(HSTU, is_causal=False)}, "is_causal is False; retrieval predicts the next item"),
         ({"hstu": dataclasses.replace(HSTU, contextual_mask=True)}, "contextual_mask is True; retrieval predicts"),
-        ({"embedding_dims": {"movie": 3}}, r"embedding_dims names \['movie'\], the tables are"),
+        ({"embedding_dims": {"movie": 3}}, r"embedding_dims has \['movie'\], the tables are"),
         ({"embedding_dims": {"item": 0}}, r"embedding_dims\['item'\] is 0"),
     ],
 )

@@ -245,9 +245,9 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "says", "message"),
     [
-        ("cpu", torch.float32, 16, {}, "the device is 'cpu'; it is made for CUDA: choose 'pytorch'"),
-        ("cuda", torch.bfloat16, 257, {}, "a head has 257 channels; its kernels hold at most 256 of torch.bfloat16: "),
-        ("cuda", torch.float32, 129, {}, "a head has 129 channels; its kernels hold at most 128 of .*choose 'pytorch'"),
+        ("cpu", torch.float32, 16, {}, "the device is 'cpu'; its kernels need CUDA: choose 'pytorch'"),
+        ("cuda", torch.bfloat16, 257, {}, "a head has 257 channels; its kernels take at most 256 in torch.bfloat16: "),
+        ("cuda", torch.float32, 129, {}, "a head has 129 channels; its kernels take at most 128 in .*choose 'pytorch'"),
         ("cuda", torch.float64, 16, {}, "tokens are torch.float64; its kernels take torch.float32, .*choose 'pytorch'"),
         ("cuda", torch.float32, 16, {"capability": (7, 5)}, "compute capability 7.5; its kernels need 8.0: choose"),
         (

@@ -132,9 +132,9 @@ def test_slime_s_micro_batches_of_a_fixed_size():
         for part, mine in zip(partitions, micro_batches)
     ]
     assert len(heavy[0]) == 1 and heavy[0] == heavy[1]  # both nines in the same micro-batch
-    with pytest.raises(ValueError, match="a step has 7 samples; .* take a multiple of 8: correct micro_batch_size"):
+    with pytest.raises(ValueError, match="a step has 7 samples; it must be a multiple of 8 .*: correct micro_batch"):
         slime.build_dp_schedule(args, config, tokens[:7], global_batch_size=7, rollout_indices=list(range(7)))
-    with pytest.raises(ValueError, match="there are 8 rollouts, global_batch_size is 9; a step takes as many"):
+    with pytest.raises(ValueError, match="there are 8 rollouts, global_batch_size is 9; a step has global_batch"):
         slime.build_dp_schedule(args, config, tokens, global_batch_size=9, rollout_indices=list(range(8)))
 
 
@@ -201,7 +201,7 @@ def test_megatron_s_most_sequences_of_a_micro_batch():
     scheduler.max_num_seqs = 6  # newer releases have it
     assert [list(map(len, each)) for each in scheduler.run(sequences, config=CONFIG)] == [[6, 6]]
     scheduler.max_num_seqs = 5
-    with pytest.raises(ValueError, match="has 6 sequences, thd_max_packed_sequences leaves room for 5; .*: raise thd"):
+    with pytest.raises(ValueError, match="has 6 sequences, thd_max_packed_sequences allows 5; .*: raise thd"):
         scheduler.run(sequences, config=CONFIG)
 
 

@@ -162,8 +162,8 @@ def test_all_ranks_together_take_fewer_micro_batches():
     [
         ([], [0, 0], {}, "no rank has a row; every micro-batch has at least one"),
         ([3], [1], {"n_mbs": 2}, "n_mbs is 2, the one rank has 1 rows; "),
-        ([3], [1, 0], {}, "n_mbs is 1, the 2 ranks have 1 rows together; .*: use fewer ranks or bring more rows"),
-        ([3] * 5, [1, 4], {"n_mbs": 3}, "n_mbs is 3, the 2 ranks have 5 rows together; .*: lower n_mbs or bring more"),
+        ([3], [1, 0], {}, "n_mbs is 1, the 2 ranks have 1 rows together; .*: use fewer ranks or pass more rows"),
+        ([3] * 5, [1, 4], {"n_mbs": 3}, "n_mbs is 3, the 2 ranks have 5 rows together; .*: lower n_mbs or pass more"),
         ([3] * 4, [2, 2], {"n_mbs": 2, "granularity": 2}, "n_mbs is 2, the 2 ranks have 4 rows in 2 blocks together"),
         ([3] * 4, [4, 0], {"n_mbs_divisor": 4}, "n_mbs_divisor is 4, the 2 ranks have 4 rows together"),
         (

@@ -198,7 +198,7 @@ def test_metrics_are_those_of_the_packing():
             {"max_tokens_per_mb": 8, "granularity": 2},
             "rows 2 to 3 have 9 tokens together, max_tokens_per_mb is 8; blocks are never split",
         ),
-        ([1, 1, 1], {"granularity": 2}, "the batch has 3 rows, granularity is 2; every row belongs to a whole block"),
+        ([1, 1, 1], {"granularity": 2}, "the batch has 3 rows, granularity is 2; every block has granularity rows"),
         ([1, 1], {"n_mbs": 3}, "n_mbs is 3, the batch has 2 rows; no micro-batch is empty: lower n_mbs"),
         ([1] * 4, {"n_mbs": 3, "granularity": 2}, "n_mbs is 3, the batch has 4 rows in 2 blocks; no micro-batch"),
         ([1] * 5, {"n_mbs_divisor": 8}, "n_mbs_divisor is 8, the batch has 5 rows; no micro-batch is empty"),

@@ -207,7 +207,7 @@ def test_rows_that_fit_no_multiple_of_the_divisor_say_why():
     # Three groups have two rows, but only four rows can share a group.
     match = (
         "^11 rows do not fit 8 groups of equal size, the most that n_groups_divisor 8 allows, under capacity 10: "
-        "3 groups have two rows, and one of these holds at least 11; lower n_groups_divisor"
+        "3 groups have two rows, and one of these groups sums to at least 11; lower n_groups_divisor"
     )
     for allocate in ALLOCATORS:
         assert len(allocate([10] * 7 + [1] * 4, 10, n_groups_divisor=8)) == 8

@@ -92,14 +92,14 @@ CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}
 @pytest.mark.parametrize(
     ("trainer", "parts", "message"),
     [
-        ({"top_k_for_generation": 5}, {}, "has 'NDCG@10', which looks at 10 items, the beam has 5"),
+        ({"top_k_for_generation": 5}, {}, "has 'NDCG@10', the beam has 5 items"),
         ({"top_k_for_generation": 0}, {}, "top_k_for_generation is 0"),
         (
             {},
             {"model": ModelArgs(tensor_model_parallel_size=3)},
             "num_attention_heads is 4, tensor_model_parallel_size is 3",
         ),
-        (CLIPPED, {"model": ModelArgs(tensor_model_parallel_size=2)}, "knows the norm of its own part alone"),
+        (CLIPPED, {"model": ModelArgs(tensor_model_parallel_size=2)}, "computes only the norm of its own part"),
         ({}, {"shuffler_type": "sidgr"}, "shuffler_type is 'sidgr'; registered are"),
     ],
 )
@@ -116,7 +116,7 @@ def test_defaults_of_generation():
 
 def test_a_map_is_needed_for_real_items(tmp_path):
     assert SIDArgs(num_random_items=7, codebook_sizes=(2, 4)).load_map("sid-random", seed=1).num_items == 7
-    with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' has items"):
+    with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' needs the SIDs of its items"):
         SIDArgs().load_map("sid-ml-1m", seed=1)
     with pytest.raises(FileNotFoundError):
         SIDArgs(map_path=str(tmp_path / "sids.parquet")).load_map("sid-ml-1m", seed=1)

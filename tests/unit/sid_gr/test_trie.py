@@ -122,7 +122,7 @@ def test_a_beam_wider_than_the_valid_sids(width):
         ([[0, 1, 2]], [3, 3], "codes have shape (1, 3)"),
         (np.zeros((0, 2)), [3, 3], "at least one"),
         ([[0, 3]], [3, 3], "codes reach from [0, 3] to [0, 3], codebook_sizes is [3, 3]"),
-        ([[-1, 0]], [3, 3], "codes lie in [0, size)"),
+        ([[-1, 0]], [3, 3], "codes must be in [0, size)"),
     ],
 )
 def test_codes_that_do_not_fit(codes, sizes, message):

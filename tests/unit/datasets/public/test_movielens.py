@@ -110,7 +110,7 @@ class TestPreprocess:
 
     def test_a_file_of_others_is_not_replaced(self, tmp_path):
         pq.write_table(pa.table({"movie_id": [[1]]}), tmp_path / "ml-1m.parquet")
-        with pytest.raises(FileExistsError, match="no preprocessed data set"):
+        with pytest.raises(FileExistsError, match="not a preprocessed data set"):
             preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path)
 
     @pytest.mark.parametrize("arguments", [{"test_fraction": 1.5}, {"test_fraction": float("nan")}, {"seed": -1}])
