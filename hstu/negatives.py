@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import HSTUBatch, outline_kjt
+from commons.datasets.hstu_batch import HSTUBatch, length_only_kjt
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.sequence_batch.fields import copy_batch
 from commons.splitmix import as_fraction, splitmix64
@@ -103,21 +103,21 @@ class NegativeSampling(Dataset[HSTUBatch]):
         drawn = draw_negatives(row_ids, self._num_negatives, self._num_items, seed=self._seed, epoch=epoch)
         return with_negatives(batch, self._feature_name, torch.from_numpy(drawn))
 
-    def outlines(self) -> Iterator[HSTUBatch]:
-        """The data set's `outlines`, with the lengths of the negatives added.
+    def length_only_batches(self) -> Iterator[HSTUBatch]:
+        """The data set's `length_only_batches`, with the lengths of the negatives added.
 
         Raises:
             ValueError: random data, whose lengths are not known before they are drawn.
         """
-        dataset: Any = self.dataset  # torch's Dataset has no outlines
-        return map(self._with_outlined_negatives, dataset.outlines())
+        dataset: Any = self.dataset  # torch's Dataset has no length_only_batches
+        return map(self._with_negative_lengths, dataset.length_only_batches())
 
-    def _with_outlined_negatives(self, outline: HSTUBatch) -> HSTUBatch:
-        keys = outline.features.keys()
-        lengths = dict(zip(keys, outline.features.lengths().view(len(keys), -1)))
-        lengths[self._feature_name] = torch.full((outline.batch_size,), self._num_negatives)
-        longest = outline.feature_to_max_seqlen | {self._feature_name: self._num_negatives}
-        return copy_batch(outline, {"features": outline_kjt(lengths), "feature_to_max_seqlen": longest})
+    def _with_negative_lengths(self, batch: HSTUBatch) -> HSTUBatch:
+        keys = batch.features.keys()
+        lengths = dict(zip(keys, batch.features.lengths().view(len(keys), -1)))
+        lengths[self._feature_name] = torch.full((batch.batch_size,), self._num_negatives)
+        longest = batch.feature_to_max_seqlen | {self._feature_name: self._num_negatives}
+        return copy_batch(batch, {"features": length_only_kjt(lengths), "feature_to_max_seqlen": longest})
 
 
 def sample_negatives(

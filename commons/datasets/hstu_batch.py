@@ -314,7 +314,7 @@ def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor]
     )
 
 
-def outline_kjt(lengths: dict[str, torch.Tensor], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+def length_only_kjt(lengths: dict[str, torch.Tensor], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of given lengths, by key int64 `(num_rows,)`; all values are 0 and take no memory."""
     per_key = [int(row.sum()) for row in lengths.values()]
     return KeyedJaggedTensor(

@@ -85,8 +85,8 @@ def balanced_loader(
 ) -> tuple[ResumableLoader, RowsInTurn]:
     """Replace a loader's sampler by a sampler that reads balanced batches, or balanced steps of constant cost.
 
-    Every rank computes the workloads of all rows with the shuffler, from the data set's outlines (batches of lengths
-    only), so all ranks compute the same plan.
+    Every rank computes the workloads of all rows with the shuffler, from the data set's `length_only_batches`, so all
+    ranks compute the same plan.
 
     Returns:
         The loader, and the loads that its rows would have if they were assigned to the ranks in turn.
@@ -96,13 +96,13 @@ def balanced_loader(
             drop_last, fewer rows than ranks.
     """
     data: Any = train_loader.dataset
-    if not hasattr(data, "outlines") or not isinstance(train_loader, ResumableLoader):
+    if not hasattr(data, "length_only_batches") or not isinstance(train_loader, ResumableLoader):
         raise ValueError(
             f"balance_sampler is True, and a {type(train_loader).__name__} over {type(data).__name__} does not provide "
-            "the lengths of its rows: give a ResumableLoader over a data set with outlines(), such as SequenceDataset, "
-            "or make a BalancedBatchSampler from the workloads"
+            "the lengths of its rows: give a ResumableLoader over a data set with length_only_batches(), such as "
+            "SequenceDataset, or make a BalancedBatchSampler from the workloads"
         )
-    costs, tokens = _costs(data.outlines(), shuffler)
+    costs, tokens = _costs(data.length_only_batches(), shuffler)
     # The planner's sums end at 2^62: divide the workloads until their sum is lower.
     workloads = costs >> max(0, int(costs.sum(dtype=np.float64)).bit_length() - 61)
     group, cap = resolve_process_group(), trainer.shuffler.max_tokens_per_rank
@@ -125,13 +125,13 @@ def balanced_loader(
     return train_loader.with_sampler(sampler), RowsInTurn(sampler, costs, num_ranks)
 
 
-def _costs(outlines: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> tuple[np.ndarray, np.ndarray]:
+def _costs(batches: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> tuple[np.ndarray, np.ndarray]:
     """Workload and tokens of every row, int64 `(num_rows,)` each."""
     workloads, tokens = [], []
-    for outline in outlines:
-        workloads.append(as_int64_workloads(shuffler.get_workloads(outline), num_rows=outline.batch_size))
-        keys = outline.features.keys()
-        lengths = outline.features.lengths().view(len(keys), -1)
+    for batch in batches:
+        workloads.append(as_int64_workloads(shuffler.get_workloads(batch), num_rows=batch.batch_size))
+        keys = batch.features.keys()
+        lengths = batch.features.lengths().view(len(keys), -1)
         counted = [index for index, key in enumerate(keys) if key in (shuffler.token_feature_names or keys)]
         tokens.append(lengths[counted].sum(0).numpy())
     return np.concatenate(workloads), np.concatenate(tokens)

@@ -60,7 +60,7 @@ class RandomBatches(Dataset[_Batch_co]):
         """The batches of the data set, followed by further batches without end."""
         return map(self._draw, itertools.count())
 
-    def outlines(self) -> Iterator[_Batch_co]:
+    def length_only_batches(self) -> Iterator[_Batch_co]:
         """Raise ValueError: lengths are drawn with the batches."""
         raise ValueError(
             "random data are drawn while they are read, so the lengths of their rows are not known before: balance "

@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import HSTUBatch, outline_kjt, padded_kjt
+from commons.datasets.hstu_batch import HSTUBatch, length_only_kjt, padded_kjt
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.metadata import TIMESTAMP
 
-_ROWS_PER_OUTLINE = 2**16
+_ROWS_PER_LENGTH_ONLY_BATCH = 2**16
 _Batch_co = TypeVar("_Batch_co", covariant=True)
 
 
@@ -44,15 +44,15 @@ class UserDataset(Dataset[_Batch_co]):
             raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
         return self._assemble(selected)
 
-    def outlines(self) -> Iterator[_Batch_co]:
+    def length_only_batches(self) -> Iterator[_Batch_co]:
         """All users of the split in order, as batches of lengths only: their values are 0 and take no memory.
 
         They are arguments for any shuffler's `get_workloads`, because a row's workload depends only on its lengths.
         They have at most 65,536 rows, and no padding.
         """
         lengths = self._item_counts()
-        for first in range(0, len(lengths), _ROWS_PER_OUTLINE):
-            yield self._outline(lengths[first : first + _ROWS_PER_OUTLINE])
+        for first in range(0, len(lengths), _ROWS_PER_LENGTH_ONLY_BATCH):
+            yield self._length_only_batch(lengths[first : first + _ROWS_PER_LENGTH_ONLY_BATCH])
 
     @abstractmethod
     def _assemble(self, rows: np.ndarray) -> _Batch_co: ...
@@ -62,7 +62,7 @@ class UserDataset(Dataset[_Batch_co]):
         """Number of items of every user, int64 `(num_users,)`."""
 
     @abstractmethod
-    def _outline(self, lengths: np.ndarray) -> _Batch_co:
+    def _length_only_batch(self, lengths: np.ndarray) -> _Batch_co:
         """A batch of lengths only, for users with these numbers of items."""
 
 
@@ -160,12 +160,12 @@ class SequenceDataset(UserDataset[HSTUBatch]):
     def _item_counts(self) -> np.ndarray:
         return self._file.list_lengths(self.schema.item_feature_name, self._rows)
 
-    def _outline(self, lengths: np.ndarray) -> HSTUBatch:
+    def _length_only_batch(self, lengths: np.ndarray) -> HSTUBatch:
         num_candidates, kept = self._cut(lengths)
         tasks = [f"task_{index}" for index in range(self.num_tasks)]
         targets = dict.fromkeys(tasks, kept if self.max_num_candidates == 0 else num_candidates)
-        features = outline_kjt(_tensors(self._feature_lengths(kept)))
-        labels = outline_kjt(_tensors(targets), torch.float32) if tasks else None
+        features = length_only_kjt(_tensors(self._feature_lengths(kept)))
+        labels = length_only_kjt(_tensors(targets), torch.float32) if tasks else None
         return self._batch(features, labels, num_candidates, batch_size=len(kept))
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_offsets
-from commons.datasets.hstu_batch import outline_kjt, padded_kjt
+from commons.datasets.hstu_batch import length_only_kjt, padded_kjt
 from commons.datasets.sequences.dataset import UserDataset, are_last
 from commons.datasets.sids.histories import Histories, history_chunks
 from commons.datasets.sids.map import SIDMap
@@ -71,10 +71,10 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
     def _item_counts(self) -> np.ndarray:
         return self._lengths
 
-    def _outline(self, lengths: np.ndarray) -> GPTSIDBatch:
+    def _length_only_batch(self, lengths: np.ndarray) -> GPTSIDBatch:
         candidates, kept = self._cut(lengths)
         codes = self._code_lengths(candidates, kept)
-        fields = self._fields(outline_kjt(codes), outline_kjt({LABEL_NAME: codes[CANDIDATE]}), len(kept))
+        fields = self._fields(length_only_kjt(codes), length_only_kjt({LABEL_NAME: codes[CANDIDATE]}), len(kept))
         # Without the constructor, which checks the values: 0 is an id of the first hierarchy only.
         return make_batch(GPTSIDBatch, fields | {"batch_size": len(kept)})
 

@@ -1,4 +1,4 @@
-"""Generated users in several shards, for batches and for outlines."""
+"""Generated users in several shards, for batches and for length_only_batches."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def read(name, folder):
     def go():
         loader = get_data_loader(name, batch_size=2, max_history_seqlen=5, dataset_path=folder)
         list(loader)
-        list(loader.dataset.outlines())
+        list(loader.dataset.length_only_batches())
 
     return go
 

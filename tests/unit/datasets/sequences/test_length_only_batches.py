@@ -19,8 +19,8 @@ from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler
 
 
 @pytest.fixture(autouse=True)
-def small_outlines(monkeypatch):
-    monkeypatch.setattr(sequence_dataset, "_ROWS_PER_OUTLINE", 25)
+def small_length_only_batches(monkeypatch):
+    monkeypatch.setattr(sequence_dataset, "_ROWS_PER_LENGTH_ONLY_BATCH", 25)
 
 
 def lengths_of(batches):
@@ -35,37 +35,37 @@ def lengths_of(batches):
     return torch.cat(found, 1)
 
 
-def require_outlines(loader, shuffler):
-    outlines, batches = list(loader.dataset.outlines()), list(loader)
-    assert len(outlines) > 1 and sum(outline.batch_size for outline in outlines) == loader.sampler.num_rows
-    assert torch.equal(lengths_of(outlines), lengths_of(batches))
-    for outline in outlines:
-        assert not BatchSchema.of(outline).differences(BatchSchema.of(batches[0]))
-        assert outline.features.values().untyped_storage().nbytes() == 8 and not outline.features.values().any()
-    of_outlines = torch.cat([shuffler.get_workloads(outline) for outline in outlines])
+def require_length_only_batches(loader, shuffler):
+    of_lengths, batches = list(loader.dataset.length_only_batches()), list(loader)
+    assert len(of_lengths) > 1 and sum(batch.batch_size for batch in of_lengths) == loader.sampler.num_rows
+    assert torch.equal(lengths_of(of_lengths), lengths_of(batches))
+    for batch in of_lengths:
+        assert not BatchSchema.of(batch).differences(BatchSchema.of(batches[0]))
+        assert batch.features.values().untyped_storage().nbytes() == 8 and not batch.features.values().any()
+    workloads = torch.cat([shuffler.get_workloads(batch) for batch in of_lengths])
     of_rows = torch.cat([shuffler.get_workloads(batch)[: batch.actual_batch_size] for batch in batches])
-    assert torch.equal(of_outlines, of_rows)
+    assert torch.equal(workloads, of_rows)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("candidates", [0, 3])
-def test_outlines_have_the_lengths_of_the_rows(generated, split, candidates):
+def test_length_only_batches_have_the_lengths_of_the_rows(generated, split, candidates):
     options = {"dataset_path": generated, "max_history_seqlen": 30, "max_num_candidates": candidates, "num_tasks": 2}
     loader = get_data_loader("ml-1m", split, batch_size=7, timestamps=True, **options)
     with mock.patch.object(sequence_file.SequenceFile, "_read_group") as read_all:  # nothing but the items' column
-        list(loader.dataset.outlines())
+        list(loader.dataset.length_only_batches())
     assert not read_all.called
-    require_outlines(loader, HSTUBalancedBatchShuffler(16, 2, 8))
+    require_length_only_batches(loader, HSTUBalancedBatchShuffler(16, 2, 8))
 
 
-def test_outlines_of_rows_with_negatives(generated):
+def test_length_only_batches_of_rows_with_negatives(generated):
     loader = get_data_loader("ml-1m", batch_size=7, dataset_path=generated, max_history_seqlen=30)
     with_negatives = sample_negatives(loader, "negatives", 5, 100, seed=1)
-    require_outlines(with_negatives, TokensBalancedBatchShuffler())
+    require_length_only_batches(with_negatives, TokensBalancedBatchShuffler())
 
 
 @pytest.mark.parametrize("candidates", [0, 2])
-def test_outlines_of_semantic_ids(generated, candidates):
+def test_length_only_batches_of_semantic_ids(generated, candidates):
     loader = get_data_loader(
         "sid-ml-1m",
         batch_size=7,
@@ -74,7 +74,7 @@ def test_outlines_of_semantic_ids(generated, candidates):
         max_num_candidates=candidates,
         sid_map=random_sid_map(4_000, (20, 20, 20)),
     )
-    require_outlines(loader, SIDGRBalancedBatchShuffler(16, 2, 8))
+    require_length_only_batches(loader, SIDGRBalancedBatchShuffler(16, 2, 8))
 
 
 def test_random_data_know_no_lengths():
@@ -82,4 +82,4 @@ def test_random_data_know_no_lengths():
     for name, options in (("random", {}), ("sid-random", sids)):
         loader = get_data_loader(name, batch_size=4, max_history_seqlen=9, **options)
         with pytest.raises(ValueError, match="lengths of their rows are not known before: balance loaded batches"):
-            loader.dataset.outlines()
+            loader.dataset.length_only_batches()
