@@ -105,7 +105,7 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Dispatch: bytes and time",
         f"{ROWS} rows per rank, lognormal lengths of mean 512, {repeats} steps, medians. Time is from the call to the "
-        "end on all ranks; on two cores the times of four ranks say little.",
+        "end on all ranks; with four ranks on two cores, times are not meaningful.",
     )
     body = []
     for size, kind in tqdm(list(itertools.product(sizes, BATCHES)), desc="scatter"):
@@ -116,7 +116,7 @@ def main(quick: Quick = False) -> None:
     page.section("scatter_balanced", body)
     page.section(
         "redistribute_balanced",
-        "Rank 0 has half as many rows as the others bring on average; ragged text.",
+        "Rank 0 has half as many rows as the other ranks on average; ragged text.",
         [{"ranks": size} | run_ranks(redistributed, size, repeats)[0] for size in tqdm(sizes, desc="redistribute")],
     )
     page.finish(quick=quick)

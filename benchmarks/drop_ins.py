@@ -133,9 +133,9 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
 
 
 _READING = (
-    "Groups of all batches added up; fewer are less work for the launches and the optimizer. Loads are tokens. verl's "
-    "micro-batches are even in its estimate of work, 24,576·L + L², by both functions; its time has the selection of "
-    "rows."
+    "Groups are summed over all batches; fewer groups mean fewer launches and less work for the optimizer. Loads are "
+    "tokens, although both functions for verl balance its estimate of work, 24,576·L + L²; their times include the "
+    "selection of rows."
 )
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
     page = Page(
         "Hugging Face's Trainer",
         f"Padded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
-        "an epoch of 40 steps. Costs as transformers' BatchRebalanceSampler counts them, for all of them. "
+        "an epoch of 40 steps. For all strategies, costs are those of transformers' BatchRebalanceSampler. "
         f"{described(('texts', 'cut texts'))}",
     )
     for name in ("texts", "cut texts"):
@@ -95,11 +95,11 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
 
 
 _READING = (
-    "*Peak ÷ optimum*: the costliest micro-batch of a step beside the best that its rows allow, in groups that follow "
-    "one another in the order of their lengths. *Max ÷ mean*: ranks wait for each other in every micro-batch. *Padded "
-    "work of the slowest*: summed over an epoch, beside `balanced(trainer)`. *Planning*: CPU time of one rank for its "
-    "own batches, the least of nine epochs. `group_by_length` sorts rows and looks at no costs; a plan of all ranks' "
-    "rows takes more than one sort, and where the loader has a worker process it is hidden behind a step."
+    "*Peak ÷ optimum*: the costliest micro-batch of a step ÷ the optimum for its rows, among contiguous groups of the "
+    "rows sorted by length. *Max ÷ mean*: of the ranks' costs, because ranks wait for each other in every micro-batch. "
+    "*Padded work of the slowest*: summed over an epoch, ÷ that of `balanced(trainer)`. *Planning*: CPU time of one "
+    "rank for its own batches, the least of nine epochs. `group_by_length` only sorts rows and ignores costs; a plan "
+    "of all ranks' rows takes longer than a sort, and is hidden behind a step if the loader has a worker process."
 )
 
 

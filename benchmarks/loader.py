@@ -84,7 +84,7 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Loader",
         f"{users:,} generated users of mean length 165; later epochs are a median of five. The main process and its "
-        "workers share the cores: what a worker does with a core of its own is the number per CPU second.",
+        "workers share the cores; the numbers per CPU second are the rates of a worker with its own core.",
         threads="; one thread per process",
     )
     slowest = min(row["later epochs, seq/s"] for row in rows if row["workers"] == 1)

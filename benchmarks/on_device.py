@@ -139,8 +139,8 @@ def exchange(device: torch.device) -> str:
     sizes = ((4, 8, 64),) if rehearse else [(8, *each) for each in _BATCHES] + [(64, *each) for each in _BATCHES]
     rows = [_finish_cost(device, *each, 3 if rehearse else 40) for each in sizes]
     return (
-        "Pack, hand over to the collective, unpack; the peers' rows are made up and the collective sends nothing, so "
-        "that the wire is not in it. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
+        "Pack, call the collective, unpack; the other ranks' rows are generated and the collective sends nothing, so "
+        "network time is excluded. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
         + table(rows)
     )
 
@@ -252,8 +252,8 @@ def balance(device: torch.device) -> str:
     row = replay(target, costs, "zipf", ranks=ranks, rows=rows, longest=longest, steps=steps)
     return (
         f"{ranks} ranks × {rows} rows, {steps} batches, lengths to {longest}: forward and backward pass of every "
-        "rank's batch in turn, without sharded tables, exchange and updates; largest ÷ mean time of the ranks, and how "
-        f"much faster the slowest is. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table([row])
+        "rank's batch, one after another, without sharded tables, exchange and updates; largest ÷ mean time of the "
+        f"ranks, and the slowest rank's speed-up. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table([row])
     )
 
 
@@ -370,14 +370,14 @@ def _head(device: torch.device, rehearse: bool, failed: list[PartName]) -> str:
     packages = ", ".join(f"{each.name} {each.version}" for each in metadata.distributions() if each.name in names)
     lines = [heading("On a GPU").rstrip()]
     if rehearse:
-        lines.append("A rehearsal on the CPU: the code has run, the numbers tell nothing.")
+        lines.append("A rehearsal on the CPU: the code has run, the numbers have no meaning.")
     else:
         gpu = torch.cuda.get_device_properties(device)
         lines.append(
             f"{torch.cuda.device_count()} × {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability "
             f"{gpu.major}.{gpu.minor}, CUDA {torch.version.cuda}; {packages}."
         )
-    lines.append(f"**Failed: {', '.join(failed)}.**" if failed else "Every part that was asked for has run.")
+    lines.append(f"**Failed: {', '.join(failed)}.**" if failed else "All selected parts have run.")
     return "\n\n".join(lines)
 
 

@@ -108,9 +108,9 @@ def report_groups(page: Page, cases: list[Case]) -> None:
         )
     page.section(
         "Groups, spread, utilisation",
-        f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: at the bound in all, and by how many "
-        "more each algorithm takes. Spread: (largest − smallest load) ÷ mean, mean / median; where one row fills a "
-        "group by itself, no packing makes it small. Used: values ÷ (groups · capacity).",
+        f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: the bound in total, and how many more "
+        "each algorithm makes. Spread: (largest − smallest load) ÷ mean, mean / median; if one row fills a group, no "
+        "packing has a small spread. Used: values ÷ (groups · capacity).",
         body,
     )
     missed = [
@@ -123,8 +123,8 @@ def report_groups(page: Page, cases: list[Case]) -> None:
     ]
     page.section(
         "Above the bound",
-        "Cases in which refined takes more groups than the bound. Whether the bound can be met there is not known: it "
-        "would leave no more room than the last column says.",
+        "Cases in which refined makes more groups than the bound. It is not known whether the bound can be reached "
+        "there; the last column is the part of the room that would be used at the bound.",
         missed or "None.",
     )
     fewer = [case.groups("refined") <= min(map(case.groups, ALGORITHMS)) for case in cases]
@@ -154,8 +154,8 @@ def report_time(page: Page, cases: list[Case]) -> None:
     page.section(
         "Time",
         "Milliseconds of CPU from a Python list to a list of lists, checks included: median over capacities and "
-        "divisors of the medians over seeds. Then how many times faster refined is than plain first fit, from the "
-        "worst to the best of these cells, and the slowest single case of refined.",
+        "divisors of the medians over seeds. Then the speed-up of refined over plain first fit, in the worst and best "
+        "of these cells, and the slowest case of refined.",
         body,
     )
     if large := [case.milliseconds["refined"] for case in cases if case.num_rows == 1024]:
@@ -185,9 +185,9 @@ def measure_padded(page: Page, repeats: int) -> None:
     page.target("padded_allocate, 2,048 rows", "≤ 5 ms", f"slowest {slowest:.2f} ms", slowest <= 5)
     page.section(
         "Padded",
-        "`padded_allocate`, where a group costs its rows × the cost of its longest, cost HSTU. Milliseconds of CPU "
-        "from an array to lists, checks included: for a number of groups, and for the cost of their costliest as a "
-        "limit.",
+        "`padded_allocate`: a group costs its number of rows × the cost of its longest row, cost HSTU. Milliseconds of "
+        "CPU from an array to lists, checks included: for a given number of groups, and for a limit on the cost of a "
+        "group, which is the cost of the costliest of those groups.",
         body,
     )
 

@@ -175,10 +175,10 @@ def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
     page.target("recording by evenrank.observe", "≤ 1 % of a step", f"{part:.3%} ({slowest:.0f} µs)", part <= 0.01)
     page.section(
         "What evenrank.observe takes",
-        "Microseconds of CPU for what is recorded of a batch of 32 rows, by its keys, the least of 20 runs; the target "
+        "Microseconds of CPU to record a batch of 32 rows, by its number of keys, the least of 20 runs; the target "
         f"compares them with the fastest stock step, {fastest_ms:.0f} ms.",
         recorded,
-        f"Whole steps of the native pipeline, uniform lengths, observed ÷ stock in turn: {ratio}.",
+        f"Whole steps of the native pipeline, uniform lengths, run alternately, observed ÷ stock: {ratio}.",
     )
 
 
@@ -240,8 +240,8 @@ def main(
     page.section(
         "How much of gather and plan is hidden (two-phase)",
         hidden_rows,
-        "A step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is "
-        "hidden from the main thread.",
+        "A step ends when the worker is idle, so on the CPU the two-phase column includes the worker's time even if it "
+        "is hidden from the main thread.",
     )
     measure_observing(page, ranks, (8 if quick else 2 * steps, device))
     page.finish(quick=quick)

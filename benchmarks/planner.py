@@ -53,9 +53,8 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
     page.section(
         "Balance",
         f"Largest load ÷ lower bound, mean / worst over ranks × rows per rank in {shapes} and {seeds} seeds. The "
-        "optimum lies between the bound and the plan, so the ratio is the most that a plan can lose. The ratios above "
-        "1.001 belong to batches whose load is in a few rows per rank, where exchanges of two or three rows at once "
-        "seldom find more.",
+        "optimum lies between the bound and the plan, so the ratio limits the loss of a plan. Ratios above 1.001 occur "
+        "in batches whose load is in a few rows per rank; there, exchanges of two or three rows rarely improve a plan.",
         [{"lengths": lengths, "cost": cost} | row for (lengths, cost), row in body.items()],
     )
     for what, equal_size, sizes, limit in (
@@ -199,7 +198,7 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
         body.append(case | each_column(found, max) | {"dominated": f"{dominated} of {seeds}"})
     page.section(
         "Memory",
-        f"Cap of 1.03 × the mean tokens per rank, worst of {seeds} seeds. A seed is dominated where one sample is more "
+        f"Cap of 1.03 × the mean tokens per rank, worst of {seeds} seeds. A seed is dominated if one sample is more "
         "than half of the mean load.",
         body,
     )
@@ -225,8 +224,8 @@ def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
             body.append(case | {"lengths": lengths, "time ÷ bound, worst": worst} | each_column(found))
     page.section(
         "Ranks of different speeds",
-        f"Speeds are drawn between 0.5 and 1, anew in each of {seeds} seeds; cost HSTU. Time is load ÷ speed of the "
-        "slowest rank. Plans with and without speeds are made in turn.",
+        f"Speeds are drawn between 0.5 and 1 for each of {seeds} seeds; cost HSTU. Time is load ÷ speed of the "
+        "slowest rank. Plans with and without speeds are made alternately.",
         body,
     )
     page.target_of_cases("largest load ÷ speed", 1.002, [row["time ÷ bound, worst"] for row in body], " × bound")

@@ -210,7 +210,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
     page = Page(
         "Many ranks: what a shuffle takes and where its limits are",
         f"{ROWS} rows per rank, hosts of {link.ranks_per_host}, slack 1 %. Computed times are processor time of one "
-        "thread, the least of a few runs; times of the wire are modelled. [docs/scale.md](../../docs/scale.md) "
+        "thread, the least of a few runs; network times are modelled. [docs/scale.md](../../docs/scale.md) "
         f"explains them. The model: {link.described()}. {described(LENGTHS)}",
     )
     for size, goal in ((4096, 20), (16384, 100)):
@@ -247,7 +247,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
     page.section(
         "Before the exchange",
         "Milliseconds. Gather: modelled, of the rows and then of the digests of the plans, as one ring and as the "
-        "short rings in which ranks gather. Then what the worker computes, by stage, and the sum with the short rings.",
+        "short rings in which ranks gather. Then the worker's computation, by stage, and the sum with the short rings.",
         before,
     )
     page.section(
@@ -265,7 +265,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
         page.section("What options change", f"User-like, {keys} features; milliseconds as above.", body)
     page.section(
         "Memory, connections and the store",
-        "Of one rank. Connections are those of the control group, each of which is a file descriptor.",
+        "Of one rank. Connections belong to the control group; each is a file descriptor.",
         resources,
     )
     return page
@@ -312,8 +312,8 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     if played:
         page.section(
             "What a window takes",
-            "Milliseconds of a window, and the sum ÷ its steps; with a window of 1 each batch is planned by itself. "
-            "The last column is a sampler's plan, which has no home, and gathers and exchanges nothing.",
+            "Milliseconds of a window, and the sum ÷ its steps; a window of 1 is a single batch. The last column is a "
+            "sampler's plan, whose rows have no home; it gathers and exchanges nothing.",
             times,
         )
         page.section(

@@ -269,8 +269,8 @@ def main(
     page = Page(
         "Speeds: less work for a slow rank",
         f"Ranks pinned to {cores} cores (gloo). {DESCRIPTION}; {rows} rows per rank, 20 + "
-        "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of the processor time it had, "
-        f"by a quota per {PERIOD_US // 1000} ms; ranks that share a core have {QUOTAS} of it in all, in equal parts. "
+        "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of its former processor time, "
+        f"by a quota per {PERIOD_US // 1000} ms; ranks that share a core get {QUOTAS} of it in total, in equal parts. "
         "Load of the machine, the ranks included: "
         + ", ".join(f"{value:.1f} with {each} ranks" for each, value in load.items())
         + f", {on_equal[0]['load']:.1f} on equal ranks.",
@@ -283,23 +283,23 @@ def main(
     )
     page.section(
         "A rank that becomes slow, and recovers",
-        "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: what plans gain that "
-        "follow the limit at once. The picture is in docs/speeds.md.",
+        "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: plans that use the "
+        "limit at once. The picture is in docs/speeds.md.",
         [row for measured in cases.values() for row in slow_rank_rows(measured, steps)],
     )
     page.section(
         "Equal ranks",
         f"{equal_steps} steps of {ranks[0]} ranks: measured ÷ equal {text}, median step "
         f"{np.median(ms['equal']):.1f} ms; speeds changed {changes} times.",
-        "What a rank computes for it, in processor time of one thread: reports in, and a look at every fifth.",
+        "Processor time of one thread of a rank: it reads the reports of every step, and evaluates every fifth.",
         looks_table(quick),
     )
     page.section(
         "Simulated: many ranks, some of them slow at random",
-        "Planned by the planner, 32 user-like rows per rank; times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a tail "
-        "and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same, or each for 500 "
-        "steps in the mean and then another one. Sum of the longest times, as a ratio to speeds that are equal; "
-        "possible: plans that know every speed at once.",
+        "Plans of the planner, 32 user-like rows per rank; simulated times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a "
+        "tail and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same ranks, or each "
+        "for 500 steps on average and then another rank. The ratio compares sums of the longest times with equal "
+        "speeds; possible: plans that use the true speeds at once.",
         simulation_table(quick),
     )
     page.finish(quick=quick)

@@ -115,7 +115,7 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
     page.section(
         "Balance",
         f"Sum over the steps of the largest load ÷ the mean, mean of {seeds} seeds, equal counts; for windows also the "
-        "same sum ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. "
+        "sum of the largest loads ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. "
         f"{share(gap <= 0.002 for gap in gaps)} windows are within two thousandths of the bound.",
         body,
     )
@@ -130,7 +130,7 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         few = repeats if case.ranks == 64 else max(3, repeats // 10)
         free = cpu_milliseconds(partial(partition_grid, batches.workloads, case.ranks, window), few)
         known, near = cpu_milliseconds(batches.plan, few), cpu_milliseconds(batches.plan_near_home, max(3, few // 4))
-        times = {"rows alone": free, "with batches": known, "near home": near}
+        times = {"only rows": free, "with batches": known, "near home": near}
         body.append({"lengths, ranks × rows": str(case), "window": window} | times)
         if case.lengths == "user-like" and window == 8:
             limit = 3.0 if case.ranks == 64 else 80.0
@@ -140,8 +140,8 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
     page.section(
         "Speed",
         "Milliseconds of CPU per plan of a whole window, `partition_grid()` from Python with all checks, one thread, "
-        "the interpreter lock released: rows alone; with the batch of each, which adds every batch's own plan where "
-        "the bound does not spare it; near home.",
+        "the GIL released: only rows; with the batch of each row, which adds every batch's own plan unless the bound "
+        "makes it unnecessary; near home.",
         body,
     )
 
@@ -170,8 +170,8 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
     page.section(
         "Rows kept on their rank",
         f"Slack 1 %, nodes of {NODE}, shares, median of {seeds} seeds (one at 1024 ranks). A row may go to any step of "
-        "its rank at no cost. A window of 1 is what `partition` moves. Where a window has no room left, as with few "
-        "rows per rank, most rows move for the last percent; a larger slack keeps more of them.",
+        "its rank at no cost. A window of 1 is a plan of `partition`. If a window has little freedom, as with few rows "
+        "per rank, most rows move for the last percent of balance; a larger slack keeps more rows.",
         body,
     )
 
@@ -200,10 +200,10 @@ def measure_samplers(page: Page, quick: bool) -> None:
         body.append(_spreads(name, steps[:-1], tokens, work, ranks) | {"ms per step": f"{per_step:.1f}"})
     page.section(
         "Samplers: balance and memory",
-        f"What each rank reads in a step, user-like lengths, {ranks} ranks, {rows} rows per rank where the number is "
-        "fixed: the sum over the steps of the largest load ÷ the mean; the fullest rank of any step ÷ the mean, in "
-        "tokens, by which memory grows; rows of a step, over all ranks. Rows above a budget have a rank to themselves "
-        "and make their steps longer. Milliseconds of CPU per step for the plan.",
+        f"User-like lengths, {ranks} ranks, {rows} rows per rank if the number is fixed. The sum over the steps of the "
+        "largest load ÷ the mean; the tokens of the fullest rank of any step ÷ the mean, with which memory grows; the "
+        "rows of a step, over all ranks; milliseconds of CPU per step for the plan. A row above the budget gets its "
+        "own rank and makes its step longer.",
         body,
     )
 

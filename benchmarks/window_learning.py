@@ -61,9 +61,9 @@ def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick 
     """
     page = Page(
         "Learning from balanced batches",
-        "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, of a user "
-        f"at most the last 256. {ranks} gloo ranks × 8 users, {len(seeds)} seeds, each with a fifth of the users held "
-        "out, all of them evaluated at the end.",
+        "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, at most "
+        f"the last 256 of each user. {ranks} gloo ranks × 8 users, {len(seeds)} seeds. Each seed holds out a fifth of "
+        "the users, who are evaluated at the end.",
     )
     seeds = seeds[:1] if quick else seeds
     with tempfile.TemporaryDirectory() as name:
@@ -145,9 +145,9 @@ def _mean_and_error(values: Sequence[float]) -> str:
 
 
 _READING = (
-    "± is the standard error over the seeds. *Difference* is that of runs with the same seed and the same held-out "
-    "users; where it is below twice its error, nothing tells the modes apart. The sampler with a budget has steps of "
-    "other sizes, hence another number of them."
+    "± is the standard error over the seeds. *Difference* compares runs with the same seed and held-out users; a "
+    "difference below twice its error does not distinguish the modes. The sampler with a budget has steps of other "
+    "sizes, so their number differs."
 )
 
 

@@ -251,22 +251,22 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Windows: measured steps",
         f"Ranks on {cores} cores (gloo). {DESCRIPTION}; histories of 20 + lognormal items, "
-        f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants in "
-        "turn.",
+        f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants "
+        "alternating.",
     )
     page.section(
         "",
-        "Rows per second as a ratio to batches as they are loaded, with the 95 % bootstrap interval over rounds, and "
-        "what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured is from "
-        "it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so that less of an "
-        "uneven load shows; the last two columns are for a core each, by the processor time of the costliest rank.",
+        "Rows per second ÷ those as loaded, with the 95 % bootstrap interval over rounds, and the prediction of the "
+        "loads, from a cost fitted to steps of equal ranks; in brackets, the measured ratio's deviation from it. "
+        "Largest ÷ mean: sums over the steps, of operations. If there are more ranks than cores, uneven loads have "
+        "less effect; the last two columns assume a core per rank, from the processor time of the costliest rank.",
         lines,
     )
     page.section(
         "How long the pipeline waited for a window",
         waits,
-        "Steps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and "
-        "fuller, and pay their fixed costs less often.",
+        "With the budget, each rank of a step gets rows up to the heaviest row's cost: steps are fewer and larger, so "
+        "fixed costs occur less often.",
     )
     page.finish(quick=quick)
 

@@ -260,9 +260,9 @@ def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
     rows = [
         {
             "window": name,
-            "pairs, of those without": pairs[name] / pairs["none"],
+            "pairs ÷ pairs without": pairs[name] / pairs["none"],
             "ms": seconds[name] * 1e3,
-            "time, of that without": seconds[name] / seconds["none"],
+            "time ÷ time without": seconds[name] / seconds["none"],
         }
         for name in windows
     ]

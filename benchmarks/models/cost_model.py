@@ -134,11 +134,11 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     page.section(
         "",
         quality,
-        "Target: R² of at least 0.98 and a mean error of at most 5 % on what is held out. Short steps count as much "
-        "as long ones, and are where the error is: attention runs in blocks of similar rows, whose number no term "
-        "counts.",
+        "Target: R² of at least 0.98 and a mean error of at most 5 % on held-out mixes. Short steps count as much as "
+        "long steps, and have the largest errors: attention runs in blocks of similar rows, and no term of the model "
+        "counts the blocks.",
         f"Balance in time: {ranks} ranks, {steps} steps, every rank's batch replayed on this device one after another "
-        "(median of three). Largest ÷ mean time of the ranks, and the speed-up of the slowest rank that follows; the "
+        "(median of three). Largest ÷ mean time of the ranks, and the resulting speed-up of the slowest rank; the "
         "published gain on 16 H100 is 1.53×.",
         balance,
     )

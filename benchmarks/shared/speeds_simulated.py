@@ -43,8 +43,8 @@ def looks_table(quick: bool) -> list[dict[str, Any]]:
         lines.append(
             {
                 "ranks": ranks,
-                "a look, µs": float(np.median(per_look.max(axis=1))),
-                "a step in the mean, µs": float(np.median(per_look.mean(axis=1))),
+                "an evaluation, µs": float(np.median(per_look.max(axis=1))),
+                "a step on average, µs": float(np.median(per_look.mean(axis=1))),
             }
         )
     return lines
