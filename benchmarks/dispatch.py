@@ -1,7 +1,7 @@
-"""Does each rank receive its share and no more, and what does that save against a broadcast of the whole batch?
+"""Does each rank receive only its share, and how much does this save compared with a broadcast of the whole batch?
 
-One rank holds a batch of 64 rows per rank, the other ranks receive their shares on real gloo ranks. Bytes are counted
-as they arrive, structure and row numbers included, and divided by the bytes of the share's tensors.
+One rank has a batch of 64 rows per rank, the other ranks receive their shares, on real gloo ranks. All received bytes
+are counted, including structure and row numbers, and divided by the bytes of the share's tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""evenrank.integrations beside the functions that verl, AReaL and torchtitan have there, on the same lengths.
+"""evenrank.integrations compared with the functions of verl, AReaL and torchtitan, on the same lengths.
 
 python -m benchmarks.drop_ins
 """

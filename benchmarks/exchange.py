@@ -1,7 +1,7 @@
 """What does a shuffle cost the thread that launches?
 
-It is measured on one rank, which hears of the others from a list. The bytes that a shuffle sends are counted by
-benchmarks/scale.py.
+Measured on one rank; the messages of the other ranks come from a list. benchmarks/scale.py counts the bytes that a
+shuffle sends.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LAUNCHES = 2000
 
 
 def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[str, Any]:
-    """What a thread that launches small operations loses while the worker prepares one shuffle; medians, ms.
+    """Measure how much time a thread that launches small operations loses beside a shuffle's worker; medians, ms.
 
-    Each round launches alone, beside as much hashing, beside a shuffle, and alone again. Losses are differences to the
-    mean of the first and the last; the page says what each column means.
+    Each round launches undisturbed, beside equally long hashing, beside a shuffle, and undisturbed again. Losses are
+    differences to the mean of the two undisturbed times; the page explains each column.
     """
     tensor = torch.zeros(4)
 
@@ -90,7 +90,7 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
 
 @contextmanager
 def without_gil() -> Iterator[list[float]]:
-    """Within it, CPU seconds of every call of the core that releases the GIL, on whatever thread."""
+    """A context that collects the CPU seconds of every native call that releases the GIL, on any thread."""
     seconds: list[float] = []
     with mock.patch.dict(core._UNLOCKED, {name: timed(call, seconds) for name, call in core._UNLOCKED.items()}):
         yield seconds

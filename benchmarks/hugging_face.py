@@ -1,10 +1,10 @@
-"""Rows dealt to ranks and micro-batches: Hugging Face's strategies beside `balanced(trainer)`, on the same lengths.
+"""Hugging Face's strategies of batching compared with `balanced(trainer)`, on the same lengths.
 
     python -m benchmarks.hugging_face            # a minute
     python -m benchmarks.hugging_face --quick    # few rows: shows that it runs
 
-Needs `pip install "transformers>=5.23" accelerate`. Costs are those of transformers' own BatchRebalanceSampler, which
-ours is given too: rows × (longest + 0.001 · longest²).
+Needs `pip install "transformers>=5.23" accelerate`. All strategies use the cost of transformers' BatchRebalanceSampler:
+rows × (longest + 0.001 · longest²).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How many sequences a second does one worker of the loader assemble?
 
-Generated data with histories of mean 165, as MovieLens-1M has. Read by the main process alone, by one worker process
-and by two; shuffled, batches of 32 and 256 users, whole histories kept. The first epoch, which reads and decodes the
-shards, is told apart from the later ones, whose row groups are in memory. A CPU second of a worker holds what it would
-do in a second on a core of its own: assembling a batch and handing it over, the first epoch included.
+Generated data with histories of mean 165, as in MovieLens-1M, read by only the main process, by one worker process and
+by two; shuffled, batches of 32 and 256 users, whole histories kept. The first epoch reads and decodes the shards; it is
+reported separately from later epochs, whose row groups are in memory. The rate per CPU second is a worker's rate with
+its own core: it includes assembling and sending batches, and the first epoch.
 
     python -m benchmarks.loader            12,000 users
     python -m benchmarks.loader --quick    a few users; writes no results page

@@ -1,14 +1,14 @@
-"""Everything that only a GPU can tell, in under half an hour and on one page, benchmarks/results/on_device.md.
+"""All tests and measurements that need a GPU, in under half an hour and on one page, benchmarks/results/on_device.md.
 
-What compiling kernels takes, the cases of tests/gpu (on one GPU two ranks share it), the pipelines under torch's CUDA
-sanitizer, what the exchange and HSTU's attention cost, a traced training step, and what balancing gains in time, every
-rank's batch in turn on one GPU. Every part has a process and a time limit of its own: the page says what failed, and
-the others go on. What they print is in runs/on_device while they run.
+Compilation of the kernels, the cases of tests/gpu (two ranks share a single GPU), the pipelines under torch's CUDA
+sanitizer, the cost of the exchange and of HSTU's attention, a traced training step, and the gain of balancing in time,
+with every rank's batch run one after another on one GPU. Every part has its own process and time limit: if a part
+fails, the page names it and the other parts still run. Their output is in runs/on_device while they run.
 
 Examples:
     python -m benchmarks.on_device
     python -m benchmarks.on_device --only exchange balance
-    python -m benchmarks.on_device --rehearse          # the same code on the CPU; its sizes tell nothing
+    python -m benchmarks.on_device --rehearse          # the same code on the CPU; its numbers have no meaning
 """
 
 from __future__ import annotations

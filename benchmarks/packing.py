@@ -1,8 +1,8 @@
-"""How many groups do the allocators take, how even are these, and how long does it take?
+"""How many groups do the allocators make, how even are the groups, and how long does packing take?
 
-All four pack the same values under the same capacity: plain first-fit decreasing as training code would write it
-(plain.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
-that a drifting machine slows all of them alike; times are medians. Groups are held against the Martello–Toth L2 bound.
+Four allocators pack the same values under the same capacity: plain first-fit decreasing as in training code (plain.py),
+and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms alternate, so that a change of the
+machine's speed affects all equally; times are medians. Groups are compared with the Martello–Toth L2 bound.
 """
 
 from __future__ import annotations

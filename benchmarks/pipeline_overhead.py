@@ -1,14 +1,14 @@
 """What does the shuffle stage cost, and how much of it is hidden? What does `python -m evenrank.observe` cost?
 
 Two gloo ranks, one thread each. Every variant has a replica of a small HSTU model and trains the same batches; the
-variants take turns step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
+variants alternate step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
 its end, so that no work hides in another variant's step.
 
-Variants: the stock TorchRec pipeline; the same as `evenrank.observe` records it; the identity shuffler, which agrees on
-the end of data alone; the stage with gather and plan waited for where they begin; and the two-phase stage. What is
-recorded of a step is timed by itself, too.
+Variants: the stock TorchRec pipeline; the stock pipeline recorded by `evenrank.observe`; the identity shuffler, which
+only agrees on the end of data; the synchronous stage, which waits for gather and plan as soon as they start; and the
+two-phase stage. The recording of a step is also timed separately.
 
-On CUDA every rank has a GPU of its own, and the pipelines that need CUDA streams take part.
+On CUDA every rank has its own GPU, and the pipelines that need CUDA streams are measured too.
 
 Examples:
     python -m benchmarks.pipeline_overhead

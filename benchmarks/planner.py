@@ -1,8 +1,8 @@
 """How good are the plans, and how long do they take?
 
-Plans are measured against their own lower bound and against the plain Karmarkar-Karp that most training code ships: a
-heap of states in pure Python (plain.py). One thread; times are medians. What planning costs the threads beside it is
-measured by benchmarks/exchange.py.
+Plans are compared with their lower bound and with the plain Karmarkar-Karp of most training code: a heap of states in
+pure Python (plain.py). One thread; times are medians. benchmarks/exchange.py measures how much planning slows other
+threads.
 """
 
 from __future__ import annotations

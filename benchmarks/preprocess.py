@@ -1,8 +1,8 @@
 """How fast is preprocessing, and how much memory does it take?
 
 A generated MovieLens-20M archive of the published size, 20 million ratings, and generated KuaiRand archives, each
-preprocessed by a process of its own. Rows per second count the whole command: listing and hashing the archive, reading,
-dealing out, sorting, writing. Peak memory is the largest resident size of that process.
+preprocessed by its own process. Rows per second cover the whole command: listing and hashing the archive, reading,
+partitioning, sorting, writing. Peak memory is the largest resident size of that process.
 
     python -m benchmarks.preprocess            20 million and 11.7 million rows
     python -m benchmarks.preprocess --large    also KuaiRand-27K, 322 million rows: 30 GB of disk, ten minutes; writes

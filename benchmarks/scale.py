@@ -1,10 +1,10 @@
-"""What does a shuffle take on 8 to 16,384 ranks, and which part of it grows with what? And a window of batches?
+"""How long does a shuffle, or a window of batches, take on 8 to 16,384 ranks, and what does each part grow with?
 
-One process plays one of W ranks: it reads the gathered table, plans, compares and builds its exchange with the code
-that training runs, on messages that the other ranks would send. That is measured, in processor time of one thread. What
-the wire takes comes from a model of links with its parameters on the command line; `benchmarks/shared/link_model.py`
-says where the defaults come from. A window is prepared on a thread of its own while the batches of the one before are
-trained, so that its milliseconds are shared by its steps. docs/scale.md explains the result.
+One process acts as one of W ranks: it reads the gathered table, plans, compares and builds its exchange with the code
+of training, on the messages that the other ranks would send. This is measured in processor time of one thread. Network
+times come from a model of links with its parameters on the command line; `benchmarks/shared/link_model.py` has the
+sources of the defaults. A window is prepared on its own thread while the previous window is trained, so its
+milliseconds are divided by its steps. docs/scale.md explains the result.
 
 Examples:
     python -m benchmarks.scale

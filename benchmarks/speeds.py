@@ -1,16 +1,16 @@
-"""What do plans gain that give a slow rank less work, and what do they cost where all ranks are equally fast?
+"""How much do plans gain that give a slow rank less work, and what do they cost if all ranks are equally fast?
 
-Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core. Where ranks share a core, a
-quota gives each of them the same part of it, so that none becomes faster while another one waits. After some steps one
-rank is limited to half of the processor time it had; later the limit is lifted. Quotas are those of control groups
-(cgroup), for which this program needs the right to make them. A step is measured from a barrier to a
-barrier, with the shuffler's worker idle at its end, so that gather, planning, exchange and reports are part of it.
+Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core. If ranks share a core, a
+quota gives each of them an equal part, so that no rank becomes faster while another one waits. After some steps one
+rank is limited to half of its former processor time; later the limit is lifted. The quotas are set by control groups
+(cgroup), which this program must have the right to create. A step is measured from a barrier to a barrier, with the
+shuffler's worker idle at its end, so that it includes gather, planning, exchange and reports.
 
-Variants, each with a replica of the model, the same batches and its turn in every step: speeds "equal"; "measured"; and
-"known", whose plans follow the limit from the step at which it is set: what is possible.
+The variants have a replica of the model each, train the same batches and alternate in every step: speeds "equal";
+"measured"; and "known", the best case, whose plans use the limit from the step at which it is set.
 
-Then what "measured" costs on equal ranks, how long a look takes at many ranks, and, in simulated times, what speeds
-gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
+Then the cost of "measured" on equal ranks, the time of an evaluation of the speeds at many ranks, and, in simulated
+times, the gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
 
 Examples:
     python -m benchmarks.speeds

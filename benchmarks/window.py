@@ -1,7 +1,7 @@
-"""What a window of several batches gains: how evenly it is planned, how fast, and how many tokens change their rank.
+"""How even are the plans of windows of several batches, how long does planning take, and how many tokens change rank?
 
-Ranks wait for each other in every step, so what counts is the sum over the steps of the largest load. It is measured
-against the mean load, which no plan beats, and against the plan's own lower bound. Loads, not times:
+Ranks wait for each other in every step, so the measure is the sum over the steps of the largest load. It is compared
+with the mean load, which no plan can go below, and with the plan's lower bound. These are loads, not times:
 benchmarks/window_steps.py trains.
 """
 

@@ -3,9 +3,9 @@
     python -m benchmarks.window_learning            # two ranks, 50 trainings: an hour
     python -m benchmarks.window_learning --quick    # one seed, 20 steps: shows that it runs
 
-Which rows share a step changes with a window or a budget, so the losses differ; what is compared is what the trained
-model can do. Every seed has other weights, another order and other held-out users, a fifth of all. The ratings are
-those in the wheel of recbole on the package index, whose license (GroupLens) permits research.
+A window or a budget changes which rows share a step, so the losses differ; the metrics of the trained models are
+compared. Every seed has different weights, a different order and different held-out users, a fifth of all. The ratings
+come from the wheel of recbole on the package index; their license (GroupLens) permits research.
 """
 
 from __future__ import annotations

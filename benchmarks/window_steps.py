@@ -1,17 +1,18 @@
-"""How much faster are training steps that share their load beyond one batch, measured?
+"""How much faster are training steps, measured, if load is balanced over several batches?
 
 Gloo ranks of one thread each train a small HSTU on user-like histories. Every variant has a replica of the model and
-trains the same rows in the same order of windows; the variants take turns, a round of steps at a time, and a round ends
-when no thread of the variant is at work any more, so that no cost hides in another one's round. What a step reads,
-plans and exchanges is part of it.
+trains the same rows in the same order of windows. The variants alternate by rounds of steps, and a round ends when all
+threads of the variant are idle, so that no cost hides in another variant's round. A step includes its reading, planning
+and exchange.
 
 Variants: batches as they are loaded; each batch balanced by the shuffler; a window of four batches in front of a stock
-pipeline; the sampler that knows all lengths, with the same window; and the sampler of steps of constant cost.
+pipeline; the sampler, which has all lengths beforehand, with windows of four; and the sampler of steps of constant
+cost.
 
-Beside each ratio is what the loads predict: the cost of a rank's rows, tokens and pairs is fitted to steps in which all
-ranks have the same ones, and a step takes as long as its costliest rank. Where there are more ranks than cores, ranks
-share the cores evenly. What ranks with a core each would take is measured by processor time, the costliest rank's of
-every step, which other programs on the machine hardly change.
+Each ratio is printed with the prediction of the loads: a cost of rows, tokens and pairs is fitted to steps in which all
+ranks have equal rows, and a step takes as long as its costliest rank. If there are more ranks than cores, ranks share
+the cores evenly. The time with a core per rank is estimated from the processor time of the costliest rank of every
+step, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations

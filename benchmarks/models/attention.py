@@ -1,14 +1,15 @@
-"""Does attention over rows of any length cost what the shufflers say, and what does it save over padding?
+"""Does the time of attention over rows of any length follow the workloads, and how much faster is it than padding?
 
-For HSTU's attention over jagged rows and for that of the semantic-ID decoder over packed ones, forward and backward:
-time against the pairs that the causal mask keeps, over batches of very different shapes; time against padding every row
-to the longest; time of a training step of a small model against the workloads of its shuffler; and for HSTU time and
-pairs of long rows by the width of a window. On the CPU, one thread, times are CPU times of the process, medians, taken
-in turn, so that a drifting machine cannot fake a ratio.
+For HSTU's attention over jagged rows and the semantic-ID decoder's attention over packed rows, forward and backward:
+time against the pairs that the causal mask keeps, over batches of very different shapes; time compared with padding
+every row to the longest; time of a small model's training step against the workloads of its shuffler; and for HSTU time
+and pairs of long rows by the width of a window. On the CPU, one thread; times are medians of the process's CPU time,
+and variants alternate, so that a change of the machine's speed does not change a ratio.
 
-For `python -m benchmarks.on_device --only attention` HSTU's Triton kernels are timed here, in bfloat16 and by the
-device's clock, against the blocks of dense products, the kernel of generative-recommenders where that is installed, and
-the arithmetic floor: 3.5 · 4 · pairs · channels operations at 550 TFLOP/s, two products forward and five backward.
+`python -m benchmarks.on_device --only attention` times HSTU's Triton kernels with this module, in bfloat16 by the
+device's clock. It compares them with the blocks of dense products, with the kernel of generative-recommenders if that
+is installed, and with the arithmetic floor: 3.5 · 4 · pairs · channels operations at 550 TFLOP/s, two products forward
+and five backward.
 
 Examples:
     python -m benchmarks.models.attention

@@ -1,8 +1,9 @@
-"""What HSTU's Triton kernels cost per score, counted in the machine code compiled for a GPU; no GPU is needed.
+"""The cost of HSTU's Triton kernels per score, counted in the machine code compiled for a GPU; no GPU is needed.
 
-Of the loop without a mask, where the time goes: instructions of a thread over its scores of the block, how many of them
-compute a sigmoid, and the products on the tensor cores over those that the mathematics needs for each score. A product
-that several warps compute counts as often. Registers and spills, in bytes per thread, are those of the whole kernel.
+Counted in the loop without a mask, which takes most of the time: instructions of a thread ÷ its scores of the block,
+how many of these instructions compute a sigmoid, and products on the tensor cores ÷ the products that each score needs.
+A product that several warps compute counts several times. Registers and spills, in bytes per thread, are those of the
+whole kernel.
 
 Examples:
     python -m benchmarks.models.attention_kernels

@@ -1,8 +1,8 @@
 """How much faster is beam search with a key/value cache, and does it find the same items?
 
-Without the cache every beam's whole sequence is computed again for every further code. With it, a history is computed
-once, its keys and values serve all beams, and a step computes one token per beam. Both are taken in turn, batch after
-batch; the ratio is the median of their ratios.
+Without the cache every beam's whole sequence is computed again for every code. With the cache, a history is computed
+once, all beams use its keys and values, and a step computes one token per beam. Both are timed alternately, batch after
+batch; the speed-up is the median over the batches.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How well does the cost model know what a step costs, and how even are ranks that are balanced by it, in time?
+"""How well does the cost model predict the time of a step, and how even are the times of ranks that it balances?
 
 Fit: random batch mixes are measured, forward and backward, in turn; three quarters are fitted, a quarter is held out.
-Operations alone (time = c0 + c · FLOPs) stand beside the calibrated model.
+The calibrated model is compared with operations only (time = c0 + c · FLOPs).
 
 Balance: the batches of W ranks are planned by operations and by the calibration, and every rank's batch is replayed,
-one rank after another, on this one device. What counts is the largest ÷ mean time of the ranks, as loaded and under
-both plans; the three take turns.
+one rank after another, on this one device. The result is the largest ÷ mean time of the ranks, as loaded and under
+both plans; the three alternate.
 
 Examples:
     python -m benchmarks.models.cost_model
