@@ -30,7 +30,7 @@ BATCHES = ("padded text, trimmed", "padded text", "TensorDict of ragged text", "
 
 
 def make(kind: str, lengths: np.ndarray) -> Any:
-    """A batch of rows of these lengths."""
+    """A batch of rows with these lengths."""
     if kind == "HSTUBatch":
         return make_batch(lengths)
     tokens = [torch.arange(length) for length in lengths.tolist()]
@@ -47,7 +47,7 @@ def make(kind: str, lengths: np.ndarray) -> Any:
 
 
 def scattered(rank: int, kind: str, repeats: int) -> list[dict[str, float]]:
-    """Bytes over share, bytes, and milliseconds, of each step after the first three."""
+    """Received bytes ÷ bytes of the share, bytes, and milliseconds, for each step after the first three."""
     measured = []
     for step in range(repeats + 3):
         lengths = draw("lognormal", ROWS * dist.get_world_size(), step)
@@ -71,7 +71,7 @@ def scattered(rank: int, kind: str, repeats: int) -> list[dict[str, float]]:
 
 
 def redistributed(rank: int, repeats: int) -> dict[str, float]:
-    """Bytes sent by all ranks over those of the rows that moved, and over those of all rows; means."""
+    """Bytes sent by all ranks ÷ bytes of the moved rows, and ÷ bytes of all rows; means."""
     measured = []
     for step in range(repeats):
         others = dist.get_world_size() - 1

@@ -27,7 +27,7 @@ Groups = list[list[int]]
 
 
 class PretendedVllm(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """vLLM, which torchtitan's generators import and its batcher does not use."""
+    """A stand-in for vLLM, which torchtitan's generators import but its batcher does not use."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """A package for each of its modules."""
@@ -93,7 +93,7 @@ def of_torchtitan() -> dict[str, Callable[[list[int]], Groups]]:
 
 
 def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> dict[str, Any]:
-    """Groups, their evenness and the time of both functions."""
+    """The groups of both functions, their balance and the time."""
     found: dict[str, dict[str, list[float]]] = {"groups": {}, "largest load ÷ mean": {}, "ms": {}}
     for seed, (name, function) in itertools.product(range(seeds), functions.items()):
         lengths = draw("rollouts", ROWS, seed).tolist()
@@ -115,7 +115,7 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
     """Group, print, and write benchmarks/results/drop_ins.md.
 
     Args:
-        seeds: batches of rows.
+        seeds: number of batches.
     """
     pairs = {
         "verl `rearrange_micro_batches`": of_verl(),

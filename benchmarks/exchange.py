@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
-from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, tell_of_all_ranks
+from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, record_all_ranks
 from benchmarks.shared.report import Page, timed
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
@@ -52,7 +52,7 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
         closing(HSTUBalancedBatchShuffler(**SIZES)) as shuffler,
         without_gil() as native_seconds,
     ):
-        tell_of_all_ranks(shuffler, batches)
+        record_all_ranks(shuffler, batches)
         worker = shuffler.engine._worker
 
         def seconds_of(job: Callable[[], Any]) -> float:

@@ -27,15 +27,15 @@ STRATEGIES = ("group_by_length", "batch_rebalance", "balanced", "balanced, windo
 
 
 def cost_of(lengths: np.ndarray) -> np.ndarray:
-    """int64 `(n,)`: 1,000 times what BatchRebalanceSampler takes a row of a micro-batch to cost."""
+    """int64 `(n,)`: 1,000 × the cost of a row of a micro-batch in BatchRebalanceSampler."""
     return 1000 * lengths + lengths * lengths
 
 
 def read_by_rank(strategy: str, lengths: np.ndarray, ranks: int, rank: int | None) -> list[list[int]]:
-    """An epoch's batches of one rank, or of all ranks in turn, as the strategy's own code makes them."""
+    """An epoch's batches of one rank, or of all ranks in turn, made by the strategy's own code."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-    if strategy == "group_by_length":  # then Accelerate deals every W-th batch to each of W ranks
+    if strategy == "group_by_length":  # then Accelerate gives every W-th batch to each of W ranks
         generator = torch.Generator().manual_seed(1)
         order = list(LengthGroupedSampler(BATCH * ACCUMULATED, lengths=lengths.tolist(), generator=generator))
         return [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
@@ -50,7 +50,7 @@ def read_by_rank(strategy: str, lengths: np.ndarray, ranks: int, rank: int | Non
 
 
 def measure(strategy: str, lengths: np.ndarray, ranks: int) -> dict[str, Any]:
-    """Plan an epoch; the page says what each column means."""
+    """Plan an epoch; the page explains each column."""
     costs, batches = cost_of(lengths), read_by_rank(strategy, lengths, ranks, None)
     of_step = ranks * ACCUMULATED
     peaks, slowest, ours, means = [], 0, 0, 0.0
@@ -79,7 +79,7 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
     """Plan, print, and write benchmarks/results/hugging_face.md.
 
     Args:
-        ranks: that are planned for.
+        ranks: number of ranks to plan for.
     """
     page = Page(
         "Hugging Face's Trainer",

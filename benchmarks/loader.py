@@ -28,11 +28,11 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
 
 _TARGET = 20_000
-_MAX_HISTORY = 2_400  # longer than any
+_MAX_HISTORY = 2_400  # longer than any history
 
 
 def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> dict[str, Any]:
-    """Sequences a second of the first epoch and, as a median, of the later ones."""
+    """Sequences per second of the first epoch, and the median of later epochs."""
     loader = get_data_loader(
         "ml-1m",
         dataset_path=folder,
@@ -52,7 +52,7 @@ def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> dic
         total += sequences
     if num_workers:
         del batch
-        loader._iterator = None  # workers end with their iterator, and their time is counted then
+        loader._iterator = None  # ends the workers, after which their CPU time is available
         gc.collect()
     used = _cpu_seconds(num_workers) - used
     return {

@@ -53,11 +53,11 @@ CUDA_PIPELINES = PIPELINES | {
     "prefetch": PrefetchTrainPipelineSparseDist,
 }
 STAGES = ("stock", "identity", "synchronous", "two-phase")
-LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
+LONGEST, ROWS, WARMUP = 256, 32, 6  # most items; rows per rank; steps that are not counted
 
 
 class _Synchronous(HSTUBalancedBatchShuffler):
-    """Waits for gather and plan where they begin."""
+    """A shuffler that waits for gather and plan as soon as they start."""
 
     def start_shuffle(self, *args: Any, **kwargs: Any) -> ShuffleHandle:
         handle = super().start_shuffle(*args, **kwargs)
@@ -92,7 +92,7 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
 
 
 def observe(pipeline: Any, recorder: Recorder) -> None:
-    """Record one pipeline as `evenrank.observe` records all of a process."""
+    """Record one pipeline as `evenrank.observe` records all pipelines of a process."""
     read, train = pipeline._next_batch, pipeline.progress
     pipeline._next_batch = lambda *arguments: recorder._reading(pipeline, partial(read, *arguments))
     pipeline.progress = lambda *arguments: recorder._training(pipeline, partial(train, *arguments))
@@ -149,9 +149,9 @@ def measure(
 
 
 def recorded_step(keys: int) -> float:
-    """Least microseconds of CPU that recording takes from a step with a batch of 32 rows of so many keys."""
+    """Least microseconds of CPU to record a step with a batch of 32 rows of `keys` keys."""
     batch = make_batch(draw("lognormal", 32, 0), [f"context_{key}" for key in range(keys - 2)])
-    recorder, pipeline, steps = Recorder(), Recorder, 500  # anything stands for the pipeline
+    recorder, pipeline, steps = Recorder(), Recorder, 500  # any object can stand for the pipeline
 
     def record() -> None:
         for _ in range(steps):
@@ -162,7 +162,7 @@ def recorded_step(keys: int) -> float:
 
 
 def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
-    """What `evenrank.observe` takes from a step: by itself, and of whole steps in turn with stock ones."""
+    """The cost of `evenrank.observe`: of a recording, and of whole steps alternating with stock steps."""
     device = sizes[-1]
     measured = run_ranks(
         measure, ranks, ("stock", "observed"), "native", "uniform", *sizes, timeout=1800, device=device
@@ -193,7 +193,7 @@ def main(
     Args:
         steps: measured steps per case.
         device: where ranks run.
-        ranks: how many; on CUDA a GPU each.
+        ranks: number of ranks; on CUDA a GPU each.
     """
     torch.set_num_threads(1)
     pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)

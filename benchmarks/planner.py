@@ -129,7 +129,7 @@ def measure_peers(page: Page, repeats: int, quick: bool) -> None:
 
 
 def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
-    """Tokens that leave their rank and their node of eight, and what that costs in balance and time."""
+    """Tokens that leave their rank and their node of eight, and the cost of locality in balance and time."""
     body: list[Row] = []
     medians: dict[tuple[int, str], Row] = {}
     sizes = (8, 64) if quick else (8, 64, 256, 1024)
@@ -140,7 +140,7 @@ def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
             workloads, home = COSTS["HSTU"](tokens), np.arange(len(tokens)) // 32
             plans = partial(partition, workloads, num_parts, tokens=tokens, home=home, ranks_per_node=NODE, slack=0.01)
             plan, total = plans(), tokens.sum()
-            # Whatever a node holds above that load at home has to leave it.
+            # A node's load above that limit at home has to leave the node.
             beyond = (workloads.reshape(-1, NODE * 32).sum(1) - NODE * plan.loads.max()).clip(min=0).sum()
             found.append(
                 {
@@ -172,7 +172,7 @@ def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
 
 
 def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
-    """What a cap of 1.03 × the mean tokens costs in load."""
+    """The load with a cap of 1.03 × the mean tokens."""
     body: list[Row] = []
     undominated: list[float] = []
     cases = itertools.product(TIMED[: 2 if quick else 3], LENGTHS, ("HSTU", "L²"))
@@ -189,7 +189,7 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
             found.append(
                 {"tokens ÷ mean, no cap": most, "with cap": with_cap, "load ÷ load without cap": load, "ms": ms}
             )
-            # One sample is most of what a rank should carry: then tokens and load cannot both be even.
+            # One sample is most of a rank's share, so tokens and load cannot both be even.
             if workloads.max() > 0.5 * workloads.sum() / num_parts:
                 dominated += 1
             else:
@@ -207,7 +207,7 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
 
 
 def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
-    """Balance and time of plans for ranks of different speeds, beside plans without."""
+    """Balance and time of plans for ranks of different speeds, compared with plans without speeds."""
     body: list[Row] = []
     for shape, lengths in tqdm(list(itertools.product(TIMED[: 2 if quick else 3], LENGTHS)), desc="speeds"):
         for equal_size in (True, False):

@@ -46,16 +46,16 @@ from hstu.model.layer import HSTUEncoder
 
 OPTIONS = {"equal": "equal", "measured": "measured", "known": "equal"}
 SLOW = 1  # the rank that is limited
-SHARE = 0.5  # of its processor time
+SHARE = 0.5  # the part of its processor time that it keeps
 PERIOD_US = 10_000
-QUOTAS = 0.9  # of a core that ranks share, in all
-# Of a phase, the first steps in which speeds change; the rest is settled.
+QUOTAS = 0.9  # total part of a core that its ranks get
+# The first steps of a phase, in which speeds change; later steps are settled.
 SETTLING = 75
 PICTURE = Path(__file__).parents[1] / "docs" / "speeds.svg"
 
 
 class Limit:
-    """Limits this process to a part of a core, by a control group of its own."""
+    """A control group that limits this process to a part of a core."""
 
     def __init__(self) -> None:
         root = Path("/sys/fs/cgroup")
@@ -71,7 +71,7 @@ class Limit:
             ) from None
 
     def set(self, cores: float | None) -> None:
-        """So many cores; None for no limit."""
+        """Limit the group to this number of cores; None for no limit."""
         quota = None if cores is None else round(cores * PERIOD_US)
         if self._is_first_version:
             (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
@@ -87,7 +87,7 @@ class Limit:
 
 @contextmanager
 def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
-    """Pin this process to a core; gives a function that limits it to half of what it had, or no longer does so."""
+    """Pin this process to a core; yields a function that halves its processor time, or lifts that limit."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     sharing = -(-dist.get_world_size() // len(cores))
@@ -117,10 +117,10 @@ class Variant:
         self._timer = ForwardTimer(encoder, CPU)
         in_order = np.arange(len(users)).reshape(-1, dist.get_world_size(), rows)[:, rank]
         self._batches = (make_batch(users[own]) for own in in_order)
-        self.speed: list[float] = []  # of the slow rank, as a part of the fastest's
+        self.speed: list[float] = []  # speed of the slow rank ÷ the fastest rank's
 
     def step(self) -> None:
-        """Train a batch, to the end of what the worker does for it."""
+        """Train a batch, and wait until the worker is idle."""
         self._pipeline.progress(self._batches)
         stats = self._pipeline.last_stats
         self._timer.step(stats)
@@ -130,7 +130,7 @@ class Variant:
         self.speed.append(stats.speeds[SLOW] / max(stats.speeds) if stats.speeds else 1.0)
 
     def plan_with(self, speeds: np.ndarray | None) -> None:
-        """Speeds from here on, whatever times are; of a variant whose speeds are "equal"."""
+        """Set the speeds for later steps, independent of times; for a variant with "equal" speeds."""
         for session in self.shuffler.engine._sessions.values():
             session._speeds.to_plan_with = speeds
 
@@ -180,12 +180,12 @@ def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...],
 
 
 def longest(measured: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """float64 `(steps,)` by variant, milliseconds of the rank that took longest."""
+    """float64 `(steps,)` by variant: milliseconds of the slowest rank."""
     return {name: np.max([each["ms"][name] for each in measured], axis=0) for name in measured[0]["ms"]}
 
 
 def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Median steps by phase, the ratio to "equal", and what is possible."""
+    """Median steps by phase, the ratio to "equal", and the best possible ratio."""
     ms, lines = longest(measured), []
     skipped = min(SETTLING, 3 * steps // 2)
     ends = np.cumsum([steps, 2 * steps, 2 * steps])
@@ -250,10 +250,10 @@ def main(
 
     Args:
         ranks: numbers of ranks that train.
-        rows: of a rank's batch.
-        steps: before a rank is limited; twice as many while it is, and after.
-        equal_steps: steps on ranks that are equally fast.
-        warmup: steps before.
+        rows: rows of a rank's batch.
+        steps: steps before a rank is limited; twice as many while it is limited, and afterwards.
+        equal_steps: steps on equally fast ranks.
+        warmup: steps before the measurement.
     """
     if quick:
         ranks, steps, equal_steps = ranks[:1], min(steps, 20), min(equal_steps, 20)

@@ -24,7 +24,7 @@ from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid
 
 WINDOWS = (2, 4, 8)
-# Times of this process: others on the machine do not count.
+# CPU times of this process, without other programs.
 cpu_milliseconds = partial(milliseconds, clock=time.process_time)
 
 
@@ -46,7 +46,7 @@ CASES = (
     Case("user-like", 1024, 32, (1.21, 1.09, 1.03)),
     Case("zipf", 64, 8, (1.09, 1.05, 1.03)),
 )
-# Planned without and with a home.
+# Cases to time, planned without and with a home.
 TIMED = tuple(Case(lengths, ranks, 32, ()) for ranks in (64, 1024) for lengths in ("user-like", "zipf", "lognormal"))
 
 
@@ -56,7 +56,7 @@ class Batches(NamedTuple):
     tokens: np.ndarray
     workloads: np.ndarray  # cost HSTU
     home: np.ndarray  # the rank that loads each row
-    home_step: np.ndarray  # the batch it is in
+    home_step: np.ndarray  # the batch that has each row
     ranks: int
     steps: int
 
@@ -69,7 +69,7 @@ class Batches(NamedTuple):
         return cls(tokens, COSTS["HSTU"](tokens), rows % batch // case.rows, rows // batch, case.ranks, steps)
 
     def plan(self, **keywords: Any) -> Grid:
-        """The grid of these batches, each known for what it is."""
+        """The grid of these batches, planned with the batch and rank of each row."""
         return partition_grid(self.workloads, self.ranks, self.steps, home_step=self.home_step, **keywords)
 
     def plan_near_home(self) -> Grid:
@@ -81,13 +81,13 @@ class Batches(NamedTuple):
         return total * self.ranks / float(self.workloads.sum())
 
     def as_loaded(self) -> float:
-        """That of the batches as they are loaded."""
+        """Σ largest load ÷ Σ mean load of the batches as loaded."""
         cell = self.home_step * self.ranks + self.home
         loads = np.bincount(cell, weights=self.workloads, minlength=self.steps * self.ranks)
         return self.over_mean(loads.reshape(self.steps, self.ranks).max(axis=1).sum())
 
     def each_alone(self) -> float:
-        """That of every batch balanced by itself."""
+        """Σ largest load ÷ Σ mean load if every batch is balanced separately."""
         batches = [self.workloads[self.home_step == step] for step in range(self.steps)]
         return self.over_mean(sum(int(partition(batch, self.ranks).loads.max()) for batch in batches))
 
@@ -147,7 +147,7 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
 
 
 def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
-    """Tokens that change their rank, and the load that has to."""
+    """Tokens that change their rank, and the load that must change it."""
     body = []
     cases = [*CASES[:2], Case("lognormal", 64, 32, ()), Case("zipf", 64, 32, ()), *([] if quick else [CASES[2]])]
     for case, window in tqdm(list(itertools.product(cases, (1, *WINDOWS))), desc="traffic"):
@@ -156,7 +156,7 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
             batches = Batches.draw(case, window, seed)
             grid, total = batches.plan_near_home(), float(batches.tokens.sum())
             moved, crossed = grid.assignment != batches.home, grid.assignment // NODE != batches.home // NODE
-            # Whatever a rank has loaded above the sum of the largest loads has to leave it.
+            # A rank's load above the sum of the largest loads has to leave it.
             loaded = np.bincount(batches.home, weights=batches.workloads, minlength=case.ranks)
             found.append(
                 {
@@ -177,7 +177,7 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
 
 
 def measure_samplers(page: Page, quick: bool) -> None:
-    """Balance and memory of what the samplers read, and their planning."""
+    """Balance and memory of the samplers' steps, and their planning time."""
     ranks, rows = 64, 32
     tokens = draw("user-like", ranks * rows * (16 if quick else 64), 0)
     work = COSTS["HSTU"](tokens)
@@ -196,7 +196,7 @@ def measure_samplers(page: Page, quick: bool) -> None:
         started = time.process_time()
         steps = list(sampler.plan(0))
         per_step = (time.process_time() - started) / len(steps) * 1e3
-        # The last step has what is left.
+        # The last step has the remaining rows.
         body.append(_spreads(name, steps[:-1], tokens, work, ranks) | {"ms per step": f"{per_step:.1f}"})
     page.section(
         "Samplers: balance and memory",
@@ -209,7 +209,7 @@ def measure_samplers(page: Page, quick: bool) -> None:
 
 
 def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarray, ranks: int) -> dict[str, str]:
-    """Balance, peak tokens and rows of steps, each its rows and their ranks."""
+    """Balance, peak tokens and rows of steps; a step is given by its rows and their ranks."""
     of_tokens, loads = (
         np.array([np.bincount(rank, each[rows], ranks) for rows, rank in steps]) for each in (tokens, work)
     )

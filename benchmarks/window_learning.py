@@ -45,15 +45,15 @@ _MODES = {
 
 @dataclass(frozen=True)
 class Learned:
-    """What a training ends with."""
+    """The result of a training."""
 
     metric: float  # of the task, on held-out users
-    imbalance: float  # of the loads that were trained
+    imbalance: float  # of the trained loads
     steps: int
 
 
 def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick = False) -> None:
-    """Train HSTU in every mode of balancing, and compare what it has learnt; write results/window_learning.md.
+    """Train HSTU in every mode of balancing, and compare the metrics; write results/window_learning.md.
 
     Args:
         seeds: of weights, dropout, the order of the data and the held-out users.
@@ -118,7 +118,7 @@ def _train(folder: Path, data: Path, task: str, seed: int, mode: str, ranks: int
 
 
 def _prepare(folder: Path, seed: int) -> Path:
-    """The ratings as a data set, of whose users `seed` holds out a fifth."""
+    """The ratings as a data set; `seed` selects the fifth of the users that is held out."""
     events = folder / "ratings.parquet"
     if not events.exists():
         run_program([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _WHEEL])
@@ -139,7 +139,7 @@ def _columns(section: str = "dataset.") -> list[str]:
 
 
 def _mean_and_error(values: Sequence[float]) -> str:
-    """The mean, and its standard error where there are several values."""
+    """The mean, and its standard error if there are several values."""
     mean = f"{statistics.fmean(values):.4f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
 

@@ -60,12 +60,12 @@ def draw_lengths(kind: str, rows: int, longest: int, generator: torch.Generator)
 
 
 def pairs_of(lengths: torch.Tensor) -> int:
-    """Pairs of a query and a key that it sees."""
+    """The number of (query, key) pairs that the mask keeps."""
     return int((lengths * (lengths + 1) // 2).sum())
 
 
 def line_in(work: list[float], seconds: list[float]) -> tuple[float, float, float]:
-    """Slope, intercept and R² of seconds as a line in a measure of work."""
+    """Slope, intercept and R² of a linear fit of seconds to a measure of work."""
     slope, intercept = np.polyfit(work, seconds, 1)
     residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
     return float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds))
@@ -133,7 +133,7 @@ class SIDGR:
 
 
 def attention_pass(subject: HSTU | SIDGR, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
-    """Forward and backward over a batch, with random queries, keys and values of its own."""
+    """Forward and backward over a batch, with random queries, keys and values."""
     shape = (int(lengths.sum()), HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
 
@@ -146,7 +146,7 @@ def attention_pass(subject: HSTU | SIDGR, lengths: torch.Tensor, **options: Any)
 
 
 def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> list[Any]:
-    """Measure a subject; the parts of its section."""
+    """Measure a subject; returns the parts of its section."""
     draw = partial(torch.randint, size=(), generator=subject.generator)
     passes, steps, work = [], [], np.empty((4, shapes))
     for index in range(shapes):
@@ -196,7 +196,7 @@ def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> 
 def device_sections(
     device: torch.device, head_dims: tuple[int, ...] = (64, 128), rows: int = 32, longest: int = 4096, repeats: int = 12
 ) -> list[str]:
-    """A table of uniform, lognormal and Zipf lengths, with and without a bias; and how time follows the pairs."""
+    """A table of uniform, lognormal and Zipf lengths, with and without a bias; and the fit of time to pairs."""
     kinds = ("uniform", "lognormal", "zipf")
     timed = partial(time_kernels, longest=longest, device=device, repeats=repeats)
     body = [timed(*case)[0] for case in itertools.product(kinds, (rows,), head_dims, (False, True))]

@@ -49,7 +49,7 @@ def load_target(model: str, device: torch.device) -> tuple[CostTarget, int]:
 
 
 def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> Calibration:
-    """A calibration to steps that are measured."""
+    """A calibration to measured steps."""
     measured = measure_steps(
         target,
         draw_mixes(mixes, target.batch_size, longest, seed=0),
@@ -73,7 +73,7 @@ def plans(target: CostTarget, costs: Mapping[str, Any], lengths: np.ndarray, ran
 def replay(
     target: CostTarget, costs: Mapping[str, Any], name: str, *, ranks: int, rows: int, longest: int, steps: int
 ) -> dict[str, Any]:
-    """How even the ranks of every plan are in time, and how much faster the slowest is; a batch's median of three."""
+    """Time imbalance of the ranks and the slowest rank's speed-up, by plan; a batch's time is the median of three."""
     largest: dict[str, list[float]] = {}
     mean: dict[str, list[float]] = {}
     for step in tqdm(range(steps), desc=f"replay {name}", unit="step"):
@@ -99,7 +99,7 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     """Measure and write the page.
 
     Args:
-        device: where; auto takes a GPU if there is one.
+        device: device to run on; auto uses a GPU if there is one.
         ranks: ranks whose batches are replayed.
     """
     where = choose_device(device, threads=1)
