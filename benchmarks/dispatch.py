@@ -1,7 +1,7 @@
-"""Does each rank receive its share and no more, and what does that save against a broadcast of the whole batch?
+"""Does each rank receive only its share, and how much does this save compared with a broadcast of the whole batch?
 
-One rank holds a batch of 64 rows per rank, the other ranks receive their shares on real gloo ranks. Bytes are counted
-as they arrive, structure and row numbers included, and divided by the bytes of the share's tensors.
+One rank has a batch of 64 rows per rank, the other ranks receive their shares, on real gloo ranks. All received bytes
+are counted, including structure and row numbers, and divided by the bytes of the share's tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCHES = ("padded text, trimmed", "padded text", "TensorDict of ragged text", "
 
 
 def make(kind: str, lengths: np.ndarray) -> Any:
-    """A batch of rows of these lengths."""
+    """A batch of rows with these lengths."""
     if kind == "HSTUBatch":
         return make_batch(lengths)
     tokens = [torch.arange(length) for length in lengths.tolist()]
@@ -47,7 +47,7 @@ def make(kind: str, lengths: np.ndarray) -> Any:
 
 
 def scattered(rank: int, kind: str, repeats: int) -> list[dict[str, float]]:
-    """Bytes over share, bytes, and milliseconds, of each step after the first three."""
+    """Received bytes ÷ bytes of the share, bytes, and milliseconds, for each step after the first three."""
     measured = []
     for step in range(repeats + 3):
         lengths = draw("lognormal", ROWS * dist.get_world_size(), step)
@@ -71,7 +71,7 @@ def scattered(rank: int, kind: str, repeats: int) -> list[dict[str, float]]:
 
 
 def redistributed(rank: int, repeats: int) -> dict[str, float]:
-    """Bytes sent by all ranks over those of the rows that moved, and over those of all rows; means."""
+    """Bytes sent by all ranks ÷ bytes of the moved rows, and ÷ bytes of all rows; means."""
     measured = []
     for step in range(repeats):
         others = dist.get_world_size() - 1
@@ -105,7 +105,7 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Dispatch: bytes and time",
         f"{ROWS} rows per rank, lognormal lengths of mean 512, {repeats} steps, medians. Time is from the call to the "
-        "end on all ranks; on two cores the times of four ranks say little.",
+        "end on all ranks; with four ranks on two cores, times are not meaningful.",
     )
     body = []
     for size, kind in tqdm(list(itertools.product(sizes, BATCHES)), desc="scatter"):
@@ -116,7 +116,7 @@ def main(quick: Quick = False) -> None:
     page.section("scatter_balanced", body)
     page.section(
         "redistribute_balanced",
-        "Rank 0 has half as many rows as the others bring on average; ragged text.",
+        "Rank 0 has half as many rows as the other ranks on average; ragged text.",
         [{"ranks": size} | run_ranks(redistributed, size, repeats)[0] for size in tqdm(sizes, desc="redistribute")],
     )
     page.finish(quick=quick)

@@ -1,4 +1,4 @@
-"""evenrank.integrations beside the functions that verl, AReaL and torchtitan have there, on the same lengths.
+"""evenrank.integrations compared with the functions of verl, AReaL and torchtitan, on the same lengths.
 
 python -m benchmarks.drop_ins
 """
@@ -27,7 +27,7 @@ Groups = list[list[int]]
 
 
 class PretendedVllm(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """vLLM, which torchtitan's generators import and its batcher does not use."""
+    """A stand-in for vLLM, which torchtitan's generators import but its batcher does not use."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """A package for each of its modules."""
@@ -93,7 +93,7 @@ def of_torchtitan() -> dict[str, Callable[[list[int]], Groups]]:
 
 
 def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> dict[str, Any]:
-    """Groups, their evenness and the time of both functions."""
+    """The groups of both functions, their balance and the time."""
     found: dict[str, dict[str, list[float]]] = {"groups": {}, "largest load ÷ mean": {}, "ms": {}}
     for seed, (name, function) in itertools.product(range(seeds), functions.items()):
         lengths = draw("rollouts", ROWS, seed).tolist()
@@ -115,7 +115,7 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
     """Group, print, and write benchmarks/results/drop_ins.md.
 
     Args:
-        seeds: batches of rows.
+        seeds: number of batches.
     """
     pairs = {
         "verl `rearrange_micro_batches`": of_verl(),
@@ -133,9 +133,9 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
 
 
 _READING = (
-    "Groups of all batches added up; fewer are less work for the launches and the optimizer. Loads are tokens. verl's "
-    "micro-batches are even in its estimate of work, 24,576·L + L², by both functions; its time has the selection of "
-    "rows."
+    "Groups are summed over all batches; fewer groups mean fewer launches and less work for the optimizer. Loads are "
+    "tokens, although both functions for verl balance its estimate of work, 24,576·L + L²; their times include the "
+    "selection of rows."
 )
 
 if __name__ == "__main__":

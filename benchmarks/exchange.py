@@ -1,7 +1,7 @@
 """What does a shuffle cost the thread that launches?
 
-It is measured on one rank, which hears of the others from a list. The bytes that a shuffle sends are counted by
-benchmarks/scale.py.
+Measured on one rank; the messages of the other ranks come from a list. benchmarks/scale.py counts the bytes that a
+shuffle sends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
-from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, tell_of_all_ranks
+from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, record_all_ranks
 from benchmarks.shared.report import Page, timed
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
@@ -31,10 +31,10 @@ LAUNCHES = 2000
 
 
 def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[str, Any]:
-    """What a thread that launches small operations loses while the worker prepares one shuffle; medians, ms.
+    """Measure how much time a thread that launches small operations loses beside a shuffle's worker; medians, ms.
 
-    Each round launches alone, beside as much hashing, beside a shuffle, and alone again. Losses are differences to the
-    mean of the first and the last; the page says what each column means.
+    Each round launches undisturbed, beside equally long hashing, beside a shuffle, and undisturbed again. Losses are
+    differences to the mean of the two undisturbed times; the page explains each column.
     """
     tensor = torch.zeros(4)
 
@@ -52,7 +52,7 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
         closing(HSTUBalancedBatchShuffler(**SIZES)) as shuffler,
         without_gil() as native_seconds,
     ):
-        tell_of_all_ranks(shuffler, batches)
+        record_all_ranks(shuffler, batches)
         worker = shuffler.engine._worker
 
         def seconds_of(job: Callable[[], Any]) -> float:
@@ -73,8 +73,8 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
             prepared = handle.prepared()
             alone = (first + launch()) / 2
             assert prepared.plan is not None and prepared.plan.num_moved
-            found[f"{LAUNCHES} operations alone, ms"].append(alone)
-            found["lost beside hashing as long"].append(beside_hashing - alone)
+            found[f"{LAUNCHES} operations undisturbed, ms"].append(alone)
+            found["lost beside equally long hashing"].append(beside_hashing - alone)
             found["lost beside one shuffle"].append(beside - alone)
             found["difference"].append(beside - beside_hashing)
         for _ in range(rounds):
@@ -90,7 +90,7 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
 
 @contextmanager
 def without_gil() -> Iterator[list[float]]:
-    """Within it, CPU seconds of every call of the core that releases the GIL, on whatever thread."""
+    """A context that collects the CPU seconds of every native call that releases the GIL, on any thread."""
     seconds: list[float] = []
     with mock.patch.dict(core._UNLOCKED, {name: timed(call, seconds) for name, call in core._UNLOCKED.items()}):
         yield seconds
@@ -111,12 +111,12 @@ def main(quick: Quick = False) -> None:
     page.section(
         "Beside the launching thread",
         f"One rank's worker gathers, plans and prepares a shuffle ({ROWS} rows per rank, keys and labels, Zipf; the "
-        "messages of the other ranks come from a list) while another thread launches small operations on the CPU. What "
-        "it loses beside hashing, which is native and holds no GIL, is cores and memory that both use, the floor of "
-        "this measure; what it loses beyond that, round by round, is the GIL. The last column needs no idle machine: "
-        "the worker's CPU time for a shuffle that nobody launches beside, queue and future included, less that within "
-        "the core's calls that release the GIL. Medians, middle half in brackets, ms. The goals are 0.1 ms at 8 ranks "
-        "and 0.2 ms at 64.",
+        "messages of the other ranks come from a list) while another thread launches small operations on the CPU. "
+        "Beside native hashing, which needs no GIL, that thread only loses time because cores and memory are shared; "
+        "beside a shuffle it also waits for the GIL. The difference is taken per round. The last column is also valid "
+        "on a busy machine: the worker's CPU time for a shuffle without a launching thread, queue and future included, "
+        "minus the CPU time in native calls that release the GIL. Medians, middle half in brackets, ms. The goals are "
+        "0.1 ms at 8 ranks and 0.2 ms at 64.",
         launching,
     )
     page.finish(quick=quick)

@@ -1,10 +1,10 @@
-"""Rows dealt to ranks and micro-batches: Hugging Face's strategies beside `balanced(trainer)`, on the same lengths.
+"""Hugging Face's strategies of batching compared with `balanced(trainer)`, on the same lengths.
 
     python -m benchmarks.hugging_face            # a minute
     python -m benchmarks.hugging_face --quick    # few rows: shows that it runs
 
-Needs `pip install "transformers>=5.23" accelerate`. Costs are those of transformers' own BatchRebalanceSampler, which
-ours is given too: rows × (longest + 0.001 · longest²).
+Needs `pip install "transformers>=5.23" accelerate`. All strategies use the cost of transformers' BatchRebalanceSampler:
+rows × (longest + 0.001 · longest²).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ STRATEGIES = ("group_by_length", "batch_rebalance", "balanced", "balanced, windo
 
 
 def cost_of(lengths: np.ndarray) -> np.ndarray:
-    """int64 `(n,)`: 1,000 times what BatchRebalanceSampler takes a row of a micro-batch to cost."""
+    """int64 `(n,)`: 1,000 × the cost of a row of a micro-batch in BatchRebalanceSampler."""
     return 1000 * lengths + lengths * lengths
 
 
 def read_by_rank(strategy: str, lengths: np.ndarray, ranks: int, rank: int | None) -> list[list[int]]:
-    """An epoch's batches of one rank, or of all ranks in turn, as the strategy's own code makes them."""
+    """An epoch's batches of one rank, or of all ranks in turn, made by the strategy's own code."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-    if strategy == "group_by_length":  # then Accelerate deals every W-th batch to each of W ranks
+    if strategy == "group_by_length":  # then Accelerate gives every W-th batch to each of W ranks
         generator = torch.Generator().manual_seed(1)
         order = list(LengthGroupedSampler(BATCH * ACCUMULATED, lengths=lengths.tolist(), generator=generator))
         return [order[at : at + BATCH] for at in range(0, len(order), BATCH)]
@@ -50,7 +50,7 @@ def read_by_rank(strategy: str, lengths: np.ndarray, ranks: int, rank: int | Non
 
 
 def measure(strategy: str, lengths: np.ndarray, ranks: int) -> dict[str, Any]:
-    """Plan an epoch; the page says what each column means."""
+    """Plan an epoch; the page explains each column."""
     costs, batches = cost_of(lengths), read_by_rank(strategy, lengths, ranks, None)
     of_step = ranks * ACCUMULATED
     peaks, slowest, ours, means = [], 0, 0, 0.0
@@ -79,12 +79,12 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
     """Plan, print, and write benchmarks/results/hugging_face.md.
 
     Args:
-        ranks: that are planned for.
+        ranks: number of ranks to plan for.
     """
     page = Page(
         "Hugging Face's Trainer",
         f"Padded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
-        "an epoch of 40 steps. Costs as transformers' BatchRebalanceSampler counts them, for all of them. "
+        "an epoch of 40 steps. For all strategies, costs are those of transformers' BatchRebalanceSampler. "
         f"{described(('texts', 'cut texts'))}",
     )
     for name in ("texts", "cut texts"):
@@ -95,11 +95,11 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
 
 
 _READING = (
-    "*Peak ÷ optimum*: the costliest micro-batch of a step beside the best that its rows allow, in groups that follow "
-    "one another in the order of their lengths. *Max ÷ mean*: ranks wait for each other in every micro-batch. *Padded "
-    "work of the slowest*: summed over an epoch, beside `balanced(trainer)`. *Planning*: CPU time of one rank for its "
-    "own batches, the least of nine epochs. `group_by_length` sorts rows and looks at no costs; a plan of all ranks' "
-    "rows takes more than one sort, and where the loader has a worker process it is hidden behind a step."
+    "*Peak ÷ optimum*: the costliest micro-batch of a step ÷ the optimum for its rows, among contiguous groups of the "
+    "rows sorted by length. *Max ÷ mean*: of the ranks' costs, because ranks wait for each other in every micro-batch. "
+    "*Padded work of the slowest*: summed over an epoch, ÷ that of `balanced(trainer)`. *Planning*: CPU time of one "
+    "rank for its own batches, the least of nine epochs. `group_by_length` only sorts rows and ignores costs; a plan "
+    "of all ranks' rows takes longer than a sort, and is hidden behind a step if the loader has a worker process."
 )
 
 

@@ -1,9 +1,9 @@
 """How many sequences a second does one worker of the loader assemble?
 
-Generated data with histories of mean 165, as MovieLens-1M has. Read by the main process alone, by one worker process
-and by two; shuffled, batches of 32 and 256 users, whole histories kept. The first epoch, which reads and decodes the
-shards, is told apart from the later ones, whose row groups are in memory. A CPU second of a worker holds what it would
-do in a second on a core of its own: assembling a batch and handing it over, the first epoch included.
+Generated data with histories of mean 165, as in MovieLens-1M, read by only the main process, by one worker process and
+by two; shuffled, batches of 32 and 256 users, whole histories kept. The first epoch reads and decodes the shards; it is
+reported separately from later epochs, whose row groups are in memory. The rate per CPU second is a worker's rate with
+its own core: it includes assembling and sending batches, and the first epoch.
 
     python -m benchmarks.loader            12,000 users
     python -m benchmarks.loader --quick    a few users; writes no results page
@@ -28,11 +28,11 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
 
 _TARGET = 20_000
-_MAX_HISTORY = 2_400  # longer than any
+_MAX_HISTORY = 2_400  # longer than any history
 
 
 def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> dict[str, Any]:
-    """Sequences a second of the first epoch and, as a median, of the later ones."""
+    """Sequences per second of the first epoch, and the median of later epochs."""
     loader = get_data_loader(
         "ml-1m",
         dataset_path=folder,
@@ -52,7 +52,7 @@ def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> dic
         total += sequences
     if num_workers:
         del batch
-        loader._iterator = None  # workers end with their iterator, and their time is counted then
+        loader._iterator = None  # ends the workers, after which their CPU time is available
         gc.collect()
     used = _cpu_seconds(num_workers) - used
     return {
@@ -84,7 +84,7 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Loader",
         f"{users:,} generated users of mean length 165; later epochs are a median of five. The main process and its "
-        "workers share the cores: what a worker does with a core of its own is the number per CPU second.",
+        "workers share the cores; the numbers per CPU second are the rates of a worker with its own core.",
         threads="; one thread per process",
     )
     slowest = min(row["later epochs, seq/s"] for row in rows if row["workers"] == 1)

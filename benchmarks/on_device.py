@@ -1,14 +1,14 @@
-"""Everything that only a GPU can tell, in under half an hour and on one page, benchmarks/results/on_device.md.
+"""All tests and measurements that need a GPU, in under half an hour and on one page, benchmarks/results/on_device.md.
 
-What compiling kernels takes, the cases of tests/gpu (on one GPU two ranks share it), the pipelines under torch's CUDA
-sanitizer, what the exchange and HSTU's attention cost, a traced training step, and what balancing gains in time, every
-rank's batch in turn on one GPU. Every part has a process and a time limit of its own: the page says what failed, and
-the others go on. What they print is in runs/on_device while they run.
+Compilation of the kernels, the cases of tests/gpu (two ranks share a single GPU), the pipelines under torch's CUDA
+sanitizer, the cost of the exchange and of HSTU's attention, a traced training step, and the gain of balancing in time,
+with every rank's batch run one after another on one GPU. Every part has its own process and time limit: if a part
+fails, the page names it and the other parts still run. Their output is in runs/on_device while they run.
 
 Examples:
     python -m benchmarks.on_device
     python -m benchmarks.on_device --only exchange balance
-    python -m benchmarks.on_device --rehearse          # the same code on the CPU; its sizes tell nothing
+    python -m benchmarks.on_device --rehearse          # the same code on the CPU; its numbers have no meaning
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from hstu.train_config import ModelArgs
 
 PartName = Literal["warm_up", "cases", "layers", "sanitizer", "exchange", "attention", "step", "balance"]
 LOGS = Path("runs", "on_device")  # what the parts print, while they run
-LAYER_CASES = "test_hstu_layers_on_device"  # the file of tests/gpu that has a part of its own
+LAYER_CASES = "test_hstu_layers_on_device"  # the file of tests/gpu that has its own part
 PUBLISHED_GAIN = 1.53  # recsys-examples' balanced shuffler on 16 × H100, the setting of hstu/configs/benchmark.toml
 
 
 class PartFailedError(RuntimeError):
-    """A part has run and something in it failed; the message is the part's text."""
+    """A part has run and failed; the message is the part's text."""
 
 
-_BATCHES = ((32, 1024), (32, 4096), (128, 1024))  # rows of a rank, and the longest
+_BATCHES = ((32, 1024), (32, 4096), (128, 1024))  # rows per rank, and the longest row
 
 
 def warm_up(device: torch.device) -> str:
-    """Compile what the parts after this one use: kernels of three widths, and what torch.compile needs."""
+    """Compile what later parts need: kernels of three widths, and code of torch.compile."""
     rows = []
     for head_dim in (16,) if device.type == "cpu" else (64, 128, 256):
         config = ModelArgs(num_attention_heads=4, kv_channels=head_dim, compute_dtype="bf16")
@@ -72,37 +72,37 @@ def warm_up(device: torch.device) -> str:
 
 
 def cases_on_device(device: torch.device) -> str:
-    """All of tests/gpu but the layers, by ci/test_gpu.sh."""
+    """Run all of tests/gpu except the layers, by ci/test_gpu.sh."""
     if device.type == "cpu":
         return _run_cases(["ci/test_gpu.sh", "--cpu", "2", "-k", "transports"])
     return _run_cases(["ci/test_gpu.sh", "--share", "-k", f"not {LAYER_CASES}"])
 
 
 def cases_of_layers(device: torch.device) -> str:
-    """Those of HSTU's layers, for which most kernels are compiled."""
+    """Run the cases of HSTU's layers, which compile most kernels."""
     arguments = [f"tests/gpu/{LAYER_CASES}.py", "--device", device.type, "-p", "no:cacheprovider"]
     chosen = ["-k", "a_model and fp32"] if device.type == "cpu" else []
     return _run_cases([*_launch(device), "-m", "pytest", *arguments, *chosen])
 
 
 def cases_under_sanitizer(device: torch.device) -> str:
-    """The pipelines under torch's CUDA sanitizer, which looks for races between streams."""
+    """Run the pipelines under torch's CUDA sanitizer, which detects races between streams."""
     arguments = ["tests/gpu/test_pipelines_on_device.py", "--device", device.type, "-p", "no:cacheprovider"]
     cases = "lite" if device.type == "cpu" else "unshuffled and device_id"  # on the groups that the trainer makes
     command = [*_launch(device), "-m", "pytest", *arguments, "-k", cases]
-    # Without CUDA torch cannot be imported with it.
+    # Without CUDA, torch cannot be imported under the sanitizer.
     return _run_cases(command, {"TORCH_CUDA_SANITIZER": "1"} if device.type == "cuda" else None)
 
 
 def _launch(device: torch.device) -> list[str]:
-    """The launch of torchrun with a rank on every GPU or, where there is one, two that share it; two on the CPU."""
+    """The torchrun command: a rank on every GPU, two ranks on a single GPU, or two ranks on the CPU."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     launch = [*TORCHRUN, f"--nproc_per_node={max(gpus, 2)}"]
     return [*launch, "--no-python", "ci/share_gpu.sh", sys.executable] if gpus == 1 else launch
 
 
 def _run_cases(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """Run cases of pytest; a part's text is what pytest sums up at the end."""
+    """Run cases of pytest; the part's text is pytest's summary."""
     status, output = _streamed(command, environment)
     lines = [line.strip("= \n") for line in output.splitlines()]
     sums = [line for line in lines if re.search(r"\d+ (passed|failed|error)", line)]
@@ -115,7 +115,7 @@ def _run_cases(command: Sequence[str], environment: dict[str, str] | None = None
 
 
 def _streamed(command: Sequence[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run a program whose output goes to standard error as it comes; its status, and the output."""
+    """Run a program, and copy its output to standard error while it runs; returns its status and output."""
     lines = []
     with subprocess.Popen(
         command,
@@ -134,13 +134,13 @@ def _streamed(command: Sequence[str], environment: dict[str, str] | None = None)
 
 
 def exchange(device: torch.device) -> str:
-    """What finishing a shuffle costs one rank of many: time of the host and of the device, less that on the wire."""
+    """Time of one rank of many to finish a shuffle, on the host and on the device, without network time."""
     rehearse = device.type == "cpu"
     sizes = ((4, 8, 64),) if rehearse else [(8, *each) for each in _BATCHES] + [(64, *each) for each in _BATCHES]
     rows = [_finish_cost(device, *each, 3 if rehearse else 40) for each in sizes]
     return (
-        "Pack, hand over to the collective, unpack; the peers' rows are made up and the collective sends nothing, so "
-        "that the wire is not in it. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
+        "Pack, call the collective, unpack; the other ranks' rows are generated and the collective sends nothing, so "
+        "network time is excluded. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
         + table(rows)
     )
 
@@ -177,8 +177,8 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
 
 
 def attention(device: torch.device) -> str:
-    """HSTU's attention: time against the arithmetic floor, and against the blocks of dense products."""
-    # One width of a head: for every further one a dozen kernels are compiled.
+    """HSTU's attention: time compared with the arithmetic floor, and with the blocks of dense products."""
+    # Only one width of a head: each width compiles a dozen kernels.
     sizes = {"rows": 2, "longest": 16, "repeats": 1} if device.type == "cpu" else {}
     return "\n\n".join(device_sections(device, head_dims=(64,), **sizes))
 
@@ -212,7 +212,7 @@ def traced_step(device: torch.device) -> str:
 
 
 def describe_trace(events: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """What the device does in the forward passes of a trace of torch.profiler: by its name, milliseconds or a share."""
+    """The device's work in the forward passes of a torch.profiler trace: milliseconds or a share, by name."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     forwards = [each for each in spans if each["cat"] == "user_annotation" and each["name"].startswith("## forward")]
     begins, ends = (
@@ -223,7 +223,7 @@ def describe_trace(events: Iterable[dict[str, Any]]) -> dict[str, str]:
     found = {"forward pass on the host": f"{_median(each['dur'] for each in forwards):.2f} ms"}
     if not len(begins):
         return found | {"gap before the first layer": "– (no kernels in the trace)"}
-    last = np.concatenate([[-np.inf], np.maximum.accumulate(ends)])  # when the device is done with those before each
+    last = np.concatenate([[-np.inf], np.maximum.accumulate(ends)])  # when the device has finished all earlier spans
     gaps, busy = [], []
     for begin, length in ((each["ts"], each["dur"]) for each in forwards):
         following = int(np.searchsorted(begins, begin))
@@ -244,7 +244,7 @@ def _median(microseconds: Iterable[float]) -> float:
 
 
 def balance(device: torch.device) -> str:
-    """What balancing gains in time: the batches of all ranks, one after the other on this device."""
+    """The gain of balancing in time: the batches of all ranks, one after another on this device."""
     target, longest = load_target("HSTU", device)
     sizes = (2, 2, 2, 16) if device.type == "cpu" else (16, 32, 4, longest)
     ranks, rows, steps, longest = sizes
@@ -252,8 +252,8 @@ def balance(device: torch.device) -> str:
     row = replay(target, costs, "zipf", ranks=ranks, rows=rows, longest=longest, steps=steps)
     return (
         f"{ranks} ranks × {rows} rows, {steps} batches, lengths to {longest}: forward and backward pass of every "
-        "rank's batch in turn, without sharded tables, exchange and updates; largest ÷ mean time of the ranks, and how "
-        f"much faster the slowest is. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table([row])
+        "rank's batch, one after another, without sharded tables, exchange and updates; largest ÷ mean time of the "
+        f"ranks, and the slowest rank's speed-up. Published for 16 × H100: {PUBLISHED_GAIN}×.\n\n" + table([row])
     )
 
 
@@ -262,8 +262,8 @@ class Part:
     """One section of the page."""
 
     title: str
-    seconds: float  # after which it is ended
-    measure: Callable[[torch.device], str]  # makes the text; on the CPU it is a rehearsal, with sizes that tell nothing
+    seconds: float  # time limit
+    measure: Callable[[torch.device], str]  # makes the text; on the CPU a rehearsal with small sizes
 
 
 PARTS: dict[PartName, Part] = {
@@ -287,8 +287,8 @@ def main(
 
     Args:
         only: the parts to run.
-        rehearse: on the CPU, with small sizes; the page is printed, and written only where `output` says.
-        output: the page; benchmarks/results/on_device.md unless told.
+        rehearse: run on the CPU, with small sizes; the page is printed, and only written if `output` is given.
+        output: path of the page; by default benchmarks/results/on_device.md.
     """
     device = torch.device("cpu" if rehearse else "cuda")
     if not rehearse and not torch.cuda.is_available():
@@ -313,7 +313,7 @@ def main(
 
 
 def print_part(name: PartName, kind: str) -> int:
-    """Run one part in this process and print its section; the exit status is 1 if something in it failed."""
+    """Run one part in this process and print its section; the exit status is 1 if it failed."""
     try:
         print(PARTS[name].measure(torch.device(kind)))
     except PartFailedError as error:
@@ -323,9 +323,9 @@ def print_part(name: PartName, kind: str) -> int:
 
 
 def _run(name: PartName, kind: str) -> tuple[str, bool]:
-    """A part in a process of its own: its section, and whether nothing failed."""
+    """Run a part in its own process; returns its section, and whether it succeeded."""
     program = "import sys; from benchmarks.on_device import print_part; sys.exit(print_part(*sys.argv[1:]))"
-    started, limit = time.monotonic(), PARTS[name].seconds * (3 if kind == "cpu" else 1)  # whose cores may be shared
+    started, limit = time.monotonic(), PARTS[name].seconds * (3 if kind == "cpu" else 1)  # CPU cores may be shared
     output, log = LOGS / f"{name}.md", LOGS / f"{name}.log"
     command = [sys.executable, "-c", program, name, kind]
     status = run_limited(command, limit, output, log)
@@ -340,9 +340,9 @@ def _run(name: PartName, kind: str) -> tuple[str, bool]:
 
 
 def run_limited(command: Sequence[str], seconds: float, output: Path, complaints: Path) -> int | None:
-    """Run a program whose output and errors go to files; its status, or None where it did not end in time.
+    """Run a program with its output and errors in files; returns its status, or None if it did not end in time.
 
-    What it has started ends with it: torchrun gives every rank a session of its own.
+    Processes that it has started are ended too, because torchrun gives every rank its own session.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w") as out, complaints.open("w") as err:
@@ -358,7 +358,7 @@ def run_limited(command: Sequence[str], seconds: float, output: Path, complaints
 
 
 def descendants(process: int) -> Iterator[int]:
-    """The numbers of the processes that a process has started, and those of theirs."""
+    """The ids of all descendants of a process."""
     for threads in Path(f"/proc/{process}/task").glob("*/children"):
         for child in map(int, threads.read_text().split()):
             yield child
@@ -370,14 +370,14 @@ def _head(device: torch.device, rehearse: bool, failed: list[PartName]) -> str:
     packages = ", ".join(f"{each.name} {each.version}" for each in metadata.distributions() if each.name in names)
     lines = [heading("On a GPU").rstrip()]
     if rehearse:
-        lines.append("A rehearsal on the CPU: the code has run, the numbers tell nothing.")
+        lines.append("A rehearsal on the CPU: the code has run, the numbers have no meaning.")
     else:
         gpu = torch.cuda.get_device_properties(device)
         lines.append(
             f"{torch.cuda.device_count()} × {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability "
             f"{gpu.major}.{gpu.minor}, CUDA {torch.version.cuda}; {packages}."
         )
-    lines.append(f"**Failed: {', '.join(failed)}.**" if failed else "Every part that was asked for has run.")
+    lines.append(f"**Failed: {', '.join(failed)}.**" if failed else "All selected parts have run.")
     return "\n\n".join(lines)
 
 

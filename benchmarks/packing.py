@@ -1,8 +1,8 @@
-"""How many groups do the allocators take, how even are these, and how long does it take?
+"""How many groups do the allocators make, how even are the groups, and how long does packing take?
 
-All four pack the same values under the same capacity: plain first-fit decreasing as training code would write it
-(plain.py), and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms take turns, so
-that a drifting machine slows all of them alike; times are medians. Groups are held against the Martello–Toth L2 bound.
+Four allocators pack the same values under the same capacity: plain first-fit decreasing as in training code (plain.py),
+and "ffd", "kk" and "refined" of commons.micro_batching. One thread; the algorithms alternate, so that a change of the
+machine's speed affects all equally; times are medians. Groups are compared with the Martello–Toth L2 bound.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Case:
 
     num_rows: int
     lengths: str
-    capacity: int  # in longest rows
+    capacity: int  # in multiples of the longest row
     divisor: int
     seed: int
-    fewest: int  # groups at the bound, raised to the divisor
+    fewest: int  # lower bound of the number of groups, rounded up to the divisor
     metrics: dict[str, dict[str, Any]]  # by algorithm, and so are the times
     milliseconds: dict[str, float]
 
     def groups(self, name: str) -> int:
-        """Groups that an algorithm took."""
+        """The number of groups of an algorithm."""
         return self.metrics[name]["n_groups"]
 
 
@@ -108,9 +108,9 @@ def report_groups(page: Page, cases: list[Case]) -> None:
         )
     page.section(
         "Groups, spread, utilisation",
-        f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: at the bound in all, and by how many "
-        "more each algorithm takes. Spread: (largest − smallest load) ÷ mean, mean / median; where one row fills a "
-        "group by itself, no packing makes it small. Used: values ÷ (groups · capacity).",
+        f"All row counts {ROWS}, divisors {DIVISORS} and seeds together. Groups: the bound in total, and how many more "
+        "each algorithm makes. Spread: (largest − smallest load) ÷ mean, mean / median; if one row fills a group, no "
+        "packing has a small spread. Used: values ÷ (groups · capacity).",
         body,
     )
     missed = [
@@ -123,8 +123,8 @@ def report_groups(page: Page, cases: list[Case]) -> None:
     ]
     page.section(
         "Above the bound",
-        "Cases in which refined takes more groups than the bound. Whether the bound can be met there is not known: it "
-        "would leave no more room than the last column says.",
+        "Cases in which refined makes more groups than the bound. It is not known whether the bound can be reached "
+        "there; the last column is the part of the room that would be used at the bound.",
         missed or "None.",
     )
     fewer = [case.groups("refined") <= min(map(case.groups, ALGORITHMS)) for case in cases]
@@ -132,8 +132,8 @@ def report_groups(page: Page, cases: list[Case]) -> None:
     reached = {name: [case.groups(name) == case.fewest for case in cases] for name in ALGORITHMS}
     others = ", ".join(f"{name} {np.mean(met):.1%}" for name, met in reached.items() if name != "refined")
     met = float(np.mean(reached["refined"]))
-    said = f"{share(reached['refined'])}, {met:.2%} ({others})"
-    page.target("cases at the L2 bound, refined", "≥ 99 %", said, met >= 0.99)
+    reached_text = f"{share(reached['refined'])}, {met:.2%} ({others})"
+    page.target("cases at the L2 bound, refined", "≥ 99 %", reached_text, met >= 0.99)
 
 
 def report_time(page: Page, cases: list[Case]) -> None:
@@ -154,8 +154,8 @@ def report_time(page: Page, cases: list[Case]) -> None:
     page.section(
         "Time",
         "Milliseconds of CPU from a Python list to a list of lists, checks included: median over capacities and "
-        "divisors of the medians over seeds. Then how many times faster refined is than plain first fit, from the "
-        "worst to the best of these cells, and the slowest single case of refined.",
+        "divisors of the medians over seeds. Then the speed-up of refined over plain first fit, in the worst and best "
+        "of these cells, and the slowest case of refined.",
         body,
     )
     if large := [case.milliseconds["refined"] for case in cases if case.num_rows == 1024]:
@@ -166,7 +166,7 @@ def report_time(page: Page, cases: list[Case]) -> None:
 
 
 def measure_padded(page: Page, repeats: int) -> None:
-    """Time of `padded_allocate`; that nothing is cheaper is tested (tests/unit/perf_model/partitioner)."""
+    """Time of `padded_allocate`; tests/unit/perf_model/partitioner tests that its groups are optimal."""
     body = []
     for num_rows, lengths in itertools.product((256, 2048), LENGTHS):
         tokens = draw(lengths, num_rows, 0)
@@ -185,9 +185,9 @@ def measure_padded(page: Page, repeats: int) -> None:
     page.target("padded_allocate, 2,048 rows", "≤ 5 ms", f"slowest {slowest:.2f} ms", slowest <= 5)
     page.section(
         "Padded",
-        "`padded_allocate`, where a group costs its rows × the cost of its longest, cost HSTU. Milliseconds of CPU "
-        "from an array to lists, checks included: for a number of groups, and for the cost of their costliest as a "
-        "limit.",
+        "`padded_allocate`: a group costs its number of rows × the cost of its longest row, cost HSTU. Milliseconds of "
+        "CPU from an array to lists, checks included: for a given number of groups, and for a limit on the cost of a "
+        "group, which is the cost of the costliest of those groups.",
         body,
     )
 

@@ -1,14 +1,14 @@
 """What does the shuffle stage cost, and how much of it is hidden? What does `python -m evenrank.observe` cost?
 
 Two gloo ranks, one thread each. Every variant has a replica of a small HSTU model and trains the same batches; the
-variants take turns step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
+variants alternate step by step, and a step is measured from a barrier to a barrier with the shuffler's worker idle at
 its end, so that no work hides in another variant's step.
 
-Variants: the stock TorchRec pipeline; the same as `evenrank.observe` records it; the identity shuffler, which agrees on
-the end of data alone; the stage with gather and plan waited for where they begin; and the two-phase stage. What is
-recorded of a step is timed by itself, too.
+Variants: the stock TorchRec pipeline; the stock pipeline recorded by `evenrank.observe`; the identity shuffler, which
+only agrees on the end of data; the synchronous stage, which waits for gather and plan as soon as they start; and the
+two-phase stage. The recording of a step is also timed separately.
 
-On CUDA every rank has a GPU of its own, and the pipelines that need CUDA streams take part.
+On CUDA every rank has its own GPU, and the pipelines that need CUDA streams are measured too.
 
 Examples:
     python -m benchmarks.pipeline_overhead
@@ -53,11 +53,11 @@ CUDA_PIPELINES = PIPELINES | {
     "prefetch": PrefetchTrainPipelineSparseDist,
 }
 STAGES = ("stock", "identity", "synchronous", "two-phase")
-LONGEST, ROWS, WARMUP = 256, 32, 6  # of items; of a rank; steps that are not counted
+LONGEST, ROWS, WARMUP = 256, 32, 6  # most items; rows per rank; steps that are not counted
 
 
 class _Synchronous(HSTUBalancedBatchShuffler):
-    """Waits for gather and plan where they begin."""
+    """A shuffler that waits for gather and plan as soon as they start."""
 
     def start_shuffle(self, *args: Any, **kwargs: Any) -> ShuffleHandle:
         handle = super().start_shuffle(*args, **kwargs)
@@ -92,7 +92,7 @@ def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any
 
 
 def observe(pipeline: Any, recorder: Recorder) -> None:
-    """Record one pipeline as `evenrank.observe` records all of a process."""
+    """Record one pipeline as `evenrank.observe` records all pipelines of a process."""
     read, train = pipeline._next_batch, pipeline.progress
     pipeline._next_batch = lambda *arguments: recorder._reading(pipeline, partial(read, *arguments))
     pipeline.progress = lambda *arguments: recorder._training(pipeline, partial(train, *arguments))
@@ -149,9 +149,9 @@ def measure(
 
 
 def recorded_step(keys: int) -> float:
-    """Least microseconds of CPU that recording takes from a step with a batch of 32 rows of so many keys."""
+    """Least microseconds of CPU to record a step with a batch of 32 rows of `keys` keys."""
     batch = make_batch(draw("lognormal", 32, 0), [f"context_{key}" for key in range(keys - 2)])
-    recorder, pipeline, steps = Recorder(), Recorder, 500  # anything stands for the pipeline
+    recorder, pipeline, steps = Recorder(), Recorder, 500  # any object can stand for the pipeline
 
     def record() -> None:
         for _ in range(steps):
@@ -162,7 +162,7 @@ def recorded_step(keys: int) -> float:
 
 
 def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
-    """What `evenrank.observe` takes from a step: by itself, and of whole steps in turn with stock ones."""
+    """The cost of `evenrank.observe`: of a recording, and of whole steps alternating with stock steps."""
     device = sizes[-1]
     measured = run_ranks(
         measure, ranks, ("stock", "observed"), "native", "uniform", *sizes, timeout=1800, device=device
@@ -175,10 +175,10 @@ def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
     page.target("recording by evenrank.observe", "≤ 1 % of a step", f"{part:.3%} ({slowest:.0f} µs)", part <= 0.01)
     page.section(
         "What evenrank.observe takes",
-        "Microseconds of CPU for what is recorded of a batch of 32 rows, by its keys, the least of 20 runs; the target "
+        "Microseconds of CPU to record a batch of 32 rows, by its number of keys, the least of 20 runs; the target "
         f"compares them with the fastest stock step, {fastest_ms:.0f} ms.",
         recorded,
-        f"Whole steps of the native pipeline, uniform lengths, observed ÷ stock in turn: {ratio}.",
+        f"Whole steps of the native pipeline, uniform lengths, run alternately, observed ÷ stock: {ratio}.",
     )
 
 
@@ -193,7 +193,7 @@ def main(
     Args:
         steps: measured steps per case.
         device: where ranks run.
-        ranks: how many; on CUDA a GPU each.
+        ranks: number of ranks; on CUDA a GPU each.
     """
     torch.set_num_threads(1)
     pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)
@@ -240,8 +240,8 @@ def main(
     page.section(
         "How much of gather and plan is hidden (two-phase)",
         hidden_rows,
-        "A step ends when the worker is idle: on the CPU its work is part of the two-phase column even where it is "
-        "hidden from the main thread.",
+        "A step ends when the worker is idle, so on the CPU the two-phase column includes the worker's time even if it "
+        "is hidden from the main thread.",
     )
     measure_observing(page, ranks, (8 if quick else 2 * steps, device))
     page.finish(quick=quick)

@@ -1,8 +1,8 @@
 """How good are the plans, and how long do they take?
 
-Plans are measured against their own lower bound and against the plain Karmarkar-Karp that most training code ships: a
-heap of states in pure Python (plain.py). One thread; times are medians. What planning costs the threads beside it is
-measured by benchmarks/exchange.py.
+Plans are compared with their lower bound and with the plain Karmarkar-Karp of most training code: a heap of states in
+pure Python (plain.py). One thread; times are medians. benchmarks/exchange.py measures how much planning slows other
+threads.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
     page.section(
         "Balance",
         f"Largest load ÷ lower bound, mean / worst over ranks × rows per rank in {shapes} and {seeds} seeds. The "
-        "optimum lies between the bound and the plan, so the ratio is the most that a plan can lose. The ratios above "
-        "1.001 belong to batches whose load is in a few rows per rank, where exchanges of two or three rows at once "
-        "seldom find more.",
+        "optimum lies between the bound and the plan, so the ratio limits the loss of a plan. Ratios above 1.001 occur "
+        "in batches whose load is in a few rows per rank; there, exchanges of two or three rows rarely improve a plan.",
         [{"lengths": lengths, "cost": cost} | row for (lengths, cost), row in body.items()],
     )
     for what, equal_size, sizes, limit in (
@@ -130,7 +129,7 @@ def measure_peers(page: Page, repeats: int, quick: bool) -> None:
 
 
 def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
-    """Tokens that leave their rank and their node of eight, and what that costs in balance and time."""
+    """Tokens that leave their rank and their node of eight, and the cost of locality in balance and time."""
     body: list[Row] = []
     medians: dict[tuple[int, str], Row] = {}
     sizes = (8, 64) if quick else (8, 64, 256, 1024)
@@ -141,7 +140,7 @@ def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
             workloads, home = COSTS["HSTU"](tokens), np.arange(len(tokens)) // 32
             plans = partial(partition, workloads, num_parts, tokens=tokens, home=home, ranks_per_node=NODE, slack=0.01)
             plan, total = plans(), tokens.sum()
-            # Whatever a node holds above that load at home has to leave it.
+            # A node's load above that limit at home has to leave the node.
             beyond = (workloads.reshape(-1, NODE * 32).sum(1) - NODE * plan.loads.max()).clip(min=0).sum()
             found.append(
                 {
@@ -173,7 +172,7 @@ def measure_home(page: Page, seeds: int, repeats: int, quick: bool) -> None:
 
 
 def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
-    """What a cap of 1.03 × the mean tokens costs in load."""
+    """The load with a cap of 1.03 × the mean tokens."""
     body: list[Row] = []
     undominated: list[float] = []
     cases = itertools.product(TIMED[: 2 if quick else 3], LENGTHS, ("HSTU", "L²"))
@@ -190,7 +189,7 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
             found.append(
                 {"tokens ÷ mean, no cap": most, "with cap": with_cap, "load ÷ load without cap": load, "ms": ms}
             )
-            # One sample is most of what a rank should carry: then tokens and load cannot both be even.
+            # One sample is most of a rank's share, so tokens and load cannot both be even.
             if workloads.max() > 0.5 * workloads.sum() / num_parts:
                 dominated += 1
             else:
@@ -199,7 +198,7 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
         body.append(case | each_column(found, max) | {"dominated": f"{dominated} of {seeds}"})
     page.section(
         "Memory",
-        f"Cap of 1.03 × the mean tokens per rank, worst of {seeds} seeds. A seed is dominated where one sample is more "
+        f"Cap of 1.03 × the mean tokens per rank, worst of {seeds} seeds. A seed is dominated if one sample is more "
         "than half of the mean load.",
         body,
     )
@@ -208,7 +207,7 @@ def measure_memory(page: Page, seeds: int, repeats: int, quick: bool) -> None:
 
 
 def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
-    """Balance and time of plans for ranks of different speeds, beside plans without."""
+    """Balance and time of plans for ranks of different speeds, compared with plans without speeds."""
     body: list[Row] = []
     for shape, lengths in tqdm(list(itertools.product(TIMED[: 2 if quick else 3], LENGTHS)), desc="speeds"):
         for equal_size in (True, False):
@@ -225,8 +224,8 @@ def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
             body.append(case | {"lengths": lengths, "time ÷ bound, worst": worst} | each_column(found))
     page.section(
         "Ranks of different speeds",
-        f"Speeds are drawn between 0.5 and 1, anew in each of {seeds} seeds; cost HSTU. Time is load ÷ speed of the "
-        "slowest rank. Plans with and without speeds are made in turn.",
+        f"Speeds are drawn between 0.5 and 1 for each of {seeds} seeds; cost HSTU. Time is load ÷ speed of the "
+        "slowest rank. Plans with and without speeds are made alternately.",
         body,
     )
     page.target_of_cases("largest load ÷ speed", 1.002, [row["time ÷ bound, worst"] for row in body], " × bound")

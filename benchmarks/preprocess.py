@@ -1,8 +1,8 @@
 """How fast is preprocessing, and how much memory does it take?
 
 A generated MovieLens-20M archive of the published size, 20 million ratings, and generated KuaiRand archives, each
-preprocessed by a process of its own. Rows per second count the whole command: listing and hashing the archive, reading,
-dealing out, sorting, writing. Peak memory is the largest resident size of that process.
+preprocessed by its own process. Rows per second cover the whole command: listing and hashing the archive, reading,
+partitioning, sorting, writing. Peak memory is the largest resident size of that process.
 
     python -m benchmarks.preprocess            20 million and 11.7 million rows
     python -m benchmarks.preprocess --large    also KuaiRand-27K, 322 million rows: 30 GB of disk, ten minutes; writes
@@ -28,7 +28,7 @@ _SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
 _DATASETS = {"ml-20m": ("ml-20m.zip", 13_849), "kuairand-1k": ("KuaiRand-1K", 100)}  # archive, and users if quick
 _LARGE = {"kuairand-27k": ("KuaiRand-27K", None)}
-# The child imports what the preprocessor needs and nothing else; its memory is that of preprocessing.
+# The child imports only what the preprocessor needs, so that its memory is that of preprocessing.
 _CHILD = """
 import json, resource, sys, time
 from commons.datasets.public.registry import PUBLIC_DATASETS
@@ -45,7 +45,7 @@ print(json.dumps([metadata.num_interactions, metadata.num_users, seconds, len(me
 
 
 def measure(name: str, source: Path, folder: Path, repeats: int) -> list[Any]:
-    """The fastest of some runs; the archive is in the page cache from the first on."""
+    """The fastest of some runs; the first run brings the archive into the page cache."""
     command = [sys.executable, "-c", _CHILD, name, str(source), str(folder)]
     return min((json.loads(run_program(command)) for _ in range(repeats)), key=lambda run: run[2])
 

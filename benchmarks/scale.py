@@ -1,10 +1,10 @@
-"""What does a shuffle take on 8 to 16,384 ranks, and which part of it grows with what? And a window of batches?
+"""How long does a shuffle, or a window of batches, take on 8 to 16,384 ranks, and what does each part grow with?
 
-One process plays one of W ranks: it reads the gathered table, plans, compares and builds its exchange with the code
-that training runs, on messages that the other ranks would send. That is measured, in processor time of one thread. What
-the wire takes comes from a model of links with its parameters on the command line; `benchmarks/shared/link_model.py`
-says where the defaults come from. A window is prepared on a thread of its own while the batches of the one before are
-trained, so that its milliseconds are shared by its steps. docs/scale.md explains the result.
+One process acts as one of W ranks: it reads the gathered table, plans, compares and builds its exchange with the code
+of training, on the messages that the other ranks would send. This is measured in processor time of one thread. Network
+times come from a model of links with its parameters on the command line; `benchmarks/shared/link_model.py` has the
+sources of the defaults. A window is prepared on its own thread while the previous window is trained, so its
+milliseconds are divided by its steps. docs/scale.md explains the result.
 
 Examples:
     python -m benchmarks.scale
@@ -35,7 +35,7 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import NODE, described, draw, make_batch
 from benchmarks.shared.link_model import LinkModel, connections
-from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, tell_of_all_ranks
+from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, record_all_ranks
 from benchmarks.shared.report import ROOT, Page, interleaved_seconds, timed
 from commons.distributed.channel.groups import ring_sizes
 from commons.distributed.engine import shuffle_session
@@ -44,11 +44,11 @@ from commons.distributed.stats import WindowStats
 from commons.perf_model.partitioner import core, partition_grid
 from hstu import HSTUBalancedBatchShuffler
 
-ROWS = 32  # of each rank in a batch
+ROWS = 32  # rows per rank and batch
 LENGTHS = ("user-like, mean 165", "lognormal", "zipf")
-# What the worker calls, in the order of a batch.
+# Functions that the worker calls, in order.
 STAGES: dict[str, tuple[Any, str]] = {"plan": (core, "shuffle"), "exchange": (shuffle_session.RowExchange, "of")}
-# What is asked for beside `ranks_per_node=8`; a gain of 60 % is more than these batches can have.
+# Options besides `ranks_per_node=8`; these batches cannot gain 60 %.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ranks_per_node=8": {},
     "ranks_per_node=64": {"ranks_per_node": 64},
@@ -68,23 +68,23 @@ Played = dict[tuple[Any, ...], "OneRank"]
 
 @dataclass(frozen=True)
 class OneRank:
-    """What one rank of `world_size` does for a batch or a window; times are processor milliseconds of one thread."""
+    """The work of one rank of `world_size` for a batch or a window; times are processor milliseconds of one thread."""
 
     world_size: int
-    message_bytes: int  # what a rank sends to the gather of rows
-    compared_bytes: int  # and to that of the plans' digests
-    sent_bytes: int  # in its exchange
-    stage_ms: dict[str, float]  # by stage, and the "rest"
+    message_bytes: int  # bytes that a rank sends to the gather of rows
+    compared_bytes: int  # bytes that a rank sends to the gather of the plans' digests
+    sent_bytes: int  # bytes that a rank sends in its exchange
+    stage_ms: dict[str, float]  # by stage; "rest" is all other work
     # Most memory beyond that of the process before, in 10^6 bytes: messages, plan, and what is held for a while.
     peak_mb: float
     indices_mb: float  # of that, what stays with the batch for its exchange
-    stats: WindowStats  # of all batches together
-    moved: MovedRows | None  # of a batch that is planned by itself
-    sampler_ms: float  # of a plan without a home, which a sampler makes of lengths that it knows beforehand
+    stats: WindowStats  # over all batches
+    moved: MovedRows | None  # only for a single batch
+    sampler_ms: float  # of a sampler's plan, whose rows have no home
 
     @property
     def worker_ms(self) -> float:
-        """All that the worker computes."""
+        """Milliseconds of all stages of the worker."""
         return sum(self.stage_ms.values())
 
 
@@ -97,7 +97,7 @@ def play_rank(
         world_size: ranks.
         features: keys of a row besides its label: items, actions and one-value context.
         kind: of lengths, as `benchmarks.shared.lengths.draw` takes it.
-        repeats: after one run that is not timed; the least processor time counts.
+        repeats: timed runs, after one that is not timed; the least processor time counts.
         window: batches that are planned together; None for a batch by itself.
         **options: of the shuffler.
     """
@@ -115,13 +115,13 @@ def play_rank(
     ):
         own = batches(lengths[rank])
         before = _memory("VmRSS", reset_peak=True)
-        told = tqdm(lengths, desc=f"messages of {world_size} ranks, {features} features", leave=False)
-        tell_of_all_ranks(shuffler, (made if window else made[0] for made in map(batches, told)), window)
+        shown = tqdm(lengths, desc=f"messages of {world_size} ranks, {features} features", leave=False)
+        record_all_ranks(shuffler, (made if window else made[0] for made in map(batches, shown)), window)
         session: Any = shuffler.engine._session(None) if window is None else shuffler.engine._session(None, window)
         local = [shuffler.engine.costs.describe(batch, None) for batch in own]
         times, prepared = [], None
         for step in range(repeats + 1):
-            prepared = None  # what the step before has left behind is not held beside this one
+            prepared = None  # release the previous step's memory
             total: list[float] = []
             with _timed_stages() as clock:
                 prepared = timed(session.prepare, total)(step, local)
@@ -162,7 +162,7 @@ def _timed_stages() -> Iterator[dict[str, float]]:
 
 
 def _memory(name: str, *, reset_peak: bool = False) -> int:
-    """Bytes that the process holds (VmRSS) or has held at most since the reset (VmHWM); see proc(5)."""
+    """Resident bytes of the process (VmRSS), or their peak since the reset (VmHWM); see proc(5)."""
     if reset_peak:
         Path("/proc/self/clear_refs").write_text("5")
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
@@ -176,13 +176,13 @@ def main(
     link: LinkModel = LINK,
     quick: Quick = False,
 ) -> None:
-    """Play one rank; write scale.md and scale_windows.md in benchmarks/results, and docs/scale.svg.
+    """Act as one rank; write scale.md and scale_windows.md in benchmarks/results, and docs/scale.svg.
 
     Args:
-        ranks: numbers of ranks; options and windows are played with 512, 1,024 and 4,096 of these.
+        ranks: numbers of ranks; options and windows are measured with 512, 1,024 and 4,096 of these.
         features: keys of a row besides its label, at least 2; the first is the one that all lengths are measured with.
         windows: batches that are planned together.
-        link: what the wire takes.
+        link: parameters of the network model.
     """
     torch.set_num_threads(1)
     if quick:
@@ -210,7 +210,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
     page = Page(
         "Many ranks: what a shuffle takes and where its limits are",
         f"{ROWS} rows per rank, hosts of {link.ranks_per_host}, slack 1 %. Computed times are processor time of one "
-        "thread, the least of a few runs; times of the wire are modelled. [docs/scale.md](../../docs/scale.md) "
+        "thread, the least of a few runs; network times are modelled. [docs/scale.md](../../docs/scale.md) "
         f"explains them. The model: {link.described()}. {described(LENGTHS)}",
     )
     for size, goal in ((4096, 20), (16384, 100)):
@@ -247,7 +247,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
     page.section(
         "Before the exchange",
         "Milliseconds. Gather: modelled, of the rows and then of the digests of the plans, as one ring and as the "
-        "short rings in which ranks gather. Then what the worker computes, by stage, and the sum with the short rings.",
+        "short rings in which ranks gather. Then the worker's computation, by stage, and the sum with the short rings.",
         before,
     )
     page.section(
@@ -265,14 +265,14 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
         page.section("What options change", f"User-like, {keys} features; milliseconds as above.", body)
     page.section(
         "Memory, connections and the store",
-        "Of one rank. Connections are those of the control group, each of which is a file descriptor.",
+        "Of one rank. Connections belong to the control group; each is a file descriptor.",
         resources,
     )
     return page
 
 
 def _note_bytes(page: Page, played: list[OneRank]) -> None:
-    """Targets of what a rank sends: its moved rows, and how much less that is than gathering every row everywhere."""
+    """Targets for the bytes that a rank sends, compared with its moved rows and with a gather of every row."""
     ratios, fewer = [], []
     for each in played:
         moved, size = each.moved, each.world_size
@@ -312,8 +312,8 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
     if played:
         page.section(
             "What a window takes",
-            "Milliseconds of a window, and the sum ÷ its steps; with a window of 1 each batch is planned by itself. "
-            "The last column is a sampler's plan, which has no home, and gathers and exchanges nothing.",
+            "Milliseconds of a window, and the sum ÷ its steps; a window of 1 is a single batch. The last column is a "
+            "sampler's plan, whose rows have no home; it gathers and exchanges nothing.",
             times,
         )
         page.section(

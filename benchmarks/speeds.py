@@ -1,16 +1,16 @@
-"""What do plans gain that give a slow rank less work, and what do they cost where all ranks are equally fast?
+"""How much do plans gain that give a slow rank less work, and what do they cost if all ranks are equally fast?
 
-Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core. Where ranks share a core, a
-quota gives each of them the same part of it, so that none becomes faster while another one waits. After some steps one
-rank is limited to half of the processor time it had; later the limit is lifted. Quotas are those of control groups
-(cgroup), for which this program needs the right to make them. A step is measured from a barrier to a
-barrier, with the shuffler's worker idle at its end, so that gather, planning, exchange and reports are part of it.
+Gloo ranks of one thread train a small HSTU on user-like histories, each pinned to a core. If ranks share a core, a
+quota gives each of them an equal part, so that no rank becomes faster while another one waits. After some steps one
+rank is limited to half of its former processor time; later the limit is lifted. The quotas are set by control groups
+(cgroup), which this program must have the right to create. A step is measured from a barrier to a barrier, with the
+shuffler's worker idle at its end, so that it includes gather, planning, exchange and reports.
 
-Variants, each with a replica of the model, the same batches and its turn in every step: speeds "equal"; "measured"; and
-"known", whose plans follow the limit from the step at which it is set: what is possible.
+The variants have a replica of the model each, train the same batches and alternate in every step: speeds "equal";
+"measured"; and "known", the best case, whose plans use the limit from the step at which it is set.
 
-Then what "measured" costs on equal ranks, how long a look takes at many ranks, and, in simulated times, what speeds
-gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
+Then the cost of "measured" on equal ranks, the time of an evaluation of the speeds at many ranks, and, in simulated
+times, the gain at up to 1,024 ranks of which some are slow at random. docs/speeds.md explains the results.
 
 Examples:
     python -m benchmarks.speeds
@@ -46,16 +46,16 @@ from hstu.model.layer import HSTUEncoder
 
 OPTIONS = {"equal": "equal", "measured": "measured", "known": "equal"}
 SLOW = 1  # the rank that is limited
-SHARE = 0.5  # of its processor time
+SHARE = 0.5  # the part of its processor time that it keeps
 PERIOD_US = 10_000
-QUOTAS = 0.9  # of a core that ranks share, in all
-# Of a phase, the first steps in which speeds change; the rest is settled.
+QUOTAS = 0.9  # total part of a core that its ranks get
+# The first steps of a phase, in which speeds change; later steps are settled.
 SETTLING = 75
 PICTURE = Path(__file__).parents[1] / "docs" / "speeds.svg"
 
 
 class Limit:
-    """Limits this process to a part of a core, by a control group of its own."""
+    """A control group that limits this process to a part of a core."""
 
     def __init__(self) -> None:
         root = Path("/sys/fs/cgroup")
@@ -71,7 +71,7 @@ class Limit:
             ) from None
 
     def set(self, cores: float | None) -> None:
-        """So many cores; None for no limit."""
+        """Limit the group to this number of cores; None for no limit."""
         quota = None if cores is None else round(cores * PERIOD_US)
         if self._is_first_version:
             (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
@@ -87,7 +87,7 @@ class Limit:
 
 @contextmanager
 def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
-    """Pin this process to a core; gives a function that limits it to half of what it had, or no longer does so."""
+    """Pin this process to a core; yields a function that halves its processor time, or lifts that limit."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     sharing = -(-dist.get_world_size() // len(cores))
@@ -117,10 +117,10 @@ class Variant:
         self._timer = ForwardTimer(encoder, CPU)
         in_order = np.arange(len(users)).reshape(-1, dist.get_world_size(), rows)[:, rank]
         self._batches = (make_batch(users[own]) for own in in_order)
-        self.speed: list[float] = []  # of the slow rank, as a part of the fastest's
+        self.speed: list[float] = []  # speed of the slow rank ÷ the fastest rank's
 
     def step(self) -> None:
-        """Train a batch, to the end of what the worker does for it."""
+        """Train a batch, and wait until the worker is idle."""
         self._pipeline.progress(self._batches)
         stats = self._pipeline.last_stats
         self._timer.step(stats)
@@ -130,7 +130,7 @@ class Variant:
         self.speed.append(stats.speeds[SLOW] / max(stats.speeds) if stats.speeds else 1.0)
 
     def plan_with(self, speeds: np.ndarray | None) -> None:
-        """Speeds from here on, whatever times are; of a variant whose speeds are "equal"."""
+        """Set the speeds for later steps, independent of times; for a variant with "equal" speeds."""
         for session in self.shuffler.engine._sessions.values():
             session._speeds.to_plan_with = speeds
 
@@ -180,12 +180,12 @@ def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...],
 
 
 def longest(measured: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """float64 `(steps,)` by variant, milliseconds of the rank that took longest."""
+    """float64 `(steps,)` by variant: milliseconds of the slowest rank."""
     return {name: np.max([each["ms"][name] for each in measured], axis=0) for name in measured[0]["ms"]}
 
 
 def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Median steps by phase, the ratio to "equal", and what is possible."""
+    """Median steps by phase, the ratio to "equal", and the best possible ratio."""
     ms, lines = longest(measured), []
     skipped = min(SETTLING, 3 * steps // 2)
     ends = np.cumsum([steps, 2 * steps, 2 * steps])
@@ -250,10 +250,10 @@ def main(
 
     Args:
         ranks: numbers of ranks that train.
-        rows: of a rank's batch.
-        steps: before a rank is limited; twice as many while it is, and after.
-        equal_steps: steps on ranks that are equally fast.
-        warmup: steps before.
+        rows: rows of a rank's batch.
+        steps: steps before a rank is limited; twice as many while it is limited, and afterwards.
+        equal_steps: steps on equally fast ranks.
+        warmup: steps before the measurement.
     """
     if quick:
         ranks, steps, equal_steps = ranks[:1], min(steps, 20), min(equal_steps, 20)
@@ -269,8 +269,8 @@ def main(
     page = Page(
         "Speeds: less work for a slow rank",
         f"Ranks pinned to {cores} cores (gloo). {DESCRIPTION}; {rows} rows per rank, 20 + "
-        "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of the processor time it had, "
-        f"by a quota per {PERIOD_US // 1000} ms; ranks that share a core have {QUOTAS} of it in all, in equal parts. "
+        "lognormal items, median 130, sigma 1.4, to 2,048. One rank is limited to half of its former processor time, "
+        f"by a quota per {PERIOD_US // 1000} ms; ranks that share a core get {QUOTAS} of it in total, in equal parts. "
         "Load of the machine, the ranks included: "
         + ", ".join(f"{value:.1f} with {each} ranks" for each, value in load.items())
         + f", {on_equal[0]['load']:.1f} on equal ranks.",
@@ -283,23 +283,23 @@ def main(
     )
     page.section(
         "A rank that becomes slow, and recovers",
-        "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: what plans gain that "
-        "follow the limit at once. The picture is in docs/speeds.md.",
+        "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: plans that use the "
+        "limit at once. The picture is in docs/speeds.md.",
         [row for measured in cases.values() for row in slow_rank_rows(measured, steps)],
     )
     page.section(
         "Equal ranks",
         f"{equal_steps} steps of {ranks[0]} ranks: measured ÷ equal {text}, median step "
         f"{np.median(ms['equal']):.1f} ms; speeds changed {changes} times.",
-        "What a rank computes for it, in processor time of one thread: reports in, and a look at every fifth.",
+        "Processor time of one thread of a rank: it reads the reports of every step, and evaluates every fifth.",
         looks_table(quick),
     )
     page.section(
         "Simulated: many ranks, some of them slow at random",
-        "Planned by the planner, 32 user-like rows per rank; times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a tail "
-        "and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same, or each for 500 "
-        "steps in the mean and then another one. Sum of the longest times, as a ratio to speeds that are equal; "
-        "possible: plans that know every speed at once.",
+        "Plans of the planner, 32 user-like rows per rank; simulated times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a "
+        "tail and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same ranks, or each "
+        "for 500 steps on average and then another rank. The ratio compares sums of the longest times with equal "
+        "speeds; possible: plans that use the true speeds at once.",
         simulation_table(quick),
     )
     page.finish(quick=quick)

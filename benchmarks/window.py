@@ -1,7 +1,7 @@
-"""What a window of several batches gains: how evenly it is planned, how fast, and how many tokens change their rank.
+"""How even are the plans of windows of several batches, how long does planning take, and how many tokens change rank?
 
-Ranks wait for each other in every step, so what counts is the sum over the steps of the largest load. It is measured
-against the mean load, which no plan beats, and against the plan's own lower bound. Loads, not times:
+Ranks wait for each other in every step, so the measure is the sum over the steps of the largest load. It is compared
+with the mean load, which no plan can go below, and with the plan's lower bound. These are loads, not times:
 benchmarks/window_steps.py trains.
 """
 
@@ -24,7 +24,7 @@ from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.perf_model.partitioner import Grid, partition, partition_grid
 
 WINDOWS = (2, 4, 8)
-# Times of this process: others on the machine do not count.
+# CPU times of this process, without other programs.
 cpu_milliseconds = partial(milliseconds, clock=time.process_time)
 
 
@@ -46,7 +46,7 @@ CASES = (
     Case("user-like", 1024, 32, (1.21, 1.09, 1.03)),
     Case("zipf", 64, 8, (1.09, 1.05, 1.03)),
 )
-# Planned without and with a home.
+# Cases to time, planned without and with a home.
 TIMED = tuple(Case(lengths, ranks, 32, ()) for ranks in (64, 1024) for lengths in ("user-like", "zipf", "lognormal"))
 
 
@@ -56,7 +56,7 @@ class Batches(NamedTuple):
     tokens: np.ndarray
     workloads: np.ndarray  # cost HSTU
     home: np.ndarray  # the rank that loads each row
-    home_step: np.ndarray  # the batch it is in
+    home_step: np.ndarray  # the batch that has each row
     ranks: int
     steps: int
 
@@ -69,7 +69,7 @@ class Batches(NamedTuple):
         return cls(tokens, COSTS["HSTU"](tokens), rows % batch // case.rows, rows // batch, case.ranks, steps)
 
     def plan(self, **keywords: Any) -> Grid:
-        """The grid of these batches, each known for what it is."""
+        """The grid of these batches, planned with the batch and rank of each row."""
         return partition_grid(self.workloads, self.ranks, self.steps, home_step=self.home_step, **keywords)
 
     def plan_near_home(self) -> Grid:
@@ -81,13 +81,13 @@ class Batches(NamedTuple):
         return total * self.ranks / float(self.workloads.sum())
 
     def as_loaded(self) -> float:
-        """That of the batches as they are loaded."""
+        """Σ largest load ÷ Σ mean load of the batches as loaded."""
         cell = self.home_step * self.ranks + self.home
         loads = np.bincount(cell, weights=self.workloads, minlength=self.steps * self.ranks)
         return self.over_mean(loads.reshape(self.steps, self.ranks).max(axis=1).sum())
 
     def each_alone(self) -> float:
-        """That of every batch balanced by itself."""
+        """Σ largest load ÷ Σ mean load if every batch is balanced separately."""
         batches = [self.workloads[self.home_step == step] for step in range(self.steps)]
         return self.over_mean(sum(int(partition(batch, self.ranks).loads.max()) for batch in batches))
 
@@ -115,7 +115,7 @@ def measure_balance(page: Page, seeds: int, quick: bool) -> None:
     page.section(
         "Balance",
         f"Sum over the steps of the largest load ÷ the mean, mean of {seeds} seeds, equal counts; for windows also the "
-        "same sum ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. "
+        "sum of the largest loads ÷ its lower bound, worst seed. The optimum lies between the bound and the plan. "
         f"{share(gap <= 0.002 for gap in gaps)} windows are within two thousandths of the bound.",
         body,
     )
@@ -130,7 +130,7 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
         few = repeats if case.ranks == 64 else max(3, repeats // 10)
         free = cpu_milliseconds(partial(partition_grid, batches.workloads, case.ranks, window), few)
         known, near = cpu_milliseconds(batches.plan, few), cpu_milliseconds(batches.plan_near_home, max(3, few // 4))
-        times = {"rows alone": free, "with batches": known, "near home": near}
+        times = {"only rows": free, "with batches": known, "near home": near}
         body.append({"lengths, ranks × rows": str(case), "window": window} | times)
         if case.lengths == "user-like" and window == 8:
             limit = 3.0 if case.ranks == 64 else 80.0
@@ -140,14 +140,14 @@ def measure_speed(page: Page, repeats: int, quick: bool) -> None:
     page.section(
         "Speed",
         "Milliseconds of CPU per plan of a whole window, `partition_grid()` from Python with all checks, one thread, "
-        "the interpreter lock released: rows alone; with the batch of each, which adds every batch's own plan where "
-        "the bound does not spare it; near home.",
+        "the GIL released: only rows; with the batch of each row, which adds every batch's own plan unless the bound "
+        "makes it unnecessary; near home.",
         body,
     )
 
 
 def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
-    """Tokens that change their rank, and the load that has to."""
+    """Tokens that change their rank, and the load that must change it."""
     body = []
     cases = [*CASES[:2], Case("lognormal", 64, 32, ()), Case("zipf", 64, 32, ()), *([] if quick else [CASES[2]])]
     for case, window in tqdm(list(itertools.product(cases, (1, *WINDOWS))), desc="traffic"):
@@ -156,7 +156,7 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
             batches = Batches.draw(case, window, seed)
             grid, total = batches.plan_near_home(), float(batches.tokens.sum())
             moved, crossed = grid.assignment != batches.home, grid.assignment // NODE != batches.home // NODE
-            # Whatever a rank has loaded above the sum of the largest loads has to leave it.
+            # A rank's load above the sum of the largest loads has to leave it.
             loaded = np.bincount(batches.home, weights=batches.workloads, minlength=case.ranks)
             found.append(
                 {
@@ -170,14 +170,14 @@ def measure_traffic(page: Page, seeds: int, quick: bool) -> None:
     page.section(
         "Rows kept on their rank",
         f"Slack 1 %, nodes of {NODE}, shares, median of {seeds} seeds (one at 1024 ranks). A row may go to any step of "
-        "its rank at no cost. A window of 1 is what `partition` moves. Where a window has no room left, as with few "
-        "rows per rank, most rows move for the last percent; a larger slack keeps more of them.",
+        "its rank at no cost. A window of 1 is a plan of `partition`. If a window has little freedom, as with few rows "
+        "per rank, most rows move for the last percent of balance; a larger slack keeps more rows.",
         body,
     )
 
 
 def measure_samplers(page: Page, quick: bool) -> None:
-    """Balance and memory of what the samplers read, and their planning."""
+    """Balance and memory of the samplers' steps, and their planning time."""
     ranks, rows = 64, 32
     tokens = draw("user-like", ranks * rows * (16 if quick else 64), 0)
     work = COSTS["HSTU"](tokens)
@@ -196,20 +196,20 @@ def measure_samplers(page: Page, quick: bool) -> None:
         started = time.process_time()
         steps = list(sampler.plan(0))
         per_step = (time.process_time() - started) / len(steps) * 1e3
-        # The last step has what is left.
+        # The last step has the remaining rows.
         body.append(_spreads(name, steps[:-1], tokens, work, ranks) | {"ms per step": f"{per_step:.1f}"})
     page.section(
         "Samplers: balance and memory",
-        f"What each rank reads in a step, user-like lengths, {ranks} ranks, {rows} rows per rank where the number is "
-        "fixed: the sum over the steps of the largest load ÷ the mean; the fullest rank of any step ÷ the mean, in "
-        "tokens, by which memory grows; rows of a step, over all ranks. Rows above a budget have a rank to themselves "
-        "and make their steps longer. Milliseconds of CPU per step for the plan.",
+        f"User-like lengths, {ranks} ranks, {rows} rows per rank if the number is fixed. The sum over the steps of the "
+        "largest load ÷ the mean; the tokens of the fullest rank of any step ÷ the mean, with which memory grows; the "
+        "rows of a step, over all ranks; milliseconds of CPU per step for the plan. A row above the budget gets its "
+        "own rank and makes its step longer.",
         body,
     )
 
 
 def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarray, ranks: int) -> dict[str, str]:
-    """Balance, peak tokens and rows of steps, each its rows and their ranks."""
+    """Balance, peak tokens and rows of steps; a step is given by its rows and their ranks."""
     of_tokens, loads = (
         np.array([np.bincount(rank, each[rows], ranks) for rows, rank in steps]) for each in (tokens, work)
     )

@@ -3,9 +3,9 @@
     python -m benchmarks.window_learning            # two ranks, 50 trainings: an hour
     python -m benchmarks.window_learning --quick    # one seed, 20 steps: shows that it runs
 
-Which rows share a step changes with a window or a budget, so the losses differ; what is compared is what the trained
-model can do. Every seed has other weights, another order and other held-out users, a fifth of all. The ratings are
-those in the wheel of recbole on the package index, whose license (GroupLens) permits research.
+A window or a budget changes which rows share a step, so the losses differ; the metrics of the trained models are
+compared. Every seed has different weights, a different order and different held-out users, a fifth of all. The ratings
+come from the wheel of recbole on the package index; their license (GroupLens) permits research.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _MODES = {
 
 @dataclass(frozen=True)
 class Learned:
-    """What a training ends with."""
+    """The result of a training."""
 
     metric: float  # of the task, on held-out users
-    imbalance: float  # of the loads that were trained
+    imbalance: float  # of the trained loads
     steps: int
 
 
 def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick = False) -> None:
-    """Train HSTU in every mode of balancing, and compare what it has learnt; write results/window_learning.md.
+    """Train HSTU in every mode of balancing, and compare the metrics; write results/window_learning.md.
 
     Args:
         seeds: of weights, dropout, the order of the data and the held-out users.
@@ -61,9 +61,9 @@ def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick 
     """
     page = Page(
         "Learning from balanced batches",
-        "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, of a user "
-        f"at most the last 256. {ranks} gloo ranks × 8 users, {len(seeds)} seeds, each with a fifth of the users held "
-        "out, all of them evaluated at the end.",
+        "HSTU (hstu/configs/ranking.toml and retrieval.toml) on MovieLens-100K: 943 users, 100,000 ratings, at most "
+        f"the last 256 of each user. {ranks} gloo ranks × 8 users, {len(seeds)} seeds. Each seed holds out a fifth of "
+        "the users, who are evaluated at the end.",
     )
     seeds = seeds[:1] if quick else seeds
     with tempfile.TemporaryDirectory() as name:
@@ -118,7 +118,7 @@ def _train(folder: Path, data: Path, task: str, seed: int, mode: str, ranks: int
 
 
 def _prepare(folder: Path, seed: int) -> Path:
-    """The ratings as a data set, of whose users `seed` holds out a fifth."""
+    """The ratings as a data set; `seed` selects the fifth of the users that is held out."""
     events = folder / "ratings.parquet"
     if not events.exists():
         run_program([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _WHEEL])
@@ -139,15 +139,15 @@ def _columns(section: str = "dataset.") -> list[str]:
 
 
 def _mean_and_error(values: Sequence[float]) -> str:
-    """The mean, and its standard error where there are several values."""
+    """The mean, and its standard error if there are several values."""
     mean = f"{statistics.fmean(values):.4f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
 
 
 _READING = (
-    "± is the standard error over the seeds. *Difference* is that of runs with the same seed and the same held-out "
-    "users; where it is below twice its error, nothing tells the modes apart. The sampler with a budget has steps of "
-    "other sizes, hence another number of them."
+    "± is the standard error over the seeds. *Difference* compares runs with the same seed and held-out users; a "
+    "difference below twice its error does not distinguish the modes. The sampler with a budget has steps of other "
+    "sizes, so their number differs."
 )
 
 

@@ -1,17 +1,18 @@
-"""How much faster are training steps that share their load beyond one batch, measured?
+"""How much faster are training steps, measured, if load is balanced over several batches?
 
 Gloo ranks of one thread each train a small HSTU on user-like histories. Every variant has a replica of the model and
-trains the same rows in the same order of windows; the variants take turns, a round of steps at a time, and a round ends
-when no thread of the variant is at work any more, so that no cost hides in another one's round. What a step reads,
-plans and exchanges is part of it.
+trains the same rows in the same order of windows. The variants alternate by rounds of steps, and a round ends when all
+threads of the variant are idle, so that no cost hides in another variant's round. A step includes its reading, planning
+and exchange.
 
 Variants: batches as they are loaded; each batch balanced by the shuffler; a window of four batches in front of a stock
-pipeline; the sampler that knows all lengths, with the same window; and the sampler of steps of constant cost.
+pipeline; the sampler, which has all lengths beforehand, with windows of four; and the sampler of steps of constant
+cost.
 
-Beside each ratio is what the loads predict: the cost of a rank's rows, tokens and pairs is fitted to steps in which all
-ranks have the same ones, and a step takes as long as its costliest rank. Where there are more ranks than cores, ranks
-share the cores evenly. What ranks with a core each would take is measured by processor time, the costliest rank's of
-every step, which other programs on the machine hardly change.
+Each ratio is printed with the prediction of the loads: a cost of rows, tokens and pairs is fitted to steps in which all
+ranks have equal rows, and a step takes as long as its costliest rank. If there are more ranks than cores, ranks share
+the cores evenly. The time with a core per rank is estimated from the processor time of the costliest rank of every
+step, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from hstu import HSTUBalancedBatchShuffler
 VARIANTS = ("as loaded", "per batch", "window", "sampler", "budget")
 WINDOW = 4
 ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
-MIXES, REPEATS = 24, 3  # batches that the cost is fitted to, and times that each is measured
+MIXES, REPEATS = 24, 3  # batches to which the cost is fitted, and measurements of each
 WARMUP = 1  # rounds
-# Features of a step that its cost is fitted to.
+# Indices of the features from which the cost of a step is fitted.
 _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 
 
@@ -48,7 +49,7 @@ class Variant:
     """One of `VARIANTS`: a replica of the model in its pipeline, and its batches.
 
     Args:
-        name: which.
+        name: the variant's name in `VARIANTS`.
         users: int64 `(n,)`, items of all users, in the order in which they are trained.
         rows: rows of a rank's batch.
         rank: this rank.
@@ -75,7 +76,7 @@ class Variant:
         model.register_forward_pre_hook(lambda _, arguments: self.trained.append(size_of_batch(arguments[0])))
 
     def train_round(self, rows: int) -> None:
-        """Train to the end of the next round, each of which has so many rows of all ranks or a few more."""
+        """Train to the end of the next round; a round has at least this number of rows over all ranks."""
         end, done = (len(self.done) + 1) * rows, self.done[-1] if self.done else 0
         self.first.append(len(self.trained))
         busy = time.process_time()
@@ -88,7 +89,7 @@ class Variant:
             self.processor_ms.append((time.process_time() - busy) * 1e3)
             busy = time.process_time()
             last = self._last_window()
-            # A window that was begun in the round before was waited for when that one ended.
+            # The wait for a window begun in the previous round belongs to the end of that round.
             if len(self.done) >= WARMUP and last is not None and last != seen and done == end:
                 self.waits.append(last[1])
         self._settle()
@@ -96,17 +97,17 @@ class Variant:
         self.done.append(done)
 
     def _last_window(self) -> tuple[int, float] | None:
-        """The number of the window that came last, and how long the pipeline has waited for it."""
+        """The number of the latest window, and how long the pipeline has waited for it."""
         last = None if self._windows is None else self._windows.last_window
         return None if last is None else (last.window, last.wait_ms)
 
     def _settle(self) -> None:
-        """Wait until no thread of the variant is at work."""
+        """Wait until all threads of the variant are idle."""
         if self._shuffler is not None:
             self._shuffler.drain()
 
     def close(self) -> None:
-        """End its threads."""
+        """End the variant's threads."""
         self._settle()
         if self._windows is not None:
             self._windows.close()
@@ -135,7 +136,7 @@ def step_size(histories: np.ndarray) -> np.ndarray:
 
 
 def size_of_batch(batch: HSTUBatch) -> np.ndarray:
-    """The `step_size` of its real rows."""
+    """The `step_size` of the batch's real rows."""
     return step_size(batch.features.lengths()[: batch.actual_batch_size].to(torch.int64).numpy())
 
 
@@ -164,7 +165,7 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     """Rounds of every variant on one rank."""
     cost = fit_cost(rows)
     per_round = ROUND * rows * dist.get_world_size()
-    users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline comes to their end
+    users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline reaches the end
     variants = {name: Variant(name, users, rows, rank) for name in VARIANTS}
     seconds = interleaved_seconds(
         {name: partial(variant.train_round, per_round) for name, variant in variants.items()},
@@ -188,17 +189,17 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def predicted_ms(sizes: np.ndarray, cost: np.ndarray, cores: int) -> float:
-    """What steps take by the loads of their ranks.
+    """Predict the time of steps from the loads of their ranks.
 
     Args:
         sizes: int64 `(ranks, steps, 4)`.
         cost: float64 `(4,)`, fitted to steps of equal ranks.
-        cores: that the ranks share.
+        cores: number of cores that the ranks share.
     """
     num_ranks = len(sizes)
     crowded = max(1.0, num_ranks / cores)
-    work = np.sort(sizes[..., _ROWS:] @ cost[_ROWS:] / crowded, axis=0)  # of each rank with a core for itself
-    # While n ranks are at work, each has min(1, cores / n) of a core; the lightest is done first.
+    work = np.sort(sizes[..., _ROWS:] @ cost[_ROWS:] / crowded, axis=0)  # of each rank with its own core
+    # While n ranks are busy, each has min(1, cores / n) of a core; the lightest ends first.
     left = np.maximum(1.0, np.arange(num_ranks, 0, -1) / cores)
     return float((np.diff(work, axis=0, prepend=0.0) * left[:, None]).sum() + sizes.shape[1] * cost[_FIXED])
 
@@ -251,22 +252,22 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Windows: measured steps",
         f"Ranks on {cores} cores (gloo). {DESCRIPTION}; histories of 20 + lognormal items, "
-        f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants in "
-        "turn.",
+        f"median 130, sigma 1.4, to {LONGEST}; windows of {WINDOW}; {rounds} rounds of {ROUND} steps, the variants "
+        "alternating.",
     )
     page.section(
         "",
-        "Rows per second as a ratio to batches as they are loaded, with the 95 % bootstrap interval over rounds, and "
-        "what the loads predict, from a cost fitted to steps of equal ranks; in brackets, how far the measured is from "
-        "it. Largest ÷ mean: sums over the steps, of operations. More ranks than cores share these, so that less of an "
-        "uneven load shows; the last two columns are for a core each, by the processor time of the costliest rank.",
+        "Rows per second ÷ those as loaded, with the 95 % bootstrap interval over rounds, and the prediction of the "
+        "loads, from a cost fitted to steps of equal ranks; in brackets, the measured ratio's deviation from it. "
+        "Largest ÷ mean: sums over the steps, of operations. If there are more ranks than cores, uneven loads have "
+        "less effect; the last two columns assume a core per rank, from the processor time of the costliest rank.",
         lines,
     )
     page.section(
         "How long the pipeline waited for a window",
         waits,
-        "Steps of the budget hold as many rows as fit the heaviest row's cost on every rank: they are fewer and "
-        "fuller, and pay their fixed costs less often.",
+        "With the budget, each rank of a step gets rows up to the heaviest row's cost: steps are fewer and larger, so "
+        "fixed costs occur less often.",
     )
     page.finish(quick=quick)
 

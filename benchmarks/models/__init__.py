@@ -1,1 +1,1 @@
-"""What models cost: attention, the cost model, and beam search."""
+"""Benchmarks of models: attention, the cost model, and beam search."""

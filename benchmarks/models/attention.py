@@ -1,14 +1,15 @@
-"""Does attention over rows of any length cost what the shufflers say, and what does it save over padding?
+"""Does the time of attention over rows of any length follow the workloads, and how much faster is it than padding?
 
-For HSTU's attention over jagged rows and for that of the semantic-ID decoder over packed ones, forward and backward:
-time against the pairs that the causal mask keeps, over batches of very different shapes; time against padding every row
-to the longest; time of a training step of a small model against the workloads of its shuffler; and for HSTU time and
-pairs of long rows by the width of a window. On the CPU, one thread, times are CPU times of the process, medians, taken
-in turn, so that a drifting machine cannot fake a ratio.
+For HSTU's attention over jagged rows and the semantic-ID decoder's attention over packed rows, forward and backward:
+time against the pairs that the causal mask keeps, over batches of very different shapes; time compared with padding
+every row to the longest; time of a small model's training step against the workloads of its shuffler; and for HSTU time
+and pairs of long rows by the width of a window. On the CPU, one thread; times are medians of the process's CPU time,
+and variants alternate, so that a change of the machine's speed does not change a ratio.
 
-For `python -m benchmarks.on_device --only attention` HSTU's Triton kernels are timed here, in bfloat16 and by the
-device's clock, against the blocks of dense products, the kernel of generative-recommenders where that is installed, and
-the arithmetic floor: 3.5 · 4 · pairs · channels operations at 550 TFLOP/s, two products forward and five backward.
+`python -m benchmarks.on_device --only attention` times HSTU's Triton kernels with this module, in bfloat16 by the
+device's clock. It compares them with the blocks of dense products, with the kernel of generative-recommenders if that
+is installed, and with the arithmetic floor: 3.5 · 4 · pairs · channels operations at 550 TFLOP/s, two products forward
+and five backward.
 
 Examples:
     python -m benchmarks.models.attention
@@ -59,12 +60,12 @@ def draw_lengths(kind: str, rows: int, longest: int, generator: torch.Generator)
 
 
 def pairs_of(lengths: torch.Tensor) -> int:
-    """Pairs of a query and a key that it sees."""
+    """The number of (query, key) pairs that the mask keeps."""
     return int((lengths * (lengths + 1) // 2).sum())
 
 
 def line_in(work: list[float], seconds: list[float]) -> tuple[float, float, float]:
-    """Slope, intercept and R² of seconds as a line in a measure of work."""
+    """Slope, intercept and R² of a linear fit of seconds to a measure of work."""
     slope, intercept = np.polyfit(work, seconds, 1)
     residual = np.asarray(seconds) - (slope * np.asarray(work) + intercept)
     return float(slope), float(intercept), 1.0 - float(residual.var() / np.var(seconds))
@@ -132,7 +133,7 @@ class SIDGR:
 
 
 def attention_pass(subject: HSTU | SIDGR, lengths: torch.Tensor, **options: Any) -> Callable[[], None]:
-    """Forward and backward over a batch, with random queries, keys and values of its own."""
+    """Forward and backward over a batch, with random queries, keys and values."""
     shape = (int(lengths.sum()), HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=subject.generator).requires_grad_() for _ in range(3)]
 
@@ -145,7 +146,7 @@ def attention_pass(subject: HSTU | SIDGR, lengths: torch.Tensor, **options: Any)
 
 
 def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> list[Any]:
-    """Measure a subject; the parts of its section."""
+    """Measure a subject; returns the parts of its section."""
     draw = partial(torch.randint, size=(), generator=subject.generator)
     passes, steps, work = [], [], np.empty((4, shapes))
     for index in range(shapes):
@@ -195,7 +196,7 @@ def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> 
 def device_sections(
     device: torch.device, head_dims: tuple[int, ...] = (64, 128), rows: int = 32, longest: int = 4096, repeats: int = 12
 ) -> list[str]:
-    """A table of uniform, lognormal and Zipf lengths, with and without a bias; and how time follows the pairs."""
+    """A table of uniform, lognormal and Zipf lengths, with and without a bias; and the fit of time to pairs."""
     kinds = ("uniform", "lognormal", "zipf")
     timed = partial(time_kernels, longest=longest, device=device, repeats=repeats)
     body = [timed(*case)[0] for case in itertools.product(kinds, (rows,), head_dims, (False, True))]
@@ -260,9 +261,9 @@ def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
     rows = [
         {
             "window": name,
-            "pairs, of those without": pairs[name] / pairs["none"],
+            "pairs ÷ pairs without": pairs[name] / pairs["none"],
             "ms": seconds[name] * 1e3,
-            "time, of that without": seconds[name] / seconds["none"],
+            "time ÷ time without": seconds[name] / seconds["none"],
         }
         for name in windows
     ]

@@ -1,8 +1,9 @@
-"""What HSTU's Triton kernels cost per score, counted in the machine code compiled for a GPU; no GPU is needed.
+"""The cost of HSTU's Triton kernels per score, counted in the machine code compiled for a GPU; no GPU is needed.
 
-Of the loop without a mask, where the time goes: instructions of a thread over its scores of the block, how many of them
-compute a sigmoid, and the products on the tensor cores over those that the mathematics needs for each score. A product
-that several warps compute counts as often. Registers and spills, in bytes per thread, are those of the whole kernel.
+Counted in the loop without a mask, which takes most of the time: instructions of a thread ÷ its scores of the block,
+how many of these instructions compute a sigmoid, and products on the tensor cores ÷ the products that each score needs.
+A product that several warps compute counts several times. Registers and spills, in bytes per thread, are those of the
+whole kernel.
 
 Examples:
     python -m benchmarks.models.attention_kernels
@@ -36,7 +37,7 @@ from hstu.model.triton_launch import constants, function_of, tokens_of
 Bias = Literal["none", "position", "time", "both"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Name for ptxas: the instructions of a generation that others do not have are under its own letter.
+# Name for ptxas: a letter selects the instructions that only this generation has.
 _ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 # Shared memory that a program may have, in bytes.
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
@@ -51,7 +52,7 @@ _PRODUCTS = {("OUT",): 2, ("GRAD_V",): 2, ("GRAD_POSITION", "GRAD_TIME"): 2, ("G
 
 
 class Layer(NamedTuple):
-    """What kernels are compiled for, besides blocks."""
+    """The properties for which kernels are compiled, besides blocks."""
 
     architecture: int
     dtype: torch.dtype = torch.bfloat16
@@ -60,12 +61,12 @@ class Layer(NamedTuple):
     is_causal: bool = True
 
     def has_descriptors(self) -> bool:
-        """Whether blocks come by tensor descriptors there."""
+        """Whether blocks are loaded by tensor descriptors on this architecture."""
         return self.architecture >= 90 and self.dtype.itemsize == 2
 
 
 class Cost(NamedTuple):
-    """A kernel as compiled; per score of its loop without a mask, but for the last three."""
+    """Counts of a compiled kernel; per score of its loop without a mask, except the last three."""
 
     instructions: float
     sigmoids: float
@@ -94,14 +95,14 @@ def products_of(kernel: str, head_dim: int) -> int:
 
 
 def has_repeated_products(kernel: str, layer: Layer, cost: Cost) -> bool:
-    """Whether warps compute products, or sigmoids, that other warps compute too."""
+    """Whether several warps compute the same products or sigmoids."""
     return cost.sigmoids > 1 or cost.products > products_of(kernel, layer.head_dim)
 
 
 def cost_of(kernel: str, blocks: Blocks, layer: Layer) -> Cost:
-    """What a kernel costs, compiled as a launch on that architecture would."""
+    """The cost of a kernel, compiled as for a launch on that architecture."""
     compiled = compile_kernel(kernel, blocks, layer)
-    said = _assembler(compiled.asm["ptx"], _ARCHITECTURES[layer.architecture])
+    report = _assembler(compiled.asm["ptx"], _ARCHITECTURES[layer.architecture])
     loop = _hottest_loop(compiled.asm["cubin"], blocks)
     names = [_name(instruction) for instruction in loop]
     scores = blocks.queries * blocks.keys / (32 * blocks.warps)
@@ -115,14 +116,14 @@ def cost_of(kernel: str, blocks: Blocks, layer: Layer) -> Cost:
         products=flops / (2 * blocks.queries * blocks.keys * padded_head_dim(layer.head_dim)) if flops else math.nan,
         is_warp_group=len(of_groups) == len(on_tensor_cores),
         is_serialized=waits > len(of_groups) / 2 > 0,
-        spills=sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
-        registers=int(re.findall(r"Used (\d+) registers", said)[0]),
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+        registers=int(re.findall(r"Used (\d+) registers", report)[0]),
         shared=compiled.metadata.shared,
     )
 
 
 def compile_kernel(kernel: str, blocks: Blocks, layer: Layer) -> Any:
-    """Compile a kernel as a launch on that architecture would."""
+    """Compile a kernel as for a launch on that architecture."""
     function, short = function_of(kernel), _SHORT[layer.dtype]
     tma = layer.has_descriptors()
     fixed = constants(layer.dtype, layer.head_dim, blocks, layer.is_causal, fast=True, tma=tma)
@@ -159,7 +160,7 @@ def compile_kernel(kernel: str, blocks: Blocks, layer: Layer) -> Any:
 
 
 def _assembler(ptx: str, architecture: str) -> str:
-    """What ptxas says of a kernel."""
+    """The messages of ptxas about a kernel."""
     program = _TOOLS / ("ptxas-blackwell" if architecture.startswith("sm_10") else "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -210,7 +211,7 @@ def _flops(name: str, warps: int) -> int:
 
 
 def candidates(layer: Layer) -> Iterator[tuple[str, Blocks]]:
-    """Every kernel that such layers have, in all of its blocks."""
+    """Every kernel of such layers, with all of its candidate blocks."""
     for kernel in KERNELS:
         capability = divmod(layer.architecture, 10)
         for blocks in candidate_blocks(kernel, layer.dtype, layer.head_dim, layer.bias != "none", capability):
@@ -228,8 +229,8 @@ def main(
     Args:
         architectures: compute capabilities times ten.
         head_dims: widths of a head.
-        dtypes: of queries, keys and values.
-        biases: of scores.
+        dtypes: dtypes of queries, keys and values.
+        biases: kinds of bias of the scores.
     """
     rows = []
     for architecture, name, head_dim, bias in tqdm(list(itertools.product(architectures, dtypes, head_dims, biases))):

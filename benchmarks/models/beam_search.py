@@ -1,8 +1,8 @@
 """How much faster is beam search with a key/value cache, and does it find the same items?
 
-Without the cache every beam's whole sequence is computed again for every further code. With it, a history is computed
-once, its keys and values serve all beams, and a step computes one token per beam. Both are taken in turn, batch after
-batch; the ratio is the median of their ratios.
+Without the cache every beam's whole sequence is computed again for every code. With the cache, a history is computed
+once, all beams use its keys and values, and a step computes one token per beam. Both are timed alternately, batch after
+batch; the speed-up is the median over the batches.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int
         "without, ms": statistics.median(seconds[False]) * 1e3,
         "faster (median of batches)": f"{ratio:.1f}×",
         "largest difference of a log-probability": f"{difference:.0e}",
-        "same items at the same places": f"{statistics.mean(same):.1%}",
+        "same items at the same positions": f"{statistics.mean(same):.1%}",
     }
 
 
@@ -78,7 +78,7 @@ def main(quick: Quick = False) -> None:
     page = Page(
         "Beam search with and without a key/value cache",
         f"{users} users, beams of {BEAMS}, {NUM_ITEMS:,} items of four codes, codebooks of 500; hidden {HIDDEN}, "
-        f"{LAYERS} layers, {HEADS} heads, float32; one thread, medians of {repeats} batches, both ways in turn. A "
+        f"{LAYERS} layers, {HEADS} heads, float32; one thread, medians of {repeats} batches, run alternately. A "
         "history has four tokens per item, and BOS.",
     )
     with one_rank():

@@ -1,11 +1,11 @@
-"""How well does the cost model know what a step costs, and how even are ranks that are balanced by it, in time?
+"""How well does the cost model predict the time of a step, and how even are the times of ranks that it balances?
 
 Fit: random batch mixes are measured, forward and backward, in turn; three quarters are fitted, a quarter is held out.
-Operations alone (time = c0 + c · FLOPs) stand beside the calibrated model.
+The calibrated model is compared with operations only (time = c0 + c · FLOPs).
 
 Balance: the batches of W ranks are planned by operations and by the calibration, and every rank's batch is replayed,
-one rank after another, on this one device. What counts is the largest ÷ mean time of the ranks, as loaded and under
-both plans; the three take turns.
+one rank after another, on this one device. The result is the largest ÷ mean time of the ranks, as loaded and under
+both plans; the three alternate.
 
 Examples:
     python -m benchmarks.models.cost_model
@@ -49,7 +49,7 @@ def load_target(model: str, device: torch.device) -> tuple[CostTarget, int]:
 
 
 def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> Calibration:
-    """A calibration to steps that are measured."""
+    """A calibration to measured steps."""
     measured = measure_steps(
         target,
         draw_mixes(mixes, target.batch_size, longest, seed=0),
@@ -73,7 +73,7 @@ def plans(target: CostTarget, costs: Mapping[str, Any], lengths: np.ndarray, ran
 def replay(
     target: CostTarget, costs: Mapping[str, Any], name: str, *, ranks: int, rows: int, longest: int, steps: int
 ) -> dict[str, Any]:
-    """How even the ranks of every plan are in time, and how much faster the slowest is; a batch's median of three."""
+    """Time imbalance of the ranks and the slowest rank's speed-up, by plan; a batch's time is the median of three."""
     largest: dict[str, list[float]] = {}
     mean: dict[str, list[float]] = {}
     for step in tqdm(range(steps), desc=f"replay {name}", unit="step"):
@@ -99,7 +99,7 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     """Measure and write the page.
 
     Args:
-        device: where; auto takes a GPU if there is one.
+        device: device to run on; auto uses a GPU if there is one.
         ranks: ranks whose batches are replayed.
     """
     where = choose_device(device, threads=1)
@@ -134,11 +134,11 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     page.section(
         "",
         quality,
-        "Target: R² of at least 0.98 and a mean error of at most 5 % on what is held out. Short steps count as much "
-        "as long ones, and are where the error is: attention runs in blocks of similar rows, whose number no term "
-        "counts.",
+        "Target: R² of at least 0.98 and a mean error of at most 5 % on held-out mixes. Short steps count as much as "
+        "long steps, and have the largest errors: attention runs in blocks of similar rows, and no term of the model "
+        "counts the blocks.",
         f"Balance in time: {ranks} ranks, {steps} steps, every rank's batch replayed on this device one after another "
-        "(median of three). Largest ÷ mean time of the ranks, and the speed-up of the slowest rank that follows; the "
+        "(median of three). Largest ÷ mean time of the ranks, and the resulting speed-up of the slowest rank; the "
         "published gain on 16 H100 is 1.53×.",
         balance,
     )

@@ -1,1 +1,1 @@
-"""What the programs share: ranks and timing, lengths, pages of results, and models of what is not at hand."""
+"""What the programs share: ranks and timing, lengths, pages of results, and models of missing hardware."""

@@ -29,15 +29,15 @@ _SEEDS = "seeds"
 def from_command_line(
     program: Callable[..., R], description: str | None, at_least: Mapping[str, int] | None = None
 ) -> R:
-    """Call a program with what its command line asks for; a class of arguments is made of it.
+    """Call a program with the arguments of its command line.
 
     Args:
         program: a function with annotated keywords, or a dataclass.
-        description: for its help.
+        description: text of its help.
         at_least: the least of integers by name, where that is neither 1 nor the 0 of a seed or a warm-up.
 
     Raises:
-        SystemExit: with status 2 for arguments that are unknown, malformed or out of range, which are told in a line;
+        SystemExit: with status 2 for arguments that are unknown, malformed or out of range, with one line of text;
             with status 0 for `--help`.
     """
     errors = io.StringIO()
@@ -62,7 +62,7 @@ def program_name() -> str:
 
 
 def _parse(program: Callable[..., R], description: str | None) -> tuple[Callable[[], R], dict[str, Any]]:
-    """The call that is asked for, and its arguments by name."""
+    """The requested call, and its arguments by name."""
     prog = f"python -m {program_name()}"
     if isinstance(program, type):
         made: Any = tyro.cli(program, prog=prog, description=description)

@@ -1,4 +1,4 @@
-"""Lengths of rows, what rows cost, and batches of them: what all benchmark programs measure with."""
+"""Lengths of rows, costs of rows, and batches, for all benchmark programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _gsm8k(rng: np.random.Generator, count: int) -> np.ndarray:
     return lengths.clip(1, 1024)
 
 
-# By name: how they are drawn, and in words.
+# By name: the function that draws lengths, and a description.
 _LENGTHS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], str]] = {
     "uniform": (lambda _, n: np.full(n, 512), "uniform, all 512"),
     "zipf": (lambda rng, n: rng.zipf(1.2, n).clip(1, 4096), "Zipf 1.2 to 4096"),
@@ -67,12 +67,12 @@ _LENGTHS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], str]
 
 
 def draw(name: str, count: int, seed: int) -> np.ndarray:
-    """Lengths of rows, int64 `(count,)`, of a name that `described` tells of."""
+    """Lengths of rows, int64 `(count,)`, from the distribution with this name; see `described`."""
     return _LENGTHS[name][0](np.random.default_rng(seed), count).astype(np.int64)
 
 
 def described(names: Iterable[str]) -> str:
-    """Lengths of these names in a sentence."""
+    """A sentence that describes the distributions with these names."""
     return f"Lengths: {'; '.join(_LENGTHS[name][1] for name in names)}."
 
 

@@ -1,19 +1,19 @@
-"""What the wire takes: a model of hosts whose ranks share one link, with its parameters and where they come from.
+"""A model of network times for hosts whose ranks share one link, with its parameters and their sources.
 
-Latency is that of one message from process to process, over TCP, as gloo sends it. The defaults are those of a cluster
-whose hosts talk TCP over an ordinary Ethernet interface beside the fabric of the accelerators:
+Latency is the time of one of gloo's messages between two processes, over TCP. The defaults describe a cluster whose
+hosts use TCP over an ordinary Ethernet interface beside the fabric of the accelerators:
 
 - Between hosts 40 µs, half of a round trip in a quiet cluster. Loaded data centres take longer: Guo et al., "Pingmesh"
   (SIGCOMM 2015), found 268 µs per round trip between pods at the median, which is 134 µs per message.
 - Within a host 20 µs: a message through the loopback device and the wake-up of a thread.
-- 100 µs before the first message of a collective, until torch and gloo have handed it to their threads: assumed, for
-  hosts with cores to spare. On two shared cores a gather of two ranks took 270 µs (10th percentile) to 670 (median).
-- One TCP connection between hosts carries 10 Gbit/s, and a host 100: Amazon's documentation of network bandwidth gives
-  the first for a cluster placement group (docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth),
-  the second is a common interface.
-- One connection within a host carries 24 Gbit/s, a copy into the kernel and one out of it.
-- Rows go over the accelerators' fabric: 50 Gbyte/s per rank between hosts, a 400 Gbit/s interface for each, 20 µs per
-  collective and 2 µs for every peer that a rank sends to.
+- 100 µs before the first message of a collective, until torch and gloo have passed it to their threads: assumed, for
+  hosts with idle cores. On two shared cores a gather of two ranks took 270 µs (10th percentile) to 670 (median).
+- One TCP connection between hosts carries 10 Gbit/s: Amazon's documentation of network bandwidth, for a cluster
+  placement group (docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth). A host carries 100
+  Gbit/s, a common interface.
+- One connection within a host carries 24 Gbit/s, with a copy into the kernel and a copy out of it.
+- Rows are sent over the accelerators' fabric: 50 Gbyte/s per rank between hosts (a 400 Gbit/s interface per rank), 20
+  µs per collective and 2 µs for every rank that receives rows from a rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Times of messages; see the module for where the defaults come from."""
+    """Parameters of message times; the module has the sources of the defaults."""
 
     ranks_per_host: int = 8  # ranks that share a host and its link
     hop_us: float = 40.0  # microseconds of a message from one host to another, over TCP
@@ -39,7 +39,7 @@ class LinkModel:
     link_gbit: float = 100.0  # of all TCP connections of a host together
     host_gbit: float = 24.0  # of one TCP connection within a host
     rows_gbyte: float = 50.0  # gigabytes per second that one rank can exchange with other hosts' ranks
-    rows_us: float = 20.0  # microseconds of an exchange of rows, however small
+    rows_us: float = 20.0  # fixed microseconds of an exchange of rows
     peer_us: float = 2.0  # microseconds for each rank that rows go to
 
     def __post_init__(self) -> None:
@@ -51,15 +51,15 @@ class LinkModel:
                 )
 
     def ring_ms(self, ranks: int, message: float, stride: int = 1) -> float:
-        """Milliseconds of a ring all-gather, which every `stride`-th rank makes with others like it at the same time.
+        """Milliseconds of a ring all-gather of every `stride`-th rank, while the other ranks form such rings too.
 
-        After `collective_us`, every message travels the whole ring in W − 1 hops, through the links within hosts and
-        those between. It is as late as the sum of these hops, or as the slowest link takes for all the messages.
+        After `collective_us`, every message passes the whole ring in W − 1 hops, over links within and between hosts.
+        The time is the sum of these hops, or the time of the slowest link for all messages if that is longer.
 
         Args:
             ranks: ranks of a ring, W.
-            message: bytes that each of them brings.
-            stride: how far apart neighbours are.
+            message: bytes that each rank sends.
+            stride: distance between the numbers of neighbours.
         """
         if ranks == 1:
             return 0.0
@@ -94,7 +94,7 @@ class LinkModel:
         return self.rows_us * 1e-3 + peers * self.peer_us * 1e-3 + largest / (self.rows_gbyte * 1e9) * 1e3
 
     def described(self) -> str:
-        """The parameters in a line."""
+        """The parameters in one line."""
         return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(self).items())
 
 

@@ -1,7 +1,7 @@
-"""One rank of many in a single process: the other ranks' messages come from a list, their rows from nowhere.
+"""One rank of many in a single process: the other ranks' messages come from a list, and no rows are received.
 
-With torch's fake process group, one rank's whole start and finish run; what it receives has the right size and no
-values.
+With torch's fake process group, the whole start and finish of one rank run; received tensors have the right size but
+no values.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def planned_exchange(
     all_gather: bool = False,
     pin_memory: bool = False,
 ) -> RowExchange:
-    """One rank's part of a plan that has been made."""
+    """One rank's part of a finished plan."""
 
     def allocate(size: int) -> tuple[torch.Tensor, int]:
         indices = torch.empty(size, dtype=torch.int64, pin_memory=pin_memory)
@@ -119,11 +119,11 @@ def plan_batch(
 
 @dataclass(frozen=True)
 class MovedRows:
-    """What a plan moves between ranks."""
+    """The rows that a plan moves between ranks, in tokens and bytes."""
 
     tokens_crossing: float  # tokens that leave their node, as a fraction of all
     sent: np.ndarray  # float64 `(world_size,)`, bytes that each rank sends to others
-    received: np.ndarray  # the same of what arrives
+    received: np.ndarray  # bytes that each rank receives
     everything: float  # bytes of all rows
     peers: int  # most ranks that one rank sends rows to
 
@@ -146,12 +146,12 @@ class MovedRows:
         )
 
 
-class _HeardError(Exception):
-    """A rank's message is in the list: what the rank would do with the others' is left out."""
+class _RecordedError(Exception):
+    """A rank's message has been recorded; ends the rank's work, which would need the other messages."""
 
 
 class ListedMessages:
-    """In the place of ControlChannel: keeps what each rank says, and answers with what all have said so far."""
+    """A stand-in for ControlChannel: records every rank's message, and returns the messages recorded so far."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
@@ -162,7 +162,7 @@ class ListedMessages:
         self.description, self.control_group, self.payload_group = "all ranks", group, group
         self.has_all_to_all, self.failure = True, None
         self.most_words = 0
-        self.listens = False
+        self.records = False
         self.message_bytes = self.compared_bytes = 0
         self._gathered = np.empty((self.world_size, 0), dtype=np.int64)
 
@@ -174,21 +174,21 @@ class ListedMessages:
             self.compared_bytes = own.nbytes + _HEAD_BYTES
         if call != "gather":
             return np.repeat(own[None], self.world_size, axis=0)
-        # Ready before: the other ranks' messages come to a real channel without the interpreter lock.
+        # The table is ready before the measurement: a real channel receives the messages without the GIL.
         known = self._gathered.shape[1]
         if known == 0:
             self._gathered = np.repeat(own[None], self.world_size, axis=0)
-        elif known < len(own):  # a rank had more to say than those before
+        elif known < len(own):  # longer than the earlier messages
             self._gathered = np.pad(self._gathered, ((0, 0), (0, len(own) - known)))
         self._gathered[self.rank] = own
-        if self.listens:
-            raise _HeardError
+        if self.records:
+            raise _RecordedError
         self._gathered[:, 0] = step
         self.message_bytes = own.nbytes + _HEAD_BYTES
         return self._gathered
 
     def gather_text(self, text: str, step: int) -> list[str]:
-        """As if every rank said the same."""
+        """Return this rank's text for every rank."""
         return [text] * self.world_size
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ class ListedMessages:
         yield
 
     def failures_posted(self, step: int, what: str) -> contextlib.AbstractContextManager[None]:
-        """Nobody waits for this rank."""
+        """No rank waits for this one, so nothing is posted."""
         return contextlib.nullcontext()
 
     def post_failure(self, step: int, what: str, error: Exception) -> None: ...
@@ -208,7 +208,7 @@ class ListedMessages:
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
-    """torch.distributed as one rank of a fake group sees it, and shufflers that hear of the others from a list."""
+    """A context with torch's fake process group, in which shufflers get the other ranks' messages from a list."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with mock.patch.object(engine, "ControlChannel", ListedMessages):
@@ -217,28 +217,28 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def tell_of_all_ranks(
+def record_all_ranks(
     shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any], window: int | None = None
 ) -> None:
-    """Let a shuffler know what every rank brings, with whatever crosses the ranks; within `fake_ranks`.
+    """Record the messages of every rank for a shuffler; within `fake_ranks`.
 
     Args:
-        shuffler: of the one rank.
-        batches: of every rank, in order; with a window, a list of them for each rank.
+        shuffler: the shuffler of the one rank.
+        batches: the batch of every rank, in order; with a window, a list of batches for each rank.
         window: most batches of a rank that are planned together; None for batch by batch.
     """
     session = shuffler.engine._session(None) if window is None else shuffler.engine._session(None, window)
     channel: Any = session.channel
-    own, channel.listens = channel.rank, True
-    for rank, brought in enumerate(batches):
+    own, channel.records = channel.rank, True
+    for rank, of_rank in enumerate(batches):
         channel.rank = rank
         costs = shuffler.engine.costs
-        local = [costs.describe(batch, None) for batch in (brought if window is not None else [brought])]
+        local = [costs.describe(batch, None) for batch in (of_rank if window is not None else [of_rank])]
         channel.most_words = 0
         for each in local:
             assert isinstance(each, LocalRows) and each.error is None and each.schema is not None, each.error
             channel.most_words += len(each.table(counted_keys(each.schema, session._token_features)))
         session._capacity = max(session._capacity, channel.most_words + channel.most_words // 4)
-        with contextlib.suppress(_HeardError):
+        with contextlib.suppress(_RecordedError):
             session.prepare(0, local)
-    channel.rank, channel.listens = own, False
+    channel.rank, channel.records = own, False

@@ -22,7 +22,7 @@ class PlainSet:
 
 
 class PlainState:
-    """Samples dealt to `k` sets, the heaviest first."""
+    """A distribution of samples to `k` sets, the heaviest first."""
 
     def __init__(self, samples: list[tuple[int, int]], num_parts: int) -> None:
         self.sets = [PlainSet([sample]) for sample in samples]
@@ -44,7 +44,7 @@ class PlainState:
 
 
 def plain_karmarkar_karp(workloads: list[int], num_parts: int, equal_size: bool) -> list[list[int]]:
-    """The textbook's largest differencing, as training code ships it: a heap of states with their sets."""
+    """The textbook's largest differencing, as in training code: a heap of states with their sets."""
     samples = sorted(enumerate(workloads), key=lambda sample: -sample[1])
     rows = num_parts if equal_size else 1
     heap = [PlainState(samples[first : first + rows], num_parts) for first in range(0, len(samples), rows)]

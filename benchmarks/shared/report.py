@@ -78,7 +78,7 @@ def one_rank() -> Iterator[None]:
 
 
 def run_program(command: Sequence[str]) -> str:
-    """Run a program in the root of the project; what it printed, of which an error has the end."""
+    """Run a program in the root of the project; returns its output, and an error quotes the output's end."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -130,7 +130,7 @@ def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], f
 
 
 def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
-    """`call`, which adds the processor seconds that it takes of its thread to a list."""
+    """Wrap `call` so that it appends its thread's processor seconds to a list."""
 
     def timed_call(*arguments: Any, **keywords: Any) -> R:
         started = time.thread_time()
@@ -143,7 +143,7 @@ def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
 
 
 def device_milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 2) -> float:
-    """Median time of a call by the clock of the device, or of the host where that is the CPU."""
+    """Median time of a call by the device's clock, on the CPU by the host's clock."""
     taken = []
     for _ in range(warmup + repeats):
         if device.type == "cuda":
@@ -179,7 +179,7 @@ def median_with_interval(values: np.ndarray) -> tuple[float, str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of rows that name their columns; a dot behind a name tells columns of one heading apart."""
+    """A Markdown table of rows that name their columns; trailing dots distinguish columns with the same heading."""
     lines = [[name.rstrip(".") for name in rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
     head, *body = ("| " + " | ".join(line) + " |" for line in lines)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
@@ -194,13 +194,13 @@ def _cell(value: Any) -> str:
 
 
 def each_column(rows: Sequence[Mapping[str, Any]], summed_up: Callable[[list[Any]], Any] = np.median) -> dict[str, Any]:
-    """Every column of rows, summed up; a number as a float."""
+    """Every column of rows, summarised; a number as a float."""
     found = {name: summed_up([row[name] for row in rows]) for name in rows[0]}
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
 
 
 def share(values: Iterable[bool]) -> str:
-    """How many of `values` hold, as "k of n"."""
+    """How many of `values` are true, as "k of n"."""
     values = list(values)
     return f"{sum(values)} of {len(values)}"
 
@@ -214,9 +214,9 @@ def heading(title: str, threads: str = "; one thread per rank") -> str:
 
 
 class Page:
-    """The results page of the program that runs: what was measured, targets if there are any, and sections.
+    """The results page of the running program: its measurements, targets if there are any, and sections.
 
-    A program with several pages tells them apart by `suffix`.
+    A program with several pages distinguishes them by `suffix`.
     """
 
     def __init__(self, title: str, about: str, *, suffix: str = "", threads: str = "; one thread per rank") -> None:
@@ -226,11 +226,11 @@ class Page:
         self._sections: list[str] = []
 
     def target(self, what: str, target: str, reached: str, met: bool) -> None:
-        """Note a target and whether it is met."""
+        """Add a target and whether it is met."""
         self._targets.append({"": what, "target": target, "reached": reached, "met": "yes" if met else "**no**"})
 
     def target_of_cases(self, what: str, limit: float, values: Sequence[float], unit: str = "") -> None:
-        """Note that all cases are to be at most `limit`."""
+        """Add the target that all cases are at most `limit`."""
         met = [value <= limit for value in values]
         reached = f"mean {np.mean(values):.5f}, worst {max(values):.5f}, {share(met)} cases"
         self.target(what, f"≤ {limit:g}{unit}", reached, all(met))

@@ -16,7 +16,7 @@ from hstu.sharding import build_distributed_model, dense_parameters
 
 CPU = torch.device("cpu")
 DESCRIPTION = "HSTU, hidden 64, 2 layers, 4 heads × 16"
-SIZES = (64, 4, 16, 2)  # hidden, heads, channels of a head, layers: what shufflers and tasks take
+SIZES = (64, 4, 16, 2)  # hidden, heads, channels of a head, layers: arguments of shufflers and tasks
 TASK = HSTUAttentionTask(*SIZES)
 LONGEST = 2048
 NUM_IDS = 4000
@@ -27,7 +27,7 @@ def draw_users(count: int, seed: int) -> np.ndarray:
     return np.minimum(lengths.draw("user-like", count, seed), LONGEST)
 
 
-# Items alone, with one label per item.
+# Only items, with one label per item.
 make_batch = partial(lengths.make_batch, contextual=[], num_ids=NUM_IDS, actions=False)
 
 

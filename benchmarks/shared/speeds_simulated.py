@@ -1,4 +1,4 @@
-"""Speeds of ranks by simulated times: what a look costs, and what speeds gain at many ranks."""
+"""Speeds of ranks by simulated times: the cost of an evaluation, and the gain of speeds at many ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.shared.lengths import COSTS, draw
 from commons.perf_model.partitioner import partition
 from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
 
-FIXED = 0.2  # of the time of a mean load
+FIXED = 0.2  # fixed part of the time of a mean load
 ROWS = 32
 # Slow ranks: how many, how long, by which factor.
 _SLOW, _EPISODE, _FACTORS = 0.02, 500, (1.15, 2.0)
 
 
 def times_by_load(rng: np.random.Generator, factors: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """float64 `(ranks,)`: times that follow loads, with noise, a tail and pauses; shares are of the mean load."""
+    """float64 `(ranks,)`: times proportional to loads, with noise, a tail and pauses; shares are of the mean load."""
     times = factors * (FIXED + (1 - FIXED) * shares) * rng.gamma(1000, 1 / 1000, len(shares))
     return (times + rng.exponential(0.02, len(shares))) * np.where(rng.random(len(shares)) < 0.002, 3.0, 1.0)
 
@@ -29,7 +29,7 @@ def _report(control: SpeedControl, times: np.ndarray, loads: np.ndarray) -> None
 
 
 def looks_table(quick: bool) -> list[dict[str, Any]]:
-    """Microseconds of a step that looks, and of the mean step."""
+    """Microseconds of a step that evaluates speeds, and of the mean step."""
     lines = []
     for ranks in (2, 64) if quick else (2, 8, 64, 1024, 4096):
         rng, control, took = np.random.default_rng(0), SpeedControl(ranks), []
@@ -43,21 +43,21 @@ def looks_table(quick: bool) -> list[dict[str, Any]]:
         lines.append(
             {
                 "ranks": ranks,
-                "a look, µs": float(np.median(per_look.max(axis=1))),
-                "a step in the mean, µs": float(np.median(per_look.mean(axis=1))),
+                "an evaluation, µs": float(np.median(per_look.max(axis=1))),
+                "a step on average, µs": float(np.median(per_look.mean(axis=1))),
             }
         )
     return lines
 
 
 def slow_factors(rng: np.random.Generator, ranks: int, steps: int, *, episodes: bool) -> np.ndarray:
-    """float64 `(steps, ranks)`: how many times as long each rank takes."""
+    """float64 `(steps, ranks)`: the factor by which each rank is slower."""
     factors = np.ones((steps, ranks))
     number = max(1, round(_SLOW * ranks))
     if not episodes:
         factors[:, rng.choice(ranks, number, replace=False)] = rng.uniform(*_FACTORS, number)
         return factors
-    for _ in range(number):  # one after another in each of so many places
+    for _ in range(number):  # a sequence of slow ranks for each of `number` slots
         step = 0
         while step < steps:
             last = step + int(rng.exponential(_EPISODE)) + 1
@@ -67,7 +67,7 @@ def slow_factors(rng: np.random.Generator, ranks: int, steps: int, *, episodes: 
 
 
 def simulation_table(quick: bool) -> list[dict[str, Any]]:
-    """What speeds gain, and what is possible."""
+    """The gain of speeds, and the possible gain."""
     lines = []
     sizes = ((8, 200),) if quick else ((8, 1000), (64, 400), (1024, 100))
     for ranks, steps in tqdm(sizes, desc="simulated"):

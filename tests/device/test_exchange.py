@@ -17,7 +17,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.shared.one_of_many_ranks import fake_ranks, tell_of_all_ranks
+from benchmarks.shared.one_of_many_ranks import fake_ranks, record_all_ranks
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
@@ -90,7 +90,7 @@ def _exchange(kind: str, transport: Any, world_size: int, mistake: str | None = 
         pretended_pinning() as pinned,
         closing(make_shuffler(ShufflerOptions(transport=transport))) as shuffler,
     ):
-        tell_of_all_ranks(shuffler, batches)
+        record_all_ranks(shuffler, batches)
         shuffler.engine.connect(device=CUDA)
         handle = shuffler.start_shuffle(batches[RANK])
         exchange = handle.prepared().exchange

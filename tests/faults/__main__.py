@@ -74,8 +74,8 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, str]]:
             count = f"{len(trials)}" + (f", {failed} failed" if failed else "")
             worst = max(each.worst_seconds for each in trials)
             seconds = "–" if KINDS[name].all_go_on else f"{worst:.1f}"
-            case = {"fault": name, "store of": store, "trials": count}
-            rows.append(case | {"who says what": _said(trials).replace("|", "\\|"), "worst, s": seconds})
+            case = {"fault": name, "store host": store, "trials": count}
+            rows.append(case | {"messages": _said(trials).replace("|", "\\|"), "worst, s": seconds})
     return rows
 
 

@@ -48,7 +48,7 @@ def _change(change: Callable[[Any], Any]) -> Act:
 
 
 kill, segmentation_fault, abort = (_end_by(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT))
-system_exit = _raise(lambda: SystemExit("told to end"))
+system_exit = _raise(lambda: SystemExit("exit on purpose"))
 end_thread = _raise(SystemExit)  # which threading takes for a quiet end
 model_error = _raise(lambda: RuntimeError("the model is broken"))
 loader_error = _raise(lambda: OSError("shard 3 cannot be read"))

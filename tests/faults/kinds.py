@@ -88,7 +88,7 @@ _KINDS = (
         uses=(SHUFFLE, LOOK_AHEAD, PIPELINE),
     ),
     # A rank's program raises.
-    _gone("SystemExit", "system_exit", "SystemExit: told to end", places=ON_MAIN),
+    _gone("SystemExit", "system_exit", "SystemExit: exit on purpose", places=ON_MAIN),
     _gone("KeyboardInterrupt (SIGINT)", "interrupt", "KeyboardInterrupt", places=ON_MAIN),
     _gone(
         "an asynchronous exception in the main thread",
