@@ -89,9 +89,9 @@ def test_padding_that_a_batch_states():
 @pytest.mark.parametrize(
     ("batch", "num_chunks", "workloads", "options", "message"),
     [
-        (dense([])[:0], 1, [], {}, "the batch has 0 rows that are no padding; at least one is needed"),
+        (dense([])[:0], 1, [], {}, "the batch has 0 real rows; at least one is needed"),
         (padded_batch([], 3), 1, [1, 1, 1], {}, "the batch has 0 rows that are no padding"),
-        (dense([1]), 2, [1], {}, r"number of rows is 1, that of parts \(chunks or ranks\) is 2; .* or pad=True"),
+        (dense([1]), 2, [1], {}, r"1 rows for 2 parts \(chunks or ranks\); .* or pad=True"),
         (dense([1, 2]), 0, [1, 2], {}, "num_chunks is 0; it must be an integer of at least 1"),
         ({"a": dense([1, 2]), "b": dense([1])}, 1, [1, 2], {}, "disagree on the number of rows: {'a': 2, 'b': 1}"),
         (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),
