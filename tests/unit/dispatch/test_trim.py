@@ -94,10 +94,10 @@ def test_wrong_settings(settings, message):
     ("trim", "error", "message"),
     [
         (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'ids', 'mask', 'n', 'short'"),
-        (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it is `\(rows, width\)`"),
+        (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be `\(rows, width\)`"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
         (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),
-        (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' lie in \[2, 7\], the sequences are 5 wide"),
+        (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 5 wide"),
         (Trim(lengths="mask", fields=["ids"]), ValueError, r"lengths 'mask' have shape \(2, 8\) and dtype torch.bool"),
     ],
 )
@@ -204,7 +204,7 @@ def test_stated_padding_needs_no_look():
 
 def test_values_that_differ_beyond_the_tokens():
     batch = texts([3, 1], 3, "right") | {"positions": torch.arange(3).expand(2, 3)}
-    message = "'positions' is 1 and 2 beyond the tokens of its rows on rank 0; rows can be widened with one padding value"
+    message = "'positions' is 1 and 2 beyond the tokens of its rows on rank 0; rows can be widened with one"
     with pytest.raises(ValueError, match=message + ".*state it in Trim, fill={'positions': 0} for example"):
         redistribute_balanced(batch, [1, 1], trim=Trim("mask"))
     moved = redistribute_balanced(batch, [1, 1], trim=Trim("mask", fill={"positions": 0}))
