@@ -251,10 +251,10 @@ class Columns(list):
     ("batch", "message"),
     [
         ({"x": with_attribute(given(WithState()), "encodings", ["e"])}, "'x' is a WithState with the attribute 'enc"),
-        ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra'; only its items"),
+        ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra'; only"),
         ({"x": with_attribute(Columns([torch.ones(2)]), "names", ["a"])}, "'x' is a Columns with the attribute 'na"),
         ({"x": given(WithArguments("n"))}, "'x' is a WithArguments, which cannot be made without arguments"),
-        ({"x": given(defaultdict(Counter))}, "'x' is a defaultdict whose factory is .*Counter.*; factories that can be"),
+        ({"x": given(defaultdict(Counter))}, "'x' is a defaultdict whose factory is .*Counter.*; factories that"),
         ({"x": torch.ones(2, requires_grad=True)}, "'x' requires gradients"),
         ({"x": torch.nn.Parameter(torch.ones(2))}, "'x' is a Parameter; it would arrive as a plain tensor: pass a"),
         ({"x": torch.ones(2).as_subclass(Celsius)}, "'x' is a Celsius; it would arrive as a plain tensor: pass a"),
