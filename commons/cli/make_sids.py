@@ -50,7 +50,7 @@ class MakeSids:
     """The map to write, a .parquet file."""
 
     codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
-    """Number of codes of each hierarchy, coarsest first; each at most 65,536 and at most the number of items."""
+    """Number of codes of each hierarchy, coarsest first; at most 65,536, or the number of items if that is more."""
 
     vector_size: int = 64
     """Width of the item vectors that are quantised, at most 1,024."""

@@ -100,7 +100,7 @@ def test_ranks_with_other_rows_and_steps_are_reported(tmp_path, capsys):
         np.savez(tmp_path / f"rank{rank}.npz", world_size=2, unknown=0, rows=rows, lengths=lengths, seconds=seconds)
     assert main(["--report", "--folder", str(tmp_path), "--window", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 steps of 2 ranks: 15 rows" in shown and "no row counts twice" not in shown
+    assert "3 steps of 2 ranks: 15 rows" in shown and "no row is used twice" not in shown
     ratios = [92 / 47, 15 / 15, 21 / 10.5]  # largest ÷ mean
     assert f"{sum(ratios) / 3:.3f}" in next(line for line in shown.splitlines() if line.startswith("as loaded"))
     assert "0 steps have times; 20 of them" in shown

@@ -58,7 +58,7 @@ def test_notes_say_what_is_missing(runs, told):
     with (runs / "b" / "log.jsonl").open("a") as log:
         log.write('{"schema": 1, "st')
     printed = " ".join(told("report", "runs/b").split())
-    for note in ("the last line of the log is not whole", "no readable config.json", "no readable summary.json"):
+    for note in ("the last line of the log is incomplete", "no readable config.json", "no readable summary.json"):
         assert f"runs/b: {note}" in printed
 
 
@@ -170,7 +170,7 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
         (["runs/none"], "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a"),
         (["runs/a", "--html", "r.txt"], "a page is an .html file"),
         (["runs/a", "--figure", "r.txt"], "choose one of these endings"),
-        (["runs/a", "--figure", "linked.png"], "no command overwrites what it reads"),
+        (["runs/a", "--figure", "linked.png"], "no command overwrites its input"),
         (["runs/a", "--json", "--html", "no/such\0.html"], "null"),
     ],
 )
