@@ -90,7 +90,7 @@ class Calibrate:
                 "batches": f"{quality.num_measurements}, every fourth held out",
                 "R²": f"{quality.r2:.4f}, held out {quality.held_out_r2:.4f}",
                 "held-out error": f"mean {quality.held_out_mean_error:.1%}, worst {quality.held_out_worst_error:.1%}",
-                "by operations alone": f"mean {quality.flops_mean_error:.1%}",
+                "error of operations": f"mean {quality.flops_mean_error:.1%}",
                 "file": str(self.output),
             },
         )

@@ -90,7 +90,7 @@ class MakeSids:
                 "items": f"{made.num_items:,}",
                 "codebooks": " × ".join(map(str, made.codebook_sizes)),
                 "different codes": ", ".join(f"{number:,}" for number in used) + " (the first 1, 2, … hierarchies)",
-                "told apart": f"{made.options['items_told_apart']:,} items took another code than the nearest",
+                "reassigned": f"{made.options['items_told_apart']:,} items, so that every item has a different ID",
                 "file": str(self.output),
             },
         )

@@ -106,8 +106,8 @@ def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions,
         workloads, tokens = (np.concatenate(columns) for columns in zip(*some))
         return LoadedRows(workloads, tokens, step, rank, num_ranks)
 
-    none = np.empty(0, np.int64)
-    costs, tokens = (np.concatenate([none, *columns]) for columns in zip((none, none), *batches))
+    no_rows = np.empty(0, np.int64)
+    costs, tokens = (np.concatenate([no_rows, *columns]) for columns in zip((no_rows, no_rows), *batches))
     return Source(
         name=str(config),
         load=load,

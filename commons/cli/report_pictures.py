@@ -180,7 +180,7 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[Picture]:
         outlined: dict[str, Any] = {"fill": False, "edgecolor": COLORS["ink"], "linestyle": ":"}
         if saved.any():
             some = saved > 0
-            axes.barh(positions[some], saved[some], 0.55, begins[some], label="saved by balancing", **outlined)
+            axes.barh(positions[some], saved[some], 0.55, begins[some], label="taken off by balancing", **outlined)
         # Names are above the bars, so that the bars have the whole width.
         for position, name in zip(positions, names):
             axes.annotate(_short(name, 36), (0, position + 0.3), va="bottom")
@@ -190,8 +190,8 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[Picture]:
         legend_above(axes)
 
     text = (
-        "Work at the bound is the slowest rank's work at the lower bound of every plan. The time that balancing saves "
-        "is outlined. The step of a run without logged loads is not split."
+        "Work at the bound is the slowest rank's work at the lower bound of every plan. The time that balancing takes "
+        "off is outlined. The step of a run without logged loads is not split."
     )
     yield Picture("Where a mean step's time goes", text, draw, height=190 + 80 * len(bars))
 

@@ -169,5 +169,5 @@ def _differences(first: tuple[str, Any, Any], other: tuple[str, Any, Any]) -> li
     of_schema = (
         [] if first[0] == other[0] else BatchSchema.from_text(first[0]).differences(BatchSchema.from_text(other[0]))
     )
-    beside = differences(first[1], other[1]) or (differences(first[2], other[2]) if other[2] else [])
-    return (of_schema or [f"{name!r}: {mine} and {its}" for name, mine, its in beside])[:3]
+    others = differences(first[1], other[1]) or (differences(first[2], other[2]) if other[2] else [])
+    return (of_schema or [f"{name!r}: {mine} and {its}" for name, mine, its in others])[:3]

@@ -37,7 +37,7 @@ class ShufflingBatch(Pipelineable):
         return self._followed_by(self.batch.to(*args, **kwargs))
 
     def pin_memory(self) -> ShufflingBatch:
-        """The batch's copy in pinned memory, with the same handle as this."""
+        """The batch's copy in pinned memory, with the same handle."""
         return self._followed_by(self.batch.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:

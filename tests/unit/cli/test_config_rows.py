@@ -118,7 +118,7 @@ def test_data_that_are_too_short_are_not_repeated(mine, asked, mistake):
     assert "4 ranks: 1 of 3 steps. There are 25 rows, 3 steps train 48; no row is used twice" in notes
     assert "8 ranks: 0 of 3 steps. There are 25 rows, 3 steps train 96" in notes and "2 ranks: " not in notes
     error = mistake("simulate", *mine, "--ranks", "16", "8", "--figure", "gain.png")
-    assert "run.toml has 25 rows, a step of 8 ranks trains 32: lower --ranks" in error
+    assert "run.toml has 25 rows, a step of 8 ranks needs 32: lower --ranks" in error
     assert not Path("gain.png").exists()
 
 

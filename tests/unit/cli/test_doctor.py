@@ -205,7 +205,7 @@ def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, said):
     load(monkeypatch, {"torch": ImportError("none")})
     text = said(1)
     assert "driver note NVIDIA 550.54.14; builds for CUDA 13 need 580" in text
-    assert f"driver: update it, or {OLD_DRIVER}" in text
+    assert f"driver: update the driver, or {OLD_DRIVER}" in text
     load(monkeypatch, {})
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
