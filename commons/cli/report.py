@@ -200,7 +200,7 @@ def _notes(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) -
         yield from (f"{report.log.name}: {note}." for note in notes)
     for each in comparisons:
         if each.differences:
-            yield f"{each.run} and {each.base} differ in more than balancing: {'; '.join(each.differences)}."
+            yield f"besides balancing, {each.run} and {each.base} differ in {'; '.join(each.differences)}."
 
 
 def _advice(

@@ -61,7 +61,7 @@ def verdict_on(comparison: RunComparison, base: RunReport, report: RunReport) ->
     speed = f"{comparison.run} trains {comparison.rows_per_s:.2f}× the rows per second of {comparison.base}"
     if comparison.differences:
         more = f" and {len(comparison.differences) - 1} more" if len(comparison.differences) > 1 else ""
-        return f"{speed}; they differ in more than balancing: {comparison.differences[0]}{more}."
+        return f"{speed}; besides balancing, they differ in {comparison.differences[0]}{more}."
     own = report.gain.step if report.balancing == "balanced" and base.is_as_loaded else None
     if not own or abs(comparison.rows_per_s / own - 1) < _APART:
         return f"{speed}."

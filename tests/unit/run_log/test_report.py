@@ -270,7 +270,7 @@ def test_runs_beside_each_other(tmp_path):
     dealt = RunReport(RunLog(write_unlooked(tmp_path / "c", AS_LOADED, SIZES)))
     assert "while its own" not in verdict_on(same, changed(dealt, by_work=True), other)
     apart = changed(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
-    assert verdict_on(apart, base, other).endswith("they differ in more than balancing: ranks: 2 and 4 and 1 more.")
+    assert verdict_on(apart, base, other).endswith("besides balancing, they differ in ranks: 2 and 4 and 1 more.")
     json.dumps(against.to_dict())
 
 
