@@ -1,7 +1,7 @@
-"""What a command answers, and where that goes: tables on the terminal, JSON, a page, pictures.
+"""The answer of a command, and its outputs: tables on the terminal, JSON, a page, pictures.
 
-Outputs are checked before any work, so that no work is lost. Libraries are imported where they are needed: what draws
-takes a second, and `doctor` runs without rich.
+Outputs are checked before any work, so that no work is lost. Libraries are imported only where they are needed, because
+importing matplotlib takes a second and `doctor` must run without rich.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from commons.cli.pictures import Picture
 
-# The command that runs, as it was typed.
+# The running command as the user typed it.
 command_line: ContextVar[str] = ContextVar("command_line", default="evenrank")
 _PAGES, _PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")
-# Columns of output that goes to a file or a pipe.
+# Width of output to a file or a pipe, in characters.
 _WIDTH = 120
 
 
@@ -36,53 +36,53 @@ class AnswerTable:
     """A table; its first column names the rows."""
 
     columns: tuple[str, ...]  # headings
-    # cells, as many per row as there are columns; a row of one cell is a heading of those that follow
+    # rows with a cell for every column; a row with one cell is a heading of the rows below it
     rows: tuple[tuple[str, ...], ...]
-    title: str = ""  # above it; "" for none
-    marked: int | None = None  # number of the row that the page is about; None for none
-    is_cut: bool = False  # whether short lines leave out the last columns; cells are wrapped otherwise
+    title: str = ""  # "" for no title
+    marked: int | None = None  # number of the row to highlight on the page; None for no row
+    is_cut: bool = False  # if lines are too short, leave out the last columns instead of wrapping cells
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of an answer; pictures are for pages, and so are terms and notes without a table."""
+    """A part of an answer; only pages show pictures, and terms and notes of a section without a table."""
 
-    title: str  # its heading
-    paragraphs: tuple[str, ...] = ()  # text above
-    pictures: Callable[[], Sequence[Picture]] = tuple  # makes them
-    tables: tuple[AnswerTable, ...] = ()  # below them
-    terms: tuple[tuple[str, str], ...] = ()  # words with what they mean, below
-    notes: tuple[str, ...] = ()  # text below, small
+    title: str
+    paragraphs: tuple[str, ...] = ()  # text at the top
+    pictures: Callable[[], Sequence[Picture]] = tuple  # makes the pictures
+    tables: tuple[AnswerTable, ...] = ()  # below the pictures
+    terms: tuple[tuple[str, str], ...] = ()  # terms and their meanings, below the tables
+    notes: tuple[str, ...] = ()  # small text at the end
 
 
 @dataclass(frozen=True)
 class Answer:
-    """All that a command has to say."""
+    """The result of a command, for all outputs."""
 
     title: str  # heading of the page
-    answer: str  # the one sentence to remember
+    answer: str  # the most important sentence
     sections: tuple[Section, ...]
-    content: dict[str, Any]  # all of it as JSON
-    subtitle: str = ""  # the rows or runs in a line; "" where a table has them
-    copy: tuple[str, ...] = ()  # lines to copy, such as options
-    figures: tuple[tuple[str, str], ...] = ()  # the most important numbers with what they are: `("1.63×", "speed-up")`
+    content: dict[str, Any]  # the whole answer as JSON
+    subtitle: str = ""  # one line that describes the rows or runs; "" if a table does
+    copy: tuple[str, ...] = ()  # lines for the user to copy, such as options
+    figures: tuple[tuple[str, str], ...] = ()  # the most important numbers and their names: `("1.63×", "speed-up")`
 
 
 @dataclass(frozen=True)
 class AnswerOutputs:
-    """Where an answer goes; a table on the terminal by default."""
+    """The outputs of an answer; a table on the terminal by default."""
 
     html: Path | None = None
-    """Where to write the answer as a page with pictures, one .html file that needs no network; None for none."""
+    """Write the answer to this .html file, a page with pictures that needs no network."""
 
     figure: Path | None = None
-    """Where to draw its pictures, as .png, .svg or .pdf."""
+    """Draw the pictures into this .png, .svg or .pdf file."""
 
     json: bool = False
     """Print JSON instead of a table."""
 
     def require(self, inputs: Mapping[str, Path | None]) -> None:
-        """Raise ValueError for a file that is neither a page nor a picture; and as `require_output`."""
+        """Raise ValueError for a wrong file ending; other errors as for `require_output`."""
         if self.html is not None and self.html.suffix not in _PAGES:
             raise ValueError(f"html is {str(self.html)!r}; a page is an .html file: give it that ending")
         if self.figure is not None and self.figure.suffix not in _PICTURES:
@@ -94,7 +94,7 @@ class AnswerOutputs:
                 require_output(output, option=option, inputs=inputs)
 
     def give(self, answer: Answer) -> None:
-        """Print an answer, and write its page and pictures."""
+        """Print an answer, and write its page and its pictures."""
         if self.json:
             sys.stdout.write(json.dumps(answer.content, indent=2) + "\n")
         else:
@@ -115,7 +115,7 @@ ON_TERMINAL = AnswerOutputs()
 
 
 class _TriedError(Exception):
-    """The file could be made."""
+    """Raised to discard a file that was written as a trial."""
 
 
 def require_output(
@@ -126,31 +126,35 @@ def require_output(
     may_replace: Callable[[Path], bool] = lambda path: True,
     what: str = "file",
 ) -> None:
-    """Raise unless a command can write the output that an option names, and overwrites nothing else by it.
+    """Raise unless a command can write its output without overwriting other files.
 
-    The inputs are what it reads, by what names it on the command line. `may_replace` says whether a file is of the kind
-    that the command writes, and `what` that kind is.
+    Args:
+        output: the file to write.
+        option: the option that names it, for messages.
+        inputs: the files that the command reads, by their option or argument.
+        may_replace: whether an existing file may be overwritten, because it is an earlier output of this kind.
+        what: name of this kind of file, for messages.
 
     Raises:
-        ValueError: `output` is one of the inputs, also by a link.
-        FileExistsError: something else is at `output`.
+        ValueError: `output` is one of the inputs, also through a link.
+        FileExistsError: `output` exists and may not be overwritten.
         OSError: `output` cannot be written.
     """
     for name, path in inputs.items():
         if path is not None and path.exists() and output.exists() and path.samefile(output):
             raise ValueError(
-                f"{option} is {output}, which {name} names too; no command overwrites what it reads: give another path"
+                f"{option} is {output}, which {name} names too; no command overwrites its input: give another path"
             )
     if output.is_dir():
         raise IsADirectoryError(f"{output} is a folder; a {what} is written there: name a file in it")
     if output.exists() and (not output.is_file() or output.stat().st_size):
         check_replaceable(output, lambda path: path.is_file() and may_replace(path), what)
     with contextlib.suppress(_TriedError), whole_file(output):
-        raise _TriedError  # an error, so that what was made for the trial goes again
+        raise _TriedError  # an error discards the trial file
 
 
 def _print(answer: Answer) -> None:
-    """Print tables, what to know of them, and the answer last."""
+    """Print the tables, their notes, and last the answer."""
     from rich.text import Text
 
     console = make_console(width=_WIDTH, highlight=False)
@@ -164,7 +168,7 @@ def _print(answer: Answer) -> None:
             console.print(_as_rich(table, shown))
             left_out = table.columns[shown:]
         if left_out:
-            lines.append(f"Lines are too short for {', '.join(left_out)}, which wider ones show, and --json.")
+            lines.append(f"Lines are too short for {', '.join(left_out)}; use a wider terminal or --json.")
         if section.tables and section.terms:
             lines.append("; ".join(f"{name}: {text}" for name, text in section.terms) + ".")
         if section.tables:
@@ -177,8 +181,8 @@ def _print(answer: Answer) -> None:
 
 
 def _columns_that_fit(table: AnswerTable, console: Console) -> int:
-    """How many columns, at least two, lines have room for."""
-    wide = console.options.update_width(10_000)  # or the least width is that of the console
+    """The number of columns, at least two, that fit into a line."""
+    wide = console.options.update_width(10_000)  # otherwise widths are limited to the console's width
     shown = len(table.columns)
     while shown > 2 and console.measure(_as_rich(table, shown), options=wide).maximum > console.width:
         shown -= 1
@@ -186,7 +190,7 @@ def _columns_that_fit(table: AnswerTable, console: Console) -> int:
 
 
 def _as_rich(table: AnswerTable, shown: int) -> Table:
-    """The first columns of a table, for the terminal."""
+    """The first `shown` columns of a table, for the terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -194,9 +198,9 @@ def _as_rich(table: AnswerTable, shown: int) -> Table:
     made = Table(
         title=table.title or None, title_justify="left", title_style="bold", box=None, padding=padding, pad_edge=False
     )
-    for place, name in enumerate(table.columns[:shown]):
-        no_wrap = place == 0 or table.is_cut
-        made.add_column(Text(name), justify="right" if place else "left", no_wrap=no_wrap, overflow="fold")
+    for number, name in enumerate(table.columns[:shown]):
+        no_wrap = number == 0 or table.is_cut
+        made.add_column(Text(name), justify="right" if number else "left", no_wrap=no_wrap, overflow="fold")
     indent = "  " if any(len(row) == 1 for row in table.rows) else ""
     for name, *cells in table.rows:
         made.add_row(Text(indent + name) if cells else Text(name, style="bold"), *map(Text, cells[: shown - 1]))

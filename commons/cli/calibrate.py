@@ -1,4 +1,4 @@
-"""`evenrank calibrate`: what a row of the user's model costs on the user's device, in time."""
+"""`evenrank calibrate`: measures the time that a row of the user's model takes on the user's device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from commons.perf_model.measurement import draw_mixes, measure_steps
 
 @dataclass
 class Calibrate:
-    """Measure forward and backward pass of a model over many batch mixes, and fit what a row costs.
+    """Measure forward and backward passes of a model over many batch mixes, and fit the cost of a row.
 
-    The file goes to --trainer.shuffler.calibration of training, or to ShufflerOptions(calibration=…). Measure on the
-    machine that trains, with nothing else running there.
+    Pass the file to training by --trainer.shuffler.calibration, or to ShufflerOptions(calibration=…). Measure on the
+    machine that will train, while nothing else runs there.
 
     For example:
       evenrank calibrate --config hstu/configs/demo.toml --output calibration.toml
@@ -33,34 +33,34 @@ class Calibrate:
     """The TOML or YAML file of a training run: model, data set and batch size."""
 
     output: Path
-    """The calibration, a small TOML file."""
+    """The calibration to write, a small TOML file."""
 
     model: str | None = None
-    """Package of the model, installed or in the working directory; its module `recipe` names its Recipe, RECIPE. None:
-    hstu, or sid_gr where the data set of the config has semantic IDs."""
+    """Package of the model, installed or in the working directory; its module `recipe` must define RECIPE, the model's
+    Recipe. None: hstu, or sid_gr if the data set of the config has semantic IDs."""
 
     num_mixes: int = 80
-    """Batches of different sizes and lengths; every fourth is held out of the fit."""
+    """Number of batches, of different sizes and lengths; every fourth is held out of the fit."""
 
     repeats: int = 5
-    """Times that each batch is measured."""
+    """How often each batch is measured."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure."""
+    """Device to measure on; auto: a GPU if there is one, else the CPU."""
 
     threads: int = 1
-    """Threads on the CPU; ranks on the CPU have one each."""
+    """Number of threads on the CPU; in training, a rank on the CPU has one."""
 
     seed: int = 0
-    """Seed of the batches."""
+    """Seed of the random batches."""
 
     def run(self) -> None:
-        """Measure, fit, save, and print how well the fit predicts."""
+        """Measure, fit, save, and print the quality of the fit."""
         if self.output.suffix != ".toml":
             raise ValueError(f"output is {str(self.output)!r}; a calibration is a TOML file: let it end in .toml")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; seeds are not negative: correct it")
-        # Before the measurements, which would be lost.
+        # Check the output before the measurements, which would be lost.
         require_output(self.output, inputs={"--config": self.config}, may_replace=is_calibration, what="calibration")
         try:
             target = load_recipe(self.model, self.config, choose_device(self.device, self.threads))
@@ -73,8 +73,9 @@ class Calibrate:
             )
         except torch.OutOfMemoryError:
             raise ValueError(
-                "the device has too little memory for the largest batch mix; mixes have up to twice train_batch_size "
-                "rows and half its longest tokens: lower train_batch_size or max_history_seqlen in the config"
+                "the device has too little memory for the largest batch mix; a mix has up to twice train_batch_size "
+                "rows, and up to half the tokens of a batch of longest rows: lower train_batch_size or "
+                "max_history_seqlen in the config"
             ) from None
         made = fit_calibration(measurements, target.task, describe_device(target.device))
         made.save(self.output)
@@ -89,26 +90,26 @@ class Calibrate:
                 "batches": f"{quality.num_measurements}, every fourth held out",
                 "R²": f"{quality.r2:.4f}, held out {quality.held_out_r2:.4f}",
                 "held-out error": f"mean {quality.held_out_mean_error:.1%}, worst {quality.held_out_worst_error:.1%}",
-                "by operations alone": f"mean {quality.flops_mean_error:.1%}",
+                "error of operations": f"mean {quality.flops_mean_error:.1%}",
                 "file": str(self.output),
             },
         )
-        make_console().print(_say(judge_calibration(made, measurements, target.task), len(mixes)))
+        make_console().print(_advice(judge_calibration(made, measurements, target.task), len(mixes)))
 
 
-def _say(verdict: Verdict, num_mixes: int) -> str:
-    """The verdict in a sentence, and what to do."""
-    errors = f"{verdict.error:.1%} against {verdict.operations_error:.1%} on batches that no fit has seen"
+def _advice(verdict: Verdict, num_mixes: int) -> str:
+    """Whether to use the calibration, in a sentence."""
+    errors = f"{verdict.error:.1%} instead of {verdict.operations_error:.1%} on held-out batches"
     if verdict.better:
         factor = verdict.operations_error / max(verdict.error, 1e-12)
         times = f"{factor:.1f} times" if factor < 100 else "more than 100 times"
-        return f"Use it: its error is {times} smaller than that of operations alone, {errors}."
+        return f"Use it: its error is {times} smaller than that of predictions from operations, {errors}."
     if verdict.measurements > num_mixes:
         return (
-            f"Not surely better than operations alone: {errors}. --num-mixes {verdict.measurements} would tell "
-            f"({verdict.measurements - num_mixes} more); a machine where nothing else runs needs fewer."
+            f"It may not be better than predictions from operations: {errors}. Measure with --num-mixes "
+            f"{verdict.measurements} to decide ({verdict.measurements - num_mixes} more); an idle machine needs fewer."
         )
     return (
-        f"No better than operations alone: {errors}. More mixes would not change that: leave the calibration out, "
-        "unless you need loads in milliseconds."
+        f"It is not better than predictions from operations: {errors}. More mixes would not change this: do not use "
+        "the calibration, unless you need loads in milliseconds."
     )

@@ -1,7 +1,7 @@
-"""`evenrank doctor`: what is installed, whether it fits together, and what mends it.
+"""`evenrank doctor`: checks whether all packages are installed and compatible, and prints remedies.
 
-It runs where nothing is: no package is imported but to see whether it can be, and one that is missing or broken is a
-finding, never an error.
+It runs without any other package: it imports packages only to check them, and a missing or broken package is a finding,
+never an error.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ _CORE = "commons.perf_model.partitioner.core"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _MEGATRON = 'pip install "megatron-core>=0.16,<0.17"'
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
-# Modules that are not called like their package.
+# Modules with another name than their package.
 _MODULES = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
-# A broken torch breaks these in many ways.
+# Packages that are not checked without torch, because they import torch.
 _OF_TORCH = ("fbgemm", "torchrec", "megatron-core")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the answer."""
+    """The result of one check."""
 
-    name: str  # what was looked at
-    state: str  # "ok"; "note": training starts all the same; "wrong": it does not
-    found: str  # what there is
-    remedy: str = ""  # what mends it, a command where there is one; empty if nothing needs to be
+    name: str  # name of the check
+    state: str  # "ok"; "note": training can start anyway; "wrong": training cannot start
+    found: str  # the result
+    remedy: str = ""  # the remedy, a command if possible; empty if none is needed
 
 
 @dataclass
 class Doctor:
-    """Look at what is installed, whether it fits together, and what mends it.
+    """Check whether all packages are installed and compatible, and print commands that repair the installation.
 
-    Ends with status 1 if training could not start.
+    The exit status is 1 if training cannot start.
 
     For example:
       evenrank doctor
     """
 
     def run(self) -> int:
-        """Look, and print; returns the exit status."""
+        """Check and print; returns the exit status."""
         findings = [*examine()]
         _print(findings)
         return int(any(finding.state == WRONG for finding in findings))
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order in which things depend on each other."""
+    """Yield all findings; a package comes after the packages that it needs."""
     packages = Packages()
     yield Finding("evenrank", OK, f"{__version__} on Python {platform.python_version()}, {platform.system()}")
-    yield from packages.look()
+    yield from packages.check()
     yield from _native_core()
     if packages.torch is not None:
         yield _backends(packages.torch)
@@ -79,8 +79,8 @@ def examine() -> Iterator[Finding]:
 def _native_core() -> Iterator[Finding]:
     try:
         core = import_module(_CORE)
-    except ModuleNotFoundError as error:  # of what the planner needs, found above
-        yield Finding("native core", NOTE, f"not looked into ({error})")
+    except ModuleNotFoundError as error:  # a package that the planner needs, which has a finding of its own
+        yield Finding("native core", NOTE, f"not checked ({error})")
     except ImportError as error:
         found, _, remedy = str(error).rpartition(": ")
         yield Finding("native core", WRONG, found, remedy)
@@ -89,11 +89,12 @@ def _native_core() -> Iterator[Finding]:
 
 
 def _backends(torch: Any) -> Finding:
-    """Ranks agree over gloo, and GPUs exchange over NCCL."""
+    """Check gloo, which all ranks need, and NCCL, which GPUs need."""
     has_any = torch.distributed.is_available()
-    there = {name: has_any and getattr(torch.distributed, f"is_{name}_available")() for name in ("gloo", "nccl")}
-    found = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in there.items())
-    missing = [name for name, has in there.items() if not has and (name == "gloo" or torch.version.cuda is not None)]
+    available = {name: has_any and getattr(torch.distributed, f"is_{name}_available")() for name in ("gloo", "nccl")}
+    found = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in available.items())
+    needed = ("gloo",) if torch.version.cuda is None else ("gloo", "nccl")
+    missing = [name for name in needed if not available[name]]
     remedy = f"install a build of torch that has {' and '.join(missing)}" if missing else ""
     return Finding("backends", WRONG if missing else OK, found, remedy)
 
@@ -104,7 +105,7 @@ def _driver(torch: Any) -> Iterator[Finding]:
     is_old = version is not None and version[0].isdigit() and int(version.split(".")[0]) < LEAST_DRIVER
     builds_needed = "" if not is_old else f"; builds for CUDA 13 need {LEAST_DRIVER}"
     if torch is None:
-        remedy = f"update it, or {old_driver_command(NEWEST_TORCH)}" if is_old else ""
+        remedy = f"update the driver, or {old_driver_command(NEWEST_TORCH)}" if is_old else ""
         yield Finding("driver", NOTE if is_old else OK, here + builds_needed, remedy)
         return
     check = _cuda_check()
@@ -123,13 +124,13 @@ def _driver(torch: Any) -> Iterator[Finding]:
         if torch.version.cuda is not None:
             remedy = (
                 "nvidia-smi -L lists the GPUs of this machine; CUDA_VISIBLE_DEVICES may hide them, and a container has "
-                "those that it was started with"
+                "only the GPUs that it was started with"
             )
         yield Finding("driver", NOTE, f"{here}, and torch {why}; training runs on the CPU", remedy)
 
 
 def _driver_version() -> str | None:
-    """That of the NVIDIA driver which the kernel has loaded; None for none."""
+    """The version of the loaded NVIDIA driver; None without one."""
     try:
         found = re.search(r"Module.*?\s(\d+\.[\d.]+)\s", _KERNEL_MODULE.read_text(encoding="utf-8"))
     except OSError:
@@ -148,14 +149,14 @@ def _devices(torch: Any) -> Iterator[Finding]:
             continue
         peak = import_module("commons.perf_model.peak_rates").peak_flops(name, torch.bfloat16)
         if peak is None:
-            remedy = "MFU is not reported; --trainer.peak-tflops gives the peak of its data sheet"
+            remedy = "MFU is not reported; set --trainer.peak-tflops to the peak in the GPU's data sheet"
             yield Finding(f"GPU {index}", NOTE, f"{name}, peak unknown", remedy)
         else:
             yield Finding(f"GPU {index}", OK, f"{name}, {peak / 1e12:,.0f} TFLOPS in bf16")
 
 
 def _cuda_check() -> Any:
-    """The checks that the trainer makes, too; None where a package is missing that the trainer needs."""
+    """The trainer's CUDA checks; None if a package that the trainer needs is missing."""
     try:
         return import_module("commons.trainer.ranks.cuda_check")
     except ImportError:
@@ -163,11 +164,11 @@ def _cuda_check() -> Any:
 
 
 def _print(findings: list[Finding]) -> None:
-    """Print a table, and the remedies below it, each on lines of its own to copy."""
+    """Print a table, and below it the remedies, on separate lines to copy."""
     try:
         from rich.table import Table
         from rich.text import Text
-    except ImportError:  # which is one of the findings
+    except ImportError:  # already one of the findings
         width = max(len(finding.name) for finding in findings)
         sys.stdout.writelines(f"{each.name:<{width}}  {each.state:<5}  {each.found}\n" for each in findings)
         sys.stdout.writelines(f"{each.name}: {each.remedy}\n" for each in findings if each.remedy)
@@ -183,14 +184,14 @@ def _print(findings: list[Finding]) -> None:
 
 
 class Packages:
-    """Looks at packages, one after another, and knows which of them are missing when others need them."""
+    """Checks packages one after another; a package that needs a missing package is not checked."""
 
     def __init__(self) -> None:
-        self.torch: Any = None  # the module, where it can be imported
-        self._absent: set[str] = set()
+        self.torch: Any = None  # the module, if it can be imported
+        self._absent: set[str] = set()  # modules that are missing or cannot be imported
 
-    def look(self) -> Iterator[Finding]:
-        """At all of them, in the order in which they depend on each other."""
+    def check(self) -> Iterator[Finding]:
+        """Check all packages; a package comes after the packages that it needs."""
         yield self._torch()
         yield from self._dependencies()
         yield from self._fbgemm_and_torchrec()
@@ -208,15 +209,15 @@ class Packages:
         found = f"{self.torch.__version__}, built {'without CUDA' if cuda is None else f'for CUDA {cuda}'}"
         if minor(self.torch.__version__) in RELEASES:
             return Finding("torch", OK, found)
-        found += f"; evenrank is made for {min(RELEASES)} to {NEWEST_TORCH}"
-        return Finding("torch", NOTE, found, f"{mended}, and then what is named below")
+        found += f"; evenrank supports {min(RELEASES)} to {NEWEST_TORCH}"
+        return Finding("torch", NOTE, found, f"{mended}, and then the commands below")
 
     def _dependencies(self) -> Iterator[Finding]:
-        """All other packages that evenrank needs: whether they are there, new enough, and can be imported."""
+        """Check whether evenrank's other requirements are installed, of a required version, and can be imported."""
         needed = {name: need for name, need in _requirements("evenrank").items() if name != "torch"}
         if not needed:
-            found = "not known: evenrank is not installed, this is a folder of it"
-            yield Finding("dependencies", NOTE, found, "in that folder: pip install --no-deps -e .")
+            found = "unknown, because evenrank runs from a folder and is not installed"
+            yield Finding("dependencies", NOTE, found, "in this folder: pip install --no-deps -e .")
             return
         missing = {name: requirement for name, requirement in needed.items() if installed(name) is None}
         self._absent |= set(map(_module, missing))
@@ -231,7 +232,7 @@ class Packages:
             yield from [finding] if finding.state != OK else _too_old(name, needed[name], "evenrank")
 
     def _fbgemm_and_torchrec(self) -> Iterator[Finding]:
-        """Whether both are there, can be imported, and are of the torch that is installed."""
+        """Check whether both are installed, can be imported, and fit the installed torch."""
         of_torch = NEWEST_TORCH if self.torch is None else minor(self.torch.__version__)
         wanted = RELEASES.get(of_torch, RELEASES[NEWEST_TORCH])
         cuda = shutil.which("nvidia-smi") if self.torch is None else self.torch.version.cuda
@@ -239,7 +240,7 @@ class Packages:
         builds = [name for name in _FBGEMM if installed(name) is not None]
         found = ", ".join(f"{name} {installed(name)}" for name in builds) or "not installed"
         mended = f'pip install --force-reinstall --no-deps "{build}=={wanted}.*"{index_option(cuda)}'
-        if any(name != build for name in builds):  # they share one folder
+        if any(name != build for name in builds):  # other builds must be removed, because all builds share one folder
             mended = f"pip uninstall -y {' '.join(builds)} && {mended}"
         if len(builds) == 1:
             yield self._package("fbgemm", "fbgemm_gpu", mended, found)
@@ -256,27 +257,27 @@ class Packages:
             yield Finding(
                 "releases",
                 NOTE,
-                f"torch {of_torch} was not released with torchrec and fbgemm {' and '.join(sorted(releases))}",
+                f"torch {of_torch} does not fit torchrec and fbgemm {' and '.join(sorted(releases))}",
                 f'pip install --no-deps "torchrec=={wanted}.*" "{build}=={wanted}.*"{index_option(cuda)}',
             )
 
     def _package(
         self, name: str, module: str, remedy: str, found: str | None = None, absent: Finding | None = None
     ) -> Finding:
-        """Whether a package is there, and its module can be imported: a build for another torch fails only then."""
+        """Check that a package is installed and its module can be imported, which fails with another torch."""
         found = found or installed(name)
         if found is None:
             self._absent.add(module)
             return absent or Finding(name, WRONG, "not installed", remedy)
         if "torch" in self._absent and name in _OF_TORCH:
-            return Finding(name, NOTE, f"{found}; not looked into without torch")
+            return Finding(name, NOTE, f"{found}; not checked, because torch is missing")
         problem = _import_problem(module)
         if problem is None:
             return Finding(name, OK, found)
         missing = re.search(r"No module named '(\w+)", problem)
         needed = missing[1] if missing else module.split(".")[0]
         if needed in self._absent:
-            return Finding(name, NOTE, f"{found}; not looked into without {needed}")
+            return Finding(name, NOTE, f"{found}; not checked, because {needed} is missing")
         self._absent.add(module.split(".")[0])
         if needed != module.split(".")[0]:
             remedy = f"pip install {_missing_needs(name, needed)}"
@@ -284,7 +285,7 @@ class Packages:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -292,9 +293,9 @@ def installed(package: str) -> str | None:
 
 
 def _import_problem(module: str) -> str | None:
-    """Why a module cannot be imported, in one line; None where it can."""
+    """The reason why a module cannot be imported, in one line; None if it can."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # most of what packages log and warn of is what else could be installed
+    logging.disable(logging.CRITICAL)  # packages mostly log and warn about optional packages
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -307,23 +308,23 @@ def _import_problem(module: str) -> str | None:
 
 
 def _missing_needs(package: str, module: str) -> str:
-    """The requirements of an installed package that are missing, for a command: that of a module and all others."""
+    """The missing requirements of an installed package, including that of `module`, as arguments of pip."""
     needs = {name: need for name, need in _requirements(package).items() if name not in _FBGEMM}
     found = [name for name in needs if _module(name) == module or installed(name) is None]
     return " ".join(f'"{needs[name]}"' for name in found) or module.replace("_", "-")
 
 
 def _requirements(package: str) -> dict[str, str]:
-    """By name, in small letters, the requirements of an installed package itself, without its extras."""
+    """The requirements of an installed package without its extras, by name in lower case."""
     try:
         needs = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return {}
-    return {_name(need).lower(): need for need in needs if ";" not in need}  # others are for extras, or an old Python
+    return {_name(need).lower(): need for need in needs if ";" not in need}  # ";": for extras, or for an old Python
 
 
 def _module(name: str) -> str:
-    """The module of a package, by its name in small letters."""
+    """The module of a package, given the package's name in lower case."""
     return _MODULES.get(name, name.replace("-", "_"))
 
 
@@ -332,10 +333,10 @@ def _name(requirement: str) -> str:
 
 
 def _too_old(name: str, requirement: str, of: str) -> Iterator[Finding]:
-    """A finding if an installed package is not what another one asks for."""
+    """Yield a finding if an installed package does not meet another package's requirement."""
     version = installed(name)
-    with contextlib.suppress(ImportError):  # then it is not known
+    with contextlib.suppress(ImportError):  # without packaging, this cannot be checked
         from packaging.requirements import Requirement
 
         if version is not None and not Requirement(requirement).specifier.contains(version, prereleases=True):
-            yield Finding(name, NOTE, f"{version}; {of} asks for {requirement}", f'pip install "{requirement}"')
+            yield Finding(name, NOTE, f"{version}; {of} requires {requirement}", f'pip install "{requirement}"')

@@ -2,8 +2,8 @@
 
 To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
 `run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None for 0; a user's mistake is a
-ValueError, KeyError or OSError. Only the command that runs is imported: torch alone takes seconds, and reading an
-archive needs none of it.
+ValueError, KeyError or OSError. Only the module of the running command is imported, because importing torch takes
+seconds and some commands do not need it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _COMMANDS = {
 
 _DESCRIPTION = """evenrank keeps data-parallel ranks evenly loaded.
 
-`evenrank SUBCOMMAND --help` lists its options, with examples; `evenrank --version` the version.
+`evenrank SUBCOMMAND --help` lists the options of a subcommand, with examples; `evenrank --version` prints the version.
 
 In bash, `source <(evenrank --tyro-print-completion bash)` lets Tab complete subcommands and options."""
 
-# The shells that tyro writes completions for by itself.
+# The shells for which tyro writes completions.
 _COMPLETION, _SHELLS = "--tyro-print-completion", ("bash", "zsh", "fish")
 
-# Our own packages: one of these that cannot be imported is our mistake; any other has to be installed.
+# Our own packages: a failed import of these is a bug; other packages have to be installed.
 _OURS = ("commons", "evenrank", "hstu", "sid_gr")
 
 _CLOSED_PIPE, _USAGE_ERROR, _INTERRUPTED = 1, 2, 130
@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        argv: arguments without the name of the program; those of the process if not given.
+        argv: arguments without the name of the program; None for the process's arguments.
 
     Returns:
-        Exit status: 0 for success and for help, 1 where `doctor` finds that training could not start and where nobody
-        reads the output any more, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C.
+        Exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the output's pipe
+        is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C.
     """
     status = None
     accept_all_text()
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The rest goes nowhere; the interpreter would flush it once more, and complain.
+        # Discard the rest of the output, because the interpreter would flush it at exit and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except (ValueError, KeyError, OSError) as error:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").split(".")[0] in _OURS:
             raise
         named = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
-        print_error(f"{error.name or 'a library'} cannot be imported{named}: `evenrank doctor` says what to install")
+        print_error(f"{error.name or 'a library'} cannot be imported{named}: `evenrank doctor` prints what to install")
         return _USAGE_ERROR
     except KeyboardInterrupt:
         print_error("interrupted")
@@ -96,15 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quiet_torch() -> None:
-    """Let torch's own loggers show errors alone; their hints are for developers of torch."""
+    """Let torch's loggers show only errors, because their hints are for developers of torch."""
     for handler in logging.getLogger("torch").handlers:
-        if type(handler) is logging.StreamHandler:  # torch's own; pytest adds others, which all loggers share
+        if type(handler) is logging.StreamHandler:  # torch's own handler, and not those that pytest adds
             handler.setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: some modules take KeyboardInterrupt for a failed import of their own."""
+    """Let Ctrl-C end the process at once, because some modules treat KeyboardInterrupt as a failed import."""
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -122,17 +122,17 @@ def _load(name: str) -> Callable[..., Any]:
 
 
 def _parse(argv: list[str]) -> Any:
-    """The subcommand that the arguments name; None if they ask for help, which is then printed."""
+    """Parse the arguments into a subcommand; prints the help and returns None if they contain --help."""
     try:
         import tyro
     except ImportError:
-        if argv == ["doctor"]:  # it has no options, and finds what is missing
+        if argv == ["doctor"]:  # doctor has no options, and reports the missing package
             return _load("doctor")()
         raise
     first = argv[0] if argv else ""
     if first == _COMPLETION and argv[1:] not in ([shell] for shell in _SHELLS):
-        raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it names a shell, {', '.join(_SHELLS)}: give one")
-    # Of the command that runs, and where options are completed, all options; of the others what they are for.
+        raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it takes one shell, {', '.join(_SHELLS)}: give one")
+    # Load the running command with its options; of other commands only the descriptions, except for completion.
     load = _load if first == _COMPLETION else _outline
     commands = {name: load(name) for name in _COMMANDS} if first not in _COMMANDS else {first: _load(first)}
     if first in _COMMANDS:
@@ -148,14 +148,14 @@ def _parse(argv: list[str]) -> Any:
                 line += f"; a value follows its option: see `evenrank {first} --help`"
             raise ValueError(line) from None
     printed = output.getvalue()
-    if first == _COMPLETION:  # the shell takes each line of a description for a completion
+    if first == _COMPLETION:  # the shell would show each line of a description as a completion
         printed = re.sub("^COMPLETION_SPEC = .*", lambda line: line[0].replace(r"\n", " "), printed, flags=re.MULTILINE)
     sys.stdout.write(printed if first == _COMPLETION else wrapped_help(printed))
     return None
 
 
 class _Output(io.StringIO):
-    """Takes stdout's place while tyro prints; a terminal if that is one, with its encoding."""
+    """A replacement of stdout while tyro prints, with stdout's encoding; a terminal if stdout is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,18 +163,18 @@ class _Output(io.StringIO):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of stdout."""
+        """The encoding of stdout."""
         return self._stdout.encoding
 
     def isatty(self) -> bool:
-        """Whether stdout is a terminal that wants colours; tyro does not know of NO_COLOR."""
+        """Whether stdout is a terminal with colours; checks NO_COLOR, which tyro does not."""
         from rich.console import Console
 
         return self._stdout.isatty() and not Console(file=self._stdout).no_color
 
 
 def _outline(name: str) -> Callable[..., Any]:
-    """A subcommand without its arguments, for the list of all: its module, which may need torch, is not imported."""
+    """A subcommand without its arguments, for the list of subcommands, without the slow import of its module."""
     module, class_name = _COMMANDS[name]
     file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`evenrank make-sids`: semantic IDs for the items of a data set."""
+"""`evenrank make-sids`: makes semantic IDs for the items of a data set."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from commons.datasets.sids.map import is_sid_map
 
 @dataclass
 class MakeSids:
-    """Give every item of a data set a semantic ID.
+    """Assign a semantic ID to every item of a data set.
 
-    Items that training users see together share leading codes; test users are not looked at.
+    Items that occur together in histories of training users share leading codes; histories of test users are not used.
 
     For example:
       evenrank make-sids ml-1m --source data --output data/sids.parquet
@@ -40,32 +40,32 @@ class MakeSids:
     dataset_name: tyro.conf.Positional[
         Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
     ]
-    """A data set of `evenrank preprocess`; parquet for files of your own, preprocessed or one with a list column of
-    item ids."""
+    """A data set of `evenrank preprocess`; parquet for your own data: a preprocessed folder, or a parquet file with a
+    list column of item ids."""
 
     source: Path
-    """The folder of the preprocessed data set; or a parquet file."""
+    """The folder of the preprocessed data set, or a parquet file."""
 
     output: Path
-    """The map: a .parquet file."""
+    """The map to write, a .parquet file."""
 
     codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
-    """Codes of each hierarchy, the first one coarsest; at most 65,536, or as many as there are items."""
+    """Number of codes of each hierarchy, coarsest first; at most 65,536, or the number of items if that is more."""
 
     vector_size: int = 64
     """Width of the item vectors that are quantised, at most 1,024."""
 
     window: int = 10
-    """Items of a history co-occur if they stand at most this many places apart."""
+    """Items of a history co-occur if their positions differ by at most this number."""
 
     history_column: str = DEFAULT_HISTORY_COLUMN
-    """List column of a parquet file; not needed for other data sets."""
+    """The list column of a parquet file; not used for other data sets."""
 
     seed: int = 0
-    """The same seed gives the same map."""
+    """Random seed; equal seeds give equal maps."""
 
     def run(self) -> None:
-        """Make the map, then print what was written."""
+        """Make the map, then print a summary."""
         if self.output.suffix != ".parquet":
             raise ValueError(f"output is {self.output}; a map is a .parquet file: rename it")
         require_output(
@@ -90,13 +90,13 @@ class MakeSids:
                 "items": f"{made.num_items:,}",
                 "codebooks": " × ".join(map(str, made.codebook_sizes)),
                 "different codes": ", ".join(f"{number:,}" for number in used) + " (the first 1, 2, … hierarchies)",
-                "told apart": f"{made.options['items_told_apart']:,} items took another code than the nearest",
+                "reassigned": f"{made.options['items_told_apart']:,} items, so that every item has a different ID",
                 "file": str(self.output),
             },
         )
 
     def _open(self) -> tuple[Histories, np.ndarray]:
-        """Histories to learn from, and all items."""
+        """The training users' histories, and the ids of all items."""
         is_own = self.dataset_name == "parquet"
         if is_own and not self.source.is_dir():
             everyone = ParquetHistories(self.source, self.history_column, "test")

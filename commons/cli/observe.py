@@ -1,6 +1,6 @@
-"""`python -m evenrank.observe script.py …`: runs a training script as it is, and says what balancing would gain it.
+"""`python -m evenrank.observe script.py …`: runs a training script unchanged, and reports what balancing would gain.
 
-Every rank leaves `rank<r>.npz` in a folder when its script has ended; rank 0 waits for those of the others and reports.
+When its script has ended, every rank writes `rank<r>.npz` into a folder; rank 0 waits for all files and reports.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PATIENCE = 60.0
 
 @dataclass
 class Observe:
-    """Run a training script unchanged, and say what its steps lost to uneven ranks and what balancing would gain.
+    """Run a training script unchanged, and report the time lost to uneven ranks and what balancing would gain.
 
-    Rows, lengths and step times are recorded at TorchRec's pipelines; nothing is sent and no batch is changed.
+    Rows, lengths and step times are recorded in TorchRec's pipelines, without communication or changes to batches.
 
     For example:
       torchrun --nproc-per-node 8 -m evenrank.observe train.py --epochs 1
@@ -46,25 +46,25 @@ class Observe:
     """
 
     folder: Path = Path("observed")
-    """Where ranks leave what they recorded; a folder that all of them share."""
+    """The folder for the ranks' records, shared by all ranks."""
 
     report: bool = False
-    """Report on what a run has left in the folder; no script is run."""
+    """Report on the records in the folder, without running a script."""
 
     window: tuple[int, ...] = (2, 4, 8)
-    """Windows of batches to look at."""
+    """Windows to simulate, as numbers of batches."""
 
     cost: Annotated[RowCost, tyro.conf.OmitArgPrefixes] = field(default_factory=lambda: RowCost(task="tokens"))
-    """What a row costs."""
+    """The cost of a row."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """Where the answer goes, on rank 0."""
+    """The outputs of the report, on rank 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script and record it, or report on a record; returns the script's status, or 2 for a mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Our options, and the script or `-m module` with its own.
+    # Our options, then the script or `-m module` with its arguments.
     at = next((at for at, each in enumerate(arguments) if each == "-m" or each.endswith(".py")), len(arguments))
     own, script = arguments[:at], arguments[at:]
     command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not script or script == ["-m"]:
             raise ValueError("no script is named; give one with its arguments: python -m evenrank.observe train.py")
         if script[0] != "-m" and not Path(script[0]).is_file():
-            raise ValueError(f"{script[0]} is no file; name the training script, or a module with -m")
+            raise ValueError(f"{script[0]} is not a file; name the training script, or a module with -m")
         options.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print_error(str(error))
@@ -91,7 +91,7 @@ def _observe(options: Observe, script: list[str]) -> int:
     ranks = RankInfo.if_launched()
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     own = options.folder / f"rank{rank}.npz"
-    own.unlink(missing_ok=True)  # of an earlier run
+    own.unlink(missing_ok=True)  # the record of an earlier run
 
     from commons.pipeline.recording import Recorder
 
@@ -132,12 +132,12 @@ def _run(script: list[str]) -> None:
 
 
 def _report(options: Observe, patience: float) -> int:
-    """Report on what ranks leave within some seconds; returns the exit status."""
+    """Report on the ranks' records, waiting for them for `patience` seconds; returns the exit status."""
     try:
         ranks = _read(options.folder, patience)
         rows, seconds = _as_loaded(ranks, options.cost)
         if rows.num_ranks == 1:
-            raise ValueError("one rank was observed, which waits for no other; start the script with torchrun")
+            raise ValueError("one rank was observed; balancing needs several ranks: start the script with torchrun")
         cost, note = step_cost(rows, seconds)
         source = Source(
             name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
@@ -162,27 +162,27 @@ def _report(options: Observe, patience: float) -> int:
 
 
 def _read(folder: Path, patience: float) -> list[dict[str, np.ndarray]]:
-    """What each rank recorded, once all have left it."""
+    """The records of all ranks; waits for missing records."""
     if not any(folder.glob("rank*.npz")):
-        raise ValueError(f"{folder} holds no record of a rank; run a script with --folder {folder} first")
-    # Rank 0 has left its own before it reports.
+        raise ValueError(f"{folder} has no record of a rank; run a script with --folder {folder} first")
+    # Any record has the number of ranks; rank 0 has written its record before it reports.
     world_size, give_up = int(_load(min(folder.glob("rank*.npz")))["world_size"]), time.monotonic() + patience
     paths = [folder / f"rank{rank}.npz" for rank in range(world_size)]
     while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
         if time.monotonic() > give_up:
             raise ValueError(
-                f"ranks {missing[:8]} of {world_size} have left no record in {folder}; where hosts share no folder, "
-                "copy their files there, and call python -m evenrank.observe --report"
+                f"ranks {missing[:8]} of {world_size} have written no record to {folder}; if hosts do not share this "
+                "folder, copy their files there, and run python -m evenrank.observe --report"
             )
         time.sleep(0.1)
     ranks = [_load(path) for path in paths]
     if not any(len(rank["rows"]) for rank in ranks):
         unknown = sum(int(rank["unknown"]) for rank in ranks)
         raise ValueError(
-            f"{unknown} steps were trained, and no row lengths are known of them; the pipeline's batches have "
+            f"{unknown} steps were trained, and the row lengths of none are known; the pipeline must read batches with "
             "KeyedJaggedTensors on the host: let the pipeline copy them to the device"
             if unknown
-            else "the script trained no step with one of TorchRec's pipelines; where it has a loop of its own, give "
+            else "the script trained no step with one of TorchRec's pipelines; if it has its own training loop, pass "
             "the rows' lengths to evenrank simulate"
         )
     return ranks
@@ -194,7 +194,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[LoadedRows, np.ndarray]:
-    """The rows by step, and the seconds of each step, the median of its ranks; NaN where no rank knows them."""
+    """The rows by step, and the seconds of each step, the median over ranks; NaN if no rank has a time."""
     step = np.concatenate([np.repeat(np.arange(len(rank["rows"])), rank["rows"]) for rank in ranks])
     of_rank = np.repeat(np.arange(len(ranks)), [rank["rows"].sum() for rank in ranks])
     tokens = cost.tokens(np.concatenate([rank["lengths"] for rank in ranks]))
@@ -205,22 +205,22 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
 
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
-    """Milliseconds of a step by its largest load, where the recorded seconds follow it; and a note on the fit."""
+    """The time of a step as a function of its largest load, None if the recorded times do not follow it; and a note."""
     fit = fit_times("steps", rows.as_loaded.loads.max(axis=1).astype(np.float64), seconds * 1e3)
     if fit is None:
         known = np.count_nonzero(np.isfinite(seconds))
-        return None, f"{known} steps have times; 20 of them, of different loads, say what a load costs."
+        return None, f"{known} steps have times; 20 steps with different loads are needed to fit the cost of a load."
     if not fit.follows:
         return None, (
-            f"Step times do not follow the largest loads (they explain {fit.r_squared:.0%} of their variance): ratios "
-            "are those of loads, and --task may say better what a row costs."
+            f"Step times do not follow the largest loads, which explain {fit.r_squared:.0%} of their variance: "
+            "speed-ups are ratios of loads, and another --task may predict the cost of a row better."
         )
     note = f"The largest loads explain {fit.r_squared:.0%} of the step times' variance."
     return StepCost(fit.ms_per_load, max(0.0, fit.fixed_ms)), note
 
 
 def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost) -> str:
-    """What steps lost to uneven ranks, and the worst of them."""
+    """The time that steps lost to uneven ranks, with the worst steps."""
     loads = rows.as_loaded.loads
     lost = cost.per_load * (loads.max(axis=1) - loads.mean(axis=1))
     worst = np.argsort(-lost)[:3].tolist()

@@ -1,8 +1,8 @@
 """Pictures and pages of a command's answer.
 
 A page is one HTML file that needs no network, for screens of any width, light and dark, and for paper. A picture draws
-on one Axes in the colours of `COLORS`. In a page these become CSS variables, so that the page's theme decides them;
-text stays text. `THEMES` has their values.
+on one Axes in the colours of `COLORS`. In a page, the colours become CSS variables, whose values depend on the theme
+(`THEMES`), and text stays text.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from commons.cli.answer import Answer
 from commons.version import __version__
 from commons.whole_folder import whole_file
 
-# Told apart by all kinds of colour vision (after Okabe and Ito, Color Universal Design, 2008), darkened and lightened
-# until each has a contrast of 4.5 to 1 to the surface, which text needs (WCAG 2.2, 1.4.3).
-_COLORS = {  # light and dark
+# Distinguishable with every kind of colour vision (after Okabe and Ito, Color Universal Design, 2008), darkened or
+# lightened to a contrast of 4.5 to 1 with the surface, which text needs (WCAG 2.2, 1.4.3).
+_COLORS = {  # light and dark theme
     "surface": ("#ffffff", "#15171a"),
     "raised": ("#f4f5f7", "#202328"),
     "ink": ("#1b1d21", "#e9eaec"),
@@ -44,44 +44,44 @@ _COLORS = {  # light and dark
     "fourth": ("#87478a", "#d892d3"),
 }
 THEMES = {theme: {name: both[place] for name, both in _COLORS.items()} for place, theme in enumerate(("light", "dark"))}
-# What pictures are drawn in.
+# Colours in which pictures are drawn.
 COLORS = THEMES["light"]
 
-# CSS pixels of a picture; an inch has 96 of them. A page scales it to the screen, down to a telephone's.
+# Width of a picture in CSS pixels, 96 per inch; a page scales the picture to the screen.
 WIDTH = 440
 _PIXELS_PER_INCH = 96
-_FILE_WIDTH = 625  # the same in a file, which is not scaled
+_FILE_WIDTH = 625  # width of a picture in a file, which is not scaled
 _TEXT = 10  # points: 13 pixels
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture."""
+    """A picture with its texts."""
 
-    title: str  # what it shows, in a few words
-    text: str  # the same in a sentence or two: caption and text for screen readers
-    draw: Callable[[Axes], None]  # draws it
-    height: int = 300  # in pixels
+    title: str  # a few words
+    text: str  # a sentence or two: the caption, also for screen readers
+    draw: Callable[[Axes], None]
+    height: int = 300  # pixels
 
 
-# Colours, line styles and markers of lines, different in each of the three.
+# Colours, line styles and markers of lines; each line differs from the others in all three.
 LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
 
 
 def whole_steps(axes: Axes) -> None:
-    """Let the axis of steps have whole numbers alone; there is no step 2.5."""
+    """Label the axis of steps only at whole numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
 
 
 def legend_above(axes: Axes) -> None:
-    """The legend above the picture, where it hides nothing, in as many columns as there is room for."""
+    """Put the legend above the picture, in as many columns as fit."""
     longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
     columns = max(1, min(3, WIDTH // (45 + 7 * longest)))
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
-    """Write pictures, at least one, into one .png, .svg or .pdf, two in a row; OSError where it cannot be written."""
+    """Write pictures, at least one, into one .png, .svg or .pdf, two in a row; OSError if it cannot be written."""
     columns = min(2, len(pictures))
     rows = [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
     heights = [max(picture.height for picture in row) + 40 for row in rows]
@@ -100,7 +100,7 @@ def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
 
 
 def svg_of(picture: Picture, name: str) -> str:
-    """A picture as an element of a page, without its title; `name` begins the names of its parts, on a page once."""
+    """A picture as an SVG element, without its title; `name`, unique on the page, makes the ids of its parts unique."""
     written = io.StringIO()
     with _drawing(name, "none"):
         size = (WIDTH / _PIXELS_PER_INCH, picture.height / _PIXELS_PER_INCH)
@@ -111,14 +111,14 @@ def svg_of(picture: Picture, name: str) -> str:
 
 
 def as_text(name: str) -> str:
-    """A name as pictures show it: no mathematics, and not left out of a legend, as what begins with `_` would be."""
+    """A name for pictures: without TeX, and without a leading `_`, which would hide it from a legend."""
     shown = name.replace("$", r"\$")
     return f"\u200b{shown}" if shown.startswith("_") else shown
 
 
 @contextlib.contextmanager
 def _drawing(salt: str, surface: str) -> Iterator[None]:
-    """Draw in our style; of equal salt and content are equal names within an SVG."""
+    """Draw in our style; equal salts and contents give equal ids in an SVG."""
     ink, muted = COLORS["ink"], COLORS["muted"]
     style: dict[Any, Any] = {
         **dict.fromkeys(("font.size", "legend.fontsize"), _TEXT),
@@ -137,13 +137,13 @@ def _drawing(salt: str, surface: str) -> Iterator[None]:
         "lines.markersize": 5,
     }
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        # Names of runs may have letters that matplotlib's own font lacks, and a browser's does not.
+        # Names of runs may have letters that matplotlib's font does not have, but a browser's fonts do.
         warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
         yield
 
 
 def _as_element(svg: str) -> str:
-    """An SVG file as an element: scaled by the page, coloured by it, with no name that another element may have."""
+    """Turn an SVG file into an element that the page scales and colours, without ids that nothing refers to."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) (?:width="[^"]*" height="[^"]*"|height="[^"]*" width="[^"]*")', r"\1", svg, count=1)
@@ -156,9 +156,9 @@ def _as_element(svg: str) -> str:
 
 
 def marked_lines(lines: Mapping[str, ArrayLike]) -> dict[str, str]:
-    """Names of lines; one that looks like an earlier one, which it hides, has that one's name in brackets.
+    """Labels of lines; a line that covers an equal earlier line has the earlier line's name in brackets.
 
-    They look the same if they are less than 1 % of the picture's height apart.
+    Lines count as equal if they differ by less than 1 % of the picture's height.
 
     >>> marked_lines({"refined": [1.2, 1.5], "free counts": [1.2, 1.501], "window": [1.3, 1.5]})
     {'refined': 'refined', 'free counts': 'free counts (≈ refined)', 'window': 'window'}
@@ -175,7 +175,7 @@ def marked_lines(lines: Mapping[str, ArrayLike]) -> dict[str, str]:
 
 
 def write_page(answer: Answer, path: Path, command: str) -> None:
-    """Write a page that ends with the command that made it, whole or not at all; OSError where that cannot be done."""
+    """Write a page, with the command that made it at the end; OSError if it cannot be written, and then no file."""
     names = map("p{}".format, itertools.count())
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("commons.cli", package_path="templates"),
@@ -199,5 +199,5 @@ def write_page(answer: Answer, path: Path, command: str) -> None:
 
 
 def _flags_as_code(text: str) -> Markup:
-    """Text whose flags are code, and so not broken at their hyphens."""
+    """Mark flags as code, so that lines do not break at their hyphens."""
     return Markup(re.sub(r"--[a-z][\w.-]*\w", r"<code>\g<0></code>", str(escape(text))))  # noqa: S704

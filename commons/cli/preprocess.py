@@ -1,4 +1,4 @@
-"""`evenrank preprocess`: from a raw archive to the columnar files that training reads."""
+"""`evenrank preprocess`: turns a raw archive into the columnar files that training reads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from commons.datasets.sequences.own_parquet import preprocess_parquet
 
 @dataclass
 class Preprocess:
-    """Turn a raw archive, or parquet files of your own, into the columnar files that training reads.
+    """Turn a raw archive, or your own parquet files, into the columnar files that training reads.
 
-    The data set becomes the folder <output>/<name>.parquet, which appears when it is complete.
+    The data set is written to the folder <output>/<name>.parquet, which appears only when it is complete.
 
     For example:
       evenrank preprocess ml-1m --source ml-1m.zip --output data
@@ -30,36 +30,36 @@ class Preprocess:
       evenrank preprocess kuairand-27k --source KuaiRand-27K.tar.gz --output data
       evenrank preprocess parquet --source events --output data --columns.user uid --columns.item iid --columns.time ts
 
-    An archive may expand to 100 times its size, and always to 64 MiB; one that expands more is unpacked first, if you
-    trust it. A line may have 1 MiB, and a file of users or movies 256 MiB.
+    An archive may expand to 100 times its size, or to 64 MiB if that is more. If you trust a larger archive, unpack it
+    and pass the folder. A line may have at most 1 MiB, and a file of users or movies 256 MiB.
     """
 
     dataset_name: tyro.conf.Positional[
         Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
     ]
-    """The data set; parquet for files of your own, one row per event, or one row per user with lists."""
+    """The data set; parquet for your own files, with one row per event, or one row per user with lists."""
 
     source: Path
-    """The archive as published (ml-1m.zip, KuaiRand-1K.tar.gz), or its unpacked folder; of your own files, one or a
-    folder of them."""
+    """The published archive (ml-1m.zip, KuaiRand-1K.tar.gz) or its unpacked folder; for parquet, a file or a folder of
+    files."""
 
     output: Path
-    """Folder for the data set, made if missing."""
+    """Folder for the data set, created if missing."""
 
     test_fraction: float = 0.1
-    """Expected part of the users in the test split."""
+    """Expected fraction of users in the test split."""
 
     seed: int = 0
     """Seed of the split."""
 
     columns: EventColumns = field(default_factory=EventColumns)
-    """Of your own files: which column plays which part."""
+    """For your own files: the columns of users, items, times, …"""
 
     config: Path | None = None
-    """A training config, whose [dataset.columns] says the same."""
+    """A training config with the same columns in [dataset.columns], instead of --columns."""
 
     def run(self) -> None:
-        """Preprocess, then print what was written."""
+        """Preprocess, then print a summary."""
         options = {"test_fraction": self.test_fraction, "seed": self.seed, "show_progress": True}
         preprocess, start = self._preprocessor(), time.monotonic()
         path = preprocess(self.source, self.output, **options)
@@ -83,8 +83,8 @@ class Preprocess:
             return partial(preprocess_parquet, self._columns())
         if self.columns.is_given or self.config is not None:
             raise ValueError(
-                f"columns or a config are given for {self.dataset_name}, whose columns are known; they are for files "
-                "of your own: remove them, or preprocess 'parquet'"
+                f"columns or a config are given for {self.dataset_name}, whose columns are known; they are for your "
+                "own files: remove them, or preprocess 'parquet'"
             )
         return PUBLIC_DATASETS[self.dataset_name].preprocess
 
@@ -95,7 +95,7 @@ class Preprocess:
             raise ValueError(
                 f"columns are given by flags and by config {self.config}; one of them is enough: remove the other"
             )
-        # Reading a config takes torch, which the flags do without.
+        # Imported here, because reading a config imports torch, and flags do not need it.
         from commons.trainer.config.args import DatasetArgs
         from commons.trainer.config.load import load_config_file
 

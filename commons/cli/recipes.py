@@ -1,4 +1,4 @@
-"""The recipe of the model that a subcommand looks at, and the rows that it trains on."""
+"""Loads the recipe of a model for subcommands, and reads the rows of its training data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from commons.user_package import import_user_module
 
 
 def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTarget:
-    """The recipe of a model package, from its module `recipe`, in one process.
+    """Load the recipe of a model package for one process.
 
-    The module names its Recipe, RECIPE, whose `load(config, device)` is called. The package is installed or in the
-    working directory; without one it is that of ours which trains on the config's data set. A config such as
-    `hstu/configs/random.toml` is found in the installed package too.
+    The package's module `recipe` must define RECIPE, the model's Recipe; its `load(config, device)` is called. The
+    package is installed or in the working directory; `model` None selects hstu or sid_gr by the config's data set. A
+    config such as `hstu/configs/random.toml` is also found in the installed package.
 
     Raises:
-        FileNotFoundError: no config.
-        ValueError: no such package, one that cannot be imported, or one without a recipe; or what the recipe says of
-            the config.
+        FileNotFoundError: the config does not exist.
+        ValueError: the package does not exist, cannot be imported or has no recipe; also the recipe's errors about the
+            config.
     """
     config = find_config(config)
     if not config.is_file():
@@ -45,11 +45,11 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     try:
         module = import_user_module(name)
     except (ImportError, SyntaxError) as error:
-        # A package that the model itself lacks is another mistake than a wrong name.
+        # Distinguish a wrong name from a package that the model imports and that is missing.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"model is {model!r}, and there is no module {name}, neither installed nor in {Path.cwd()}; it names "
-                "the model's Recipe RECIPE: give 'hstu', or add such a module to your package"
+                f"model is {model!r}, and there is no module {name}, neither installed nor in {Path.cwd()}; this "
+                "module must define RECIPE, the model's Recipe: give 'hstu', or add the module to your package"
             ) from None
         raise ValueError(f"module {name} cannot be imported ({error}): correct it, or install what it needs") from error
     if not hasattr(module, "RECIPE"):
@@ -58,7 +58,7 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
 
 
 def choose_device(name: str, threads: int) -> torch.device:
-    """The device for "auto" (a GPU where there is one), "cpu" or "cuda"; `threads` are those on the CPU.
+    """The device for "auto" (a GPU if there is one), "cpu" or "cuda"; on the CPU, sets the number of threads.
 
     ValueError for "cuda" without a GPU, or for less than one thread.
     """
@@ -73,25 +73,26 @@ def choose_device(name: str, threads: int) -> torch.device:
 
 
 def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions, num_batches: int) -> Source:
-    """The rows of the first batches of a training run, dealt to ranks as its loaders deal them; fewer where data end.
+    """The rows of the first `num_batches` batches of a training run (fewer if the data end), for `simulate`.
 
-    Arguments and errors as those of `load_recipe`, and errors of the shuffler's calibration.
+    Rows are dealt to ranks as the run's loaders deal them. Arguments and errors as for `load_recipe`; also errors of
+    the shuffler's calibration.
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
     target = load_recipe(model, config, torch.device("cpu"))
     calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
-    batches = []  # workloads and tokens of the real rows of each, as a single rank reads them
-    wanted = itertools.islice(target.host_batches(), num_batches)
-    for batch in tqdm(wanted, "read", num_batches, unit="batch", leave=False, disable=None):
+    batches = []  # workloads and tokens of the real rows of each batch, as a single rank reads them
+    first_batches = itertools.islice(target.host_batches(), num_batches)
+    for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
         rows = target.row_tokens(batch)
         tokens, _ = target.task.tokens_and_pairs(*rows)
         batches.append(((calibrated or target.task).get_workloads(*rows).numpy(), tokens.numpy()))
     num_rows = sum(len(workloads) for workloads, _ in batches)
     ends = len(batches) < num_batches
-    # In training every rank ends with as few rows; here one rank alone would.
+    # Drop a partial last batch: in training all ranks have partial last batches, but here only one rank would.
     if ends and batches and len(batches[-1][0]) < target.batch_size:
         del batches[-1]
-    # A target that is no Recipe may not say; its rows are dealt as those of files are.
+    # A target that is not a Recipe may lack this attribute; its rows are then dealt like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 
     def load(num_ranks: int, steps: int) -> LoadedRows:
@@ -105,8 +106,8 @@ def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions,
         workloads, tokens = (np.concatenate(columns) for columns in zip(*some))
         return LoadedRows(workloads, tokens, step, rank, num_ranks)
 
-    none = np.empty(0, np.int64)
-    costs, tokens = (np.concatenate([none, *columns]) for columns in zip((none, none), *batches))
+    no_rows = np.empty(0, np.int64)
+    costs, tokens = (np.concatenate([no_rows, *columns]) for columns in zip((no_rows, no_rows), *batches))
     return Source(
         name=str(config),
         load=load,

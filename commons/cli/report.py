@@ -1,6 +1,6 @@
-"""`evenrank report`: what balancing gained in a run and where the time went, from the log that the run has left.
+"""`evenrank report`: reports what balancing gained in a run and where the time went, from the run's log.
 
-The answer is a table with a column for every run, notes, advice and pictures.
+The report has a table with a column for every run, notes, advice and pictures.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from commons.run_log.report import RunReport
 from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.run_log.step_time import PARTS
 
-# Slow ranks that a note names, and runs whose speed stands among the first numbers; of more, the fastest.
+# Most slow ranks that a note names, and most runs whose speed is among the first numbers.
 _MOST_NAMED = 4
 
 _TERMS = (
     ("imbalance", "largest load of a rank ÷ the mean − 1; all ranks wait for the largest. Mean over steps"),
     ("speed-up of the slowest rank", "largest load as loaded ÷ largest load as balanced, both summed over steps"),
-    ("possible", "largest load as loaded ÷ the load that no plan can go below, both summed over steps"),
+    ("possible", "largest load as loaded ÷ lower bound of every plan's largest load, both summed over steps"),
     (
         "speed-up of a step, measured",
-        "what a step would take without balancing ÷ what it takes, the exchange and the waiting included, at the "
-        "milliseconds per load that the steps of the run itself show",
+        "time of a step without balancing ÷ with balancing, including exchange and waiting; estimated from the "
+        "milliseconds per load of the run's own steps",
     ),
-    ("work at the bound", "milliseconds per load times the load that no plan can go below"),
-    ("unevenness that is left", "the same of what the slowest rank has above that"),
-    ("the rest", "what does not grow with the slowest rank's load: embeddings, optimizer, gradients, data"),
-    ("hidden", "the part of gather and plan that no step waited for"),
-    ("keys", "embedding lookups that a rank brings; how tables are sharded decides who looks them up"),
+    ("work at the bound", "milliseconds per load × lower bound of every plan's largest load"),
+    ("unevenness that is left", "milliseconds per load × the slowest rank's load in excess of that bound"),
+    ("the rest", "time that does not grow with the slowest rank's load: embeddings, optimizer, gradients, data"),
+    ("hidden", "fraction of gather and plan that no step waited for"),
+    ("keys", "embedding lookups of a rank's rows; the sharding of the tables decides which rank does them"),
 )
 
 
 @dataclass
 class Report:
-    """Say what balancing gained in a run and where its time went; runs beside each other are compared with the first.
+    """Report what balancing gained in a run and where its time went; several runs are compared with the first.
 
-    Reads log.jsonl of a run's folder (trainer.run_dir), also while the run goes on.
+    Reads log.jsonl in a run's folder (trainer.run_dir), also while the run is still running.
 
     For example:
       evenrank report runs/train
@@ -57,10 +57,10 @@ class Report:
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs, the one to compare with first."""
+    """Folders of runs; the others are compared with the first."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """Where the report goes."""
+    """The outputs of the report."""
 
     def run(self) -> None:
         """Read, compute, print, draw."""
@@ -71,18 +71,19 @@ class Report:
 
 
 def answer_of(reports: Sequence[RunReport]) -> Answer:
-    """The answer on runs, at least one; all but the first are compared with it."""
-    beside, ranked = compare_runs(reports), best_first(reports)
-    notes, advice = tuple(_notes(reports, beside)), _advice(reports, beside, ranked)
+    """The answer about runs, at least one; the others are compared with the first."""
+    comparisons, ranked = compare_runs(reports), best_first(reports)
+    notes, advice = tuple(_notes(reports, comparisons)), _advice(reports, comparisons, ranked)
     names = tuple(report.log.name for report in reports)
+    table = AnswerTable(("", *names), tuple(_rows(reports, comparisons)))
     return Answer(
-        title="What balancing gained" if beside else f"What balancing gained in {names[0]}",
+        title="What balancing gained" if comparisons else f"What balancing gained in {names[0]}",
         answer=advice[-1],
         figures=tuple(_figures(reports, ranked)),
         sections=(
-            Section("All numbers", tables=(AnswerTable(("", *names), tuple(_rows(reports, beside))),), notes=notes),
+            Section("All numbers", tables=(table,), notes=notes),
             Section(
-                "Beside each other" if beside else "Balance over the run",
+                "Comparison of the runs" if comparisons else "Balance over the run",
                 tuple(advice[:-1]),
                 lambda: import_module("commons.cli.report_pictures").pictures_of(reports),
             ),
@@ -90,17 +91,17 @@ def answer_of(reports: Sequence[RunReport]) -> Answer:
         ),
         content={
             "runs": [report.to_dict() for report in reports],
-            "beside_the_first": [each.to_dict() for each in beside],
+            "beside_the_first": [each.to_dict() for each in comparisons],
             "notes": notes,
             "advice": advice,
         },
     )
 
 
-def _rows(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Iterator[tuple[str, ...]]:
-    """The table as text, without rows that no run knows; a heading has one cell."""
+def _rows(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table that have a value in any run; a heading has one cell."""
     columns = [_column(report) for report in reports]
-    for column, comparison in zip(columns[1:], beside):
+    for column, comparison in zip(columns[1:], comparisons):
         column[f"beside {comparison.base}"] = _differences(comparison)
     for title in dict.fromkeys(title for column in columns for title in column):
         cells = [column.get(title, {}) for column in columns]
@@ -113,11 +114,11 @@ def _rows(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Iter
 
 
 def _column(report: RunReport) -> dict[str, dict[str, str]]:
-    """What the table says of a run, by section and label; "" for what is not known."""
-    speed, gain, time, beside = report.speed, report.gain, report.step_time, report.background
+    """The cells of a run, by section and label; "" for unknown values."""
+    speed, gain, time, background = report.speed, report.gain, report.step_time, report.background
     is_moved = report.balancing == "balanced" and not report.by_work
     total, parts = (None, {}) if time is None else (time.total, time.parts())
-    parts = parts if len(parts) > 1 else {}  # all of a step is no part of it
+    parts = parts if len(parts) > 1 else {}  # without a slope, the only part is the whole step
     return {
         "": {
             "steps": f"{report.steps:,}",
@@ -154,10 +155,10 @@ def _column(report: RunReport) -> dict[str, dict[str, str]]:
             "balancing takes off": format_number("{:,.1f}", time.saved if time and report.balancing != "off" else None),
         },
         "beside the steps, ms of a step": {
-            "gather": format_number("{:,.1f}", getattr(beside, "gather_ms", None)),
-            "plan": format_number("{:,.1f}", getattr(beside, "plan_ms", None)),
-            "exchange of windows": format_number("{:,.1f}", getattr(beside, "exchange_ms", None)),
-            "hidden": format_number("{:.1%}", getattr(beside, "hidden", None)),
+            "gather": format_number("{:,.1f}", getattr(background, "gather_ms", None)),
+            "plan": format_number("{:,.1f}", getattr(background, "plan_ms", None)),
+            "exchange of windows": format_number("{:,.1f}", getattr(background, "exchange_ms", None)),
+            "hidden": format_number("{:.1%}", getattr(background, "hidden", None)),
         },
         "after training": {
             "loss": format_number("{:.4f}", report.loss),
@@ -169,25 +170,25 @@ def _column(report: RunReport) -> dict[str, dict[str, str]]:
     }
 
 
-def _differences(beside: RunComparison) -> dict[str, str]:
-    """How a run differs from the first, by label."""
-    step, loss = beside.each_step, beside.loss
+def _differences(comparison: RunComparison) -> dict[str, str]:
+    """The cells of a run that compare it with the first, by label."""
+    step, loss = comparison.each_step, comparison.loss
     return {
-        "speed-up, rows per second": format_number("{:.2f}×", beside.rows_per_s),
-        "speed-up, median step": format_number("{:.2f}×", beside.step_ms),
+        "speed-up, rows per second": format_number("{:.2f}×", comparison.rows_per_s),
+        "speed-up, median step": format_number("{:.2f}×", comparison.step_ms),
         "speed-up, median of the steps": f"{step.median:.2f}× ({step.low:.2f} to {step.high:.2f})" if step else "",
-        "speed-up by the loads": format_number("{:.2f}×", beside.work),
+        "speed-up by the loads": format_number("{:.2f}×", comparison.work),
         "loss difference, largest": format_number("{:.1e}", getattr(loss, "largest", None)),
         "loss difference, at the end": format_number("{:.1e}", getattr(loss, "at_end", None)),
         **{
-            f"eval {name}, difference": _metric("{:+.1e}", value, beside.standard_errors.get(name))
-            for name, value in beside.evaluation.items()
+            f"eval {name}, difference": _metric("{:+.1e}", value, comparison.standard_errors.get(name))
+            for name, value in comparison.evaluation.items()
         },
     }
 
 
-def _notes(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Iterator[str]:
-    """What to know of the runs, a line each."""
+def _notes(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) -> Iterator[str]:
+    """Yield remarks on the runs, a line each."""
     for report in reports:
         notes, ranks, slow = [*report.log.notes], report.log.num_ranks, report.slow_ranks
         if len(ranks) > 1:
@@ -195,21 +196,20 @@ def _notes(reports: Sequence[RunReport], beside: Sequence[RunComparison]) -> Ite
         if slow:
             named = ", ".join(f"rank {each.rank} at {each.speed:.2f}" for each in slow[:_MOST_NAMED])
             named += f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else ""
-            notes.append(f"slow ranks, by the median of the others' load per ms: {named}; that is not the data")
+            notes.append(f"slow ranks, load per ms ÷ median of the others: {named}; the data are not the reason")
         yield from (f"{report.log.name}: {note}." for note in notes)
-    for each in beside:
+    for each in comparisons:
         if each.differences:
-            differs = f"{each.run} beside {each.base} differs in {'; '.join(each.differences)}"
-            yield f"{differs}: not balancing alone tells them apart."
+            yield f"besides balancing, {each.run} and {each.base} differ in {'; '.join(each.differences)}."
 
 
 def _advice(
-    reports: Sequence[RunReport], beside: Sequence[RunComparison], ranked: Sequence[RunComparison]
+    reports: Sequence[RunReport], comparisons: Sequence[RunComparison], ranked: Sequence[RunComparison]
 ) -> list[str]:
-    """What to make of every run, and of several, last, all of them compared, the best first."""
-    if not beside:
+    """Advice on every run; for several runs, also comparisons, with the summary of all runs last."""
+    if not comparisons:
         return [line for line in (warning_of(reports[0]), advice_of(reports[0])) if line]
-    # Beside a balanced run, the advice to turn balancing on is of no use.
+    # With a balanced run in the report, the advice to turn balancing on is useless.
     advised = [report for report in reports if report.balancing != "off"] or reports
     as_loaded = {report.log.name for report in reports if report.is_as_loaded}
     over_as_loaded = {each.run: each for each in ranked if each.base in as_loaded}
@@ -219,14 +219,14 @@ def _advice(
         for line in (warning_of(report), advice_of(report, over_as_loaded.get(report.log.name)))
         if line
     ]
-    verdicts = [verdict_on(each, reports[0], report) for each, report in zip(beside, reports[1:])]
-    # A verdict that is the headline is left out.
-    more = [line for each, line in zip(beside, verdicts) if line and line != headline_of([each])]
+    verdicts = [verdict_on(each, reports[0], report) for each, report in zip(comparisons, reports[1:])]
+    # Do not repeat the headline.
+    more = [line for each, line in zip(comparisons, verdicts) if line and line != headline_of([each])]
     return [*of_runs, *more, headline_of(ranked)]
 
 
 def _figures(reports: Sequence[RunReport], ranked: Sequence[RunComparison]) -> list[tuple[str, str]]:
-    """The numbers to see first: of several runs the speed of each, best first, and what balancing did in the best."""
+    """The most important numbers: the speeds of several runs, best first, and the gain of the best or only run."""
     by_name = {report.log.name: report for report in reports}
     names = dict(zip(by_name, short_names(list(by_name))))
     compared = [each for each in ranked if each.compares]
@@ -247,12 +247,12 @@ def _figures(reports: Sequence[RunReport], ranked: Sequence[RunComparison]) -> l
 
 
 def _metric(pattern: str, value: float | None, error: float | None) -> str:
-    """A metric and its standard error, "" for what is not known."""
+    """The text of a metric with its standard error; "" if unknown."""
     return "" if value is None or value != value else shown_with_error(value, error, pattern)
 
 
 def _change(before: float | None, after: float | None) -> str:
-    """Two fractions and an arrow, or the one that is known."""
+    """Two fractions with an arrow, or only the known one."""
     return " → ".join(f"{each:.1%}" for each in (before, after) if each is not None)
 
 

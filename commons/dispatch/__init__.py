@@ -1,4 +1,4 @@
-"""Even work for any batch: balanced chunks, one rank that loads for all, uneven rows moved and sent home again."""
+"""Balanced dispatch of any batch: chunks, shares of one rank's batch, and rows exchanged between all ranks."""
 
 from commons.dispatch.chunks import BalancedChunks, split_balanced
 from commons.dispatch.redistribute import RedistributedRows, redistribute_balanced

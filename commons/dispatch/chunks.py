@@ -1,4 +1,4 @@
-"""Balanced chunks of a batch, and predictions back in the batch's order."""
+"""Balanced chunks of a batch, with a way to restore the batch's order of their predictions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class BalancedChunks(Sequence[B]):
-    """A batch split into chunks of even work; a sequence of these."""
+    """A batch split into chunks of even work; a sequence of the chunks."""
 
-    chunks: list[B]  # batches of the type of the whole one; padding comes last in each
-    # For each chunk an int64 tensor `(rows of the chunk,)`: the row of the whole batch that each of its rows is,
-    # ascending, and -1 for padding.
+    chunks: list[B]  # of the whole batch's type; in each, padding comes last
+    # For each chunk int64 `(rows of the chunk,)`: the number of each row in the whole batch, ascending; -1 for padding.
     indices: list[torch.Tensor]
-    # int64 `(rows of the whole batch without padding,)`: where each row is in the chunks put end to end, so that
+    # int64 `(rows of the whole batch without padding,)`: the position of each row in the concatenated chunks, so that
     # `torch.cat(predictions)[inverse]` is in the order of the batch, without padding.
     inverse: torch.Tensor
     loads: torch.Tensor  # int64 `(number of chunks,)`: the workload of each chunk
@@ -57,14 +56,14 @@ class BalancedChunks(Sequence[B]):
         return imbalance(self.loads.numpy())
 
     def restore(self, results: Sequence[R]) -> R:
-        """Results of all chunks as one batch, in the order of the whole batch and without padding.
+        """Join the results of all chunks into one batch, in the order of the whole batch and without padding.
 
         Args:
-            results: for each chunk a tensor or any other batch with a row per row of the chunk, such as predictions.
+            results: for each chunk a tensor or any other batch with one row per row of the chunk, such as predictions.
 
         Raises:
-            ValueError: another number of results than chunks, or of rows than in a chunk; results that cannot be
-                joined.
+            ValueError: the number of results differs from the number of chunks, or a result's number of rows from its
+                chunk's; results that cannot be joined.
         """
         return restore(results, self.indices, "chunk", "chunks")
 
@@ -80,20 +79,20 @@ def split_balanced(
 ) -> BalancedChunks[B]:
     """Split a batch into chunks of even work.
 
-    Padding that the batch states is left out: chunks hold real rows, and padding of their own where `pad` asks for it.
+    Stated padding of the batch is dropped: chunks have only real rows, and new padding with `pad`.
 
     Args:
         batch: anything with rows (`commons.sequence_batch.rows`): a TensorDict, a dict of tensors, a BaseBatch, …
         num_chunks: number of chunks.
         workloads: non-negative integers `(rows,)`: list, array or CPU tensor; values of padding rows are ignored.
-        equal_size: chunks' numbers of rows differ by at most one; with `groups`, which then have one size, their
-            numbers of groups do.
-        pad: pad all chunks to one number of rows. Padding is -1 in `indices`, and below `actual_batch_size` where the
-            batch has that.
-        groups: integers or strings `(rows,)`; rows with one id, such as the answers to one prompt, stay together.
+        equal_size: numbers of rows per chunk differ by at most one; with `groups`, which must then have equal sizes,
+            numbers of groups per chunk differ by at most one.
+        pad: pad all chunks to one number of rows. Padding rows have -1 in `indices`, and come after
+            `actual_batch_size` if the batch has this field.
+        groups: integers or strings `(rows,)`; rows with equal ids, such as the answers to one prompt, stay together.
 
     Returns:
-        The chunks, with what brings predictions back into the order of the batch.
+        The chunks, with the indices that restore the order of the batch.
 
     Raises:
         ValueError: a batch without rows or with fields of different numbers of rows; workloads or ids of the wrong
@@ -110,10 +109,10 @@ def split_balanced(
     count = as_count(num_chunks, "num_chunks", 1)
     split = split_rows(rows, workloads, count, equal_size=equal_size, groups=groups, pad=pad)
     flat = torch.cat(split.indices)
-    places = torch.nonzero(flat >= 0)[:, 0]
+    positions = torch.nonzero(flat >= 0)[:, 0]
     return BalancedChunks(
         chunks=[split.take(rows, part).batch for part in range(count)],
         indices=split.indices,
-        inverse=torch.empty_like(places).index_copy(0, flat[places], places),
+        inverse=torch.empty_like(positions).index_copy(0, flat[positions], positions),
         loads=torch.from_numpy(split.plan.loads),
     )

@@ -1,10 +1,10 @@
-"""EXCHANGE: rows from rank to rank, each with what belongs to it; the one way in which dispatch moves anything.
+"""EXCHANGE: sends rows from rank to rank; all of dispatch's rows are sent here.
 
 call, options and errors of all ranks ─► bytes by receiver ─► one all-to-all ─► errors of all ranks
 
-Every call begins with one gather of a fixed size, so that a mistake on any rank, a different call among them, is raised
-on all before any payload moves. Rows of any kind travel as messages that describe themselves; host tensors over the
-gloo group, those of a device over the payload group. Nothing is sent where no rank has anything for another one.
+Every call begins with one gather of a fixed size, so that an error on any rank, or a different call, is raised on all
+ranks before any payload moves. A message contains rows of any kind with their schema. Host tensors are sent over the
+gloo group, device tensors over the payload group. If no rank has rows for another rank, nothing is sent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
 T = TypeVar("T")
 
-# Seconds after which a rank that does not take part is reported.
+# Seconds after which a missing rank is reported.
 DEFAULT_TIMEOUT = 600.0
-# What messages call the collective that carries rows.
+# Name of the all-to-all of rows in messages.
 EXCHANGE = "exchange of rows"
-# What a rank has: no pieces at all, pieces that stay where they are, bytes for others on the host, or on its device.
+# State of a rank: no pieces, pieces for itself only, bytes for other ranks on the host, or on its device.
 _NO_PIECES, _NOTHING_TO_SEND, _ON_HOST, _ON_DEVICE = range(4)
 
 
@@ -39,35 +39,35 @@ class DispatchChannel(ControlChannel):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
         super().__init__(group, timeout, moves_rows=moves_rows, pairwise=True)
-        self.names = range(self.world_size)  # as src counts them
-        self.step = 0  # number of the call; the same on all ranks
+        self.names = range(self.world_size)  # ranks of the group, as in `src`
+        self.step = 0  # number of the call, equal on all ranks
 
     def begin(self, call: str, options: dict[str, Any] | None, error: Exception | None, number: int = 0) -> list[int]:
-        """Start a call: `agree` with one number of each rank; returns all of them."""
+        """Start a call: `agree` with one number per rank; returns the numbers of all ranks."""
         self.step += 1
         return self.agree(call, options, error, [number], self.step, CALL_NUMBERS)[:, 0].tolist()
 
     def confirm(self, error: Exception | None) -> None:
-        """End a call: raise on all ranks what went wrong on any of them with what it received."""
+        """End a call: raise on all ranks the error of any rank in processing the rows that it received."""
         self.agree("end of the call", {}, error, step=self.step)
 
     def send_bytes(self, outgoing: torch.Tensor, sizes: list[int], incoming: list[int]) -> list[torch.Tensor]:
-        """Send each rank its own bytes; waits until they have come, those of a device too: they are read on the host.
+        """Send each rank its bytes and wait for the received bytes, also on a device, because the host reads them.
 
-        On a device, a rank that failed before the exchange is noticed within a second or two. One that died or stalled
-        in it ends NCCL's collective only after the group's timeout; NCCL's watchdog may then end the process before the
-        ranks have agreed on who is missing.
+        On a device, a rank that failed before the exchange is detected within a second or two. If a rank exits or
+        stalls during the exchange, NCCL's collective ends only after the group's timeout, and NCCL's watchdog may end
+        the process before the ranks have agreed on the missing rank.
 
         Args:
-            outgoing: uint8 `(sum(sizes),)`, by receiver; on the host, or on the device that the payload group works on.
+            outgoing: uint8 `(sum(sizes),)`, by receiver; on the host, or on the payload group's device.
             sizes: bytes for each rank.
             incoming: bytes from each rank.
 
         Returns:
-            For each rank uint8 `(bytes from there,)`, where `outgoing` is.
+            For each sender uint8 `(bytes from it,)`, on the device of `outgoing`.
 
         Raises:
-            RankMissingError: a rank did not take part, or has failed, with its message.
+            RankMissingError: a rank is missing, or has failed, with its message.
         """
         with self.failures_posted(self.step, EXCHANGE):
             received = outgoing.new_empty(sum(incoming))
@@ -80,11 +80,11 @@ class DispatchChannel(ControlChannel):
 
 
 class Piece(NamedTuple):
-    """What one rank has for another one."""
+    """The rows that one rank sends to another rank."""
 
-    rows: Rows[Any]  # a batch
-    indices: torch.Tensor | None = None  # int64 `(rows,)`, numbers of the rows, if they are to be known
-    extra: Any = None  # a plain value
+    rows: Rows[Any]
+    indices: torch.Tensor | None = None  # int64 `(rows,)`, numbers of the rows; None if the receiver needs none
+    extra: Any = None  # a plain value for the receiver
 
 
 def exchange(
@@ -97,39 +97,39 @@ def exchange(
     *,
     expected_bytes: int = 0,
 ) -> tuple[T | None, int, int]:
-    """Send each rank its piece; called on all ranks together.
+    """Send each rank its piece; all ranks call this together.
 
     Args:
-        channel: over the ranks.
+        channel: channel of the ranks.
         call: name of the call.
-        options: what all ranks must pass alike; None where `error` is about these.
-        error: what is wrong on this rank already.
-        pieces: makes the piece for a rank, None for none; called for one rank after the other, and only one of them is
-            kept beside their bytes. This rank's own piece stays as it is. None on a rank that has no pieces.
-        collect: makes the result of the pieces by sender, None from those that have none.
-        expected_bytes: about what the rows to be sent take up.
+        options: options that must be equal on all ranks; None if `error` is about the options.
+        error: this rank's error before the exchange; None for no error.
+        pieces: makes the piece for a rank, None for no piece. It is called rank by rank, and each piece is encoded and
+            released before the next call; this rank's own piece is not encoded. None on a rank without pieces.
+        collect: makes the result from the list of pieces by sender, with None for a sender without a piece.
+        expected_bytes: approximate bytes of the rows to send.
 
     Returns:
-        What `collect` made, None if no rank has pieces, and the bytes that this rank has sent and received.
+        The result of `collect` (None if no rank has pieces), and the bytes that this rank sent and received.
 
     Raises:
-        Exception: what went wrong on any rank, on all of them, in `collect` too.
-        RankMissingError: a rank did not take part in time.
+        Exception: the error of any rank, also in `collect`, on all ranks.
+        RankMissingError: a rank is missing after the timeout.
     """
-    own, outgoing, place = None, None, _NO_PIECES
+    own, outgoing, state = None, None, _NO_PIECES
     if error is None and pieces is not None:
         packed, error = attempt(lambda: _pack(channel, pieces, expected_bytes))
         own, outgoing = packed or (None, None)
-        place = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
+        state = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
     sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
-    places = channel.begin(call, options, error, place)
-    if max(places) == _NO_PIECES:
+    states = channel.begin(call, options, error, state)
+    if max(states) == _NO_PIECES:
         return None, 0, 0
     messages, incoming = [torch.empty(0)] * channel.world_size, sizes
-    if max(places) > _NOTHING_TO_SEND:
+    if max(states) > _NOTHING_TO_SEND:
         own_sizes = np.array(sizes, dtype=np.int64).reshape(-1, 1)
         incoming = channel.swap(own_sizes, channel.step, "exchange of sizes")[:, 0].tolist()
-        on_device = _ON_DEVICE in places and _ON_HOST not in places  # all use the same group
+        on_device = _ON_DEVICE in states and _ON_HOST not in states  # all ranks must use the same group
         with channel.failures_posted(channel.step, EXCHANGE):
             source = torch.empty(0, dtype=torch.uint8) if outgoing is None else outgoing.bytes
             source = source.to("cuda" if on_device else "cpu")
@@ -144,11 +144,11 @@ def exchange(
 def _pack(
     channel: DispatchChannel, pieces: Callable[[int], Piece | None], expected_bytes: int
 ) -> tuple[Piece | None, MessageBuffer | None]:
-    """This rank's own piece, and the messages to the others; None if there are none."""
+    """This rank's own piece, and the messages to other ranks; None if there are no messages."""
     own, buffer, group = None, None, channel.payload_group
     can_send_from_device = group is not None and channel.has_all_to_all and serves(group, "cuda")
     for rank in range(channel.world_size):
-        with torch.no_grad():  # of rows that stay too: what a result is does not depend on where its rows were
+        with torch.no_grad():  # also for this rank's own piece, so that a result does not depend on its rows' origin
             piece = pieces(rank)
         if rank == channel.rank:
             own, piece = piece, None
@@ -175,5 +175,5 @@ def _received(message: torch.Tensor) -> Piece | None:
 
 
 def _compact(indices: torch.Tensor) -> torch.Tensor:
-    """Row numbers in four bytes, where they fit, so that they weigh little beside short rows."""
+    """Row numbers in four bytes if they fit, because eight bytes are much compared with short rows."""
     return indices.to(torch.int32) if not indices.numel() or int(indices.max()) < 2**31 else indices

@@ -1,7 +1,7 @@
-"""The way home: results in the order of the rows that they belong to, and gradients to where these came from.
+"""The way home: puts results into the order of their rows, and moves gradients back to the ranks of the rows.
 
-Rows move without autograd. Where a tensor of them requires gradients, on any rank, every rank puts what has arrived
-behind a node of the graph whose backward is a collective of all ranks: it moves each row's gradient back.
+Rows move without autograd. If a tensor of the rows requires gradients on any rank, every rank wraps the received
+tensors in a node of the graph whose backward is a collective of all ranks: it moves each row's gradient back.
 """
 
 from __future__ import annotations
@@ -16,56 +16,57 @@ from commons.sequence_batch.row_fields import DenseField
 from commons.sequence_batch.rows import Rows
 
 R = TypeVar("R")
-# Gradients `(rows,) + shape` of what has arrived, to those of what was there; None on a rank that had no rows.
+# Maps gradients of the received rows to gradients of this rank's own rows; None on a rank that had no rows.
 MoveBack = Callable[[Rows[tuple[torch.Tensor, ...]]], Rows[tuple[torch.Tensor, ...]] | None]
 
 
 def result_rows(results: R, numbers: torch.Tensor, of: str) -> Rows[R]:
-    """The rows of results, without those of padding.
+    """The rows of results, without padding rows.
 
     Args:
         results: a tensor or any other batch.
-        numbers: int64 `(rows,)`, the number of each row that they belong to; below 0 for padding, which comes last.
-        of: what they are results of, in messages.
+        numbers: int64 `(rows,)`, the number of the row of each result; below 0 for padding, which comes last.
+        of: name of the batch that has these results, for messages.
 
     Raises:
-        ValueError: another number of rows, or padding where rows are real.
+        ValueError: another number of rows, or results that state padding for real rows.
     """
     rows, real = Rows.of(results), int((numbers >= 0).sum())
     if rows.count != len(numbers):
         raise ValueError(
-            f"results of {of} have {rows.count} rows, {of} has {len(numbers)}; there is a row per row, padding "
+            f"results of {of} have {rows.count} rows, {of} has {len(numbers)}; results need one row per row, padding "
             "included: keep all rows"
         )
     if rows.real < real:
         raise ValueError(
             f"results of {of} are a {type(results).__name__} with {rows.count - rows.real} rows of padding, which "
-            "would be gathered at the end; results are tensors: restore its fields"
+            "would be gathered out of order; results must not state padding: restore its fields"
         )
     return rows.select(range(real)) if real < rows.count else rows
 
 
 def in_order(parts: Sequence[Rows[R]], numbers: Sequence[torch.Tensor]) -> R:
-    """The rows of all parts as one batch, in the order of their numbers; those below 0 have no row."""
+    """Join the rows of all parts into one batch, in the order of their numbers; numbers below 0 have no row."""
     order = torch.cat(list(numbers))
     return Rows.concat(parts).select(torch.argsort(order[order >= 0])).batch
 
 
 def restore(results: Sequence[R], numbers: Sequence[torch.Tensor], part: str, parts: str) -> R:
-    """Results of all parts of a batch as one, in the order of its rows; messages call these `part` and `parts`."""
+    """Join the results of all parts of a batch, in the order of its rows; `part` and `parts` are words for messages."""
     if len(results) != len(numbers):
         raise ValueError(
-            f"there are {len(results)} results for {len(numbers)} {parts}; each has one: pass them in order"
+            f"there are {len(results)} results for {len(numbers)} {parts}; each {part} has one result: pass them in "
+            "order"
         )
     rows = [result_rows(each, of, f"{part} {index}") for index, (each, of) in enumerate(zip(results, numbers))]
     return in_order(rows, numbers)
 
 
 def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
-    """Numbers of the leaves that require gradients, in the order of `Rows.leaves`; none where gradients are off.
+    """Numbers of the leaves that require gradients, in the order of `Rows.leaves`; empty if gradients are disabled.
 
     Raises:
-        ValueError: such a leaf that is no dense tensor.
+        ValueError: a leaf that requires gradients and is not a dense tensor.
     """
     if rows is None or not torch.is_grad_enabled():
         return []
@@ -76,8 +77,8 @@ def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
             continue
         if not isinstance(leaf, DenseField):
             raise ValueError(
-                f"field {path_name(path)!r} requires grad and is jagged; gradients follow rows of dense tensors: pass "
-                "detach(), or its rows as a tensor"
+                f"field {path_name(path)!r} requires grad and is jagged; gradients follow only rows of dense tensors: "
+                "pass detach(), or its rows as a tensor"
             )
         found.append(number)
     return found
@@ -90,20 +91,20 @@ def leaf_paths(rows: Rows[Any], numbers: Sequence[int]) -> list[Path]:
 
 
 def follow_gradients(arrived: Rows[R], sent: Rows[Any] | None, numbers: Sequence[int], move_back: MoveBack) -> Rows[R]:
-    """What has arrived, with gradients that go back to what was sent.
+    """Connect received rows to the graph, so that their gradients flow back to the sent rows.
 
     Args:
-        arrived: rows without gradients, of the structure of those that were sent.
-        sent: this rank's rows as they were; None for none.
-        numbers: leaves through which gradients go; the same on all ranks.
-        move_back: moves gradients; called in the backward of every rank, also of one whose loss ignores these rows.
+        arrived: the received rows, without gradients, with the structure of the sent rows.
+        sent: the rows that this rank had before; None for no rows.
+        numbers: numbers of the leaves with gradients, equal on all ranks.
+        move_back: moves gradients; every rank's backward calls it, even if the rank's loss ignores these rows.
     """
     if not numbers:
         return arrived
     chosen = leaf_paths(arrived, numbers)
     outputs = [arrived.leaves[path] for path in chosen]
     inputs = [] if sent is None else [sent.leaves[path] for path in chosen]
-    anchor = torch.empty(0, requires_grad=True)  # on a rank without rows nothing else does
+    anchor = torch.empty(0, requires_grad=True)  # on a rank without rows, no input requires grad
     joined = dict(zip(chosen, _Followed.apply(move_back, outputs, anchor, *inputs)))
     return arrived.map(lambda path, value: joined.get(path, value))
 

@@ -1,4 +1,4 @@
-"""GATHER: what one rank brings to a call that moves rows, and what every rank knows of all of them after one gather."""
+"""GATHER: the rows of one rank in a call that moves rows, and the gather of all ranks' workloads and schemas."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from commons.sequence_batch.schema import BatchSchema
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """What one rank brings; made by `OwnRows.of`."""
+    """The rows of one rank with their description; made by `OwnRows.of`."""
 
-    rows: Rows[Any] | None  # its real rows; None for none at all
-    # By name, int64 `(rows,)`: what all ranks are to know of each row; None for what is not given.
+    rows: Rows[Any] | None  # the real rows; None without a batch
+    # The values per row that are gathered, such as workloads: int64 `(rows,)` by name; None for a column not given.
     columns: Mapping[str, np.ndarray | None]
-    schema: BatchSchema | None = None  # that must be equal on all ranks; None without a batch
-    devices: Mapping[str, str] = field(default_factory=dict)  # of its fields, which must be equal too
-    padding: Any = None  # `padding_of` its rows
-    differentiable: Sequence[int] = ()  # leaves that require gradients
+    schema: BatchSchema | None = None  # must be equal on all ranks; None without a batch
+    devices: Mapping[str, str] = field(default_factory=dict)  # device types of the fields; must be equal on all ranks
+    padding: Any = None  # `padding_of` the rows
+    differentiable: Sequence[int] = ()  # numbers of the leaves that require gradients
 
     @classmethod
     def of(
@@ -43,17 +43,18 @@ class OwnRows:
         columns_of: Callable[[Rows[Any]], Mapping[str, np.ndarray | None]],
         trims: Sequence[Trim],
     ) -> OwnRows:
-        """Leave out padding, and describe what has to be equal on all ranks.
+        """Drop padding, and describe all that must be equal on all ranks.
 
         Args:
-            batch: this rank's; None for none.
-            given: what the caller gives for each row, by name; nothing without a batch.
-            columns_of: makes of it int64 `(rows,)`, padding included, or None; the same names on all ranks.
-            trims: how its padded sequences are cut.
+            batch: this rank's batch; None for no rows.
+            given: the caller's arguments with a value per row, by name; without a batch, None or empty.
+            columns_of: makes the columns from the parsed batch, int64 `(rows,)` with padding, or None; their names are
+                equal on all ranks.
+            trims: the padded sequences to trim.
 
         Raises:
-            KeyError: a field to trim that is not there.
-            ValueError: something given without a batch; a field to trim that has the wrong shape; a field that requires
+            KeyError: a field to trim that the batch does not have.
+            ValueError: values given without a batch; a field to trim that has the wrong shape; a field that requires
                 grad and is jagged or trimmed.
             TypeError: a batch that cannot be sent.
         """
@@ -61,8 +62,8 @@ class OwnRows:
             for name, values in given.items():
                 if values is not None and len(values):
                     raise ValueError(
-                        f"batch is None and there are {len(values)} {name}; a rank without rows has none: pass the "
-                        "batch, or None for all"
+                        f"batch is None and there are {len(values)} {name}; a rank without rows has no {name}: pass "
+                        "the batch, or None for all"
                     )
             return cls(None, dict.fromkeys(given))
         rows = Rows.of(batch)
@@ -71,60 +72,60 @@ class OwnRows:
         cut = {path for window in windows for path in window.fields}
         devices = {path_name(path): device_of(leaf).type for path, leaf in rows.leaves.items() if is_moved(leaf)}
         schema = _comparable(rows.schema, cut)
-        _ = schema.text  # of keys that JSON cannot hold it raises here, where all ranks learn of it
+        _ = schema.text  # raises here for keys that JSON cannot hold, where the error reaches all ranks
         real = {name: None if column is None else column[: rows.real] for name, column in columns.items()}
         rows = rows.without_padding()
         differentiable = differentiable_leaves(rows)
         for path in leaf_paths(rows, differentiable):
             if path in cut:
                 raise ValueError(
-                    f"field {path_name(path)!r} requires grad and is trimmed; gradients follow rows as they are: pass "
-                    "detach(), or leave it out of Trim.fields"
+                    f"field {path_name(path)!r} requires grad and is trimmed; gradients do not follow trimmed rows: "
+                    "pass detach(), or leave it out of Trim.fields"
                 )
         padding = padding_of(rows, trims, windows) if trims else None
         return cls(rows, real, schema, devices, padding, differentiable)
 
     @property
     def count(self) -> int:
-        """Real rows."""
+        """Number of real rows."""
         return 0 if self.rows is None else self.rows.count
 
     @property
     def text(self) -> str:
-        """What the others have to know of the batch beside its columns, as JSON; empty without a batch."""
+        """The description of the batch for other ranks, without the columns, as JSON; empty without a batch."""
         if self.schema is None:
             return ""
         states = {name: _ABSENT if column is None else _GIVEN for name, column in self.columns.items()}
-        given = states if self.count else None  # of no rows nothing has to be given
+        given = states if self.count else None  # without rows, columns may be missing
         return json.dumps([self.schema.text, self.devices, given, self.differentiable, self.padding])
 
 
 def gather_rows(
     channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray
 ) -> tuple[dict[str, np.ndarray | None], Padding, list[int]]:
-    """What all ranks bring.
+    """Gather the columns of all ranks, and compare the batches' descriptions.
 
     Returns:
-        Each column int64 `(rows of all ranks,)`, rank by rank, None where no rank gives it; what padded sequences are
-        like on all ranks; and the leaves that require gradients on any.
+        Each column int64 `(rows of all ranks,)`, rank by rank, or None if no rank gives it; the widths and padding
+        values of padded sequences on all ranks; and the numbers of the leaves that require gradients on any rank.
 
     Raises:
-        ValueError: batches or given columns that differ between ranks, or a field whose padding has different values;
-            on all.
-        RankMissingError: a rank did not take part in time.
+        ValueError: on all ranks: batches or given columns that differ between ranks, or a field whose padding has
+            different values.
+        RankMissingError: a rank is missing after the timeout.
     """
     text, most = own.text, int(rows_per_rank.max())
     message = np.zeros(1 + len(own.columns) * most, dtype=np.int64)
     message[0] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-    for place, column in enumerate(own.columns.values()):
+    for position, column in enumerate(own.columns.values()):
         if column is not None:
-            message[1 + place * most :][: own.count] = column
+            message[1 + position * most :][: own.count] = column
     gathered = channel.gather(message, channel.step, "gather of workloads")
     alike = (gathered[:, 0] == gathered[0, 0]).all()
     texts = [text] if alike else channel.gather_text(text, channel.step)
-    brought = {rank: json.loads(each) for rank, each in enumerate(texts) if each}
-    described = {rank: (schema, devices, given) for rank, (schema, devices, given, *_) in brought.items()}
-    # Those with rows first, which say what is given for each.
+    received = {rank: json.loads(each) for rank, each in enumerate(texts) if each}
+    described = {rank: (schema, devices, given) for rank, (schema, devices, given, *_) in received.items()}
+    # Ranks with rows first, because only their descriptions list the given columns.
     described = dict(sorted(described.items(), key=lambda each: not each[1][2]))
     if (found := find_difference(described, _differences)) is not None:
         what, other = found
@@ -135,23 +136,23 @@ def gather_rows(
     states = next((given for _, _, given in described.values()), None) or {}
     return (
         {
-            name: tables[:, place][is_row] if states.get(name) == _GIVEN else None
-            for place, name in enumerate(own.columns)
+            name: tables[:, position][is_row] if states.get(name) == _GIVEN else None
+            for position, name in enumerate(own.columns)
         },
-        Padding.of({channel.names[rank]: padding for rank, (*_, padding) in brought.items() if padding}),
-        sorted({number for *_, differentiable, _ in brought.values() for number in differentiable}),
+        Padding.of({channel.names[rank]: padding for rank, (*_, padding) in received.items() if padding}),
+        sorted({number for *_, differentiable, _ in received.values() for number in differentiable}),
     )
 
 
 _GIVEN, _ABSENT = "given", "absent"
 _MIXED = (
-    "rows can be mixed where type, keys, dtypes, shapes of rows and metadata are the same on all ranks, and what is "
-    "given for each row: make them equal, name what differs in width in Trim.fields"
+    "type, keys, dtypes, shapes of rows, metadata and the values given per row must be the same on all ranks: make "
+    "them equal, name fields of different widths in Trim.fields"
 )
 
 
 def _comparable(schema: BatchSchema, cut: set[Path]) -> BatchSchema:
-    """A schema with padded sequences of any width, whose text is that of all equal ones."""
+    """A schema without the widths of padded sequences; equal schemas have equal texts."""
 
     def comparable(field: Any) -> Any:
         if field.path in cut:
@@ -164,9 +165,9 @@ def _comparable(schema: BatchSchema, cut: set[Path]) -> BatchSchema:
 
 
 def _differences(first: tuple[str, Any, Any], other: tuple[str, Any, Any]) -> list[str]:
-    """What differs first between two descriptions: schemas as text, devices, and what is given for each row."""
+    """The first differences between two descriptions: schemas as text, devices, and the columns given."""
     of_schema = (
         [] if first[0] == other[0] else BatchSchema.from_text(first[0]).differences(BatchSchema.from_text(other[0]))
     )
-    beside = differences(first[1], other[1]) or (differences(first[2], other[2]) if other[2] else [])
-    return (of_schema or [f"{name!r}: {mine} and {its}" for name, mine, its in beside])[:3]
+    others = differences(first[1], other[1]) or (differences(first[2], other[2]) if other[2] else [])
+    return (of_schema or [f"{name!r}: {mine} and {its}" for name, mine, its in others])[:3]

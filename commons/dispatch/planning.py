@@ -1,4 +1,4 @@
-"""PLAN: which rows go to which chunk or rank. Pure functions of workloads; the planner does the work."""
+"""PLAN: decides which rows go to which chunk or rank: pure functions of workloads, based on the planner."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
 
-_PAD_REMEDY = "use fewer parts or a larger batch, or pad=True, which fills up with rows that are flagged as padding"
+_PAD_REMEDY = "use fewer parts or a larger batch, or pad=True, which adds rows that are marked as padding"
 _REMEDY = "use fewer ranks or a larger batch"
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Which rows of a batch each part gets."""
+    """The rows of a batch by part."""
 
     indices: list[torch.Tensor]  # for each part int64 `(its rows,)`, ascending, then -1 for padding
-    plan: Partition  # of the rows that are no padding
-    num_rows: int  # rows of the batch, padding included
+    plan: Partition  # of the real rows
+    num_rows: int  # rows of the batch, including padding
 
     @classmethod
     def of(cls, plan: Partition, rows: Rows[Any], pad: bool) -> Split:
         """The split of a batch by a plan.
 
-        `pad` gives all parts one size: that of the largest, or a share of the rows that the batch has with padding.
+        With `pad` all parts have one size: the largest part's, at least the batch's rows with padding ÷ parts.
         """
         parts = plan.groups()
         size = max(*map(len, parts), -(-rows.count // len(parts))) if pad else 0
@@ -50,9 +50,9 @@ class Split:
 def split_rows(
     rows: Rows[Any], workloads: Any, num_parts: int, *, equal_size: bool = True, groups: Any = None, pad: bool = False
 ) -> Split:
-    """Which part each real row goes to, so that the largest load is small; arguments as of `split_balanced`.
+    """Plan a split of the real rows with a small largest load; arguments as for `split_balanced`.
 
-    With `pad` there may be fewer rows (or groups) than parts; else that is a ValueError.
+    Fewer rows (or groups) than parts are a ValueError without `pad`.
     """
     weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
     require_enough(num_parts, rows.real, "rows", pad)
@@ -64,7 +64,7 @@ def split_rows(
 
 
 def split_in_turn(rows: Rows[Any], num_parts: int, pad: bool) -> Split:
-    """Row i to part `i mod num_parts`, as a sampler does that gives each rank every W-th row; a row counts as 1."""
+    """Assign row i to part `i mod num_parts`, like torch's DistributedSampler; every row has workload 1."""
     assignment, fair = np.arange(rows.real) % num_parts, -(-rows.real // num_parts)
     return Split.of(Partition(assignment, np.bincount(assignment, minlength=num_parts), fair), rows, pad)
 
@@ -77,11 +77,11 @@ def plan_redistribution(
     groups: np.ndarray | None = None,
     slack: float = 0.0,
 ) -> ShufflePlan:
-    """Decide which rows move that already lie on the ranks: few of them and none without need.
+    """Plan which rows move to other ranks: as few as possible.
 
-    Unlike the shuffler's plans, these give every rank a row, and equal sizes where `equal_size` is set, even if no load
-    falls by that. The plan is the same on every rank and knows of no tokens. Rows are those of all ranks, rank by rank;
-    `equal_size`, `groups` and `slack` are as of `redistribute_balanced`.
+    Unlike the shuffler's plans, this plan gives every rank a row, and equal sizes with `equal_size`, even if the
+    largest load does not fall. The plan is equal on every rank and uses no token counts. `workloads` and `groups` are
+    for the rows of all ranks, rank by rank; `equal_size`, `groups` and `slack` are as for `redistribute_balanced`.
 
     Raises:
         ValueError: no rows, fewer rows (or groups) than ranks, or groups of different sizes with `equal_size`.
@@ -94,13 +94,14 @@ def plan_redistribution(
         unit_of_row = numbered(groups)
         num_units = int(unit_of_row.max()) + 1
         require_enough(num_ranks, num_units, "groups", False, _REMEDY)
-        units, tokens = sum_by_rank(unit_of_row, workloads, num_units), workloads  # at home where most of its work is
+        # tokens=workloads, so that a group's home is the rank with most of its work
+        units, tokens = sum_by_rank(unit_of_row, workloads, num_units), workloads
     plan = partition(workloads, num_ranks, equal_size=equal_size, home=home, tokens=tokens, slack=slack, groups=groups)
     rank_of_unit = plan.assignment[np.unique(unit_of_row, return_index=True)[1]]
     counts = np.bincount(rank_of_unit, minlength=num_ranks)
     if equal_size and int(counts.max()) - int(counts.min()) > 1:
-        # The planner leaves uneven sizes alone where no move lowers the largest load. Equal parts are named after ranks
-        # so that as much work as possible stays where it is.
+        # The planner keeps unequal sizes if no move lowers the largest load. Plan equal parts, and assign them to ranks
+        # so that as much work as possible stays at home.
         part_of_unit = partition(units, num_ranks).assignment
         at = part_of_unit[unit_of_row] * num_ranks + home
         kept = sum_by_rank(at, workloads + 1, num_ranks**2).reshape(num_ranks, num_ranks)
@@ -112,19 +113,19 @@ def plan_redistribution(
 def require_enough(num_parts: int, num_units: int, what: str, may_be_empty: bool, remedy: str = _PAD_REMEDY) -> None:
     """Raise ValueError for no rows, and for fewer units ("rows" or "groups") than parts unless parts may be empty."""
     if num_units == 0:
-        raise ValueError("the batch has 0 rows that are no padding; at least one is needed: skip empty batches")
+        raise ValueError("the batch has 0 real rows; at least one is needed: skip empty batches")
     if num_units < num_parts and not may_be_empty:
         raise ValueError(
-            f"the number of {what} is {num_units}, that of parts (chunks or ranks) is {num_parts}; every part needs "
-            f"one: {remedy}"
+            f"there are {num_units} {what} for {num_parts} parts (chunks or ranks); every part needs at least one: "
+            f"{remedy}"
         )
 
 
 def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
-    """Ids as int64 `(num_rows,)`, equal where they were; strings become 63 bits of their BLAKE2b digest.
+    """Convert ids to int64 `(num_rows,)`; strings become 63 bits of their BLAKE2b digest.
 
     Raises:
-        ValueError: no integers or strings, or not one per row.
+        ValueError: neither integers nor strings, or not one per row.
     """
     ids = np.asarray(groups)
     if ids.shape != (num_rows,) or (ids.dtype.kind not in "iuUSO" and num_rows):
@@ -139,13 +140,13 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
 
 
 def numbered(ids: np.ndarray) -> np.ndarray:
-    """int64 `(rows,)`: equal ids as one number, counted by first appearance."""
+    """Number equal ids, in the order of first appearance, int64 `(rows,)`."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse.reshape(-1)]
 
 
 def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:
-    """Give every empty part the lightest unit of a part that keeps another; no largest load grows by that."""
+    """Give every empty part the lightest unit of a part that has several; the largest load does not grow."""
     counts = np.bincount(part_of_unit, minlength=num_parts)
     if counts.all():
         return part_of_unit

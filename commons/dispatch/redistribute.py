@@ -1,9 +1,9 @@
-"""Rows that lie unevenly on the ranks, moved to even work, and their results sent home.
+"""Redistribution of rows between ranks to even work, with results sent home.
 
 rank: workloads ─► one gather ─► plan, the same on every rank ─► rows that move ─► exchange ─► batch
 rank: results of the rows it computed ─► exchange ─► results of its own rows, in their order
 
-Gradients take the same ways back: those of results to the rank that computed them, those of rows to where they lay.
+Gradients move in the opposite directions: of results to the ranks that computed them, of rows to their home ranks.
 """
 
 from __future__ import annotations
@@ -34,32 +34,31 @@ from commons.sequence_batch.rows import Rows
 B = TypeVar("B")
 R = TypeVar("R")
 
-# What messages call it.
-_CALL = "redistribute_balanced"
+_CALL = "redistribute_balanced"  # name in messages
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The ways of a plan, for rows of any kind."""
+    """Moves rows of any kind by a plan, from their home ranks or back."""
 
-    plan: ShufflePlan  # where every row is computed
-    rank: int  # this one
-    group: dist.ProcessGroup | None  # the ranks, as the caller gave them
-    timeout: float  # seconds after which a rank that does not take part is reported
+    plan: ShufflePlan  # the rank that computes every row
+    rank: int  # this rank
+    group: dist.ProcessGroup | None  # `group` as the caller passed it
+    timeout: float  # seconds after which a missing rank is reported
 
     @property
     def destination(self) -> np.ndarray:
-        """int64 `(own rows,)`, where each of this rank's own rows is computed."""
+        """The rank that computes each of this rank's own rows, int64 `(own rows,)`."""
         return self.plan.destination[self.plan.gathered.home == self.rank]
 
     def out(self, call: str, rows: Rows[R] | None) -> Rows[R] | None:
-        """Rows in the order in which this rank had them, to where they are computed."""
+        """Move this rank's own rows, in their original order, to the ranks that compute them."""
         return self._move(call, rows, self.destination)
 
     def home(
         self, call: str, rows: Rows[R] | None, options: dict[str, Any] | None = None, error: Exception | None = None
     ) -> Rows[R] | None:
-        """Rows in the order in which they are computed here, to where they lay; None if this rank had none."""
+        """Move the rows that this rank computes, in their order here, to their home ranks; None without own rows."""
         home = self.plan.gathered.home[self.plan.rows_for(self.rank)]
         order = np.argsort(np.argsort(self.destination, kind="stable"))
         return self._move(call, rows, home, order, options, error)
@@ -89,17 +88,18 @@ class Routes:
 
 @dataclass(frozen=True, eq=False)
 class RedistributedRows(Trimmed, Generic[B]):
-    """The rows that one rank computes, some of its own and some of others."""
+    """The rows that one rank computes, its own and those of other ranks."""
 
     batch: B  # the rows, without padding, in ascending order of `indices`
-    # int64 `(rows,)` on the CPU: the global number of each row: real rows of the ranks before, plus the row.
+    # int64 `(rows,)` on the CPU: the global number of each row: real rows of all lower ranks, plus the number on its
+    # home rank.
     indices: torch.Tensor
-    home: torch.Tensor  # int64 `(rows,)` on the CPU: the rank that each row comes from
-    loads_before: torch.Tensor  # int64 `(ranks,)`: the workload of each rank as the rows lay
-    loads_after: torch.Tensor  # int64 `(ranks,)`: the workload of each rank now
-    num_moved: int  # rows of all ranks that changed rank
-    bytes_sent: int  # what this rank sent
-    bytes_received: int  # what it received
+    home: torch.Tensor  # int64 `(rows,)` on the CPU: the home rank of each row
+    loads_before: torch.Tensor  # int64 `(ranks,)`: the workload of each rank before the exchange
+    loads_after: torch.Tensor  # int64 `(ranks,)`: the workload of each rank after the exchange
+    num_moved: int  # number of rows that changed rank, over all ranks
+    bytes_sent: int  # bytes that this rank sent
+    bytes_received: int  # bytes that this rank received
     _routes: Routes = field(repr=False)
     _windows: Sequence[Window] = ()
 
@@ -112,33 +112,34 @@ class RedistributedRows(Trimmed, Generic[B]):
         )
 
     def send_home(self, results: R) -> R | None:
-        """Bring results to the ranks that the rows come from, in the order in which these had them.
+        """Send results to the home ranks of their rows, in the rows' original order.
 
-        All ranks of the group call this together. Dense tensors that require grad are differentiable: the backward of
-        what comes home is a collective, in which each rank takes part whose loss depends on its own results, so every
-        rank's loss has to, also one's that had no rows.
+        All ranks of the group call this together. Dense tensors that require grad are differentiable. Their backward is
+        a collective of all ranks, so every rank's loss must depend on the returned results, also on a rank that had no
+        rows.
 
         Args:
-            results: a tensor or any other batch with a row per row of `batch`, such as rewards or features.
+            results: a tensor or any other batch with one row per row of `batch`, such as rewards or features.
 
         Returns:
-            Results of this rank's own real rows. If it had none: None, or no rows of results that require grad.
+            Results of this rank's own real rows. For a rank without rows: a batch of 0 rows if the results require
+            grad, else None.
 
         Raises:
             ValueError: on all ranks: results with another number of rows than the batch, or that cannot be joined;
                 results that require grad on some ranks only, or in a jagged tensor.
             TypeError: on all ranks: results that cannot be sent.
-            RankMissingError: a rank did not take part in time.
+            RankMissingError: a rank is missing after the timeout.
         """
         return self.send_home_made_by(lambda: results)
 
     def send_home_made_by(self, make: Callable[[], R]) -> R | None:
-        """`send_home` of results that `make` returns; what goes wrong in it is raised on all ranks.
+        """`send_home` the results that `make` returns; an error of `make` on any rank is raised on all ranks.
 
         Args:
-            make: returns a row per row of `batch`.
+            make: returns results with one row per row of `batch`.
 
-        Returns, Raises: as `send_home`, and what `make` raises.
+        Returns, Raises: as for `send_home`; also the errors of `make`.
         """
         made, error = attempt(lambda: self._checked(make()))
         rows, numbers = made or (None, [])
@@ -165,36 +166,35 @@ def redistribute_balanced(
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> RedistributedRows[Any]:
-    """Move rows between ranks so that all carry equal work; rows that stay do not travel.
+    """Move rows between ranks so that all ranks have equal work; only rows that change rank are sent.
 
-    All ranks of the group call this together, each with the rows that it has, such as the rollouts it has generated.
-    Ranks may bring different numbers of rows, none included. Padding that a batch states is left out. Gradients of
-    dense tensors that require them go back to where the rows lay; see `RedistributedRows.send_home` for what that asks
-    of the ranks.
+    All ranks of the group call this together, each with its own rows, such as the rollouts that it generated. Ranks may
+    have different numbers of rows, or none. Stated padding of a batch is dropped. Gradients of dense tensors that
+    require grad move back to the home ranks of the rows; see `RedistributedRows.send_home` for the conditions.
 
     Args:
-        batch: this rank's rows, anything with rows (`commons.sequence_batch.rows`); None for none.
-        workloads: non-negative integers `(rows,)`; None with a batch of None.
-        group: the ranks; default megatron-core's data-parallel group where parallel_state is initialised, else all.
-        equal_size: numbers of rows differ by at most one afterwards; with `groups`, which then have one size,
-            numbers of groups do.
-        groups: integers or strings `(rows,)`: rows with one id come together, even from different ranks.
-        slack: fraction of the best load that may be given up to keep rows where they are.
-        trim: which fields are padded sequences: they may differ in width between ranks, and become as wide as the
-            longest row that a rank ends with, filled with the padding that they have already (`Trim.fill`).
-        timeout: seconds after which a rank that does not take part is reported.
+        batch: this rank's rows, anything with rows (`commons.sequence_batch.rows`); None for no rows.
+        workloads: non-negative integers `(rows,)`; None if `batch` is None.
+        group: the ranks; None for megatron-core's data-parallel group if parallel_state is initialised, else all ranks.
+        equal_size: afterwards, numbers of rows per rank differ by at most one; with `groups`, which must then have
+            equal sizes, numbers of groups per rank differ by at most one.
+        groups: integers or strings `(rows,)`: rows with equal ids go to one rank, even from different ranks.
+        slack: fraction of the best load that may be given up to keep rows on their ranks.
+        trim: the fields that are padded sequences: their widths may differ between ranks. On each rank the result is as
+            wide as its longest row, filled with the field's own padding value (`Trim.fill`).
+        timeout: seconds after which a missing rank is reported.
 
     Returns:
         The rows that this rank computes, at least one.
 
     Raises:
-        ValueError: on all ranks: fields of different numbers of rows, wrong workloads, no rows at all or fewer (or
-            fewer groups) than ranks, batches that differ between ranks, sequences to widen whose padding is not one
-            value, a field that requires grad and is jagged or trimmed, or ranks that pass different options.
-        TypeError: on all ranks: a batch that cannot be sent, or would arrive as something else: masked arrays,
-            subclasses of tensors.
-        KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
-        RankMissingError: a rank did not take part in time.
+        ValueError: on all ranks: fields of different numbers of rows, wrong workloads, no rows or fewer rows (or
+            groups) than ranks, batches that differ between ranks, sequences to widen with several padding values, a
+            field that requires grad and is jagged or trimmed, or options that differ between ranks.
+        TypeError: on all ranks: a batch that cannot be sent unchanged, for example with masked arrays or subclasses of
+            tensors.
+        KeyError: on all ranks: a field to trim that the batch does not have, or a class that a rank has not imported.
+        RankMissingError: a rank is missing after the timeout.
     """
 
     def columns_of(rows: Rows[Any]) -> dict[str, np.ndarray | None]:
@@ -217,8 +217,8 @@ def redistribute_balanced(
         rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own))
         assert own is not None  # noqa: S101  begin raised the error
         columns, padding, differentiable = gather_rows(channel, own, rows_per_rank)
-        nothing = np.empty(0, dtype=np.int64)  # where no rank has a row
-        all_workloads = nothing if columns["workloads"] is None else columns["workloads"]
+        no_rows = np.empty(0, dtype=np.int64)
+        all_workloads = no_rows if columns["workloads"] is None else columns["workloads"]
         plan = plan_redistribution(
             all_workloads, rows_per_rank, equal_size=equal_size, groups=columns["groups"], slack=slack
         )
@@ -235,9 +235,9 @@ def carry_out(
     padding: Padding,
     differentiable: Sequence[int],
 ) -> RedistributedRows[Any]:
-    """Move the rows as planned; called on all ranks together, which raise what went wrong on any.
+    """Move the rows as planned; all ranks call this together, and an error on any rank is raised on all.
 
-    The plan of `routes` gives every rank a row; `padding` and `differentiable` are what `gather_rows` returned.
+    The plan of `routes` gives every rank a row; `padding` and `differentiable` are results of `gather_rows`.
     """
     plan, destination = routes.plan, routes.destination
     untrimmed = _pieces(own.rows, destination)
@@ -277,7 +277,7 @@ def carry_out(
 
 
 def _pieces(rows: Rows[Any] | None, receiver: np.ndarray) -> Callable[[int], Piece | None]:
-    """What `exchange` is given: makes the piece for a rank of the rows whose `receiver`, int64 `(rows,)`, it is."""
+    """The `pieces` for `exchange`: the rows for each rank, by their `receiver`, int64 `(rows,)`."""
 
     def piece_for(rank: int) -> Piece | None:
         indices = np.flatnonzero(receiver == rank)

@@ -1,4 +1,4 @@
-"""One rank has the batch, all compute: shares of even work out, results back in the batch's order.
+"""Scatter of one rank's batch to all ranks in shares of even work, with results gathered in the batch's order.
 
 source: batch ─► plan ─► share of each rank ─► trim ─► exchange: each rank receives its own share
 rank:   results of its rows ─► exchange ─► source (or all ranks): rows in the order of the batch
@@ -31,11 +31,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Source:
-    """Where shares come from, so that their results find the way back."""
+    """The source of shares, which `gather_back` sends results to."""
 
     rank: int  # the source, as a rank of the group
-    group: dist.ProcessGroup | None  # the ranks, as the caller named them
-    timeout: float  # seconds after which a rank that does not take part is reported
+    group: dist.ProcessGroup | None  # `group` as the caller passed it
+    timeout: float  # seconds after which a missing rank is reported
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class BalancedShare(Trimmed, Generic[B]):
     """The rows of a batch that one rank computes."""
 
     batch: B  # the rows, of the type of the whole batch; padding comes last
-    # int64 `(rows,)` on the CPU: the row of the whole batch that each row is, ascending, and -1 for padding.
+    # int64 `(rows,)` on the CPU: the number of each row in the whole batch, ascending; -1 for padding.
     indices: torch.Tensor
     imbalance: float  # largest load of a rank divided by the mean, minus 1
-    bytes_received: int  # what came over the network for this share; 0 on the source
+    bytes_received: int  # bytes received for this share; 0 on the source
     _source: Source
     _windows: Sequence[Window] = ()
     _split: Split | None = field(default=None, repr=False)
@@ -62,21 +62,21 @@ class BalancedShare(Trimmed, Generic[B]):
         return self.indices < 0
 
     def scatter_more(self, batch: Any | None, *, trim: Trim | Sequence[Trim] | None = None) -> Any:
-        """Send more of the same rows, such as advantages computed from what came back; each goes where it went.
+        """Scatter another batch with the same rows, such as advantages of gathered results, in the same split.
 
         All ranks of the group call this together.
 
         Args:
-            batch: on the source, anything with a row per row of the whole batch; None on the other ranks.
-            trim: which of its fields are padded sequences.
+            batch: on the source, anything with one row per row of the whole batch; None on the other ranks.
+            trim: the fields that are padded sequences.
 
         Returns:
-            What belongs to the rows of this share, padded as they are.
+            The rows of this share from `batch`, with the same padding.
 
         Raises:
-            ValueError: on all ranks: no batch on the source, one on another rank, or one with other rows.
-            TypeError, KeyError: on all ranks, as `scatter_balanced`.
-            RankMissingError: a rank did not take part in time.
+            ValueError: on all ranks: no batch on the source, a batch on another rank, or another number of rows.
+            TypeError, KeyError: on all ranks, as for `scatter_balanced`.
+            RankMissingError: a rank is missing after the timeout.
         """
         source = self._source
         with open_channel(source.group, source.timeout, DispatchChannel) as channel:
@@ -90,31 +90,31 @@ class BalancedShare(Trimmed, Generic[B]):
                 dealt = sum(int((indices >= 0).sum()) for indices in split.indices)
                 if rows.count not in (dealt, split.num_rows):
                     raise ValueError(
-                        f"the batch has {rows.count} rows, {dealt} were dealt; more of the same rows has a row for "
-                        "each: match them"
+                        f"the batch has {rows.count} rows, {dealt} were scattered; scatter_more needs a row for each: "
+                        "match them"
                     )
                 return rows, split
 
             share = scatter_rows(channel, "scatter_more", options, source, trims, more, error)
-            assert share is not None  # noqa: S101  only a loader's data end
+            assert share is not None  # noqa: S101  only a SingleRankLoader reaches the end of data
             return share.batch
 
     def gather_back(self, results: R, *, to_all: bool = False) -> R | None:
-        """Bring the results of all ranks together, without gradients, in the order of the batch and without padding.
+        """Gather the results of all ranks, without gradients, in the order of the batch and without padding.
 
         All ranks of the group call this together.
 
         Args:
-            results: a tensor or any other batch with a row per row of this share, such as predictions.
-            to_all: give them to all ranks, not to the source alone.
+            results: a tensor or any other batch with one row per row of this share, such as predictions.
+            to_all: whether all ranks receive the results, and not only the source.
 
         Returns:
-            The results of all rows; None on the ranks that do not get them.
+            The results of all rows; None on ranks that do not receive them.
 
         Raises:
             ValueError: results with another number of rows than the share, or that cannot be joined, on any rank.
             TypeError: results that cannot be sent.
-            RankMissingError: a rank did not take part in time.
+            RankMissingError: a rank is missing after the timeout.
         """
         source = self._source
         with open_channel(source.group, source.timeout, DispatchChannel) as channel:
@@ -158,34 +158,35 @@ def scatter_balanced(
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> BalancedShare[Any]:
-    """Share out the batch of one rank so that all ranks carry equal work; each receives its share alone.
+    """Scatter the batch of one rank so that all ranks have equal work; each rank receives only its share.
 
-    All ranks of the group call this together. Padding that the batch states is left out.
+    All ranks of the group call this together. Stated padding of the batch is dropped.
 
     Args:
         batch: on the source, anything with rows (`commons.sequence_batch.rows`); None on the other ranks.
         workloads: on the source, non-negative integers `(rows,)`; None on the other ranks.
         src: the source, as a rank of the group.
-        group: ranks that share the batch; default megatron-core's data-parallel group where parallel_state is
-            initialised, else all ranks. Without torch.distributed the share is the whole batch.
-        equal_size: ranks' numbers of rows differ by at most one; with `groups`, which then have one size, their
-            numbers of groups do.
-        pad: pad all shares to one number of rows. Padding is -1 in `indices`, and below `actual_batch_size` where the
-            batch has that; in another batch, fields that are trimmed hold there what they hold beyond their tokens.
-        groups: on the source, integers or strings `(rows,)`: rows with one id stay together.
-        trim: which fields are padded sequences: each share becomes as wide as its own longest row.
-        timeout: seconds after which a rank that does not take part is reported.
+        group: the ranks; None for megatron-core's data-parallel group if parallel_state is initialised, else all ranks.
+            Without torch.distributed the share is the whole batch.
+        equal_size: numbers of rows per rank differ by at most one; with `groups`, which must then have equal sizes,
+            numbers of groups per rank differ by at most one.
+        pad: pad all shares to one number of rows. Padding rows have -1 in `indices`, and come after
+            `actual_batch_size` if the batch has this field; otherwise, padding rows of trimmed fields have the field's
+            own padding value.
+        groups: on the source, integers or strings `(rows,)`: rows with equal ids stay together.
+        trim: the fields that are padded sequences: each share is as wide as its own longest row.
+        timeout: seconds after which a missing rank is reported.
 
     Returns:
         This rank's share; tensors of a CUDA batch are on the current CUDA device, others on the host.
 
     Raises:
-        ValueError: on all ranks: a source without batch or workloads, these on another rank, an empty batch, fields of
-            different numbers of rows, wrong workloads, more ranks than rows (unless `pad` is set), or ranks that pass a
-            different `src`, `equal_size`, `pad` or `trim`.
-        TypeError: on all ranks: a batch that cannot be sent, because it holds objects that are no plain values.
-        KeyError: on all ranks: a field to trim that is not there, or a class that a rank has not imported.
-        RankMissingError: a rank did not take part in time.
+        ValueError: on all ranks: no batch or workloads on the source, either on another rank, an empty batch, fields of
+            different numbers of rows, wrong workloads, more ranks than rows (unless `pad` is set), or different values
+            of `src`, `equal_size`, `pad` or `trim` on the ranks.
+        TypeError: on all ranks: a batch that cannot be sent, because it has objects that are not plain values.
+        KeyError: on all ranks: a field to trim that the batch does not have, or a class that a rank has not imported.
+        RankMissingError: a rank is missing after the timeout.
     """
     with open_channel(group, timeout, DispatchChannel) as channel:
         options, error, trims = check_options(
@@ -201,7 +202,7 @@ def scatter_balanced(
 
         source = Source(src, group, timeout)
         share = scatter_rows(channel, "scatter_balanced", options, source, trims, source_rows, error)
-        assert share is not None  # noqa: S101  only a loader's data end
+        assert share is not None  # noqa: S101  only a SingleRankLoader reaches the end of data
         return share
 
 
@@ -214,25 +215,25 @@ def scatter_rows(
     source_rows: Callable[[], tuple[Rows[Any], Split] | None],
     error: Exception | None,
 ) -> BalancedShare[Any] | None:
-    """Send each rank its share of what the source has; called on all ranks together.
+    """Send each rank its share of the source's batch; all ranks call this together.
 
-    `source_rows` makes the batch and says who gets which rows; None on other ranks than the source, and there at the
-    end of the data, where the result is None on all. `options` and `error` are as of `exchange`; what went wrong on any
-    rank is raised on all.
+    `source_rows` returns the batch and its split on the source, and None on other ranks. If it returns None on the
+    source too, the data have ended and the result is None on all ranks. `options` and `error` are as for `exchange`; an
+    error on any rank is raised on all.
     """
-    given = None
+    loaded = None
     if error is None:
-        given, error = attempt(source_rows)
-    rows, split = given or (None, None)
+        loaded, error = attempt(source_rows)
+    rows, split = loaded or (None, None)
 
     @cache
     def padding() -> Padding:
-        assert rows is not None  # noqa: S101  of the source
+        assert rows is not None  # noqa: S101  only the source calls it
         real = rows.without_padding()
         return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
 
     def share_of(rank: int) -> Piece:
-        assert rows is not None and split is not None  # noqa: S101  of the source
+        assert rows is not None and split is not None  # noqa: S101  only the source calls it
         indices = split.indices[rank]
         share, windows = trim_share(split.take(rows, rank), int((indices >= 0).sum()), trims, padding)
         return Piece(share, indices, [split.plan.imbalance, [[each.start, each.stop, each.width] for each in windows]])
@@ -252,7 +253,7 @@ def scatter_rows(
 def check_options(
     options: dict[str, Any], trim: Trim | Sequence[Trim] | None, world_size: int
 ) -> tuple[dict[str, Any] | None, Exception | None, tuple[Trim, ...]]:
-    """What all ranks must pass alike, as JSON holds it; what is wrong with it; and the trims."""
+    """The options that must be equal on all ranks, as data for JSON; their error, or None; and the trims."""
     described: dict[str, Any] | None = None
     trims: tuple[Trim, ...] = ()
     try:
@@ -273,8 +274,8 @@ def _require_role(data: dict[str, Any], extra: dict[str, Any], rank: int, src: i
     given = [name for name, value in (data | extra).items() if value is not None]
     if rank != src and given:
         raise ValueError(
-            f"this rank passes {' and '.join(given)}, the source is rank {src}; the source alone has data: pass None "
-            "on the other ranks, or use redistribute_balanced where all ranks have rows"
+            f"this rank passes {' and '.join(given)}, the source is rank {src}; only the source has data: pass None "
+            "on the other ranks, or use redistribute_balanced if all ranks have rows"
         )
     missing = [name for name, value in data.items() if value is None]
     if rank == src and missing:

@@ -1,7 +1,7 @@
-"""SingleRankLoader: one rank runs the dataloader for all.
+"""SingleRankLoader: one rank runs the dataloader for all ranks.
 
-The source reads a global batch, plans which rows go where and sends every rank its share. All ranks thus make the same
-number of steps, the end of the data is the same for all, and an error of the loader is raised on every rank.
+The source reads a global batch, plans the split and sends every rank its share. So all ranks have the same number of
+steps, their data end in the same step, and an error of the loader is raised on every rank.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _REMEDY = "set drop_last, use a larger batch, or load batches that can state pad
 
 
 class SingleRankLoader(Iterable[Any]):
-    """Batches of this rank out of the global batches that one rank loads.
+    """An iterable of this rank's shares of the global batches that one rank loads.
 
-    All ranks of the group construct it together, on the main thread, and iterate over it together. Where batches state
-    padding (BaseBatch), shares are padded to one size and a last batch of few rows leaves ranks with padding alone;
-    other batches are split into shares that differ by at most one row, and must have a row for every rank.
+    All ranks of the group construct it together, on the main thread, and iterate over it together. If batches state
+    padding (BaseBatch), shares are padded to one size, and in a last batch with few rows some ranks have only padding.
+    Other batches are split into shares that differ by at most one row, and must have a row for every rank.
 
     Args:
         loader: on the source, an iterable of global batches, such as a DataLoader whose batch size is that of a rank
-            times the number of ranks. Other ranks may pass None; what they pass is never read, but answers for
-            `len()`, `dataset` and `sampler`.
-        get_workloads: on the source, a function of a batch that gives non-negative integers `(rows,)`; rows are then
-            split evenly. None gives row i to rank `i mod ranks`.
+            times the number of ranks. Other ranks may pass None, or a loader that is never read but gives `len()`,
+            `dataset` and `sampler` on that rank.
+        get_workloads: on the source, a function that returns the workloads of a batch, non-negative integers `(rows,)`,
+            to split rows evenly; None to assign row i to rank `i mod ranks`.
         src: the source, as a rank of the group.
-        group: the ranks; default megatron-core's data-parallel group where parallel_state is initialised, else all.
-        equal_size: with workloads, ranks' numbers of rows differ by at most one.
-        trim: which fields are padded sequences: shares become as wide as their own longest row.
+        group: the ranks; None for megatron-core's data-parallel group if parallel_state is initialised, else all ranks.
+        equal_size: with workloads, numbers of rows per rank differ by at most one.
+        trim: the fields that are padded sequences: each share is as wide as its own longest row.
         pin_memory: put shares into pinned host memory.
-        timeout: seconds after which a rank that does not take part is reported; the source's loader has to be faster.
+        timeout: seconds after which a missing rank is reported; the source must load a batch in less time.
 
     Raises:
-        ValueError: on all ranks: no loader on the source, or ranks with different arguments.
-        TypeError: on all ranks: a trim that is none.
+        ValueError: on all ranks: no loader on the source, or arguments that differ between ranks.
+        TypeError: on all ranks: a `trim` that is not a Trim.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class SingleRankLoader(Iterable[Any]):
         try:
             self._channel.begin(_CALL, self._options, error)
         except BaseException:
-            self.close()  # as ranks do that have made another call: all of them have the same groups free
+            self.close()  # so that all ranks free their groups, also ranks that made another call
             raise
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank loads for all."""
+        """Whether this rank loads for all ranks."""
         return self._channel.rank == self._source.rank
 
     @property
@@ -96,7 +96,7 @@ class SingleRankLoader(Iterable[Any]):
 
     @property
     def sampler(self) -> Any:
-        """The sampler of this rank's loader; the source's decides what is loaded."""
+        """The sampler of this rank's loader; only the source's sampler is used."""
         return self._own_loader().sampler
 
     def __len__(self) -> int:
@@ -106,56 +106,56 @@ class SingleRankLoader(Iterable[Any]):
         return (share.batch for share in self.shares())
 
     def shares(self) -> Iterator[BalancedShare[Any]]:
-        """The same batches with what their results need to find back: `BalancedShare.gather_back`."""
+        """Iterate over the shares themselves, which can gather results (`BalancedShare.gather_back`)."""
         state, self._resume = self._resume, None
         self._batches = 0 if state is None else state["batches"]
-        # Not with the first batch: a DataLoader draws its seed here, as it would if every rank had its own. An error is
-        # raised on all ranks with the first batch.
+        # Open the loader here and not with the first batch, so that a DataLoader draws its seed at the same point as
+        # without a SingleRankLoader. An error is raised on all ranks with the first batch.
         source, error = attempt(lambda: self._open(state)) if self.is_source else (None, None)
         return self._shares_of(source, error)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the iteration is: batches handed out, and on the source the state of a loader that has one.
+        """The state of the iteration: the number of returned batches, and on the source the loader's state, if any.
 
-        A loader has one if it has `state_dict`, as torchdata's StatefulDataLoader. No communication; the state of the
-        source is enough to go on.
+        A loader has a state if it has `state_dict`, like torchdata's StatefulDataLoader. No communication; the source's
+        state is enough to resume on all ranks.
         """
         state = getattr(self.loader, "state_dict", None) if self.is_source else None
         return {"batches": self._batches, "loader": None if state is None else state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken.
+        """Resume the next iteration from `state`.
 
-        A loader without a state of its own reads the batches before once more and leaves them out; it has to give them
-        in the same order: choose the sampler's epoch first.
+        With a loader that has no state, the earlier batches are read again and skipped. They must come in the same
+        order: set the sampler's epoch first.
 
         Args:
-            state: of `state_dict` on this rank, or on the source.
+            state: a result of `state_dict` on this rank, or on the source.
 
         Raises:
-            ValueError: something else.
+            ValueError: not a result of `state_dict`.
         """
         if set(state) != {"batches", "loader"} or not isinstance(state["batches"], int):
             raise ValueError(
-                f"the state has the entries {sorted(state)}; it is what state_dict returned, with 'batches' and "
-                "'loader': load that"
+                f"the state has the entries {sorted(state)}; a state has 'batches' and 'loader': load the result of "
+                "state_dict"
             )
         self._resume, self._batches = state, state["batches"]
 
     def close(self) -> None:
-        """Give the process groups back; the loader cannot be used afterwards."""
+        """Release the process groups; the loader cannot be used afterwards."""
         self._channel.close()
 
     def _own_loader(self) -> Any:
         if self.loader is None:
             raise TypeError(
-                f"rank {self._channel.rank} has no loader to ask; it can be asked where one was passed: pass the "
-                "loader on all ranks, it is read on the source alone"
+                f"rank {self._channel.rank} has no loader; len(), dataset and sampler need one: pass the loader on all "
+                "ranks, only the source reads it"
             )
         return self.loader
 
     def _shares_of(self, source: Iterator[Any] | None, error: Exception | None) -> Iterator[BalancedShare[Any]]:
-        """One pass over the data of the source, on all ranks together."""
+        """Iterate once over the source's data, on all ranks together."""
         while True:
             share = scatter_rows(
                 self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source), error
@@ -169,7 +169,7 @@ class SingleRankLoader(Iterable[Any]):
             yield share
 
     def _open(self, state: dict[str, Any] | None) -> Iterator[Any]:
-        """The source's data from where `state` was taken."""
+        """Iterate over the source's data from `state` on."""
         loader: Any = self.loader
         if state is not None and state["loader"] is not None and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(state["loader"])
@@ -179,13 +179,13 @@ class SingleRankLoader(Iterable[Any]):
         for number in range(skipped):
             if next(source, None) is None:
                 raise ValueError(
-                    f"the state is {skipped} batches into the data, the loader ends after {number}; it is the state of "
-                    "other data or of another batch size: load the state that belongs to them"
+                    f"the state is {skipped} batches into the data, the loader ends after {number}; the state belongs "
+                    "to other data or to another batch size: load the state of this loader"
                 )
         return source
 
     def _read(self, source: Iterator[Any] | None) -> tuple[Rows[Any], Split] | None:
-        """The source's next batch and who gets which rows; None at the end, and on the other ranks."""
+        """The source's next batch and its split; None at the end of the data, and on the other ranks."""
         batch = None if source is None else next(source, None)
         if batch is None:
             return None

@@ -1,6 +1,6 @@
-"""Padded sequences: cutting the columns that are padding in every row, and padding again.
+"""Padded sequences: cuts the columns that are padding in every row, and pads them again.
 
-Each rank's share becomes as wide as its own longest row, not as the longest of all.
+So each rank's share is as wide as its own longest row, instead of the longest row of all ranks.
 """
 
 from __future__ import annotations
@@ -25,80 +25,80 @@ _Leaves: TypeAlias = Mapping[Path, Any]
 
 @dataclass(frozen=True)
 class Trim:
-    """Which fields of a batch are padded sequences, and how their length is known.
+    """The fields of a batch that are padded sequences, and the mask or lengths of their tokens.
 
-    A field is named by its key, or by the tuple of keys that leads to it: "input_ids", ("inputs", "ids").
+    A field is named by its key, or by the tuple of keys of its path: "input_ids", ("inputs", "ids").
 
     Raises:
         ValueError: neither or both of mask and lengths, lengths without fields or with side "both", an unknown side.
     """
 
-    # The field `(rows, width)` that is not zero where a row has a token; then `lengths` is not given.
+    # The field `(rows, width)` that is not zero where a row has a token; give either `mask` or `lengths`.
     mask: Key | None = None
-    lengths: Key | None = None  # the field of integers `(rows,)`: tokens of each row
-    # Tensors or arrays `(rows, width, ...)` that are cut, `mask` among them in any case. With `mask` the default is
-    # every field whose first two dimensions are those of the mask; state them where a field has that shape by chance.
-    # With `lengths` they have to be stated.
+    lengths: Key | None = None  # the field of integers `(rows,)` with the number of tokens of each row
+    # Tensors or arrays `(rows, width, ...)` to cut; the mask is always cut. None with `mask` for every field whose
+    # first two dimensions are those of the mask: give the list if a field has this shape by chance. Required with
+    # `lengths`.
     fields: Sequence[Key] | None = None
-    side: Side = "right"  # where the padding is: "right", "left", or with a mask "both"
-    # By field, the value of padding where rows become wider. By default it is what a field has beyond the last token
-    # of a row (before the first one, with "left"), on any rank; 0 for the mask. To be stated where that is not one
-    # value, or where no row of any rank has padding.
+    side: Side = "right"  # the side of the padding: "right", "left", or with a mask "both"
+    # The padding value by field, used when rows are widened. By default it is the field's value after the last token of
+    # a row (with "left", before the first token) on any rank, and 0 for the mask. Required if these values differ, or
+    # if no row of any rank has padding.
     fill: Mapping[Key, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.mask is None) == (self.lengths is None):
             raise ValueError(
-                f"mask is {self.mask!r} and lengths is {self.lengths!r}; one of them says how long a row is: give one"
+                f"mask is {self.mask!r} and lengths is {self.lengths!r}; exactly one of them must be given: give one"
             )
         if isinstance(self.fields, str) or (self.lengths is not None and not self.fields):
-            raise ValueError(f"fields is {self.fields!r}; they are a list of the fields that are cut: name them")
+            raise ValueError(f"fields is {self.fields!r}; it must be a list of the fields to cut: name them")
         if self.side not in get_args(Side) or (self.side == "both" and self.mask is None):
             raise ValueError(
-                f"side is {self.side!r} with mask {self.mask!r}; it is 'right', 'left', or with a mask 'both': "
+                f"side is {self.side!r} with mask {self.mask!r}; it must be 'right', 'left', or with a mask 'both': "
                 "choose one"
             )
         if self.fields is not None:
-            object.__setattr__(self, "fields", tuple(self.fields))  # shown alike on all ranks, which compare them
+            object.__setattr__(self, "fields", tuple(self.fields))  # ranks compare the repr
 
     @property
     def name(self) -> str:
-        """The field that holds the lengths of rows, in messages."""
+        """The name of the mask or lengths field, for messages."""
         return path_name(as_path(self.mask if self.mask is not None else self.lengths))
 
     @property
     def stated(self) -> dict[Path, Any]:
-        """Padding that is known without a look at the rows."""
+        """Padding values that do not depend on the rows: of the mask and of `fill`."""
         stated: dict[Path, Any] = {} if self.mask is None else {as_path(self.mask): 0}
         return stated | {as_path(key): value for key, value in self.fill.items()}
 
 
 @dataclass(frozen=True)
 class Window:
-    """The columns `[start, stop)` that a trim has kept."""
+    """The columns `[start, stop)` that a trim keeps."""
 
     name: str  # `Trim.name`
     start: int  # first column
-    stop: int  # the one after the last
-    width: int  # columns that there were
-    fields: tuple[Path, ...] = ()  # what was cut
+    stop: int  # last column + 1
+    width: int  # number of columns before the trim
+    fields: tuple[Path, ...] = ()  # the trimmed fields
 
 
 class Trimmed:
-    """Rows whose padded sequences were cut, so that results per token may have to be widened again."""
+    """Base class of rows with trimmed sequences, which can widen results per token again."""
 
     _windows: Sequence[Window]
 
     def untrim(self, values: B, mask: Any = None, fill: float = 0) -> B:
-        """Results per token as wide as the widest sequences of any rank were, so that those of all ranks can be joined.
+        """Widen results per token to the widest sequences of any rank, so that results of all ranks can be joined.
 
         Args:
             values: a tensor or array `(rows, width of the batch, ...)`, or a batch of these.
-            mask: the mask or lengths of the trim that cut them; not needed where there was one trim.
-            fill: the value of the columns that come back.
+            mask: the mask or lengths field of the trim; None if there was one trim.
+            fill: the value of the added columns.
 
         Raises:
-            KeyError: no trim by that field.
+            KeyError: no trim by this field.
             ValueError: values of another width.
         """
         for window in self._windows:
@@ -106,20 +106,20 @@ class Trimmed:
                 return untrim(values, window, fill)
         names = [window.name for window in self._windows]
         raise KeyError(
-            f"mask is {mask!r}, the batch was trimmed by {names}; results come back as wide: name one of them"
+            f"mask is {mask!r}, the batch was trimmed by {names}; results are widened by one trim: name one of them"
         )
 
 
 def as_trims(trim: Trim | Sequence[Trim] | None, *, one_sided: bool = False) -> tuple[Trim, ...]:
-    """A caller's trims; TypeError for anything else, ValueError for side "both" where rows of ranks are joined."""
+    """The caller's trims as a tuple; TypeError for anything else, ValueError for side "both" with `one_sided`."""
     trims = () if trim is None else (trim,) if isinstance(trim, Trim) else tuple(trim)
     for each in trims:
         if not isinstance(each, Trim):
-            raise TypeError(f"trim holds a {type(each).__name__}; it is a Trim or a list of them: build one")
+            raise TypeError(f"trim contains a {type(each).__name__}; it must be a Trim or a list of Trims: build one")
         if one_sided and each.side == "both":
             raise ValueError(
-                f"sequences of {each.name!r} are padded on both sides; rows of different ranks line up at one side: "
-                "trim 'right' or 'left'"
+                f"sequences of {each.name!r} are padded on both sides; rows of different ranks are aligned at one "
+                "side: trim 'right' or 'left'"
             )
     return trims
 
@@ -129,14 +129,14 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
 
     Args:
         batch: any batch.
-        trim: which fields to cut; several where a batch has sequences of different kinds.
+        trim: the fields to cut; several Trims for sequences with different masks or lengths.
 
     Returns:
-        The batch, and what was kept for each trim.
+        The batch, and the columns that each trim kept.
 
     Raises:
-        KeyError: a field that the batch does not have, or one to fill that is not cut.
-        ValueError: a mask or lengths of the wrong shape, or a field of another width.
+        KeyError: a field that the batch does not have, or a field in `fill` that is not cut.
+        ValueError: a mask or lengths of the wrong shape, or fields of different widths.
 
     Examples:
         >>> ids, mask = torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -171,7 +171,7 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
         if not _has_columns(value) or value.shape[1] != kept:
             raise ValueError(
                 f"{path_name(path)!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}; "
-                f"results per token have {kept} columns, as the trimmed sequences: pass these alone"
+                f"results per token have {kept} columns, as the trimmed sequences: pass only such results"
             )
         return pad_columns(value, window.start, window.width - window.stop, fill)
 
@@ -179,12 +179,12 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
 
 
 def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
-    """What each trim keeps of a batch; KeyError and ValueError as `trim_batch`."""
+    """The columns of a batch that each trim keeps; KeyError and ValueError as for `trim_batch`."""
     return [_window(trim, rows.leaves) for trim in trims]
 
 
 def as_path(key: Key | None) -> Path:
-    """The keys that lead to a field."""
+    """The path of a field."""
     return key if isinstance(key, tuple) else (key,)
 
 
@@ -194,37 +194,37 @@ def _window(trim: Trim, leaves: _Leaves) -> Window:
         if as_path(key) not in fields:
             known = ", ".join(repr(path_name(path)) for path in fields)
             raise KeyError(
-                f"fill names {path_name(as_path(key))!r}, the trim by {trim.name!r} cuts {known}; what becomes wider "
-                "is filled: name one of these"
+                f"fill names {path_name(as_path(key))!r}, the trim by {trim.name!r} cuts {known}; only fields that "
+                "are cut can be filled: name one of these"
             )
     widths = {path_name(path): value.shape[1] for path, value in fields.items()}
     width = next(iter(widths.values()))
     if any(other != width for other in widths.values()):
         raise ValueError(
-            f"fields trimmed by {trim.name!r} have different widths {widths}; they are cut at the same columns: trim "
-            "them by a mask or lengths of their own"
+            f"fields trimmed by {trim.name!r} have different widths {widths}; they are cut at the same columns: use "
+            "one Trim per width"
         )
     used = tokens_of(trim, leaves, width).any(dim=0).nonzero()[:, 0]
     first, last = (int(used[0]), int(used[-1])) if used.numel() else (width, -1)
     start, stop = (0 if trim.side == "right" else first), (width if trim.side == "left" else last + 1)
-    if start >= stop and width > 0:  # models want a column, even where no row has a token
+    if start >= stop and width > 0:  # no row has a token: keep one column, which models need
         start, stop = (width - 1, width) if trim.side == "left" else (0, 1)
     return Window(trim.name, start, stop, width, tuple(fields))
 
 
 def tokens_of(trim: Trim, leaves: _Leaves, width: int) -> torch.Tensor:
-    """Bool `(rows, width)`: the columns in which a row has a token; ValueError for lengths that cannot be so."""
+    """The columns in which each row has a token, bool `(rows, width)`; ValueError for invalid lengths."""
     if trim.mask is not None:
         return torch.as_tensor(_find(trim.mask, leaves)) != 0
     lengths = torch.as_tensor(_find(trim.lengths, leaves))
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
-            f"lengths {trim.name!r} have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; they are an integer "
-            "per row: correct them"
+            f"lengths {trim.name!r} have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; lengths must be one "
+            "integer per row: correct them"
         )
     if lengths.numel() and (int(lengths.max()) > width or int(lengths.min()) < 0):
         raise ValueError(
-            f"lengths {trim.name!r} lie in [{int(lengths.min())}, {int(lengths.max())}], the sequences are {width} "
+            f"lengths {trim.name!r} are in [{int(lengths.min())}, {int(lengths.max())}], the sequences are {width} "
             f"wide; a row has 0 to {width} tokens: correct them"
         )
     columns = torch.arange(width, device=lengths.device)
@@ -238,7 +238,7 @@ def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
         mask = _find(trim.mask, leaves)
         if not hasattr(mask, "ndim") or mask.ndim != 2:
             raise ValueError(
-                f"mask {trim.name!r} has shape {tuple(getattr(mask, 'shape', ()))}; it is `(rows, width)`: name "
+                f"mask {trim.name!r} has shape {tuple(getattr(mask, 'shape', ()))}; it must be `(rows, width)`: name "
                 "another field"
             )
         fields[as_path(trim.mask)] = mask
@@ -250,7 +250,7 @@ def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
         if not _has_columns(value):
             raise ValueError(
                 f"{path_name(as_path(key))!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
-                "; padded sequences are tensors or arrays `(rows, width, ...)`: leave it out of the trim"
+                "; padded sequences must be tensors or arrays `(rows, width, ...)`: leave it out of the trim"
             )
         fields[as_path(key)] = value
     return fields
@@ -272,10 +272,10 @@ def _has_columns(value: Any) -> bool:
 
 
 def pad_columns(value: Any, left: int, right: int, fill: Any) -> Any:
-    """A tensor or array `(rows, width, ...)` with more columns, all of one value, at its sides."""
+    """Add `left` and `right` columns of the value `fill` to a tensor or array `(rows, width, ...)`."""
     rows, _, *rest = value.shape
     if isinstance(value, np.ndarray):
-        beside = [np.full((rows, columns, *rest), fill, dtype=value.dtype) for columns in (left, right)]
-        return np.concatenate([beside[0], value, beside[1]], axis=1)
+        added = [np.full((rows, columns, *rest), fill, dtype=value.dtype) for columns in (left, right)]
+        return np.concatenate([added[0], value, added[1]], axis=1)
     before, after = (value.new_full((rows, columns, *rest), fill) for columns in (left, right))
     return torch.cat([before, value, after], dim=1)

@@ -1,7 +1,7 @@
-"""Rows of different widths as one batch, filled with the padding that they have already.
+"""Joins rows of different widths into one batch, with the padding values that the rows already have.
 
-Padding is 0 in some fields and -100 in labels that a loss leaves out. It is read from the rows, never assumed: a label
-0 where -100 belongs would be trained.
+Padding is 0 in some fields and -100 in labels that a loss ignores. It is read from the rows and never assumed, because
+a padding label of 0 instead of -100 would be trained.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class Padding:
-    """What all ranks know of padded sequences."""
+    """Widths and padding values of padded sequences over all ranks."""
 
-    widths: Sequence[int] = ()  # for each trim the widest sequences of any rank
-    values: Mapping[str, Any] = field(default_factory=dict)  # the one of each field, as Trim.fill names it
+    widths: Sequence[int] = ()  # for each trim, the width of the widest sequences of any rank
+    values: Mapping[str, Any] = field(default_factory=dict)  # the padding value by field, as Trim.fill names the field
 
     @classmethod
     def of(cls, by_rank: Mapping[int, Any]) -> Padding:
-        """Put together what `padding_of` returned on each rank, by what messages call it.
+        """Combine the results of `padding_of` on all ranks, by the rank's number in messages.
 
         Raises:
             ValueError: a field with different values, on one rank or on two.
         """
         agreed: dict[str, tuple[int, Any]] = {}
         found = [(key, rank, values) for rank, (_, each) in by_rank.items() for key, values in each.items()]
-        # A rank with two values is named alone: the others are right.
+        # Ranks with two values first: the error then names such a rank and not the ranks with one value.
         for key, rank, values in sorted(found, key=lambda each: -len(each[2])):
             for value in values:
                 first_rank, first = agreed.setdefault(key, (rank, value))
@@ -46,7 +46,7 @@ class Padding:
                     where = f"rank {rank}" if rank == first_rank else f"ranks {first_rank} and {rank}"
                     raise ValueError(
                         f"{key} is {decode_plain(first)!r} and {decode_plain(value)!r} beyond the tokens of its rows "
-                        f"on {where}; rows become as wide as others with one value per field: state it in Trim, "
+                        f"on {where}; rows can be widened with one padding value per field only: state it in Trim, "
                         f"{_remedy([key])}"
                     )
         widths = [max(of_trim) for of_trim in zip(*(widths for widths, _ in by_rank.values()))]
@@ -54,17 +54,18 @@ class Padding:
 
 
 def padding_of(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]) -> tuple[list[int], dict[str, Any]]:
-    """What JSON holds of padded sequences: the width of each trim, and by field the values beyond the tokens of rows.
+    """Widths and padding values of a rank's padded sequences, as data for JSON.
 
-    These are the first two that differ, of fields as Trim.fill names them, but for those that `Trim.stated` knows. The
-    rows are real ones. TypeError for values that no message can hold.
+    The width of each trim, and for each field, as Trim.fill names it, the first padding value and the first that
+    differs from it, if any; fields in `Trim.stated` are left out. `rows` has only real rows. TypeError for values that
+    JSON cannot hold.
     """
     found: dict[str, Any] = {}
     for trim, window in zip(trims, windows):
         unknown = [path for path in window.fields if path not in trim.stated]
         if unknown:
             tokens = tokens_of(trim, rows.leaves, window.width)
-            # A hole in a mask is no padding: the columns from the first or to the last token are kept as they are.
+            # Gaps between tokens of a mask are not padding: a trim keeps them.
             before, after = tokens.cumsum(1) == 0, tokens.flip(1).cumsum(1).flip(1) == 0
             beyond = before if trim.side == "left" else after if trim.side == "right" else before | after
             for path in unknown:
@@ -75,10 +76,10 @@ def padding_of(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]
 def join_trimmed(
     parts: Sequence[Rows[B]], cut: Sequence[Sequence[Window]], trims: Sequence[Trim], padding: Padding
 ) -> tuple[Rows[B], list[Window]]:
-    """The rows of trimmed batches as one, as wide as the widest of them, and the columns that they have of all.
+    """Join the rows of trimmed batches, as wide as the widest batch; returns the rows and their windows.
 
-    They line up where their sequences begin, or end with side "left". `cut` has the windows of each batch. ValueError
-    where rows have to become wider and the padding of a field is unknown.
+    Rows are aligned at the begin of their sequences, or at the end with side "left". `cut` has the windows of each
+    batch. ValueError if rows must be widened and the padding of a field is unknown.
     """
     windows = []
     for number, (trim, width) in enumerate(zip(trims, padding.widths)):
@@ -95,10 +96,10 @@ def join_trimmed(
 def trim_share(
     share: Rows[B], real: int, trims: Sequence[Trim], padding: Callable[[], Padding]
 ) -> tuple[Rows[B], list[Window]]:
-    """`trim_rows` of rows of which those from `real` on are padding.
+    """`trim_rows` of rows of which the first `real` are real and the others padding.
 
-    In a batch that states its padding they stay zeros; in another one they are padding in every column. `padding`
-    returns that of the whole batch. ValueError where the padding of a field is unknown.
+    In a batch that states padding, padding rows stay zeros; otherwise all their columns are filled with padding values.
+    `padding` returns the Padding of the whole batch. ValueError if the padding of a field is unknown.
     """
     trimmed, windows = trim_rows(share, trims)
     if real == share.count or share.states_padding:
@@ -117,9 +118,9 @@ def trim_share(
 
 
 def _different(value: Any, beyond: torch.Tensor) -> list[Any]:
-    """The first of the chosen values and the first that differs from it; NaN is like NaN, and 0.0 like -0.0."""
+    """The first of the selected values and the first that differs from it; NaN equals NaN, and 0.0 equals -0.0."""
     if isinstance(value, np.ndarray):
-        dates = value.dtype.kind in "mM"  # no plain values, but integers that become them again
+        dates = value.dtype.kind in "mM"  # JSON holds them as integers, which numpy converts back
         chosen = (value.view(np.int64) if dates else value)[beyond.cpu().numpy()].ravel()
     else:
         chosen = value.detach()[beyond.to(value.device)].flatten()
@@ -128,24 +129,24 @@ def _different(value: Any, beyond: torch.Tensor) -> list[Any]:
     first = chosen[0]
     same = (chosen == first) | ((chosen != chosen) & (first != first))
     scalars = [each.item() if hasattr(each, "item") else each for each in (first, *chosen[~same][:1])]
-    return [each + 0 if isinstance(each, (float, complex)) else each for each in scalars]  # -0.0 as 0.0
+    return [each + 0 if isinstance(each, (float, complex)) else each for each in scalars]  # turns -0.0 into 0.0
 
 
 def _require_fills(trim: Trim, fields: Sequence[Path], padding: Padding, what: str) -> dict[Path, Any]:
-    """The padding of each field, as stated, else as found; ValueError, with what needs it, where it is unknown."""
+    """The padding of each field, stated or found; ValueError if it is unknown, with `what`, which needs it."""
     values = padding.values
     fills = {path: values[_shown(path)] for path in fields if _shown(path) in values} | trim.stated
     unknown = [_shown(path) for path in fields if path not in fills]
     if unknown:
         raise ValueError(
-            f"no row has padding in {', '.join(unknown)}, and {what} need it; what it is cannot be told from rows "
-            f"that are all tokens: state it in Trim, {_remedy(unknown)}"
+            f"no row has padding in {', '.join(unknown)}, and {what} need it; rows without padding do not show its "
+            f"value: state it in Trim, {_remedy(unknown)}"
         )
     return fills
 
 
 def _shown(path: Path) -> str:
-    """A field as Trim.fill names it."""
+    """The text of a field as Trim.fill names it."""
     return repr(path[0] if len(path) == 1 else path)
 
 

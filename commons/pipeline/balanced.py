@@ -1,7 +1,7 @@
 """balanced(PipelineClass): a stock TorchRec pipeline with one hook.
 
 The subclass wraps the data iterator in a LookAhead, which starts shuffles, and finishes each batch's shuffle on the
-memcpy stream right after TorchRec has copied the batch. Nothing of TorchRec is copied or patched.
+memcpy stream directly after TorchRec has copied the batch. No code of TorchRec is copied or patched.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from importlib import metadata
 from commons.pipeline.hooks import BalancedPipeline, HookAtCopy, HookAtTransform
 from commons.pipeline.sparse_hooks import HookBehindThread, HookInSparseDist, HookWithEvents
 
-# TorchRec's classes by name, since releases differ in which they have. Each schedules batches in a way of its own, and
-# is listed once it has been tested; tests/distributed/pipeline/test_every_pipeline.py finds those that are not.
+# TorchRec's classes by name, because releases have different classes. Each schedules batches differently and is listed
+# only after it was tested; tests/distributed/pipeline/test_every_pipeline.py finds classes that are not listed.
 HOOKS: dict[str, type[BalancedPipeline]] = {
     "TrainPipelineBase": HookAtCopy,
     "TrainPipelinePT2": HookAtTransform,
@@ -34,22 +34,22 @@ HOOKS: dict[str, type[BalancedPipeline]] = {
 
 REFUSED: dict[str, str] = {
     "TrainPipeline": (
-        "is abstract and says nothing of where a batch is copied; derive from one of TorchRec's pipelines, or put "
+        "is abstract and does not define where a batch is copied; derive from one of TorchRec's pipelines, or put "
         "windowed_iter(iterator, shuffler, 1) in front of your own, which exchanges rows on the host"
     ),
     "TrainPipelineSparseDistBwdOpt": (
         "steps the optimizer inside the backward pass, before DistributedDataParallel has averaged the dense "
-        "gradients: what a rank trains would depend on which rows it has; use TrainPipelineSparseDist"
+        "gradients, so the ranks' dense parameters would differ; use TrainPipelineSparseDist"
     ),
     "EvalPipelineCPUSparse": (
-        "looks embeddings up on the host and copies what it has found, so that no batch is on the device when its rows "
-        "should move; put windowed_iter(iterator, shuffler, 1) in front of it, which exchanges rows on the host"
+        "looks embeddings up on the host and copies the embeddings, so no batch is on the device when its rows should "
+        "move; put windowed_iter(iterator, shuffler, 1) in front of it, which exchanges rows on the host"
     ),
     "StagedTrainPipeline": (
-        "copies batches in a stage of yours; put shuffle_stage(shuffler, stream) behind that stage and give progress "
-        "balanced_iter(iterator, shuffler)"
+        "copies batches in a stage of yours; put shuffle_stage(shuffler, stream) after that stage and pass "
+        "balanced_iter(iterator, shuffler) to progress"
     ),
-    "GradientAccumulationWrapper": "is no pipeline but wraps one; put it around balanced(PipelineClass)(...)",
+    "GradientAccumulationWrapper": "is not a pipeline, it wraps one; put it around balanced(PipelineClass)(...)",
 }
 
 
@@ -58,15 +58,15 @@ def balanced(pipeline_class: type) -> type:
     """A subclass of a stock TorchRec pipeline that trains balanced batches.
 
     Args:
-        pipeline_class: a TorchRec pipeline, or a subclass of a user's own, which may override how a batch is copied
-            and leaves the scheduling as it is. docs/pipelines.md lists all classes.
+        pipeline_class: a TorchRec pipeline, or a user's subclass of one, which may override how a batch is copied but
+            must not change the schedule. docs/pipelines.md lists all classes.
 
     Returns:
-        A subclass whose constructor takes two more keywords, `batch_shuffler` and `pg_group=None`, and that has
-        `last_stats`, the stats of the batch trained last. A class that is balanced already is returned as it is.
+        A subclass whose constructor has two more keywords, `batch_shuffler` and `pg_group=None`, and that has
+        `last_stats`, the stats of the last trained batch. A balanced class is returned unchanged.
 
     Raises:
-        TypeError: a class that cannot be balanced, or derives from one; the error says why and what to use instead.
+        TypeError: a class that cannot be balanced, or a subclass of one; the error has the reason and the remedy.
     """
     if not isinstance(pipeline_class, type):
         raise TypeError(
@@ -83,13 +83,13 @@ def balanced(pipeline_class: type) -> type:
     hook = HOOKS.get(known or "")
     if hook is None:
         raise TypeError(
-            f"{name} has no known place for the shuffle after the host-to-device copy; supported are "
-            f"{', '.join(HOOKS)} and their subclasses: use one of them"
+            f"{name} is not a supported pipeline, because it has no known point after the host-to-device copy for the "
+            f"shuffle; supported are {', '.join(HOOKS)} and their subclasses: use one of them"
         )
     missing = [method for method in hook.hooked if not callable(getattr(pipeline_class, method, None))]
     if missing:
         raise TypeError(
-            f"{name} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, where the shuffle is "
-            "hooked in; TorchRec 1.6 to 1.8 have it: install one of them"
+            f"{name} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, which the shuffle needs "
+            "as a hook; TorchRec 1.6 to 1.8 have it: install one of them"
         )
     return type(f"Balanced{name}", (hook, pipeline_class), {"__module__": __name__})

@@ -27,7 +27,7 @@ class TrainPipelineFactory:
     """Registry of pipelines.
 
     "none" copies one batch ahead (TorchRec's Base), "native" also overlaps the input distribution (SparseDist);
-    "prefetch", "fused" and "semi_sync" are TorchRec's pipelines of those names, which need CUDA.
+    "prefetch", "fused" and "semi_sync" are TorchRec's pipelines with these names, which need CUDA.
     """
 
     _makers: dict[str, Callable[..., Any]] = {}
@@ -37,18 +37,18 @@ class TrainPipelineFactory:
         """Register a pipeline class, or any callable that makes a pipeline.
 
         Args:
-            name: what `create` is given.
+            name: the name for `create`.
             pipeline_class: called with `(model, optimizer, device, *, batch_shuffler, **kwargs)`; for a stock class
                 register `balanced(TheClass)`.
 
         Raises:
             ValueError: the name is taken, or empty.
-            TypeError: what is registered cannot be called, or the name is no string.
+            TypeError: `pipeline_class` is not callable, or the name is not a string.
         """
         require_name(name, "pipeline", "my_pipeline")
         if not callable(pipeline_class):
             raise TypeError(
-                f"pipeline {name!r} is {pipeline_class!r}, which cannot be called; what is registered makes a "
+                f"pipeline {name!r} is {pipeline_class!r}, which cannot be called; the registered object must make a "
                 "pipeline: give a class or a function"
             )
         if name in cls._makers:
@@ -86,7 +86,7 @@ class TrainPipelineFactory:
 
 
 def _make_balanced(pipeline_class: type, *args: Any, **kwargs: Any) -> Any:
-    """Balanced when it is made: a TorchRec whose class cannot be balanced has all the others."""
+    """Balance the class when it is used, so that the other names work if TorchRec's class cannot be balanced."""
     return balanced(pipeline_class)(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""What makes a stock TorchRec pipeline a balanced one: where a shuffle starts and where it is finished.
+"""Hooks that balance a stock TorchRec pipeline: they start a shuffle when a batch is read and finish it after its copy.
 
-Here is what all of them share, and the hooks of TorchRec's two pipelines that distribute no inputs ahead; those of
-SparseDist and its kin are in sparse_hooks.py.
+This file has the base class, and the hooks of TorchRec's two pipelines without an overlapped input distribution; the
+hooks of SparseDist and its relatives are in sparse_hooks.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
 
 class BalancedPipeline:
-    """What every balanced pipeline adds: keywords, the wrapped iterator, and the stats of the batch trained last."""
+    """Base of all balanced pipelines: the keywords, the wrapped iterator, and the stats of the last trained batch."""
 
     _device: torch.device
     _memcpy_stream: torch.Stream | None
     _stream_context: Any
 
-    hooked: ClassVar[tuple[str, ...]]  # TorchRec's methods that the hook builds on
+    hooked: ClassVar[tuple[str, ...]]  # TorchRec's methods that the hook needs
     starts_on_thread = False
 
     def __init__(
@@ -47,14 +47,14 @@ class BalancedPipeline:
         super().__init__(*args, **kwargs)
         if getattr(self, "_execute_all_batches", True) is False:
             raise ValueError(
-                "execute_all_batches is False; it would drop batches whose rows are on other ranks then: leave it out"
+                "execute_all_batches is False; it would drop batches whose rows have moved to other ranks: leave it out"
             )
         batch_shuffler.engine.connect(pg_group, self._device)
         self.batch_shuffler = batch_shuffler
         self._pg_group = pg_group
         self._look_ahead: LookAhead | None = None
-        self._handed_out: deque[ShuffleHandle] = deque()  # of batches that have been read, and not yet copied
-        self._stats: deque[Callable[[], ShuffleStats | None]] = deque()  # of batches in flight, to be read
+        self._handed_out: deque[ShuffleHandle] = deque()  # handles of batches that were read and not yet copied
+        self._stats: deque[Callable[[], ShuffleStats | None]] = deque()  # functions that read the stats, in flight
         self._read_stats: Callable[[], ShuffleStats | None] = no_stats
         self._broken_by: str | None = None
         self._starter = Starter(type(self).__name__, self.starts_on_thread)
@@ -67,31 +67,31 @@ class BalancedPipeline:
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Train one batch, as TorchRec's `progress` does.
 
-        When the iterator changes, the batch that was read ahead from the old one is trained first. An error of any
-        rank's dataloader or `get_workloads` is raised on every rank, once, after the batches before it have been
-        trained; the next call goes on, with this iterator or with another one.
+        When the iterator changes, the batch that was read ahead from the old iterator is trained first. An error of any
+        rank's dataloader or `get_workloads` is raised on every rank, once, after all earlier batches were trained; the
+        next call continues, with this iterator or another.
 
         Raises:
             StopIteration: no rank has a batch left.
-            RuntimeError: an earlier call has raised in the middle of a step, and `reset` has not been called since.
-            ValueError: the shuffler drives another pipeline, and one of the two has a loading thread.
+            RuntimeError: an earlier call raised in the middle of a step, and `reset` was not called after it.
+            ValueError: the shuffler also serves another pipeline, and one of the two has a loading thread.
         """
         if self._broken_by is not None:
             raise RuntimeError(
                 f"an earlier progress of this {type(self).__name__} raised {self._broken_by}, in the middle of a step; "
-                "what was in flight may be half trained: call reset() on every rank, which drops it, or make a new "
+                "batches in flight may be half trained: call reset() on every rank, which drops them, or make a new "
                 "pipeline"
             )
         if self._must_change_iterator(dataloader_iter):
             self.batch_shuffler.engine.begin(self._starter)
             self._look_ahead = self._change_iterator(dataloader_iter)
-        assert self._look_ahead is not None  # noqa: S101  the first call changes it
+        assert self._look_ahead is not None  # noqa: S101  the first call sets it
         output = self._advance(self._look_ahead)
         if not self._stats:
             raise RuntimeError(
                 f"{type(self).__name__} trained a batch whose shuffle was never finished; this TorchRec, or a subclass "
-                "of yours, copies batches elsewhere than the hook expects: use the versions that evenrank names, and "
-                "leave the schedule as it is"
+                "of yours, copies batches where the hook does not expect it: use a version that evenrank supports, "
+                "and do not change the schedule"
             )
         self._read_stats = self._stats.popleft()
         return output
@@ -115,7 +115,7 @@ class BalancedPipeline:
         raise error
 
     def reset(self) -> None:
-        """Drop the batches in flight, after the shuffles that the worker has begun; called on all ranks together."""
+        """Wait for the shuffles that have started and drop the batches in flight; all ranks call this together."""
         if self._look_ahead is not None:
             self._look_ahead.drain()
         self._look_ahead = None
@@ -134,34 +134,34 @@ class BalancedPipeline:
         return LookAhead(dataloader_iter, self.batch_shuffler, self._pg_group, self._look_ahead, self._handed_out)
 
     def _finished(self, copied: Any) -> Any:
-        """A batch that may just have been copied, its shuffle finished; one that is finished stays as it is.
+        """Finish the shuffle of a batch that may just have been copied; returns a finished batch unchanged.
 
         Raises:
-            ValueError: a copy of the user's own has dropped a batch, or lost track of which one it hands on.
+            ValueError: the user's own copy dropped a batch, or returned a batch that cannot be matched to a handle.
         """
         if not self._handed_out:
             return copied
         oldest = self._handed_out[0]
-        if not isinstance(copied, ShufflingBatch):  # built anew by a copy of the user's own
+        if not isinstance(copied, ShufflingBatch):  # the user's own copy made a new batch
             if len(self._handed_out) > 1:
                 raise self._reported(
-                    f"{type(self).__name__} got a {type(copied).__name__} that is not what to() of the batch returned, "
-                    f"while {len(self._handed_out)} batches that were read wait for their shuffle; which one it is "
-                    "cannot be told: let a copy of your own hand on what to() returns"
+                    f"{type(self).__name__} got a {type(copied).__name__} that is not the result of the batch's to(), "
+                    f"while {len(self._handed_out)} batches that were read wait for their shuffle; it cannot be "
+                    "matched to one of them: let your own copy return the result of to()"
                 )
             oldest.follow(copied)
             copied = ShufflingBatch(copied, oldest)
         elif copied.handle is not oldest:
             raise self._reported(
                 f"{type(self).__name__} copied the batch of step {copied.handle.step} before that of step "
-                f"{oldest.step}, which was read first; rows of a batch that is left out would be missing on other "
-                "ranks: copy every batch that is read, in order, and choose batches in the iterator"
+                f"{oldest.step}, which was read first; rows of a skipped batch would be missing on other ranks: copy "
+                "every batch that is read, in order, and choose batches in the iterator"
             )
         self._handed_out.popleft()
         return self._finish(copied)
 
     def _reported(self, message: str) -> ValueError:
-        """An error of this rank alone, posted so that the other ranks do not wait for it."""
+        """An error of only this rank, posted so that the other ranks do not wait for it."""
         error = ValueError(message)
         self.batch_shuffler.engine.report_failure(self._handed_out[0], error)
         return error
@@ -172,8 +172,8 @@ class BalancedPipeline:
         with self._stream_context(self._memcpy_stream):
             result = self.batch_shuffler.finish_shuffle(batch, handle)
         if self._memcpy_stream is not None:
-            # An in-place copy puts the batch into memory of the main stream, and the result lies in memory of the
-            # memcpy stream: the allocator must know of both uses.
+            # An in-place copy puts the batch into memory of the main stream, and the result is in memory of the memcpy
+            # stream. Record both uses with the allocator.
             batch.record_stream(self._memcpy_stream)
             result.record_stream(torch.get_device_module(self._device).current_stream(self._device))
         self._stats.append(handle.read_stats)
@@ -193,7 +193,7 @@ class HookAtCopy(BalancedPipeline):
         self._cur_batch = self._finished(self._cur_batch)
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
-        if self._data_iter_stopped:  # the stock class would wait for reset() before a second epoch
+        if self._data_iter_stopped:  # the stock class needs reset() before a second epoch
             self._reset_data_iter()  # type: ignore[attr-defined]
         return super()._change_iterator(dataloader_iter)
 

@@ -1,9 +1,9 @@
-"""LookAhead: the iterator that starts the shuffle of batch t+1 while batch t is on its way.
+"""LookAhead: the iterator that starts the shuffle of batch t+1 while batch t is copied and trained.
 
 It reads one host batch ahead of the pipeline and starts that batch's shuffle at once, so that gathering and planning
-run behind the compute of the batches before it. Each batch leaves as a ShufflingBatch, which carries its handle through
-the copy. It also carries the agreement on the end of the data: a rank whose source has ended goes on with empty
-batches, until no rank has one.
+overlap with the compute of earlier batches. It returns each batch as a ShufflingBatch, which carries the handle through
+the copy. It also implements the agreement on the end of the data: a rank whose source has ended continues with empty
+batches until no rank has a batch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from commons.distributed.channel.absence import RankMissingError
 
 @dataclass(eq=False)
 class ShufflingBatch(Pipelineable):
-    """A batch between the iterator and the end of its shuffle, with the handle that belongs to it.
+    """A batch with the handle of its shuffle, from the iterator to the end of the shuffle.
 
-    The two travel as one object, so that no exception on the way can pair a handle with another batch. Whatever a
-    stage asks of the batch meanwhile, the batch answers.
+    Both are in one object, so that an exception cannot leave a handle with another batch. All other attributes are
+    those of the batch.
     """
 
-    batch: Any  # on the host, or its copy
-    handle: ShuffleHandle  # of its shuffle
+    batch: Any  # on the host, or its copy on the device
+    handle: ShuffleHandle
 
     def to(self, *args: Any, **kwargs: Any) -> ShufflingBatch:
-        """The batch's copy by its own `to`, with the same handle."""
+        """The copy by the batch's own `to`, with the same handle."""
         return self._followed_by(self.batch.to(*args, **kwargs))
 
     def pin_memory(self) -> ShufflingBatch:
@@ -49,7 +49,7 @@ class ShufflingBatch(Pipelineable):
         return ShufflingBatch(copied, self.handle)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("batch", "handle"):  # not set yet: the object is being made
+        if name in ("batch", "handle"):  # not set yet, during construction
             raise AttributeError(name)
         return getattr(self.batch, name)
 
@@ -61,7 +61,7 @@ class ShufflingBatch(Pipelineable):
 
 
 def _require_pipelineable(batch: Any) -> None:
-    """Refuse a batch that TorchRec cannot copy here, where the mistake still reaches every rank."""
+    """Raise TypeError for a batch that TorchRec cannot copy; here, because an error here reaches every rank."""
     missing = [name for name in ("to", "record_stream") if not callable(getattr(batch, name, None))]
     if missing:
         raise TypeError(
@@ -72,23 +72,23 @@ def _require_pipelineable(batch: Any) -> None:
 
 
 class LookAhead(Iterator[ShufflingBatch]):
-    """Host batches of one rank, each with its shuffle under way.
+    """An iterator over the host batches of one rank that starts their shuffles.
 
-    An error of any rank's source or `get_workloads` ends the iterator on all ranks at the same step, so that what is in
-    flight can be trained before `take_error` hands it out. A batch that this rank brought to that step, and that was
-    not the reason, is kept for the iterator that follows.
+    An error of any rank's source or `get_workloads` ends the iterator on all ranks at the same step, so that batches in
+    flight can be trained before `take_error` returns the error. If this rank's batch of that step did not cause the
+    error, it is kept for the next iterator.
 
     Args:
-        source: the rank's own iterator of host batches; it may end at any step. A None is its end, as in TorchRec.
+        source: the rank's own iterator of host batches; it may end at any step. None ends it, as in TorchRec.
         shuffler: starts the shuffles.
-        pg_group: the group, if not the shuffler's own.
-        previous: the iterator that comes before this one: what it has read ahead, or kept, comes first.
-        handed_out: where the handles of batches that leave are noted, in order.
+        pg_group: the process group; None for the shuffler's own.
+        previous: the iterator before this one, whose remaining batches come first; None for the first iterator.
+        handed_out: the handles of returned batches are appended to it, in order; None to keep no handles.
 
     Attributes:
         source: the rank's own iterator.
-        ended: no rank has a batch left, or a rank has failed.
-        spent: it has ended by an error, which has been raised.
+        ended: whether no rank has a batch left, or a rank has failed.
+        spent: whether the iterator ended by an error, which `take_error` has returned.
     """
 
     def __init__(
@@ -111,22 +111,22 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._kept: Any | None = None
         self._exhausted = False
         if previous is not None:
-            # A source that has ended is not asked again: it might block, or begin anew.
+            # Do not read again from a source that has ended: it might block, or start again.
             self._exhausted = previous.source is source and previous._exhausted
             previous.abandon()
 
     def __next__(self) -> ShufflingBatch:
-        """The next batch, an empty one if this rank has none left while others do.
+        """The next batch; an empty batch if this rank has none left but other ranks have.
 
         Raises:
             StopIteration: no rank has a batch left, or a rank has failed.
-            RankMissingError: a rank did not take part; the batches in flight cannot be trained either.
+            RankMissingError: a rank is missing; the batches in flight cannot be trained either.
         """
         if self._previous is not None:
             following = next(self._previous, None)
             if following is not None:
                 return following
-            # Go on after it, with its error if it has failed since it was left.
+            # The previous iterator has ended: take over its error and the batch that it kept.
             previous, self._previous = self._previous, None
             self._kept, self._error = previous._kept, previous.take_error()
             self.ended = self._error is not None
@@ -154,17 +154,17 @@ class LookAhead(Iterator[ShufflingBatch]):
         return ShufflingBatch(batch, handle)
 
     def take_error(self) -> Exception | None:
-        """Why the iterator has ended before the data; None if it has not, and when it has been asked before."""
+        """The error that ended the iterator before its data; None if there is none or it was already returned."""
         error, self._error = self._error, None
         self.spent = self.spent or error is not None
         return error
 
     def abandon(self) -> None:
-        """Read nothing more from the source; what has been read ahead is still handed out."""
+        """Stop reading from the source; a batch that was read ahead is still returned."""
         self._exhausted = True
 
     def drain(self) -> None:
-        """Wait for the shuffle that is under way and drop it, and that of an abandoned iterator before."""
+        """Wait for the shuffle in progress and drop it; the same for the previous iterators."""
         if self._previous is not None:
             self._previous.drain()
         if self._next is not None:
@@ -181,8 +181,8 @@ class LookAhead(Iterator[ShufflingBatch]):
                 self._exhausted = batch is None
                 if batch is not None:
                     _require_pipelineable(batch)
-            except RankMissingError:  # of a source that talks to the others: they would be waited for once more
+            except RankMissingError:  # from a source with collectives: do not wait for the missing rank again
                 raise
-            except Exception as caught:  # travels to every rank, which raises it instead of waiting for this one
+            except Exception as caught:  # sent to every rank, which raises it instead of waiting for this rank
                 error = caught
         return batch, self._shuffler.start_shuffle(batch, self._pg_group, error=error)

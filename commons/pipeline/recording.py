@@ -1,7 +1,7 @@
-"""Records what TorchRec's pipelines train, in a process whose script knows nothing of it: rows, lengths, times.
+"""Records rows, lengths and step times of TorchRec's pipelines, without changes to the user's script.
 
-Batches are looked at on the host, when a pipeline has read them, and counted when `progress` has trained them, in the
-order in which they were read. Nothing is sent, and no batch is changed.
+The lengths of a batch are read on the host when a pipeline has read the batch, and recorded when `progress` has trained
+it; batches are trained in the order in which they are read. There is no communication, and batches are not changed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ import torch
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-# Pipelines that read batches by a method of their own; those that derive from them call it.
+# Pipelines that define a method to read batches, which their subclasses call.
 _READERS = (
     train_pipelines.TrainPipelineBase,
     train_pipelines.TrainPipelineSparseDist,
     train_pipelines.StagedTrainPipeline,
 )
-# What holds no tensor; a batch may have hundreds of names.
+# Types that hold no tensor, for speed: a batch may have hundreds of names.
 _PLAIN = (str, int, float)
 
 
 class _Flight:
-    """The batches of one pipeline that have been read and not yet trained."""
+    """The batches of one pipeline that were read and are not yet trained."""
 
     def __init__(self) -> None:
         self.lengths: deque[np.ndarray | None] = deque()
-        self.ended: float | None = None  # when the last step ended; None before the first
-        self.depth = 0  # calls of `progress` within one another
+        self.ended: float | None = None  # time at the end of the last step; None before the first step of an epoch
+        self.depth = 0  # number of nested calls of `progress`
 
 
 class Recorder:
-    """What this rank has trained.
+    """The training steps of this rank.
 
     Attributes:
-        lengths: by step, tokens of its rows, int64 `(rows,)`.
-        seconds: by step, from the end of the step before; NaN for the first of an epoch.
-        unknown: steps whose batches no length could be counted of, because they were read from a device, or have no
-            jagged tensor.
+        lengths: for each step, the tokens of its rows, int64 `(rows,)`.
+        seconds: for each step, the seconds since the end of the previous step; NaN for the first step of an epoch.
+        unknown: number of steps without lengths, because their batches were on a device or have no jagged tensor.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class Recorder:
         self._flights: weakref.WeakKeyDictionary[Any, _Flight] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
-        """Look into all of TorchRec's training pipelines from now on."""
+        """Start to record all of TorchRec's training pipelines."""
         for reader in _READERS:
             self._wrap(reader, "_next_batch", self._reading)
         for pipeline in _subclasses(train_pipelines.TrainPipeline):
@@ -107,9 +106,9 @@ class Recorder:
 
 
 def _lengths_of(batch: Any) -> np.ndarray | None:
-    """Tokens of the real rows of a batch on the host, int64 `(rows,)`: lengths of all keys but those of labels.
+    """Tokens of the real rows of a batch on the host, int64 `(rows,)`: the lengths of all keys except labels.
 
-    None where they are not known without a device, or there is no jagged tensor, or several of other numbers of rows.
+    None if lengths are on a device, or if there is no jagged tensor or several with different numbers of rows.
     """
     total: torch.Tensor | None = None
     for value in _jagged_tensors(batch):
@@ -120,7 +119,7 @@ def _lengths_of(batch: Any) -> np.ndarray | None:
             keyed = isinstance(value, KeyedJaggedTensor)
             rows = lengths.view(len(value.keys()), value.stride()).sum(0) if keyed else lengths
             total = rows.to(torch.int64) if total is None else total + rows
-        except (RuntimeError, ValueError):  # several numbers of rows
+        except (RuntimeError, ValueError):  # different numbers of rows
             return None
     return None if total is None else total[: getattr(batch, "actual_batch_size", None)].numpy()
 
@@ -141,5 +140,5 @@ def _jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
 
 
 def _subclasses(base: type) -> set[type]:
-    """A class and all that derive from it."""
+    """A class and all its subclasses."""
     return {base}.union(*map(_subclasses, base.__subclasses__()))

@@ -1,8 +1,8 @@
-"""StagedTrainPipeline: the shuffle as a PipelineStage, and the iterator that goes with it.
+"""StagedTrainPipeline: the shuffle as a PipelineStage, and the iterator for it.
 
-TorchRec's StagedTrainPipeline skips its stages on None, so the agreement on the end of the data is carried by the
-iterator: `balanced_iter` starts each batch's shuffle and hands out empty batches until no rank has one, and
-`shuffle_stage` finishes them.
+TorchRec's StagedTrainPipeline skips its stages on None, so the iterator implements the agreement on the end of the
+data: `balanced_iter` starts each batch's shuffle and returns empty batches until no rank has a batch, and
+`shuffle_stage` finishes the shuffles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Where this class is defined differs between TorchRec versions; here it can be imported from in all of them.
+# The module that defines this class differs between TorchRec versions; this import works in all of them.
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
@@ -24,7 +24,7 @@ from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
 @dataclass(eq=False)
 class _StagedStarter(Starter):
-    """Keeps the iterator that was left last: the next one trains first what it has read ahead."""
+    """A Starter with the last iterator, because the next iterator returns its remaining batches first."""
 
     look_ahead: LookAhead | None = None
 
@@ -34,7 +34,7 @@ class _StagedStarter(Starter):
 
 
 class _BalancedIterator(LookAhead):
-    """A LookAhead that raises errors where they come: a staged pipeline has no other place for them."""
+    """A LookAhead that raises errors in `__next__`, because a staged pipeline cannot raise them later."""
 
     starter: _StagedStarter
 
@@ -55,22 +55,22 @@ def balanced_iter(
     shuffler: BaseTaskBalancedBatchShuffler,
     pg_group: dist.ProcessGroup | None = None,
 ) -> Iterator[Any]:
-    """Host batches whose shuffles are under way; pass the same object to every `progress`.
+    """An iterator over host batches that starts their shuffles; pass the same object to every `progress`.
 
-    What it hands out answers like the batch; a stage between the iterator and the shuffle hands on the copy that `to`
-    or `pin_memory` returns. Where an earlier iterator of the same shuffler has not ended, the batch that it has read
-    ahead comes first.
+    Its items have the attributes of the batch. A stage between the iterator and the shuffle stage must return the
+    result of the item's `to` or `pin_memory`. If an earlier iterator of the same shuffler has not ended, the batch that
+    it has read ahead comes first.
 
-    An error of any rank's data or workloads is raised on every rank by the `progress` that reads the batch. As after
-    any exception in a stage, TorchRec's pipeline has lost its place then: make a new one, with a new iterator.
+    An error of any rank's data or workloads is raised on every rank by the `progress` that reads the batch. After it,
+    as after any exception in a stage, TorchRec's pipeline cannot continue: make a new one, with a new iterator.
 
     Args:
         iterator: the rank's own host batches; ranks may end at different steps.
-        shuffler: the shuffler that the stage was made with.
-        pg_group: the group, if not the shuffler's own.
+        shuffler: the shuffler of the stage.
+        pg_group: the process group; None for the shuffler's own.
 
     Raises:
-        ValueError: the shuffler drives a pipeline with a loading thread.
+        ValueError: the shuffler also serves a pipeline with a loading thread.
     """
     engine = shuffler.engine
     engine.connect(pg_group)
@@ -84,22 +84,22 @@ def balanced_iter(
 
 
 def shuffle_stage(shuffler: BaseTaskBalancedBatchShuffler, stream: torch.Stream) -> PipelineStage:
-    """The stage that exchanges rows; it comes right after the host-to-device copy.
+    """The stage that exchanges rows; put it directly after the host-to-device copy.
 
     Args:
-        shuffler: the shuffler that `balanced_iter` is given.
-        stream: the copy's stream.
+        shuffler: the shuffler of `balanced_iter`.
+        stream: the stream of the copy.
 
     Returns:
-        A PipelineStage from a batch on its device to the balanced batch there.
+        A PipelineStage that turns a batch on its device into the balanced batch.
     """
 
     def finish(shuffling: Any) -> Any:
         if not isinstance(shuffling, ShufflingBatch):
             raise ValueError(
                 f"the shuffle stage got a {type(shuffling).__name__} whose shuffle was not started; batches must come "
-                "from balanced_iter(iterator, shuffler), and stages before this one hand on what to() returns: wrap "
-                "the iterator"
+                "from balanced_iter(iterator, shuffler), and earlier stages must return the result of to(): wrap the "
+                "iterator"
             )
         return shuffler.finish_shuffle(shuffling.batch, shuffling.handle)
 

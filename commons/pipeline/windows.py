@@ -1,7 +1,7 @@
-"""windowed_iter: batches that were balanced over several steps, in front of any pipeline.
+"""windowed_iter: batches balanced over several steps, for any pipeline.
 
-A window of host batches of every rank is read, planned and exchanged while the window before trains. What it hands out
-needs no further shuffle: any pipeline trains it, TorchRec's own as well, and ranks end together.
+A window of host batches of every rank is read, planned and exchanged while the previous window trains. Its batches need
+no further shuffle: any pipeline can train them, also TorchRec's own, and all ranks end at the same step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from commons.distributed.engine.window import ShuffledWindow, WindowReader
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, WindowStats
 
-# Of so many batches handed out the stats wait to be taken; a program that never takes them shall not fill its memory.
+# Number of batches whose stats are kept, so that a program that never takes them does not run out of memory.
 _MOST_WAITING = 256
 
 
 class WindowedBatches(Iterator[Any]):
-    """Host batches, as many on every rank, balanced window by window; made by `windowed_iter`.
+    """An iterator over host batches, equally many on every rank, balanced by window; made by `windowed_iter`.
 
     Attributes:
-        last_window: stats of the window that was begun last; None before, and in mode "off".
+        last_window: stats of the current window; None before the first window, and in mode "off".
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class WindowedBatches(Iterator[Any]):
         self._reader = WindowReader(iterator, window)
         self._ready: deque[Any] = deque()
         self._stats: deque[ShuffleStats | None] = deque()
-        self._num_rows: list[int | None] = []  # of every step that a window has given
+        self._num_rows: list[int | None] = []  # of every step up to the end of the current window
         self._next: Future[ShuffledWindow] | None = None
         self._ended = False
         shuffler.engine.connect(pg_group, window=self._reader.window)
 
     def __next__(self) -> Any:
-        """The next batch, one of padding alone if this rank has none left while others do.
+        """The next batch; only padding if this rank has no rows left but other ranks have.
 
         Raises:
             StopIteration: no rank has a batch left.
-            RankMissingError: a rank did not take part; the next call raises it again.
-            Exception: of any rank's data or workloads, on every rank, after the windows before; the next call goes on,
-                without the batch that was the reason: where the first ones of the ranks differ, without these.
+            RankMissingError: a rank is missing; the next call raises it again.
+            Exception: an error of any rank's data or workloads, on every rank, after the earlier windows. The next call
+                continues without the batch that caused it; if the ranks' first batches differ, without all of them.
         """
         if not self._ready and not self._ended:
             self._begin_window()
@@ -65,56 +65,62 @@ class WindowedBatches(Iterator[Any]):
         return self._ready.popleft()
 
     def take_stats(self) -> ShuffleStats | None:
-        """Stats of the batch that is trained next; to be called once for each, after its step.
+        """Stats of the next trained batch; call it once after each step.
 
-        Those of the last 256 batches handed out, or a window if that is more, are kept.
+        The stats of the last 256 batches, or of a window if it is longer, are kept.
 
         Returns:
             None in mode "off".
 
         Raises:
-            ValueError: as many have been taken as batches were handed out in windows.
+            ValueError: called more often than batches were returned.
         """
         if not self._stats:
-            raise ValueError("no batch is without its stats taken; take them once for each batch that was trained")
+            raise ValueError(
+                "take_stats() was called more often than batches were returned; every batch has stats once: call it "
+                "once after each step"
+            )
         return self._stats.popleft()
 
     def num_rows(self, step: int) -> int | None:
-        """Rows that a step trains, over all ranks; waits for its window where all before it have been handed out.
+        """Number of rows that a step trains, over all ranks.
+
+        Waits for the next window if all earlier batches were returned and the step is not in the current window.
 
         Args:
-            step: counted from 0, the first that this iterator gives.
+            step: counted from 0, the iterator's first step.
 
         Returns:
-            None where it is not known: in mode "off", behind the end, and for windows further ahead.
+            None if unknown: in mode "off", after the end of the data, and for later windows.
 
         Raises:
-            Exception: as the next batch would.
+            Exception: as for the next batch.
         """
         if step >= len(self._num_rows) and not self._ready and not self._ended:
             self._begin_window()
         return self._num_rows[step] if step < len(self._num_rows) else None
 
     def close(self) -> None:
-        """Wait for the window that is under way, and drop it; called on all ranks together.
+        """Wait for the window in progress, and drop it with the batches that were read for it.
 
-        What has been read of it is not trained. Without it, the window is dropped when it is there.
+        All ranks call this together. Without this call, the window is dropped when it is ready.
 
         Raises:
-            RuntimeError: it is not there ten seconds after the shuffler's timeout: the iterator has not given a batch.
+            RuntimeError: the window is not ready ten seconds after the shuffler's timeout, because the iterator has not
+                returned a batch.
         """
-        under_way, self._next, self._ended = self._next, None, True
+        in_progress, self._next, self._ended = self._next, None, True
         self._ready.clear()
-        if under_way is not None:
-            self._shuffler.engine.await_window(under_way)
+        if in_progress is not None:
+            self._shuffler.engine.await_window(in_progress)
 
     def _begin_window(self) -> None:
-        self._shuffler.engine.require_own_process()  # the thread that makes the window is that of another one
+        self._shuffler.engine.require_own_process()  # a forked process does not have the thread that makes windows
         started = time.perf_counter()
-        under_way = self._next or self._start()
+        in_progress = self._next or self._start()
         self._next = None
         with span("wait"):
-            shuffled = under_way.result()
+            shuffled = in_progress.result()
         wait_ms = (time.perf_counter() - started) * 1e3
         self._ended = not shuffled.batches
         if self._ended:
@@ -122,11 +128,11 @@ class WindowedBatches(Iterator[Any]):
         self._next = self._start()
         self._ready.extend(shuffled.batches)
         stats = [
-            None if each is None else each.carried_out(wait_ms / each.window, each.exchange_ms)  # its share of it
+            None if each is None else each.carried_out(wait_ms / each.window, each.exchange_ms)  # a step's share
             for each in shuffled.stats
         ]
         self._num_rows += [None if each is None else each.num_rows for each in stats]
-        while len(self._stats) > _MOST_WAITING:  # of batches that were all handed out before this window
+        while len(self._stats) > _MOST_WAITING:  # the batches of all these stats were returned before this window
             self._stats.popleft()
         self._stats.extend(stats)
         if shuffled.whole is not None:
@@ -144,30 +150,30 @@ def windowed_iter(
     window: int,
     pg_group: dist.ProcessGroup | None = None,
 ) -> WindowedBatches:
-    """Batches that are balanced over `window` steps at a time, for any pipeline, which need no further shuffle.
+    """An iterator over batches that are balanced over `window` steps, for any pipeline, without a further shuffle.
 
     `window` batches of every rank are planned together: every row is trained once, but which rows share a step changes.
-    As many steps are trained as the rank with the most batches has; ranks that run dry go on with rows of the others.
-    The size of the global batch stays, but for the last window, whose rows are spread over its steps, and with
-    equal_size=False, where the sizes of a window's steps may differ. The next window is read, planned and exchanged, by
-    a thread and over gloo, while one trains, so that two windows lie on the host, and two more copies of one while its
-    rows are exchanged.
+    The number of steps is that of the rank with the most batches; ranks without data left continue with rows of other
+    ranks. The size of the global batch does not change, except in the last window, whose rows are spread over its
+    steps, and with equal_size=False, where the steps of a window may have different sizes. A thread reads, plans and
+    exchanges the next window, over gloo, while one window trains. So the host needs memory for two windows, and for two
+    more copies of one window during the exchange.
 
-    Called on the main thread by all ranks of the group together. An iterator is left to this one: it is read by the
-    thread, ahead of what is trained.
+    All ranks of the group call this together, on the main thread. Do not use `iterator` elsewhere: a thread reads it,
+    ahead of training.
 
     Args:
-        iterator: the rank's own host batches; ranks may end at different steps. Batches state their padding.
-        shuffler: says what rows cost; its options count. In mode "observe" the stats say what a window would give.
-        window: batches of a rank to plan together, at least 1.
-        pg_group: the group, if not the shuffler's own.
+        iterator: the rank's own host batches; ranks may end at different steps. Batches must state padding.
+        shuffler: computes the workloads; its options apply. In mode "observe" the stats predict the effect of a window.
+        window: number of batches of a rank to plan together, at least 1.
+        pg_group: the process group; None for the shuffler's own.
 
     Raises:
-        TypeError: no shuffler.
+        TypeError: `shuffler` is not a shuffler.
 
-    What else is wrong is raised with the first batch, on every rank: ValueError for a window that is below 1, differs
-    between ranks or takes more memory than there is, and for batches that cannot state padding or lie on a device;
-    TypeError for what is no iterator.
+    Other errors are raised with the first batch, on every rank: ValueError for a window that is below 1, differs
+    between ranks or needs more memory than available, and for batches that cannot state padding or are on a device;
+    TypeError if `iterator` is not an iterator.
     """
     if not isinstance(shuffler, BaseTaskBalancedBatchShuffler):
         raise TypeError(

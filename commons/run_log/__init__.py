@@ -1,1 +1,1 @@
-"""What a run leaves: its files, and what can be read from them. Nothing here needs torch."""
+"""The files of a run, and reports and advice from them, without torch."""

@@ -1,4 +1,4 @@
-"""Runs beside each other: how much faster than the first, the same losses, and whether they compare at all."""
+"""Comparison of runs with the first run: speed-up, differences in loss, and settings that make runs incomparable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commons.run_log.reading import RunLog, setting
 from commons.run_log.report import RunReport, ratio
 from commons.run_log.standard_error import with_errors
 
-# Settings that change neither the model nor its data: how it is balanced, and what is written where.
+# Settings that runs may differ in, because they change neither the model nor its data: of balancing and of output.
 _FREE = (
     "trainer.enable_balanced_shuffler",
     "trainer.shuffle_eval",
@@ -39,25 +39,25 @@ _FREE = (
     "shuffler_type",
     "imports",
 )
-# Settings that a note names.
+# Most settings that a note names.
 _MOST_NAMED = 4
-# Lines of one step each that a ratio of steps takes.
+# Fewest pairs of lines of one step each for a ratio of steps.
 _FEWEST_PAIRS = 5
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """Of lines that both runs have, of the same steps."""
+    """The difference in loss over lines of the same steps in both runs."""
 
-    largest: float  # of all lines
-    at_end: float  # of the last one
-    step: int  # that line's
-    lines: int  # how many there are
+    largest: float  # over all these lines
+    at_end: float  # of the last of these lines
+    step: int  # step of the last of these lines
+    lines: int  # number of these lines
 
 
 @dataclass(frozen=True)
 class StepRatio:
-    """Step of the first run ÷ the same step of the other, in runs that log every step."""
+    """Time of a step in the first run ÷ time of the same step in the other, for runs that log every step."""
 
     median: float
     low: float  # the 95 % interval of the median
@@ -65,23 +65,24 @@ class StepRatio:
 
 
 class RunComparison:
-    """A run beside the first one; None for what is not known."""
+    """A run compared with the first run; None for unknown values."""
 
     def __init__(self, base: RunReport, other: RunReport) -> None:
         self.run, self.base = other.log.name, base.log.name
-        # rows per second ÷ those of the first: the speed-up
+        # rows per second ÷ rows per second of the first run: the speed-up
         self.rows_per_s = ratio(other.speed.rows_per_s, base.speed.rows_per_s)
-        self.step_ms = ratio(base.speed.step_ms, other.speed.step_ms)  # median step of the first ÷ its own
+        self.step_ms = ratio(base.speed.step_ms, other.speed.step_ms)  # median step of the first run ÷ of this run
         self.each_step = _step_ratio(base.log, other.log)
         self.work: float | None = None
         self.loss = _loss_difference(base.log, other.log)
-        # Metric minus that of the first, after the last step that both were evaluated at; and that step. The standard
-        # errors are of these differences, where both metrics have one, as if other users had been evaluated; of the
-        # same users the differences are known better than that.
+        # Metrics minus the first run's metrics at the last step at which both runs were evaluated, and this step. The
+        # standard errors of the differences, if both metrics have one, assume different users; with the same users, the
+        # true errors are smaller.
         self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
-        self.differences = tuple(_differences(base, other))  # why the two do not compare, a sentence each
-        # The slowest rank's load in the first ÷ its own, per step: what the loads predict. If the first run logged no
-        # loads, those of this run as loaded stand for them. Loads of other rows or another model do not compare.
+        self.differences = tuple(_differences(base, other))  # reasons why the runs cannot be compared
+        # The slowest rank's load in the first run ÷ in this run, per step: the speed-up that the loads predict. If the
+        # first run logged no loads, this run's loads before balancing are used. Loads of other rows or models cannot be
+        # compared.
         if not self.differences:
             self.work = ratio(_largest_trained(base), _largest_trained(other))
             if self.work is None and base.balancing == "off" and other.balancing == "balanced":
@@ -89,47 +90,47 @@ class RunComparison:
 
     @property
     def compares(self) -> bool:
-        """Whether both speeds are known, and the runs differ in balancing alone."""
+        """Whether both speeds are known and the runs differ only in balancing."""
         return self.rows_per_s is not None and not self.differences
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The comparison as data for JSON."""
         parts = {"each_step": self.each_step and asdict(self.each_step), "loss": self.loss and asdict(self.loss)}
         return {**vars(self), **parts}
 
 
 def compare_runs(reports: Sequence[RunReport]) -> list[RunComparison]:
-    """Every run but the first beside the first."""
+    """Compare every other run with the first."""
     return [RunComparison(reports[0], other) for other in reports[1:]]
 
 
 def best_first(reports: Sequence[RunReport]) -> list[RunComparison]:
-    """All runs but one beside that one, the fastest first, independent of the order of the runs.
+    """Compare all runs with a base run, the fastest first; the result does not depend on the order of the runs.
 
-    That one is the fastest unbalanced run or, where all are balanced, the slowest. Runs that do not compare
-    with it, or whose speed is not known, come last.
+    The base is the fastest unbalanced run or, if all are balanced, the slowest run. Runs that cannot be compared with
+    it, or whose speed is unknown, come last.
     """
     base = _fastest(each for each in reports if each.is_as_loaded) or _fastest(reports, sign=-1)
     if base is None:
         return []
-    beside = [RunComparison(base, each) for each in reports if each is not base]
-    return sorted(beside, key=lambda each: (not each.compares, -(each.rows_per_s or 0.0), each.run))
+    comparisons = [RunComparison(base, each) for each in reports if each is not base]
+    return sorted(comparisons, key=lambda each: (not each.compares, -(each.rows_per_s or 0.0), each.run))
 
 
 def _fastest(reports: Iterable[RunReport], sign: int = 1) -> RunReport | None:
-    """The run with the most rows per second, or with sign −1 the fewest; None where no speed is known."""
+    """The run with the most rows per second, or with sign −1 the fewest; None if no speed is known."""
     known = [each for each in reports if each.speed.rows_per_s is not None]
     return min(known, key=lambda each: (-sign * (each.speed.rows_per_s or 0.0), each.log.name), default=None)
 
 
 def _largest_trained(report: RunReport) -> float | None:
     if setting(report.log.config, "trainer.shuffler.speeds") == "measured":
-        return None  # times of ranks, which other runs do not have
+        return None  # these loads depend on the measured speeds, so other runs' loads are not comparable
     return report.log.mean(f"largest_load_{report.trained}")
 
 
 def _same_lines(base: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the lines that are of the same steps; means over other steps do not compare."""
+    """Indices of the lines of both logs that cover the same steps."""
     _, first, second = np.intersect1d(base.step, other.step, return_indices=True)
     same = base.steps[first] == other.steps[second]
     return first[same], second[same]
@@ -146,7 +147,7 @@ def _step_ratio(base: RunLog, other: RunLog) -> StepRatio | None:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float]:
-    """A 95 % interval of the median, from the order of the values alone (normal approximation of the binomial).
+    """A 95 % interval of the median, from the order of the values (normal approximation of the binomial).
 
     >>> median_interval(np.arange(100.0))
     (40.0, 59.0)
@@ -168,7 +169,7 @@ def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
 
 
 def _evaluations(base: RunLog, other: RunLog) -> tuple[dict[str, float], dict[str, float], int | None]:
-    """By metric the difference and its standard error at the last step that both were evaluated at; and that step."""
+    """Differences of metrics, their standard errors, and the step: the last at which both runs were evaluated."""
     first, second = dict(base.evaluations), dict(other.evaluations)
     common = sorted(set(first) & set(second))
     if not common:
@@ -185,7 +186,7 @@ def _evaluations(base: RunLog, other: RunLog) -> tuple[dict[str, float], dict[st
 
 
 def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
-    """What keeps two runs from being compared."""
+    """Reasons why two runs cannot be compared, one text each."""
     for what, first, second in (
         ("ranks", base.ranks, other.ranks),
         ("rows per step", base.rows_per_step, other.rows_per_step),
@@ -193,12 +194,12 @@ def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
         if first is not None and second is not None and abs(first - second) > 0.01 * max(first, second):
             yield f"{what}: {_number(first)} and {_number(second)}"
     if not (base.log.config and other.log.config):
-        yield "the settings of one are not known"
+        yield "the settings of one run are unknown"
         return
     first_settings, second_settings = dict(flat(base.log.config)), dict(flat(other.log.config))
     named = [
         f"{name}: {_shown(first_settings[name])} and {_shown(second_settings[name])}"
-        for name in first_settings  # releases have different ones
+        for name in first_settings  # releases have different settings, so only common names are compared
         if name in second_settings
         and first_settings[name] != second_settings[name]
         and not any(fnmatch.fnmatchcase(name, each) for each in _FREE)

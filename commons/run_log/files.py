@@ -1,4 +1,4 @@
-"""The files of a run's folder: how they are called, written and read again."""
+"""The files of a run's folder: their names, and functions that write and read them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from commons.whole_folder import whole_file
 
 CONFIG_FILE, LOG_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER = "config.json", "log.jsonl", "summary.json", "tensorboard"
-# How trackers call the run, by their names.
+# The run's id in every tracker, by the tracker's name.
 TRACKERS_FILE = "trackers.json"
-# What a line of the log means; it stands in every line, because another release may continue a log.
+# Version of the log's format, written in every line, because another release may continue a log.
 LOG_SCHEMA = 1
 
 
 def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> None:
-    """Write what came out of a run, JSON-ready; a part that trained no step keeps the numbers of the parts before."""
+    """Write the summary of a run; without trained steps, entries of an earlier summary are kept unless replaced."""
     content: dict[str, Any] = {}
     if not trained and path.is_file():
         with contextlib.suppress(ValueError):
@@ -28,7 +28,7 @@ def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> N
 
 
 def keep_lines_until(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Leave out the lines of later steps, and one that was not finished; returns what is kept."""
+    """Remove lines of later steps and an incomplete last line from a log; returns the records that are kept."""
     kept, records = [], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -41,7 +41,7 @@ def keep_lines_until(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 def evaluation_in(records: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """The last evaluation of a step, its numbers as they were before they became JSON."""
+    """The last evaluation of a step, with NaN for JSON's null; empty if there is none."""
     found = [
         {name: math.nan if value is None else value for name, value in record.items() if name.startswith("eval_")}
         for record in records
@@ -51,13 +51,13 @@ def evaluation_in(records: list[dict[str, Any]], step: int) -> dict[str, float]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and give it its name, so that it is never half there."""
+    """Write a temporary file and rename it, so that the file is never incomplete."""
     with whole_file(path) as file:
         file.write(text.encode())
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full names and values of nested settings.
+    """Yield the full names and values of nested settings.
 
     >>> list(flat({"seed": 3, "shuffler": {"mode": "off"}}))
     [('seed', 3), ('shuffler.mode', 'off')]
@@ -70,5 +70,5 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers with None for NaN, which JSON does not have; the AUC of a single class is one."""
+    """Replace NaN by None, because JSON has no NaN; for example, the AUC of a single class is NaN."""
     return {name: None if value != value else value for name, value in numbers.items()}

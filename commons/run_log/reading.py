@@ -1,4 +1,4 @@
-"""Reading what a run has left: log.jsonl as columns, and the config and summary beside it."""
+"""Reads a run's folder: log.jsonl as columns, the config and the summary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 from commons.run_log.files import CONFIG_FILE, LOG_FILE, LOG_SCHEMA, SUMMARY_FILE
 from commons.version import __version__
 
-# Lines of a log, from which on the first is left out of times: it has the warm-up.
+# With at least this many lines, the first line, which has the warm-up, is left out of times.
 _LINES_WITH_WARM_UP = 3
-# Runs that an error names.
+# Most runs that an error names.
 _MOST_NAMED = 8
 
 
@@ -24,8 +24,9 @@ class RunLog:
     """The log of the run in a folder.
 
     Raises:
-        FileNotFoundError: no such folder.
-        ValueError: no log there, no line yet, a line that is none of a log, or one of another release.
+        FileNotFoundError: the folder does not exist.
+        ValueError: the folder has no log, the log has no line of a step yet, an invalid line, or a line of another
+            release.
         OSError: the log cannot be read.
     """
 
@@ -37,7 +38,7 @@ class RunLog:
         lines = [record for record in records if "loss" in record]
         if not lines and summary:
             raise ValueError(
-                f"{path} has no line of a training step, and the run has ended; a report is of training steps: give "
+                f"{path} has no line of a training step, and the run has ended; a report needs training steps: give "
                 "the folder of a run that has trained"
             )
         if not lines:
@@ -48,31 +49,31 @@ class RunLog:
             )
         if is_cut:
             notes.append(
-                "the last line of the log is not whole: the run goes on, or was ended while it wrote; left out"
+                "the last line of the log is incomplete and left out: the run is still running, or stopped while it "
+                "wrote"
             )
         if not config:
-            notes.append(f"no readable {CONFIG_FILE}: the settings of the run are not known")
+            notes.append(f"no readable {CONFIG_FILE}: the settings of the run are unknown")
         if not summary:
-            notes.append(f"no readable {SUMMARY_FILE}: the run goes on, or ended before its end")
+            notes.append(f"no readable {SUMMARY_FILE}: the run is still running, or stopped early")
         names = dict.fromkeys(name for line in lines for name in line)
         of_ranks = {name for line in lines for name, value in line.items() if value.ndim}
         unknown = np.array(np.nan)
-        self.name = str(folder)  # of the run, as the user gave it
-        self.config = config  # of the run, as it was saved; empty where it is not known
-        self.notes = tuple(notes)  # what to know of the log, a sentence each
+        self.name = str(folder)  # the folder as the user gave it
+        self.config = config  # the saved config of the run; empty if unknown
+        self.notes = tuple(notes)  # remarks on the log, one sentence each
         # int64 `(lines,)`, the step after which each line was written; ascending
         self.step = np.array([line["step"] for line in lines], dtype=np.int64)
-        # float64 `(lines,)` by name, means over the steps of a line, or their median for `step_ms`; NaN where a line
-        # does not know
+        # float64 `(lines,)` by name, means over the steps of a line (median for `step_ms`); NaN if a line has no value
         self.columns = {
             name: np.array([line.get(name, unknown) for line in lines]) for name in names if name not in of_ranks
         }
-        # by name float64 `(ranks,)` of each line, NaN for a rank that is not known; None where a line has none
+        # by name, for each line float64 `(ranks,)` with NaN for an unknown rank, or None if the line has no values
         self.of_ranks = {
             name: tuple(value if (value := line.get(name, unknown)).ndim else None for line in lines)
             for name in of_ranks
         }
-        # of a step its metrics, without `eval_`; ascending
+        # steps with their metrics, whose names are without `eval_`; ascending
         self.evaluations = tuple(
             (int(record["step"]), metrics)
             for record in records
@@ -80,18 +81,19 @@ class RunLog:
         )
 
     def column(self, name: str) -> np.ndarray:
-        """float64 `(lines,)`; NaN where a line does not know, or none does."""
+        """A column of the log, float64 `(lines,)`; NaN for lines without a value."""
         return self.columns.get(name, np.full(len(self.step), np.nan))
 
     @property
     def steps(self) -> np.ndarray:
-        """float64 `(lines,)`, the steps that a line is of."""
+        """Number of steps of each line, float64 `(lines,)`."""
         return self.column("steps")
 
     def mean(self, values: str | np.ndarray, lines: np.ndarray | None = None) -> float | None:
-        """Mean over the steps of those lines that know; None where none does.
+        """Mean over steps, of the lines with a value; None if no line has one.
 
-        `values` are a column's name, or float64 `(lines,)`, NaN where not known; `lines` are those to look at, bool.
+        `values`: a column's name, or float64 `(lines,)` with NaN for unknown; `lines`: bool `(lines,)`, the lines to
+        use, None for all.
         """
         values = self.column(values) if isinstance(values, str) else values
         known = np.isfinite(values * self.steps) & (True if lines is None else lines)
@@ -99,29 +101,29 @@ class RunLog:
 
     @property
     def timed(self) -> np.ndarray:
-        """Lines whose times count: all but the first, which has the warm-up, where there are three: bool `(lines,)`."""
+        """Lines whose times count, bool `(lines,)`: without the first, which has the warm-up, if there are three."""
         return np.arange(len(self.step)) >= (len(self.step) >= _LINES_WITH_WARM_UP)
 
     @property
     def mean_step_ms(self) -> np.ndarray:
-        """float64 `(lines,)`, mean milliseconds of the steps of a line."""
+        """Mean milliseconds of the steps of each line, float64 `(lines,)`."""
         return self.column("total_ms") / self.steps
 
     def rate(self, name: str) -> float | None:
-        """A number per second, such as `rows_per_s`, over all steps whose times count; None where it is not known."""
+        """A rate per second, such as `rows_per_s`, over all steps whose times count; None if unknown."""
         total_ms = self.column("total_ms")
         known = self.timed & np.isfinite(self.column(name)) & (total_ms > 0)
         return float(np.average(self.column(name)[known], weights=total_ms[known])) if known.any() else None
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
-        """Numbers of ranks that share the data, in the order of the lines, each once; empty where it is not known."""
+        """Distinct numbers of data-parallel ranks, in the order of the lines; empty if unknown."""
         ranks = self.column("ranks")
         return tuple(dict.fromkeys(int(each) for each in ranks[np.isfinite(ranks)]))
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """A setting by its full name, None where there is none.
+    """A setting by its full name; None if there is none.
 
     >>> setting({"trainer": {"seed": 3}}, "trainer.seed"), setting({}, "trainer.seed")
     (3, None)
@@ -133,7 +135,7 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names of runs without the folder that they share.
+    """Names of runs without their common folder.
 
     >>> short_names(["runs/a", "runs/b"])
     ['a', 'b']
@@ -146,16 +148,16 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunLog]:
-    """The logs of the runs in some folders, in that order; errors as `RunLog`, and ValueError for one given twice."""
-    places = [folder.resolve() for folder in folders]
+    """Read the logs of runs, in the order of their folders; errors as for `RunLog`, and ValueError for duplicates."""
+    resolved = [folder.resolve() for folder in folders]
     for number, folder in enumerate(folders):
-        if places[number] in places[:number]:
-            raise ValueError(f"{folder} is given twice; a run beside itself says nothing: leave one out")
+        if resolved[number] in resolved[:number]:
+            raise ValueError(f"{folder} is given twice; a run cannot be compared with itself: leave one out")
     return [RunLog(folder) for folder in folders]
 
 
 def _require_log(folder: Path) -> None:
-    """Raise FileNotFoundError or ValueError for a folder without a log, with those that have one beside or within."""
+    """Raise FileNotFoundError or ValueError for a folder without a log, with the names of nearby folders with a log."""
     if (folder / LOG_FILE).is_file():
         return
     within = folder if folder.is_dir() else folder.parent
@@ -170,13 +172,13 @@ def _require_log(folder: Path) -> None:
     if (folder / CONFIG_FILE).exists():
         raise ValueError(
             f"{folder} has a {CONFIG_FILE} and no {LOG_FILE}; rank 0 of a run writes it when training begins: wait, or "
-            "look in the logs of the ranks why it did not begin"
+            "find the reason why training did not begin in the logs of the ranks"
         )
     raise ValueError(f"{folder} has no {LOG_FILE}; a run writes it to its run_dir, on rank 0: {remedy}")
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, np.ndarray]], bool]:
-    """The records of a log as float64 arrays, `()` or `(ranks,)`, and whether it ends in the middle of one."""
+    """The records of a log as float64 arrays, `()` or `(ranks,)`, and whether its last line is incomplete."""
     records: list[dict[str, np.ndarray]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -186,11 +188,11 @@ def _read_lines(path: Path) -> tuple[list[dict[str, np.ndarray]], bool]:
                 values = {name: np.array(value, dtype=np.float64) for name, value in record.items()}
                 values["step"] = np.array(record["step"], dtype=np.int64)
             except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
-                if not line.endswith(b"\n"):  # nothing follows, not even the end of the line
+                if not line.endswith(b"\n"):  # the last line is incomplete
                     return records, True
                 raise ValueError(
-                    f"{path} line {number} is no line of a log ({type(error).__name__}: {error}); a line is an object "
-                    "of numbers with a step and a schema: remove that line, or take the log from a copy"
+                    f"{path} line {number} is not a line of a log ({type(error).__name__}: {error}); a line is an "
+                    "object of numbers with a step and a schema: remove this line, or restore the log from a copy"
                 ) from None
             if schema != LOG_SCHEMA:
                 raise ValueError(
@@ -205,7 +207,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, np.ndarray]], bool]:
 
 
 def _read_beside(path: Path) -> dict[str, Any]:
-    """A JSON object beside the log; empty where it is missing, or none."""
+    """A JSON object in the folder of the log; empty if it is missing or not an object."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) else {}

@@ -1,6 +1,6 @@
-"""What balancing did in a run, in numbers: of one run's log the figures that a table, a page and JSON show.
+"""Figures of a run from its log, for tables, pages and JSON: the effect of balancing, and where the time goes.
 
-Imbalance, speed-up and possible speed-up are those of `commons.perf_model.gain`.
+Imbalance, speed-up and possible speed-up are defined as in `commons.perf_model.gain`.
 """
 
 from __future__ import annotations
@@ -16,107 +16,107 @@ from commons.run_log.files import without_nan
 from commons.run_log.reading import RunLog, setting
 from commons.run_log.step_time import StepTime, step_time_of, time_fit_of
 
-# What happened to the rows: trained where they were loaded, or planned and left there, or moved.
+# "off": rows are trained where they are loaded; "observed": they are planned but not moved; "balanced": they are moved.
 Balancing = Literal["off", "observed", "balanced"]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a run was, warm-up left out; None for what its log does not know."""
+    """The speed of a run without its warm-up; None for unknown values."""
 
     step_ms: float | None  # median over lines of their median step
     rows_per_s: float | None  # rows of all ranks per second of training
     tokens_per_s: float | None
     tflops_per_rank: float | None  # forward and backward operations per second, in 10^12
-    mfu: float | None  # that divided by the peak rate of the device
+    mfu: float | None  # tflops_per_rank ÷ the peak rate of the device
 
 
 def _mean_of(column: str) -> Any:
-    """A field: the mean of a column over all steps."""
+    """A field whose value is the mean of a column over all steps."""
     return field(metadata={"column": column})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What balancing did to the loads, or in a run that only observes would do; None for what is not known."""
+    """The effect of balancing on the loads (predicted, if rows were only observed); None for unknown values."""
 
-    # largest load ÷ mean − 1 as the rows were loaded, mean over steps; and as planned
+    # largest load ÷ mean − 1, mean over steps: as the rows were loaded, and as planned
     imbalance_before: float | None = _mean_of("imbalance_before")
     imbalance_after: float | None = _mean_of("imbalance_after")
     worst_before: float | None  # of the most uneven line
     worst_after: float | None
     work: float | None  # speed-up of the slowest rank: largest load before ÷ after, both summed over steps
     possible: float | None  # largest load before ÷ lower bound: no plan gains more
-    # What a step would take unbalanced ÷ what it takes, exchange and waiting included; where rows were only observed
-    # what it takes ÷ what it would take, exchange not included.
+    # Time of an unbalanced step ÷ of a balanced step: including exchange and waiting if rows were balanced, without the
+    # exchange if they were only observed.
     step: float | None
-    predicted_step: float | None  # the same by the calibration that the shuffler used
+    predicted_step: float | None  # the same, predicted by the shuffler's calibration
     gated: float | None = _mean_of("gated")  # fraction of steps in which a better plan was not worth it
     gap: float | None = _mean_of("optimality_gap")  # largest planned load ÷ lower bound − 1
-    tokens_moved: float | None = _mean_of("tokens_moved")  # of a step
+    tokens_moved: float | None = _mean_of("tokens_moved")  # per step
     token_fraction_moved: float | None = _mean_of("token_fraction_moved")
-    bytes_sent: float | None = _mean_of("bytes_sent")  # of a step, by rank 0
-    # most embedding lookups of a rank ÷ mean − 1, as loaded; and as trained
+    bytes_sent: float | None = _mean_of("bytes_sent")  # by rank 0 per step
+    # most embedding lookups of a rank ÷ mean − 1: as loaded, and as trained
     lookups_before: float | None = _mean_of("lookup_imbalance_before")
     lookups_after: float | None = _mean_of("lookup_imbalance_after")
-    # Fraction of the slowest rank's own work that loads by the ranks' speeds save, or where observed would save.
+    # Fraction of the slowest rank's time that planning by the ranks' speeds saves, or would save if only observed.
     speeds: float | None = _mean_of("speed_saving")
 
 
 @dataclass(frozen=True)
 class Background:
-    """What the shuffler does beside the steps, in milliseconds of a step."""
+    """The shuffler's work that overlaps with the steps, in milliseconds per step."""
 
-    gather_ms: float  # the metadata of rows
+    gather_ms: float  # gather of the rows' metadata
     plan_ms: float
-    exchange_ms: float | None  # of windows, whose rows are exchanged beside the steps; None without
+    exchange_ms: float | None  # exchange of windows, which overlaps with the steps; None without a window
     hidden: float  # fraction of gather and plan that no step waited for
 
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """A slow rank, and its speed: load per millisecond ÷ median of the others, or share of the fastest rank's work."""
+    """A slow rank and its relative speed: load per millisecond ÷ median of other ranks, or planned speed ÷ fastest."""
 
     rank: int
     speed: float
 
 
 class RunReport:
-    """The figures of a run's log; None for what is not known."""
+    """The figures of a run's log; None for unknown values."""
 
     def __init__(self, log: RunLog) -> None:
         self.log = log
-        self.steps = int(log.step[-1])  # the last step that the log knows
-        self.ranks = log.num_ranks[-1] if log.num_ranks else None  # that share the data; the last number if it changed
-        # of all ranks together
+        self.steps = int(log.step[-1])  # the last step in the log
+        self.ranks = log.num_ranks[-1] if log.num_ranks else None  # data-parallel ranks, of the last line
+        # over all ranks
         self.rows_per_step = log.mean(log.column("rows_per_s") * log.mean_step_ms / 1e3)
         self.balancing = _balancing_of(log)
-        self.by_work = _is_by_work(log)  # whether the rows were read or dealt out by their work: nothing has to move
-        self.window = round(log.mean("window") or 1)  # batches that were planned together; 1 without a window
+        self.by_work = _is_by_work(log)  # whether rows were read or scattered by their work, so that none has to move
+        self.window = round(log.mean("window") or 1)  # batches that are planned together; 1 without a window
         self.speed = _speed_of(log)
-        self.step_time = step_time_of(log, self.trained)  # None where no line has times
+        self.step_time = step_time_of(log, self.trained)  # None if no line has times
         self.gain = _gain_of(log, self.balancing, self.step_time)
         self.time_fit = time_fit_of(log, self.trained)
-        self.background = _background_of(log, self.window)  # None without a shuffler that looks at the rows
+        self.background = _background_of(log, self.window)  # None without a shuffler, or in mode "off"
         self.slow_ranks = _slow_ranks(log)  # the slowest first
-        self.given_less = _given_less(log)  # ranks with less work than the fastest, by `speeds`, the least first
+        self.given_less = _given_less(log)  # ranks that get less work because of their `speeds`, the slowest first
         loss = float(log.column("loss")[-1])
         self.loss = None if loss != loss else loss  # of the last line
-        # the last one, metrics by name; empty for none
+        # the last evaluation, metrics by name; empty without evaluation
         self.evaluation: Mapping[str, float] = log.evaluations[-1][1] if log.evaluations else {}
 
     @property
     def trained(self) -> Literal["before", "after"]:
-        """How columns name the loads that were trained: those before balancing, or after it."""
+        """The suffix of the columns with the trained loads: before or after balancing."""
         return "after" if self.balancing == "balanced" else "before"
 
     @property
     def is_as_loaded(self) -> bool:
-        """Whether this run is an unbalanced baseline, over which others gain."""
+        """Whether this run is an unbalanced baseline."""
         return self.balancing != "balanced" and not self.by_work
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON, with None for what is not known."""
+        """The report as data for JSON, with None for unknown values."""
         content = {name: _plain(value) for name, value in vars(self).items() if name != "log"}
         content["step_time_ms"] = content.pop("step_time")
         evaluated = self.log.evaluations[-1][0] if self.log.evaluations else None
@@ -131,16 +131,16 @@ def _plain(value: Any) -> Any:
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """A quotient; None where a number is not known, or the second is not positive."""
+    """`over` ÷ `under`; None if either is unknown, or if `under` is not positive."""
     return None if over is None or under is None or under <= 0 else over / under
 
 
 def _balancing_of(log: RunLog) -> Balancing:
-    """By the numbers: the settings alone do not say, since a sampler that balances is observed by the shuffler."""
+    """Decide by the logged numbers, because with a balancing sampler the settings say that the shuffler observes."""
     if log.mean("largest_load_after") is None:
         return "off"
     if log.mean("before_in_turn"):
-        return "balanced"  # by a sampler: "before" is of the same rows dealt in turn
+        return "balanced"  # by a sampler: the loads before are those of the same rows dealt in turn
     if setting(log.config, "trainer.shuffler.mode") == "observe" or _is_by_work(log):
         return "observed"
     if not log.config and not log.mean("moved") and log.mean("imbalance_before") != log.mean("imbalance_after"):
@@ -149,7 +149,7 @@ def _balancing_of(log: RunLog) -> Balancing:
 
 
 def _is_by_work(log: RunLog) -> bool:
-    """Whether a sampler or the first rank has dealt the rows by their work."""
+    """Whether a sampler or the first rank assigned the rows to ranks by their work."""
     return any(setting(log.config, f"trainer.{name}") is True for name in ("balance_sampler", "balance_batch"))
 
 
@@ -167,7 +167,7 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         predicted = _step_gain(step_time, log.mean("predicted_saving_ms", log.timed), balancing)
     before, after, bound = (log.mean(name) for name in ("largest_load_before", "largest_load_after", "lower_bound"))
     if bound is not None and after is not None:
-        # Where no row moves, counts may stay unequal, which the bound of equal counts does not allow for.
+        # If no row moves, counts may be unequal, and the load below the bound for equal counts.
         bound = min(bound, after)
     means = {each.name: log.mean(each.metadata["column"]) for each in fields(Gain) if each.metadata}
     return Gain(
@@ -182,7 +182,7 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
 
 
 def _step_gain(step_time: StepTime, saved: float | None, balancing: Balancing) -> float | None:
-    """A step unbalanced ÷ balanced."""
+    """Time of an unbalanced step ÷ of a balanced step."""
     if saved is None:
         return None
     if balancing == "balanced":
@@ -199,7 +199,7 @@ def _background_of(log: RunLog, window: int) -> Background | None:
 
 
 def _slow_ranks(log: RunLog) -> tuple[RankSpeed, ...]:
-    """Ranks whose work goes slower than that of the others, in the lines that have as many ranks as the last one."""
+    """Ranks that work slower than the others, in the lines with the last line's number of ranks."""
     known = [
         (speeds, count) for speeds, count in zip(log.of_ranks.get("rank_speeds", ()), log.steps) if speeds is not None
     ]
@@ -214,7 +214,7 @@ def _slow_ranks(log: RunLog) -> tuple[RankSpeed, ...]:
 
 
 def _given_less(log: RunLog) -> tuple[RankSpeed, ...]:
-    """Ranks below the fastest, by the last line that has the speeds of plans."""
+    """Ranks with a lower speed than the fastest, by the last line with the speeds of plans."""
     known = [speeds for speeds in log.of_ranks.get("speeds", ()) if speeds is not None and len(speeds)]
     shares = known[-1] / known[-1].max() if known else np.ones(0)
     less = [RankSpeed(rank, share) for rank, share in enumerate(shares.tolist()) if share < 1]
@@ -222,7 +222,7 @@ def _given_less(log: RunLog) -> tuple[RankSpeed, ...]:
 
 
 def _relative_speeds(speeds: np.ndarray) -> np.ndarray:
-    """float64 `(ranks,)`, each divided by the median of the others; NaN where that is not known."""
+    """Each speed ÷ the median of the others, float64 `(ranks,)`; NaN if unknown."""
     known, relative = speeds > 0, np.full(len(speeds), np.nan)
     if known.sum() > 1:
         relative[known] = speeds[known] / median_of_others(speeds[known])

@@ -1,4 +1,4 @@
-"""Standard errors of metrics: how they stand beside a metric in results and logs, and how both are shown."""
+"""Standard errors of metrics: their names in results and logs, and their text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STANDARD_ERROR = "_se"
 
 
 def with_errors(metrics: Mapping[str, float]) -> Iterator[tuple[str, float, float | None]]:
-    """Name, value and standard error of every metric, None for one without.
+    """Yield name, value and standard error of every metric; None for a metric without standard error.
 
     >>> list(with_errors({"loss": 0.5, "HR@10": 0.07, "HR@10_se": 0.026}))
     [('loss', 0.5, None), ('HR@10', 0.07, 0.026)]
@@ -22,7 +22,7 @@ def with_errors(metrics: Mapping[str, float]) -> Iterator[tuple[str, float, floa
 
 
 def shown_with_error(value: float, error: float | None, pattern: str = "{:.4f}") -> str:
-    """A metric and its standard error.
+    """The text of a metric with its standard error.
 
     >>> shown_with_error(0.07, 0.0262), shown_with_error(0.07, None)
     ('0.0700 ± 0.0262', '0.0700')
@@ -34,7 +34,8 @@ def shown_with_error(value: float, error: float | None, pattern: str = "{:.4f}")
 def error_of_mean(total: float, squares: float, count: float) -> float:
     """Standard error of the mean of independent values: √((mean of squares − mean²) ÷ count); NaN for no values.
 
-    `total` is their sum, `squares` that of their squares. For 0 and 1, as the hits of HR@K, it is √(p(1 − p) ÷ n).
+    `total` is the sum of the values, `squares` the sum of their squares. For values of 0 and 1, such as the hits of
+    HR@K, the result is √(p(1 − p) ÷ n).
 
     >>> error_of_mean(7, 7, 100) == (0.07 * 0.93 / 100) ** 0.5
     True

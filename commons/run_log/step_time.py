@@ -1,7 +1,7 @@
-"""Where the time of a step goes, what balancing takes off it, and whether time follows the loads.
+"""The parts of a step's time, the time that balancing saves, and whether time follows the loads.
 
-Balancing gains what the loads say only where time follows them. A model that pads to its longest row takes the time of
-rows × longest, whatever the rows' work adds up to.
+Balancing gains as much as the loads predict only if time follows the loads. A model that pads to its longest row takes
+the time of rows × longest row, whatever the sum of the rows' workloads is.
 """
 
 from __future__ import annotations
@@ -13,63 +13,63 @@ import numpy as np
 
 from commons.run_log.reading import RunLog
 
-# What tables and pictures call the parts of a step.
+# Names of the parts of a step in tables and pictures.
 PARTS = ("work at the bound", "unevenness that is left", "exchange of rows", "waiting for the plan", "the rest")
-# Fewer points, or loads that vary less (standard deviation ÷ mean), say nothing.
+# Fewest points, and least spread of loads (standard deviation ÷ mean), for a fit.
 _FEWEST_POINTS, _LEAST_SPREAD = 20, 0.1
-# Below this the loads explain less than half of how the times vary.
+# Least R²: below it, the loads explain less than half of the variance of the times.
 _FOLLOWS = 0.5
-# Points this many standard deviations off the line are stalls of the machine, as long as they are few.
+# Points this many standard deviations off the line are stalls of the machine, if at most this fraction of points is.
 _STALL, _MOST_STALLS = 4.0, 0.05
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A mean step in milliseconds; the parts add up to the whole."""
+    """A mean step in milliseconds; the parts add up to the total."""
 
     total: float
-    work: float | None  # the slowest rank's work if the plan were as even as can be; None without a slope
-    uneven: float | None  # what it works longer than that; None without a slope
-    exchange: float | None  # of rows, as seen by the host; None where no rows move, or beside the steps
+    work: float | None  # the slowest rank's work if its load were the lower bound; None without a slope
+    uneven: float | None  # the slowest rank's work in excess of that; None without a slope
+    exchange: float | None  # of rows, as seen by the host; None if no rows move, or if it overlaps with the steps
     waiting: float | None  # for the plan; None without a shuffler
     rest: float  # everything else, which does not grow with the slowest rank's load
-    # What balancing takes off the slowest rank's work (in a run that only observes: would take), at the milliseconds
-    # per load that the steps of the run have shown; None without a slope.
+    # Reduction of the slowest rank's work by balancing (predicted, if rows were only observed), with the milliseconds
+    # per load of the run's own steps; None without a slope.
     saved: float | None
 
     @property
     def overhead(self) -> float:
-        """What balancing costs the main thread."""
+        """Time that balancing costs the main thread."""
         return (self.exchange or 0.0) + (self.waiting or 0.0)
 
     def parts(self) -> dict[str, float]:
-        """The known ones by their names in PARTS, in that order."""
+        """The known parts by their names in PARTS, in this order."""
         values = (self.work, self.uneven, self.exchange, self.waiting, self.rest)
         return {name: value for name, value in zip(PARTS, values) if value is not None}
 
 
 def step_time_of(log: RunLog, trained: Literal["before", "after"]) -> StepTime | None:
-    """Of the lines whose times count; None without times. `trained` are the loads before balancing, or after it."""
+    """The mean step of the lines whose times count; None without times. `trained`: see `RunReport.trained`."""
     lines, before, after = log.timed, log.column("largest_load_before"), log.column("largest_load_after")
     total = log.mean(log.mean_step_ms, lines)
     if total is None:
         return None
-    beside = (log.mean("window") or 1.0) > 1  # windows are exchanged on a thread of their own
-    exchange = None if trained == "before" or beside else log.mean("exchange_ms", lines)
+    overlaps = (log.mean("window") or 1.0) > 1  # another thread exchanges windows
+    exchange = None if trained == "before" or overlaps else log.mean("exchange_ms", lines)
     waiting = log.mean("wait_ms", lines)
     overhead = (exchange or 0.0) + (waiting or 0.0)
     if overhead > total:
-        # A batch is exchanged while the step before it goes on, which may stand in the line before.
+        # A batch is exchanged during an earlier step, which may be in another line, so the sum may exceed the total.
         exchange, waiting = (None if each is None else each * total / overhead for each in (exchange, waiting))
         overhead = total
     slope = log.column("ms_per_load")
-    # Lines from before the slope is known take the median of the others.
+    # Early lines, without a slope, get the median of the others.
     slope = np.where(np.isnan(slope), np.nanmedian(slope) if np.isfinite(slope).any() else np.nan, slope)
     slowest = log.mean(slope * (before if trained == "before" else after), lines)
     bound = log.mean(slope * log.column("lower_bound"), lines)
     if slowest is None or bound is None or slowest <= 0:
         return StepTime(total, None, None, exchange, waiting, total - overhead, None)
-    # Noisy steps may show a slope that is steeper than all of a step.
+    # With noisy steps, the slope may be so steep that the work exceeds the step.
     scale = min(1.0, (total - overhead) / slowest)
     work = scale * min(bound, slowest)
     uneven = scale * slowest - work
@@ -80,31 +80,31 @@ def step_time_of(log: RunLog, trained: Literal["before", "after"]) -> StepTime |
 
 @dataclass(frozen=True)
 class TimeFit:
-    """Times against loads, by least squares."""
+    """A least-squares line of times over loads."""
 
-    # "ranks": each rank's own forward time against its own load; "steps": the mean step of each line against its mean
-    # largest load, where the log does not have the ranks' times
+    # "ranks": each rank's own forward time over its own load; "steps", if the log does not have the ranks' times: the
+    # mean step of each line over its mean largest load
     of: str
-    points: int  # as many of these as the line was laid through
-    # the part of the times' variance that the loads explain, 0 to 1; 0 also where times fall with loads
+    points: int  # number of points of the fit
+    # fraction of the times' variance that the loads explain, 0 to 1; 0 also if times fall with loads
     r_squared: float
     ms_per_load: float
-    fixed_ms: float  # at no load
+    fixed_ms: float  # time at load 0
 
     @property
     def follows(self) -> bool:
-        """Whether time follows the loads well enough to trust what they say."""
+        """Whether time follows the loads well enough to predict gains from loads."""
         return self.r_squared >= _FOLLOWS
 
 
 def time_fit_of(log: RunLog, trained: Literal["before", "after"]) -> TimeFit | None:
-    """The fit of the lines whose times count; None where they are too few, or the loads vary too little."""
+    """The fit of the lines whose times count; None for too few points, or loads that vary too little."""
     none, of_ranks = (None,) * len(log.step), []
     lines = zip(log.timed, *(log.of_ranks.get(name, none) for name in ("loads_after", "own_ms", "speeds")))
     for is_timed, load, own, speeds in lines:
         if is_timed and load is not None and own is not None and len(load) == len(own):
             if speeds is not None and len(speeds) == len(load):
-                load = load * speeds.max() / speeds  # as the fastest rank would have in the same time
+                load = load * speeds.max() / speeds  # the load that the fastest rank does in the same time
             of_ranks.append(np.stack([load, own]))
     if of_ranks:
         return fit_times("ranks", *np.concatenate(of_ranks, axis=1))
@@ -113,7 +113,7 @@ def time_fit_of(log: RunLog, trained: Literal["before", "after"]) -> TimeFit | N
 
 
 def fit_times(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
-    """A line through times over loads, float64 `(n,)` each, NaN for what is not known; a few stalls are left out.
+    """Fit a line to times over loads, float64 `(n,)` each, NaN for unknown; without a few stalls.
 
     None for fewer than 20 points, and for loads that vary by less than a tenth (standard deviation ÷ mean).
     """
@@ -130,7 +130,7 @@ def fit_times(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
 def _fit(of: str, loads: np.ndarray, times: np.ndarray) -> TimeFit | None:
     if len(loads) < _FEWEST_POINTS or not loads.std() >= _LEAST_SPREAD * loads.mean() > 0:
         return None
-    relative = loads / loads.mean()  # up to 2^62: their squares would lose digits
+    relative = loads / loads.mean()  # scaled, because squares of loads up to 2^62 would lose digits
     covariance, variance = np.cov(relative, times, bias=True)[0, 1], np.var(relative)
     r_squared = max(0.0, covariance) ** 2 / (variance * np.var(times)) if np.ptp(times) else 0.0
     slope = covariance / variance

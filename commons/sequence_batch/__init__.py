@@ -1,1 +1,1 @@
-"""Batches of sequences: what one rank trains on in one step."""
+"""Batches of sequences: the samples that one rank trains on in one step."""

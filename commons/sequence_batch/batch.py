@@ -1,8 +1,8 @@
 """BaseBatch: the samples one rank trains on in one step.
 
 Rows `[0, actual_batch_size)` are samples, rows `[actual_batch_size, batch_size)` are padding with zero lengths and, in
-dense fields, zeros. Padding is stated by `actual_batch_size` and never inferred: a real user with an empty history is
-a real user.
+dense fields, zeros. Padding is stated by `actual_batch_size` and never inferred, because a real user may have an empty
+history.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ B = TypeVar("B", bound="BaseBatch")
 
 
 class _GlobalBatchSlot:
-    """Room for what is known of the global batch, see `commons.distributed.global_batch`: no field, nor in `vars`."""
+    """A slot for the GlobalBatch, see `commons.distributed.global_batch`; neither a field nor in `vars`."""
 
     __slots__ = ("_global_batch",)
     _global_batch: Any
@@ -35,40 +35,40 @@ class _GlobalBatchSlot:
 
 @dataclass
 class BaseBatch(Pipelineable, _GlobalBatchSlot):
-    """A batch of sequences with labels; `features` alone are enough, `labels` for training.
+    """A batch of sequences with labels; only `features` are required, and `labels` for training.
 
-    Subclasses are dataclasses that add fields. Every KeyedJaggedTensor and every tensor among them must have
-    `batch_size` rows and then moves, is selected and is exchanged without further code, also in dicts, lists and other
-    branches (`rows.py` has the table); any other field is a plain value that must be the same on all ranks, unless
-    `register_batch_type` declares it to be each rank's own: what depends on the rows is a property. `__init__` and
-    `__post_init__` run when a batch is loaded, and not again when its rows move. Gradients do not follow rows to other
-    ranks: a shuffler that balances refuses fields that require grad.
+    Subclasses are dataclasses that add fields. Every tensor and KeyedJaggedTensor field must have `batch_size` rows;
+    its rows are selected and exchanged without further code, also in dicts, lists and other branches (`rows.py` has the
+    table). Any other field is a plain value that must be equal on all ranks, unless `register_batch_type` declares it
+    `per_rank`: turn values that depend on the rows into properties. `__init__` and `__post_init__` run when a batch is
+    loaded, and not again when its rows move. Gradients do not follow rows to other ranks: a shuffler that balances
+    refuses fields that require grad.
 
-    What a model plans by, the host keeps knowing when a batch goes to a device: the lengths of every KeyedJaggedTensor
-    and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. They come with the copy by
-    `to`, with the rows that a shuffler exchanges and with `index_select`, and belong to the very tensors that they
-    describe: `dataclasses.replace` with other features has other lengths. Torch does not count every write to a tensor:
-    after a collective, DLPack or numpy has written into such a field, `torch.autograd.graph.increment_version` of its
-    tensor lets the host forget it.
+    When a batch goes to a device, the host keeps the values that plan a step: the lengths of every KeyedJaggedTensor
+    and the fields that a subclass names in `host_fields`, integer tensors `(batch_size,)`. `to`, the exchange of a
+    shuffler and `index_select` keep these host copies. A host copy belongs to one tensor object: after
+    `dataclasses.replace` with other features, those features' own lengths count. Torch does not count every write to a
+    tensor: after a collective, DLPack or numpy has written into such a field, call
+    `torch.autograd.graph.increment_version` on its tensor to drop the host copy.
 
     Attributes:
         features: sequences, `K` keys over `batch_size` rows.
-        batch_size: rows, padding included; those of the fields if not given.
-        feature_to_max_seqlen: the longest sequence a key can have, for models that ask for it; empty if not given.
+        batch_size: number of rows, including padding; None for the number of rows of the fields.
+        feature_to_max_seqlen: maximum sequence length of keys, for models that need it; empty by default.
         contextual_feature_names: keys of `features` that describe the user rather than the history.
         labels: KeyedJaggedTensor over `batch_size` rows, or a tensor `(batch_size, ...)`.
-        actual_batch_size: rows that are no padding; all of them if not given.
+        actual_batch_size: number of real rows; None for all rows.
 
     Raises:
-        ValueError: fields that disagree on the number of rows, a `batch_size` that is no integer of at least 0,
+        ValueError: fields with different numbers of rows, a `batch_size` that is not an integer of at least 0,
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
-            is not empty (looked at on CPU only), or a contextual feature that is no key of `features`.
+            is not empty (checked on CPU only), or a contextual feature that is not a key of `features`.
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
 
     features: KeyedJaggedTensor
-    batch_size: int = None  # type: ignore[assignment]  # an int once it is made
+    batch_size: int = None  # type: ignore[assignment]  # an int after __post_init__
     feature_to_max_seqlen: dict[str, int] = field(default_factory=dict)
     contextual_feature_names: list[str] = field(default_factory=list)
     labels: KeyedJaggedTensor | torch.Tensor | None = None
@@ -91,7 +91,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         if self.actual_batch_size == self.batch_size:
             return
         for path, value in row_fields(self):
-            # On a device the check would read lengths back, and so wait for everything before it.
+            # On a device this check would synchronise.
             if not isinstance(value, torch.Tensor) and value.lengths().device.type == "cpu":
                 padding = value.lengths().view(-1, self.batch_size)[:, self.actual_batch_size :]
                 if bool(padding.any()):
@@ -102,7 +102,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
                     )
 
     def num_loss_tokens(self) -> int:
-        """Number of label values in real rows, over all label keys; 0 without labels. Reads nothing from the device."""
+        """Number of label values in real rows, over all label keys; 0 without labels. Never synchronises."""
         if self.labels is None:
             return 0
         if isinstance(self.labels, torch.Tensor):
@@ -116,18 +116,17 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         )
 
     def global_loss_terms(self, pg_group: Any = None) -> int | None:
-        """The sum of `num_loss_tokens` over all ranks, where it is known without communication.
+        """The sum of `num_loss_tokens` over all ranks, if it is known without communication.
 
-        It is after a shuffle in which rows have moved, for the step that trains its batches, and known on all ranks
-        alike, as long as they do with their batches what the others do with theirs.
+        It is known after a shuffle that moved rows, for the step that trains its batches: on all ranks or on none, if
+        all ranks treat their batches in the same way.
 
         Args:
             pg_group: the ranks that share the loss; default as for `global_mean_loss`.
 
         Returns:
-            None where it is not known: without such a shuffle, with one over another group, with labels, a `batch_size`
-            or an `actual_batch_size` that the batch was given since, and for a subclass that overrides
-            `num_loss_tokens`.
+            None if unknown: without such a shuffle or after a shuffle over another group, if labels, `batch_size` or
+            `actual_batch_size` were replaced after the shuffle, and for a subclass that overrides `num_loss_tokens`.
         """
         known = getattr(self, "_global_batch", None)
         if known is None or type(self).num_loss_tokens is not BaseBatch.num_loss_tokens:
@@ -135,26 +134,26 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return known.loss_terms(self, pg_group)
 
     def global_lengths(self, key: str, pg_group: Any = None) -> list[np.ndarray] | None:
-        """The lengths of a key of `features` on all ranks, where they are known; see `global_loss_terms`.
+        """The lengths of a key of `features` on all ranks, if they are known; see `global_loss_terms`.
 
         Args:
-            key: of `features`.
+            key: a key of `features`.
             pg_group: the ranks; default as for `global_mean_loss`.
 
         Returns:
-            By rank of the group, int64 `(real rows,)` in the order of the rank's rows; None where they are not known.
+            For each rank of the group int64 `(real rows,)`, in the order of the rank's rows; None if unknown.
         """
         known = getattr(self, "_global_batch", None)
         return None if known is None else known.lengths(self, key, pg_group)
 
     def host_lengths(self, *keys: str) -> list[np.ndarray]:
-        """Lengths of keys of `features` on the host, for each key int64 `(batch_size,)`, not to be written to.
+        """Lengths of keys of `features` on the host, read-only, for each key int64 `(batch_size,)`.
 
-        A batch that came to its device by `to`, by a shuffler or by `index_select` of such a one knows them. Of one
-        that was made on its device they are read back, once, together with `host_fields`.
+        `to`, a shuffler and `index_select` keep host copies of the lengths. For a batch that was made on its device,
+        the lengths are read back once, together with `host_fields`.
 
         Raises:
-            KeyError: no such key.
+            KeyError: unknown key.
         """
         known = self.features.keys()
         unknown = [key for key in keys if key not in known]
@@ -164,16 +163,16 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return [table[known.index(key)] for key in keys]
 
     def host_values(self, name: str) -> np.ndarray:
-        """Values of one of `host_fields`, int64 `(batch_size,)` on the host; as `host_lengths`.
+        """Values of one of `host_fields` on the host, read-only, int64 `(batch_size,)`; see `host_lengths`.
 
         Raises:
-            KeyError: a field that is not among them, or None in this batch.
+            KeyError: a field that is not in `host_fields`, or None in this batch.
         """
         names = self._present_host_fields()
         if name not in names:
             raise KeyError(
-                f"{name!r} is not among the host_fields of this {type(self).__name__}, {names}; the host knows those "
-                "alone: name it there, and give the batch its tensor"
+                f"{name!r} is not among the host_fields of this {type(self).__name__}, {names}; only host_fields have "
+                "a host copy: name it there, and give the batch its tensor"
             )
         return self._host_arrays()[1 + names.index(name)]
 
@@ -207,10 +206,10 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         """A copy on `device`.
 
         Args:
-            device: where the fields go.
+            device: device of the copy.
             non_blocking: do not wait for the copy (the source should be pinned).
             data_copy_stream: copy on this stream into memory of the caller's stream (TorchRec's in-place copy); the
-                caller waits for that stream before using the result.
+                caller waits for `data_copy_stream` before using the result.
         """
         if data_copy_stream is None:
             return self._known_to(self._map(lambda _, value: _to_device(value, device, non_blocking)))
@@ -223,7 +222,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             return target
 
         moved = self._map(lambda path, value: describe_leaf(path, value).map(value, allocate))
-        # The memory may still be in use by earlier kernels of the caller's stream: copy only after them.
+        # Earlier kernels of the caller's stream may still use the memory: copy after them.
         data_copy_stream.wait_stream(current)
         with torch.get_device_module(device).stream(data_copy_stream):
             for target, source in targets:
@@ -251,7 +250,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return result
 
     def _known_to(self: B, copied: B) -> B:
-        """The copy on a device, with what the host knows of it."""
+        """Attach the host copies of this batch to its copy on a device."""
         for path, value in row_fields(self):
             if not isinstance(value, torch.Tensor):
                 carry_host_copy(value.lengths(), value_at(copied, path).lengths())
@@ -262,7 +261,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
 def _to_device(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
-        value.length_per_key()  # summed on the host and carried along, so that the device is never asked for it
+        value.length_per_key()  # sums on the host and caches, so that the copy never reads them from the device
     return value.to(device, non_blocking=non_blocking)
 
 

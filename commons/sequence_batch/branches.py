@@ -1,7 +1,7 @@
-"""Kinds of values that a batch branches at: what they consist of, and how one is made again.
+"""Branches of a batch, the values that contain leaves: their kinds, their children, and how to rebuild a branch.
 
-Like another one that this process holds (`rebuild_branch`), or from what ranks compare and messages say of it
-(`BranchField`), where its class is looked up by name.
+A branch is rebuilt from a prototype in this process (`rebuild_branch`), or from a description that ranks compare and
+messages contain (`BranchField`), which looks the class up by name.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 BranchKind: TypeAlias = Literal["tensordict", "keyed", "dataclass", "mapping", "namedtuple", "sequence"]
 
-# Factories of a defaultdict: a receiver runs no other callable on a sender's word.
+# Factories of a defaultdict that a receiver accepts: it must not run any other callable that a sender names.
 _FACTORIES: dict[str, Any] = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}
 
 
 class UnsendableError(TypeError):
-    """A value that torch's own workers could not send either: they would wait for ever."""
+    """A value that torch's DataLoader workers cannot send either: they would hang."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """An object that a TensorDict keeps for all rows; wrapped, so that a list is not taken for an object per row."""
+    """An object of a TensorDict for all rows; the wrapper distinguishes a list from a list with an object per row."""
 
     value: Any
 
 
 @functools.cache
 def branch_kind(value_type: type) -> BranchKind | None:
-    """What values of a type are if they lead to leaves; None for others. TypeError for a tensorclass.
+    """The kind of branch that values of a type can be; None for other types. TypeError for a tensorclass.
 
-    By type, because `isinstance` of mappings is slow, and every value of every batch comes here.
+    Cached by type, because `isinstance` of mappings is slow and every value of every batch is checked.
     """
     tensordict = sys.modules.get("tensordict")  # a TensorDict exists only if its module was imported
     if tensordict is not None and issubclass(value_type, tensordict.TensorDictBase):
@@ -70,11 +70,11 @@ def branch_kind(value_type: type) -> BranchKind | None:
 
 
 def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
-    """What a value consists of, if it is of a type that can be a branch.
+    """The kind and the children of a value whose type can be a branch; None and an empty dict for other types.
 
     Raises:
         TypeError: a tensorclass.
-        ValueError: a TensorDict without batch dimension, or whose rows differ in shape; a KeyedTensor whose rows are
+        ValueError: a TensorDict without batch dimension, or with rows of different shapes; a KeyedTensor whose rows are
             not its first dimension.
     """
     kind = branch_kind(type(value))  # type: ignore[arg-type]  # types are hashable
@@ -93,7 +93,7 @@ def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
 
 
 def child_at(value: Any, key: Any) -> Any:
-    """One of the children of a branch, by its key."""
+    """The child of a branch with this key."""
     kind = branch_kind(type(value))  # type: ignore[arg-type]
     if kind == "keyed":
         return value.values()
@@ -101,11 +101,11 @@ def child_at(value: Any, key: Any) -> Any:
 
 
 def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], rows: int | None) -> Any:
-    """A branch of the type of `prototype` around new children, of `rows` rows or of as many."""
+    """A branch of the prototype's type with new children and `rows` rows; None for the prototype's number of rows."""
     if kind == "tensordict":
         rows = prototype.batch_size[0] if rows is None else rows
         device = prototype.device
-        if device is not None:  # where its tensors are now
+        if device is not None:  # the new tensors may be on another device
             tensors = (child for child in children.values() if isinstance(child, torch.Tensor))
             device = next((tensor.device for tensor in tensors), device)
         return _make_tensordict(children, [rows, *prototype.batch_size[1:]], device)
@@ -114,7 +114,7 @@ def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], r
     if kind != "mapping":
         return _make(kind, type(prototype), children)
     try:
-        # A copy keeps what a subclass has beside its items, such as the factory of a defaultdict.
+        # A copy keeps other attributes of a subclass, such as the factory of a defaultdict.
         return _filled(copy.copy(prototype), children)
     except TypeError:
         raise TypeError(
@@ -125,16 +125,16 @@ def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], r
 
 @dataclass(frozen=True)
 class BranchField:
-    """What leads to fields: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
+    """The description of a branch: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
 
     path: Path
-    json: str  # its kind and what makes it again beside its children and the number of rows, as JSON text
-    # Its children as the batch holds them; ranks may fill their dicts in other orders, and the first rank's counts.
+    json: str  # JSON text: its kind, and all that rebuilds it except its children and the number of rows
+    # Keys of its children in the batch's order; dicts of ranks may have different orders, and the first rank's is used.
     keys: tuple[Any, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, path: Path, kind: BranchKind, value: Any, keys: tuple[Any, ...]) -> BranchField:
-        """What a branch is; TypeError for one that no other rank could make."""
+        """Describe a branch; TypeError for a branch that another rank could not rebuild."""
         if kind == "tensordict":
             described: list[Any] = [kind, list(value.batch_size[1:])]
         elif kind == "keyed":
@@ -149,22 +149,22 @@ class BranchField:
 
     @cached_property
     def described(self) -> list[Any]:
-        """Its kind, of a defaultdict its own, and what `made_of` needs beside."""
+        """The kind ("defaultdict" is a separate kind here), and the other arguments of `made_of`."""
         return json.loads(self.json)
 
     @property
     def kind(self) -> str:
-        """The first of `described`."""
+        """The first entry of `described`."""
         return self.described[0]
 
     @property
     def batch_type(self) -> Any:
-        """The class by which it is described; KeyError where this process has not imported it."""
+        """The class of the branch; KeyError if this process has not imported it."""
         found = find_type(self.described[1])
         return found if dataclasses.is_dataclass(found) else known_type(self.described[1], (Mapping, list, tuple))
 
     def made_of(self, children: dict[Any, Any], rows: int, device: torch.device | None) -> Any:
-        """The branch around children of so many rows; the device is that of a TensorDict."""
+        """Rebuild the branch with children of `rows` rows; the device is used for a TensorDict only."""
         kind, *content = self.described
         if kind == "tensordict":
             return _make_tensordict(children, [rows, *content[0]], device)
@@ -175,7 +175,7 @@ class BranchField:
         return _filled(self.batch_type(), children) if kind == "mapping" else _make(kind, self.batch_type, children)
 
     def summary(self) -> str:
-        """What messages show of it."""
+        """The text for messages."""
         kind, *content = self.described
         if kind == "keyed":
             return f"KeyedTensor {content[0]} of widths {content[1]}"
@@ -183,7 +183,7 @@ class BranchField:
 
 
 def _make(kind: str, made: Any, children: dict[Any, Any]) -> Any:
-    """A dataclass, namedtuple, list or tuple."""
+    """Make a dataclass, namedtuple, list or tuple."""
     if kind == "dataclass":
         return make_batch(made, children)
     if kind == "namedtuple":
@@ -202,7 +202,7 @@ def _filled(mapping: Any, children: dict[Any, Any]) -> Any:
 
 
 def _make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device: Any) -> Any:
-    """A TensorDict of tensors, TensorDicts, lists with an object per row, arrays, and objects for all rows."""
+    """Make a TensorDict of tensors, TensorDicts, lists with an object per row, arrays, and objects for all rows."""
     from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
     result = TensorDict({}, batch_size=batch_size, device=device)
@@ -217,11 +217,11 @@ def _make_tensordict(children: dict[Any, Any], batch_size: Sequence[int], device
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same metadata; False where they cannot be compared."""
+    """Whether two values are equal metadata; False if they cannot be compared."""
     if value is other:
         return True
     try:
-        # NaN is the same metadata on all ranks, although it does not equal itself.
+        # NaN counts as equal metadata, although it does not equal itself.
         return bool(value == other) or (value != value and other != other)
     except (TypeError, ValueError, RuntimeError):
         return False
@@ -268,7 +268,7 @@ def _require_rows_first(value: KeyedTensor) -> None:
 
 
 def _factory_name(factory: Any, path: Path) -> str | None:
-    """What a message calls the factory of a defaultdict; TypeError for one that a receiver may not run."""
+    """The name of a defaultdict's factory in a message; TypeError for a factory that a receiver must not run."""
     if factory is None:
         return None
     name = next((name for name, known in _FACTORIES.items() if known is factory), None)
@@ -278,14 +278,14 @@ def _factory_name(factory: Any, path: Path) -> str | None:
             found = getattr(found, part, None)
         error = TypeError if found is factory else UnsendableError
         raise error(
-            f"{path_name(path)!r} is a defaultdict whose factory is {factory!r}; those that can be sent are "
+            f"{path_name(path)!r} is a defaultdict whose factory is {factory!r}; factories that can be sent are "
             f"{', '.join(_FACTORIES)}: pass dict(...) of it"
         )
     return name
 
 
 def _require_only_items(value: Any, path: Path) -> None:
-    """Raise TypeError for a mapping or sequence that its items alone do not make again."""
+    """Raise TypeError for a mapping or sequence that cannot be rebuilt from its items only."""
     made = type(value).__name__
     known: dict[str, Any] = {}
     if isinstance(value, Mapping):
@@ -293,14 +293,14 @@ def _require_only_items(value: Any, path: Path) -> None:
             empty = type(value)()
         except TypeError as error:
             raise TypeError(
-                f"{path_name(path)!r} is a {made}, which cannot be made without arguments ({error}); a mapping arrives "
-                "by its items: pass dict(...) of it"
+                f"{path_name(path)!r} is a {made}, which cannot be made without arguments ({error}); a receiver fills "
+                "an empty mapping with the items: pass dict(...) of it"
             ) from error
         known = getattr(empty, "__dict__", {})
     for name, held in getattr(value, "__dict__", {}).items():
         holds_items = isinstance(held, Mapping) and held.keys() == getattr(value, "keys", dict)()
         if not holds_items and not (name in known and is_equal(held, known[name])):
             raise TypeError(
-                f"{path_name(path)!r} is a {made} with the attribute {name!r} beside its items, which alone arrive: "
-                "pass a dict, list or tuple of them"
+                f"{path_name(path)!r} is a {made} with the attribute {name!r}; only its items are sent: pass a dict, "
+                "list or tuple of them"
             )

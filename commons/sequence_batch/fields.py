@@ -1,8 +1,8 @@
-"""What a batch dataclass is made of: its items, which of them count rows, and which are each rank's own.
+"""Items of a batch dataclass: its fields and attributes, the items that count rows, and the `per_rank` items.
 
-Attributes that `__post_init__` sets count as fields; what a cached_property has computed is left out, and computed
-again. A batch of other rows is made without the constructor, which may change its arguments (labels that count from 1,
-say): these values have been through it.
+Attributes that `__post_init__` sets count as fields; results of a cached_property do not, and are computed again. A
+batch of other rows is made without the constructor, which may change its arguments (for example, shift labels that
+count from 1): the items have already passed through it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from commons.checks import as_count
 Path: TypeAlias = tuple[Any, ...]  # the keys that lead to a value in a batch
 B = TypeVar("B")
 
-# Plain fields that count rows: they differ between ranks and are set, not compared, when rows move.
+# Plain fields that count rows: they differ between ranks, so ranks do not compare them and moving rows sets them.
 ROW_COUNT_FIELDS = ("batch_size", "actual_batch_size")
 
-# By class, names of plain values that are each rank's own.
+# Names of plain values that may differ between ranks, by class.
 _PER_RANK: dict[type, frozenset[str]] = {}
 
 _NO_VALUE = object()
 
-# Attribute of a batch that copies of it as a whole inherit, so that they can be told from other batches like it.
+# Attribute of a batch that copies of the whole batch inherit: it identifies them among batches with equal fields.
 IDENTITY = "__batch_identity__"
 
 
 def path_name(path: Path) -> str:
-    """A path as messages show it."""
+    """The text of a path for messages."""
     return ".".join(map(str, path)) or "the batch itself"
 
 
@@ -41,9 +41,9 @@ def field_names(batch_type: type) -> tuple[str, ...]:
 
 
 def batch_items(batch: Any) -> dict[str, Any]:
-    """All that a batch holds, by name: its fields in the order of declaration, then other attributes.
+    """All items of a batch by name: its fields in the order of declaration, then other attributes.
 
-    Left out are fields without a value, names of Python itself, and what a cached_property has computed.
+    Fields without a value, names that start with two underscores and results of a cached_property are left out.
     """
     items = {}
     for name in field_names(batch.__class__):
@@ -57,29 +57,29 @@ def batch_items(batch: Any) -> dict[str, Any]:
 
 
 def make_batch(batch_type: type[B], items: Mapping[str, Any]) -> B:
-    """A batch that holds what `batch_items` says, made without its constructor."""
+    """Make a batch from the result of `batch_items`, without its constructor."""
     try:
         batch = object.__new__(batch_type)
-    except TypeError:  # kin of a built-in type, such as the outputs of transformers: a dict that its constructor fills
+    except TypeError:  # subclass of a built-in type, such as outputs of transformers: a dict that its constructor fills
         taken = {item.name for item in dataclasses.fields(batch_type) if item.init}  # type: ignore[arg-type]
         return batch_type(**{name: value for name, value in items.items() if name in taken})
     for name, value in items.items():
-        object.__setattr__(batch, name, value)  # of frozen dataclasses too
+        object.__setattr__(batch, name, value)  # works for frozen dataclasses too
     return batch
 
 
 def copy_batch(batch: B, changes: Mapping[str, Any]) -> B:
-    """A copy of a batch, made without its constructor, that holds other values under some names."""
+    """A copy of a batch with the items in `changes` replaced, made without its constructor."""
     return make_batch(type(batch), {**batch_items(batch), **changes})
 
 
 def stated_count(batch: Any, name: str) -> int | None:
-    """What a dataclass says of its rows in one of ROW_COUNT_FIELDS; None where it says nothing.
+    """The value of one of ROW_COUNT_FIELDS in a dataclass; None if the batch does not state it.
 
-    A `batch_size` below 0 says nothing, and is left as it is when rows move: it is the default of TorchEasyRec's Batch.
+    A `batch_size` below 0 states nothing and is not changed when rows move: it is the default of TorchEasyRec's Batch.
 
     Raises:
-        ValueError: no integer.
+        ValueError: not an integer.
     """
     count = getattr(batch, name, None)
     if count is None or (name == "batch_size" and isinstance(count, int) and count < 0):
@@ -93,13 +93,13 @@ def counts_rows(name: Any, value: Any) -> bool:
 
 
 def row_count_items(batch_type: type, rows: int, real: int | None) -> dict[str, int | None]:
-    """The fields of a dataclass that count rows, for `rows` rows of which `real` are no padding."""
+    """The values of a dataclass's fields that count rows, for `rows` rows of which `real` are not padding."""
     names = field_names(batch_type)
     return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
 
 
 def can_state_padding(batch_type: type) -> bool:
-    """Whether batches of a dataclass can say which rows are padding."""
+    """Whether batches of a dataclass can state padding."""
     return "actual_batch_size" in field_names(batch_type)
 
 
@@ -112,7 +112,7 @@ def declare_per_rank(batch_type: type, names: Iterable[str]) -> None:
 
 @functools.cache
 def per_rank_names(batch_type: type) -> frozenset[str]:
-    """Names of the plain values of a dataclass that may differ between ranks, inherited ones included."""
+    """Names of the plain values of a dataclass that may differ between ranks, including inherited names."""
     return frozenset().union(*(_PER_RANK[each] for each in batch_type.__mro__ if each in _PER_RANK))
 
 

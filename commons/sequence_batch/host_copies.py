@@ -1,13 +1,13 @@
-"""Integers of a device that the host knows too: the lengths of a batch, and what else a model plans by.
+"""Host copies of integer tensors on a device: the lengths of a batch and its `host_fields`.
 
-A tensor that was copied to a device remembers the host tensor that it is a copy of, so that whoever plans by its values
-need not wait for the device. What is remembered belongs to this one tensor: another tensor in its place, a copy of it
-included, has none, and a tensor that is written to or given other memory, or whose source is, forgets.
+A tensor that was copied to a device keeps a reference to its source on the host, so that planning need not synchronise
+with the device. The host copy belongs to this one tensor object: other tensors, its copies included, have none. It
+becomes invalid when the tensor or its source is written to or gets other memory.
 
-What writes past torch's count of versions is not noticed: collectives that write into the tensor (`broadcast`,
+Writes that do not change torch's version counter are not detected: collectives that write into the tensor (`broadcast`,
 `all_reduce`, `all_to_all_single`, `scatter`), numpy, DLPack, `.data.add_`, `untyped_storage().copy_`, inference mode.
-Call `torch.autograd.graph.increment_version(tensor)` after such a write. Nothing in this project writes so into a field
-of a batch: tensor-parallel peers load and shuffle alike, and the exchange makes new tensors.
+Call `torch.autograd.graph.increment_version(tensor)` after such a write. This project never writes to fields of a batch
+in these ways: tensor-parallel peers load and shuffle alike, and the exchange makes new tensors.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ _ATTRIBUTE = "_evenrank_host_copy"
 
 
 class _HostCopy:
-    """A host tensor, and the states of it and of the device's tensor at which the two were equal."""
+    """A host tensor, with the states of both tensors when their values were equal."""
 
     __slots__ = ("host", "owner", "states")
 
     def __init__(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self.host = host
-        self.owner = id(tensor)  # copy.copy takes attributes along, but not the version
+        self.owner = id(tensor)  # copy.copy copies attributes, but not the version
         self.states = _state(tensor), _state(host)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has the values of the host tensor, as far as torch tells."""
+        """Whether this is a valid host copy of the tensor: neither has changed by torch's version counters."""
         return self.owner == id(tensor) and self.states == (_state(tensor), _state(self.host))
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
-        return OrderedDict, ()  # a tensor's pickle or deep copy is another tensor; torch.load takes this for harmless
+        return OrderedDict, ()  # a pickled or deep-copied tensor has no host copy; torch.load allows an OrderedDict
 
 
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's version, memory and shape at this moment."""
+    """A tensor's current version, memory and shape."""
     version = None if tensor.is_inference() else tensor._version
-    # Weak: an address that is kept by nobody may be taken again by other memory.
+    # A weak reference and not the address, which may be reused after the storage is freed.
     return version, StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape
 
 
 def attach_host_copy(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    """Let a tensor remember its values, integers of the same order on the host, perhaps of a wider dtype.
+    """Attach a host copy to a tensor: the same integers in the same order, in the same or a wider dtype.
 
-    Without effect for a tensor on the host, which has them.
+    Has no effect on a tensor that is on the host.
     """
     if tensor.device.type != "cpu":
         setattr(tensor, _ATTRIBUTE, _HostCopy(host, tensor))
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor on the host: itself where it lies there, else what is attached; None for neither."""
+    """The values of a tensor on the host: the tensor itself if it is there, else its host copy; None if it has none."""
     if tensor.device.type == "cpu":
         return tensor
     known = getattr(tensor, _ATTRIBUTE, None)
@@ -66,16 +66,16 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def carry_host_copy(source: torch.Tensor, copied: torch.Tensor) -> None:
-    """Let a copy of a tensor know what the tensor knows."""
+    """Attach the host copy of a tensor, if any, to a copy of the tensor."""
     host = host_copy(source)
     if host is not None:
         attach_host_copy(copied, host)
 
 
 def host_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The values of integer tensors, int64 of the same shapes, not to be written to.
+    """The values of integer tensors, int64 of the same shapes, read-only.
 
-    Waits for the device only if a tensor's values are not known: those are read back in one copy, and attached.
+    Tensors without a host copy are read back in one copy, which synchronises with the device, and then have one.
     """
     unknown = [tensor for tensor in tensors if host_copy(tensor) is None]
     if unknown:
@@ -86,9 +86,9 @@ def host_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """One-dimensional arrays of one dtype, at least one, on a device, in one copy that the host does not wait for.
+    """Copy one-dimensional arrays of one dtype, at least one, to a device, in one non-blocking copy.
 
-    To CUDA they go through pinned memory. The tensors share one storage.
+    Copies to CUDA use pinned memory. The tensors share one storage.
     """
     flat = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Leaves whose rows differ in length: JaggedTensors, KeyedJaggedTensors and nested tensors; see row_fields.py."""
+"""Leaves with rows of different lengths: JaggedTensors, KeyedJaggedTensors and nested tensors; see row_fields.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class JaggedField(RowField):
     """A JaggedTensor: values `(sum(lengths), *row_shape)`, weights too, over lengths `(rows,)`.
 
-    Its offsets may leave values out, before the first row and after the last; results have those of the rows alone.
+    It may have values before its first offset and after its last; results have only the values of the rows.
     """
 
     label = "jagged"
@@ -30,16 +30,16 @@ class JaggedField(RowField):
     values_dtype: torch.dtype
     weights_dtype: torch.dtype | None
     lengths_dtype: torch.dtype
-    row_shape: tuple[int, ...] | None  # of an entry; None for a KeyedJaggedTensor
+    row_shape: tuple[int, ...] | None  # shape of an entry; None for a KeyedJaggedTensor
 
     @property
     def is_label(self) -> bool:
-        """Whether its values are no tokens."""
+        """Whether its values are labels and not tokens."""
         return self.path[:1] == ("labels",)
 
     @property
     def is_lookup(self) -> bool:
-        """Whether its values are embedding lookups: those of KeyedJaggedTensors but the labels."""
+        """Whether its values are embedding lookups: true for KeyedJaggedTensors except labels."""
         return self.row_shape is None and not self.is_label
 
     @classmethod
@@ -99,7 +99,7 @@ class JaggedField(RowField):
         stride: int,
         length_per_key: list[int] | None,
     ) -> KeyedJaggedTensor | JaggedTensor:
-        """The jagged tensor of `stride` rows, with lengths `(keys · stride,)` whose sums are `length_per_key`."""
+        """Make a jagged tensor of `stride` rows from lengths `(keys · stride,)`; `length_per_key` has their sums."""
         if self.row_shape is not None:
             return torchrec_class("JaggedTensor")(values=values, weights=weights, lengths=lengths)
         keys, made = list(self.keys), torchrec_class("KeyedJaggedTensor")
@@ -145,7 +145,7 @@ class KeyedJaggedField(JaggedField):
         return rows
 
     def require_movable(self, value: KeyedJaggedTensor) -> None:
-        pass  # what `count` takes can move
+        pass  # `count` raises for all values that cannot move
 
     def check(self, value: KeyedJaggedTensor) -> None:
         self.count(value)
@@ -160,7 +160,7 @@ class KeyedJaggedField(JaggedField):
         permute = (starts + on_device.unsqueeze(0)).flatten().to(torch.int32)  # (keys · N,)
         known = host_copy(value.lengths())
         on_host = None if known is None else known.view(num_keys, num_rows).index_select(1, rows)
-        # The total of all keys: where the host does not know the lengths, the one number that has to be read back.
+        # Without a host copy of the lengths, this read of the sums is the only synchronisation.
         per_key = (selected if on_host is None else on_host).sum(dim=1).tolist()
         values, _, *weights = self.tensors(value)
         parts = [permute_segments(permute, lengths.flatten(), part, sum(per_key)) for part in (values, *weights)]
@@ -171,9 +171,10 @@ class KeyedJaggedField(JaggedField):
 
     def join(self, values: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         strides, per_key = [value.stride() for value in values], [value.length_per_key() for value in values]
-        of_lengths, joined = [[stride] * len(self.keys) for stride in strides], []
-        for place, parts in enumerate(zip(*map(self.tensors, values))):
-            pieces = [part.split(sizes) for part, sizes in zip(parts, of_lengths if place == 1 else per_key)]
+        rows_per_key, joined = [[stride] * len(self.keys) for stride in strides], []
+        for position, parts in enumerate(zip(*map(self.tensors, values))):
+            # `tensors` has the lengths at position 1.
+            pieces = [part.split(sizes) for part, sizes in zip(parts, rows_per_key if position == 1 else per_key)]
             joined.append(torch.cat([piece[key] for key in range(len(self.keys)) for piece in pieces]))
         return self.made_of([sum(strides), [sum(sizes) for sizes in zip(*per_key)]], joined)
 
@@ -182,7 +183,7 @@ class KeyedJaggedField(JaggedField):
         return [value.values(), value.lengths(), *([] if weights is None else [weights])]
 
     def content(self, value: KeyedJaggedTensor) -> tuple[Any, list[torch.Tensor]]:
-        # Of lengths on a device that have not been summed, the sums would be read back.
+        # Lengths on a device are not summed here, because reading the sums would synchronise.
         on_host = value.lengths().device.type == "cpu"
         per_key = value.length_per_key() if on_host else value.length_per_key_or_none()
         return [value.stride(), per_key], self.tensors(value)
@@ -190,17 +191,17 @@ class KeyedJaggedField(JaggedField):
 
 @dataclass(unsafe_hash=True)
 class NestedField(RowField):
-    """A nested tensor of layout torch.jagged. Its results are contiguous: gaps between rows are left out."""
+    """A nested tensor of layout torch.jagged. Results are contiguous, without gaps between rows."""
 
     label = "nested tensor"
 
     dtype: torch.dtype
-    row_shape: tuple[int, ...]  # -1 where rows differ
-    ragged: int  # the dimension in which they do
+    row_shape: tuple[int, ...]  # -1 in the dimension in which rows differ
+    ragged: int  # the dimension in which rows differ
 
     @classmethod
     def of(cls, path: Path, value: torch.Tensor) -> NestedField:
-        if value.layout != torch.jagged:  # which `count` refuses
+        if value.layout != torch.jagged:  # `count` raises for it
             return cls(path, value.dtype, (), 0)
         ragged = ragged_axis(value)
         return cls(path, value.dtype, (*value.shape[1:ragged], -1, *value.shape[ragged + 1 :]), ragged)
@@ -215,8 +216,8 @@ class NestedField(RowField):
 
     def require_movable(self, value: torch.Tensor) -> None:
         raise ValueError(
-            f"field {self.name!r} is a nested tensor; rows that move are those of dense tensors, of "
-            "KeyedJaggedTensors and of JaggedTensors: convert it to one of these"
+            f"field {self.name!r} is a nested tensor; a shuffler moves rows of dense tensors, KeyedJaggedTensors and "
+            "JaggedTensors: convert it to one of these"
         )
 
     def check(self, value: torch.Tensor) -> None:
@@ -251,25 +252,25 @@ def require_sum(path: Path, total: int, num_values: int) -> None:
     """Raise ValueError unless the lengths of a jagged tensor add up to its values."""
     if total != num_values:
         raise ValueError(
-            f"field {path_name(path)!r} has lengths that add up to {total} and {num_values} values; values must be "
-            "exactly those of the rows: remove the others"
+            f"field {path_name(path)!r} has lengths that add up to {total} and {num_values} values; every value must "
+            "belong to a row: remove the others"
         )
 
 
 def require_flat(path: Path, jagged: KeyedJaggedTensor | JaggedTensor, flat: dict[str, torch.Tensor | None]) -> None:
-    """Raise ValueError for weights and offsets that do not fit the values, and for tensors of several dimensions."""
+    """Raise ValueError for weights or offsets that do not fit the values, or for a tensor with several dimensions."""
     for what, tensor in flat.items():
         if tensor is not None and tensor.dim() != 1:
             raise ValueError(
-                f"field {path_name(path)!r} has {what} of shape {tuple(tensor.shape)}; those of a "
+                f"field {path_name(path)!r} has {what} of shape {tuple(tensor.shape)}; {what} of a "
                 f"{type(jagged).__name__} have one dimension: flatten them, or use one key per column"
             )
     _require_weights(path, jagged)
     offsets = jagged.offsets_or_none()
-    # On a device the look at the first offset would wait for everything before it.
+    # On a device, reading the first offset would synchronise.
     if offsets is not None and offsets.device.type == "cpu" and offsets.numel() and int(offsets[0]):
         raise ValueError(
-            f"field {path_name(path)!r} has offsets that begin at {int(offsets[0])}; those of a "
+            f"field {path_name(path)!r} has offsets that begin at {int(offsets[0])}; offsets of a "
             f"{type(jagged).__name__} begin at 0: cut off the values before, and subtract it"
         )
 
@@ -289,7 +290,7 @@ def _jagged_dtypes(value: KeyedJaggedTensor | JaggedTensor) -> tuple[torch.dtype
 
 
 def _ends(value: JaggedTensor) -> tuple[int, int]:
-    """Where the first row of a JaggedTensor begins and the last one ends."""
+    """The start of the first row of a JaggedTensor and the end of the last row, as positions in its values."""
     offsets = value.offsets()
     return (int(offsets[0]), int(offsets[-1])) if offsets.numel() else (0, 0)
 
@@ -297,7 +298,7 @@ def _ends(value: JaggedTensor) -> tuple[int, int]:
 def _segment_positions(
     starts: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the elements of the segments `rows` lie, segment after segment, and the lengths of these segments.
+    """The positions of the elements of the segments `rows`, segment after segment, and the lengths of these segments.
 
     Segment i begins at `starts[i]` and has `lengths[i]` elements.
     """
@@ -314,6 +315,6 @@ def ragged_axis(value: torch.Tensor) -> int:
 
 
 def _nested_lengths(value: torch.Tensor) -> torch.Tensor:
-    """int64 `(rows,)`: elements of each row of a jagged nested tensor, gaps after it not counted."""
+    """The number of elements of each row of a jagged nested tensor, without gaps between rows, int64 `(rows,)`."""
     lengths = value.lengths()  # type: ignore[attr-defined]
     return value.offsets().diff() if lengths is None else lengths  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""A batch as a tree, opened in one walk: its leaves and plain values by path, and the branches that lead to them.
+"""A batch as a tree: its leaves, plain values and branches by path, found in one walk.
 
-`rows.py` has the table of what is a leaf, a branch or metadata. Children of a dict or TensorDict are laid out in a
-sorted order, so that batches whose dicts were filled in another order are equal.
+`rows.py` has the table of leaves, branches and metadata. Children of a dict or TensorDict are sorted, so that batches
+are equal whose dicts were filled in different orders.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ _SCALARS = frozenset([str, int, float, bool, bytes, complex, NoneType])
 
 
 class Branch(NamedTuple):
-    """A value that leads to leaves."""
+    """A value that contains leaves."""
 
     value: Any
     kind: BranchKind
-    keys: tuple[Any, ...]  # of its children, as the value has them
+    keys: tuple[Any, ...]  # keys of its children, in the order of the value
 
 
-@dataclass(eq=False)  # not frozen: one is made per batch
+@dataclass(eq=False)  # not frozen, which is slower, because every batch makes a Tree
 class Tree(Generic[B]):
-    """All that a batch holds, by path and depth first."""
+    """All values of a batch by path, depth first."""
 
-    leaves: dict[Path, Any]  # what has an entry per row
+    leaves: dict[Path, Any]  # values with an entry per row
     plain: dict[Path, Any]  # metadata
-    branches: dict[Path, Branch]  # each before those below it
+    branches: dict[Path, Branch]  # every branch before the branches below it
     _fields: dict[Path, RowField] | None = field(default=None, init=False)
 
     @property
     def fields(self) -> dict[Path, RowField]:
-        """What the leaves are, but for their rows."""
+        """Descriptions of the leaves, without their rows."""
         if self._fields is None:
             self._fields = {path: describe_leaf(path, value) for path, value in self.leaves.items()}
         return self._fields
@@ -72,12 +72,12 @@ class Tree(Generic[B]):
 
     @property
     def metadata(self) -> dict[Path, Any]:
-        """The plain values but for the fields of dataclasses that count rows."""
+        """The plain values, except the fields of dataclasses that count rows."""
         return {path: value for path, value in self.plain.items() if not self.counts_rows(path, value)}
 
     @property
     def own_paths(self) -> list[Path]:
-        """Plain values that are each rank's own, see `register_batch_type`."""
+        """Paths of plain values that may differ between ranks, see `register_batch_type`."""
         own = tuple(
             path_name((*path, name))
             for path, branch in self.branches.items()
@@ -90,7 +90,7 @@ class Tree(Generic[B]):
         return [path for path in self.plain if path_name(path) in own or path_name(path).startswith(below)]
 
     def counts_rows(self, path: Path, value: Any) -> bool:
-        """Whether a plain value is the field of a dataclass that counts its rows."""
+        """Whether a plain value is a field of a dataclass that counts its rows."""
         counts = path != () and path[-1] in ROW_COUNT_FIELDS and counts_rows(path[-1], value)
         return counts and self.branches[path[:-1]].kind == "dataclass"
 
@@ -100,7 +100,7 @@ def open_tree(batch: B) -> Tree[B]:
 
     Raises:
         TypeError: a tensorclass.
-        ValueError: as `children_of`.
+        ValueError: as for `children_of`.
     """
     tree: Tree[B] = Tree({}, {}, {})
     _open(batch, (), False, tree)
@@ -108,7 +108,7 @@ def open_tree(batch: B) -> Tree[B]:
 
 
 def open_batch(batch: B) -> Tree[B]:
-    """Open a batch of a shuffler, which moves the rows of tensors: arrays are plain values; raises as `open_tree`."""
+    """Open a batch of a shuffler, which moves only tensors, so arrays are plain values; raises as `open_tree`."""
     tree = open_tree(batch)
     if not all(map(is_moved, tree.leaves.values())):
         for path in [path for path, value in tree.leaves.items() if isinstance(value, np.ndarray)]:
@@ -117,11 +117,11 @@ def open_batch(batch: B) -> Tree[B]:
 
 
 def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> None:
-    """Add a value to a tree; `lists_are_plain` is whether it is part of a dataclass."""
+    """Add a value to a tree; `lists_are_plain`: whether it is below a dataclass, where lists are metadata."""
     kind, children = children_of(value) if path == () or _has_rows(value, lists_are_plain) else (None, {})
     if isinstance(value, np.ndarray) or is_moved(value) or _is_column(value, lists_are_plain):
         tree.leaves[path] = value
-    elif kind is None:  # metadata, of a type that need not be made again
+    elif kind is None:  # metadata, which is not rebuilt
         tree.plain[path] = value.value if isinstance(value, Constant) else value
     else:
         tree.branches[path] = Branch(value, kind, tuple(children))
@@ -133,7 +133,7 @@ def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> Non
             child, at = children[key], (*path, key)
             if is_moved(child):
                 tree.leaves[at] = child
-            elif (lists_are_plain or type(child) is not list) and holds_scalars(child):  # what most of the others are
+            elif (lists_are_plain or type(child) is not list) and holds_scalars(child):  # a fast path for most metadata
                 tree.plain[at] = child
             else:
                 _open(child, at, lists_are_plain, tree)
@@ -145,7 +145,7 @@ def _is_column(value: Any, lists_are_plain: bool) -> bool:
 
 
 def _has_rows(value: Any, lists_are_plain: bool) -> bool:
-    """Whether there is a leaf in a value, at any depth."""
+    """Whether a value is or contains a leaf, at any depth."""
     if type(value) in _SCALARS:
         return False
     if tensor_kind(value) is not None:
@@ -163,7 +163,7 @@ def row_fields(batch: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def value_at(batch: Any, path: Path) -> Any:
-    """What a batch holds at a path; AttributeError, LookupError or TypeError if there is nothing."""
+    """The value of a batch at a path; AttributeError, LookupError or TypeError if there is none."""
     value = getattr(batch, path[0])
     for key in path[1:]:
         value = child_at(value, key)
@@ -171,9 +171,13 @@ def value_at(batch: Any, path: Path) -> Any:
 
 
 def rebuild(tree: Tree[B], values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Tree[B]:
-    """A tree with other leaves or plain values at some paths; no dataclass runs its constructor.
+    """A tree with the leaves and plain values in `values` replaced; dataclasses are made without their constructors.
 
-    Where it has another number of `rows`, padding included and `real` of them real, every leaf is among the values.
+    Args:
+        tree: the original.
+        values: new values by path; all leaves if the number of rows changes.
+        rows: the new number of rows, including padding; None if it does not change.
+        real: how many of them are real.
     """
     made = {**tree.leaves, **tree.plain, **values}
     leaves, plain = ({path: made[path] for path in each} for each in (tree.leaves, tree.plain))
@@ -192,8 +196,8 @@ def rebuild(tree: Tree[B], values: Mapping[Path, Any], rows: int | None = None, 
 
 
 def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Any:
-    """A copy of a batch with other values at some paths: see `rebuild`."""
-    if all(len(path) == 1 for path in values):  # most batches of a shuffler have no branches: nothing to open
+    """A copy of a batch with the values at some paths replaced; see `rebuild`."""
+    if all(len(path) == 1 for path in values):  # a fast path for batches without branches, as most are
         counts = {} if rows is None else row_count_items(type(batch), rows, real)
         counted = {name: count for name, count in counts.items() if counts_rows(name, getattr(batch, name))}
         return copy_batch(batch, {path[0]: value for path, value in values.items()} | counted)
@@ -201,11 +205,11 @@ def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None
 
 
 def count_tree(tree: Tree[Any]) -> tuple[int, int]:
-    """Rows with padding, and real ones: `actual_batch_size` where a dataclass states it, else all.
+    """The number of rows with padding, and of real rows: `actual_batch_size` if a dataclass states it, else all.
 
     Raises:
-        ValueError: no leaf, leaves that disagree with one another or with a `batch_size`, an `actual_batch_size`
-            outside the batch, or several that differ.
+        ValueError: no leaf, leaves with different numbers of rows, a `batch_size` that differs from them, an
+            `actual_batch_size` outside the batch, or different values of `actual_batch_size`.
     """
     counts: dict[Path, int] = {}
     stated: dict[Path, int] = {}
@@ -242,11 +246,11 @@ def count_tree(tree: Tree[Any]) -> tuple[int, int]:
 
 
 def row_counts(batch: Any, tree: Tree[Any] | None = None) -> tuple[int, int]:
-    """Rows of a batch of a shuffler with padding, and real ones.
+    """The number of rows with padding, and of real rows, of a batch of a shuffler.
 
     Raises:
-        TypeError: not a dataclass, or Python objects per row.
-        ValueError: as `count_tree`, or a leaf that cannot move.
+        TypeError: not a dataclass, or a list with a Python object per row.
+        ValueError: as for `count_tree`, or a leaf that cannot move.
     """
     require_dataclass(batch)
     tree = open_batch(batch) if tree is None else tree
@@ -258,17 +262,17 @@ def row_counts(batch: Any, tree: Tree[Any] | None = None) -> tuple[int, int]:
 
 
 def batch_rows(batch: Any) -> int:
-    """Number of rows, padding included, that all fields of the batch agree on; raises as `row_counts`."""
+    """Number of rows of a batch, including padding; raises as `row_counts`."""
     return row_counts(batch)[0]
 
 
 def real_rows(batch: Any) -> int:
-    """Number of rows that are no padding; raises as `row_counts`."""
+    """Number of real rows of a batch; raises as `row_counts`."""
     return row_counts(batch)[1]
 
 
 def batch_device(batch: Any) -> torch.device:
-    """Device of the batch, taken from its first row field that is no branch, or its first."""
+    """Device of a batch: that of its first field that is a leaf, else of its first leaf below a branch."""
     declared = (getattr(batch, name, None) for name in field_names(batch.__class__))
     value = next((value for value in declared if is_moved(value)), None)
     if value is None:
@@ -279,11 +283,11 @@ def batch_device(batch: Any) -> torch.device:
 
 
 def require_one_device(leaves: Mapping[Path, Any]) -> None:
-    """Raise ValueError, with names, for row fields that lie on devices of more than one type."""
+    """Raise ValueError, with names, for row fields on devices of more than one type."""
     kinds = {device_of(value).type: path for path, value in leaves.items()}
     if len(kinds) > 1:
         named = {path_name(path): kind for kind, path in kinds.items()}
-        raise ValueError(f"fields lie on different devices: {named}; a batch lies on one: move them to it")
+        raise ValueError(f"fields are on different devices: {named}; all fields must be on one: move them to it")
 
 
 def require_no_grad(leaves: Mapping[Path, Any]) -> None:
@@ -298,7 +302,7 @@ def require_no_grad(leaves: Mapping[Path, Any]) -> None:
 
 
 def holds_scalars(value: Any) -> bool:
-    """Whether a value is a scalar, or a list, tuple or dict of scalars alone, as most metadata of a batch are."""
+    """Whether a value is a scalar, or a list, tuple or dict of only scalars, as most metadata of a batch are."""
     kind = type(value)
     if kind in _SCALARS:
         return True

@@ -1,7 +1,7 @@
-"""Plain Python values as JSON that gives them back as they were: tuples stay tuples, keys keep their type.
+"""JSON of plain Python values that keeps types: tuples stay tuples, keys keep their type.
 
-Classes travel by name. A receiver looks a name up among the classes that were registered and in the modules that it has
-imported; nothing is imported for a name.
+Classes are sent by name. A receiver looks a name up among registered classes and in the modules that it has imported;
+it never imports a module for a name.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from commons.sequence_batch.fields import Path, path_name
 K = TypeVar("K")
 V = TypeVar("V")
 
-# Characters of a value in a message.
+# Most characters of a value in a message.
 _SHOWN = 200
 
 _REGISTERED: dict[str, type] = {}
 
 
 def encode_plain(value: Any, path: Path) -> Any:
-    """A value that json.dumps takes.
+    """Convert a value to data for json.dumps.
 
-    It may be None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a member
-    of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these; TypeError, with its path in the batch, for
-    anything else.
+    The value may be None, bool, int, float, complex, str, bytes, numpy scalar, torch.dtype, torch.device, torch.Size, a
+    member of an enum, or a list, tuple, namedtuple, dict or OrderedDict of these; TypeError, with its path in the
+    batch, for anything else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
         return [encode_plain(item, path) for item in value]
-    # A JSON object has one entry: its key says what the value is. Lists and scalars stand for themselves.
+    # Other values are JSON objects with one entry, kind → content.
     kind, content = _parts(value, path)
     return {kind: encode_plain(content, path)}
 
 
 def _parts(value: Any, path: Path) -> tuple[str, Any]:
-    """The kind of a value, and what `_MAKERS` makes it of: a list, or text."""
+    """The kind of a value, and its content, a list or text, from which `_MAKERS` makes the value."""
     held = type(value)
     if held is tuple or held is torch.Size:
         return "tuple" if held is tuple else "size", list(value)
@@ -68,8 +68,8 @@ def _parts(value: Any, path: Path) -> tuple[str, Any]:
     if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
         return "numpy", [value.dtype.str, value.item()]
     raise TypeError(
-        f"{path_name(path)!r} holds a {held.__name__}; what is not moved with the rows travels as JSON: use None, "
-        "numbers, strings, bytes, enums, and lists, tuples and dicts of these, or a tensor of its own for rows"
+        f"{path_name(path)!r} holds a {held.__name__}; values other than tensors are sent as JSON: use None, "
+        "numbers, strings, bytes, enums, and lists, tuples and dicts of these, or a tensor with an entry per row"
     )
 
 
@@ -89,7 +89,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode_plain(data: Any) -> Any:
-    """The value that `encode_plain` took; KeyError for an enum or namedtuple that this process has not imported."""
+    """The value of which `data` is the `encode_plain`; KeyError for an enum or namedtuple that is not imported here."""
     if isinstance(data, list):
         return [decode_plain(item) for item in data]
     if not isinstance(data, dict):
@@ -99,7 +99,7 @@ def decode_plain(data: Any) -> Any:
 
 
 def show_plain(data: Any) -> str:
-    """What `encode_plain` gave, as messages show it; needs no class to be known."""
+    """The text for messages of data from `encode_plain`; classes need not be imported."""
     if isinstance(data, list):
         return f"[{_listed(data)}]"
     if not isinstance(data, dict):
@@ -116,14 +116,14 @@ def show_plain(data: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PlainField:
-    """A value that holds no rows: it must be the same on all ranks, or is declared to be each rank's own."""
+    """The description of a value without rows, which is equal on all ranks unless it is declared `per_rank`."""
 
     path: Path
-    json: str  # the value as `encode_plain` writes it, as JSON text; empty for one per rank that JSON cannot hold
+    json: str  # JSON text of `encode_plain`; empty for a `per_rank` value that JSON cannot hold
     per_rank: bool = False  # see `register_batch_type`
 
     def __eq__(self, other: object) -> bool:
-        """Whether path and value are the same, types included; dicts are equal in any order of their items."""
+        """Whether path and value are equal, types included; dicts are equal in any order of their items."""
         if not isinstance(other, PlainField):
             return NotImplemented
         if self.path != other.path or self.per_rank != other.per_rank:
@@ -134,39 +134,39 @@ class PlainField:
         return hash(self.path)
 
     def value(self) -> Any:
-        """The value, equal to what was described; KeyError for a class that is not imported here."""
+        """The described value; KeyError for a class that is not imported here."""
         return decode_plain(json.loads(self.json))
 
     def canonical(self) -> str:
-        """The value as JSON text that equal ones have; as text, because 1, 1.0 and True are equal in Python."""
+        """JSON text that is equal for equal values of equal types; Python's 1, 1.0 and True would compare equal."""
         return json.dumps(json.loads(self.json, object_hook=_sorted))
 
     def summary(self) -> str:
-        """What messages show of it."""
+        """The text for messages."""
         text = show_plain(json.loads(self.json)) if self.json else "a value"
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
 
 
 def differences(first: Mapping[K, V], other: Mapping[K, V]) -> list[tuple[K, V | None, V | None]]:
-    """Where two descriptions of batches differ, and what both say there; None stands for what is absent."""
+    """The names at which two descriptions of batches differ, with both values; None for an absent value."""
     return [
         (name, first.get(name), other.get(name)) for name in {**first, **other} if first.get(name) != other.get(name)
     ]
 
 
 def register_type(named: type) -> None:
-    """Make a class known by name that is not at its name in a module, such as one made within a function."""
+    """Register a class under its name, for classes that are not attributes of their module, such as local classes."""
     _REGISTERED[name_of(named)] = named
 
 
 def name_of(named: type) -> str:
-    """The name of a class, with a colon after its module."""
+    """The name of a class, `module:qualname`."""
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def type_name(named: type, where: str) -> str:
-    """`name_of` a class at `where` in a batch; TypeError for one that `find_type` would not find by it."""
+    """`name_of` a class at `where` in a batch; TypeError if `find_type` would not find the class by this name."""
     if find_type(name_of(named)) is not named:
         raise TypeError(
             f"{where!r} is a {named.__qualname__}, which is not found under that name in module {named.__module__}; "
@@ -187,19 +187,19 @@ def find_type(name: str) -> type | None:
 
 
 def known_type(name: str, kinds: tuple[type, ...]) -> Any:
-    """The class of that name, a subclass of one of `kinds`; KeyError where this process has not imported it."""
+    """The class of that name, a subclass of one of `kinds`; KeyError if this process has not imported it."""
     found = find_type(name)
     if found is not None and issubclass(found, kinds):
         return found
     module, _, qualname = name.partition(":")
     raise KeyError(
-        f"class {qualname} of module {module} is unknown on this rank; a batch is made again from its classes: import "
+        f"class {qualname} of module {module} is unknown on this rank; every rank needs the classes of a batch: import "
         f"{module} on every rank, or decorate it with commons.sequence_batch.schema.register_batch_type"
     )
 
 
 def _sorted(data: dict[str, Any]) -> dict[str, Any]:
-    """What `_parts` gave, with the items of a dict sorted: equal dicts give equal results."""
+    """A result of `_parts` with the items of a dict sorted, so that equal dicts give equal results."""
     return {kind: sorted(content, key=json.dumps) if kind == "dict" else content for kind, content in data.items()}
 
 

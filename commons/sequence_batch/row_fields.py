@@ -1,7 +1,7 @@
-"""Leaves: values of a batch that hold one entry per row. Each kind is a class, and its instances describe values.
+"""Leaves: values of a batch with one entry per row. Each kind of leaf is a class, and its instances describe values.
 
-An instance says what values must have in common, everything but their rows, and its methods take such values. This
-file has the kinds that are no jagged tensors; see jagged_fields.py and row_leaves.py.
+An instance has all properties of a value except its rows; its methods take values with these properties. This file has
+the kinds that are not jagged; see also jagged_fields.py and row_leaves.py.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 
 
-@dataclass(unsafe_hash=True)  # not frozen: one is made per batch and field, and stays as it is
+@dataclass(unsafe_hash=True)  # never changed, but not frozen, which is slower: every batch makes one per field
 class RowField(ABC):
-    """What a batch holds at a path: values of one kind, in everything but their rows."""
+    """The description of a leaf at a path, without its rows."""
 
-    label: ClassVar[str]  # what messages call such a value
+    label: ClassVar[str]  # name of the kind in messages
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Its path as messages show it."""
+        """The text of its path for messages."""
         return path_name(self.path)
 
     @classmethod
     @abstractmethod
     def of(cls, path: Path, value: Any) -> RowField:
-        """What a value of this kind is, but for its rows."""
+        """Describe a value of this kind."""
 
     @abstractmethod
     def count(self, value: Any) -> int:
-        """Number of rows; ValueError for a value without a row dimension. Reads nothing from a device."""
+        """Number of rows; ValueError for a value without a row dimension. Never synchronises."""
 
     @abstractmethod
     def select(self, value: Any, rows: torch.Tensor) -> Any:
@@ -48,37 +48,37 @@ class RowField(ABC):
 
     @abstractmethod
     def join(self, values: Sequence[Any]) -> Any:
-        """Rows of all values, in turn."""
+        """The rows of all values, value after value."""
 
     def tensors(self, value: Any) -> list[torch.Tensor]:
-        """The tensors that a value is made of; none for arrays and Python objects."""
+        """The tensors of a value; empty for arrays and Python objects."""
         return []
 
     @abstractmethod
     def empty(self, rows: int, device: torch.device | None = None) -> Any:
-        """`rows` rows of padding: empty where rows are jagged, else zeros, None among objects."""
+        """`rows` rows of padding: empty rows of a jagged value, zeros, or None for Python objects."""
 
     def require_movable(self, value: Any) -> None:  # noqa: B027  most kinds can
-        """Raise ValueError or TypeError for a value that a shuffler cannot move; reads nothing from a device."""
+        """Raise ValueError or TypeError for a value that a shuffler cannot move; never synchronises."""
 
     def check(self, value: Any) -> None:  # noqa: B027  most kinds need none
-        """Raise ValueError or TypeError for parts that do not belong together; may wait for a device."""
+        """Raise ValueError or TypeError for an inconsistent value; may synchronise."""
 
     def content(self, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """A value as something that JSON holds, and tensors; TypeError for what JSON cannot hold."""
+        """The parts of a value, data for JSON and tensors; TypeError for a part that JSON cannot hold."""
         return None, self.tensors(value)
 
     def made_of(self, content: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value of which `content` gave these."""
+        """The value with this `content`."""
         return tensors[0]
 
     def map(self, value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """A value whose tensors are others."""
+        """The value with `function` applied to its tensors."""
         content, tensors = self.content(value)
         return self.made_of(content, list(map(function, tensors)))
 
     def summary(self) -> str:
-        """What messages show of it."""
+        """The text for messages."""
         facts = [getattr(self, each.name) for each in dataclasses.fields(self)[1:]]
         return " ".join(
             [self.label, *(str(list(each)) if isinstance(each, tuple) else short_name(each) for each in facts)]
@@ -101,8 +101,8 @@ class DenseField(RowField):
     def count(self, value: torch.Tensor) -> int:
         if value.layout != torch.strided:
             raise ValueError(
-                f"field {self.name!r} is a tensor of layout {value.layout}; rows are those of dense and of "
-                "jagged tensors: convert it to one of these"
+                f"field {self.name!r} is a tensor of layout {value.layout}; only dense and jagged tensors have rows: "
+                "convert it to one of these"
             )
         if value.dim() == 0:
             raise ValueError(
@@ -130,11 +130,11 @@ class DenseField(RowField):
 
 @dataclass(unsafe_hash=True)
 class ArrayField(RowField):
-    """A numpy array `(rows, *trailing)`; one of dtype object holds a Python object per row."""
+    """A numpy array `(rows, *trailing)`; with dtype object, an array of Python objects."""
 
     label = "array"
 
-    dtype: str  # as numpy writes it; of strings without their width: joining widens them
+    dtype: str  # numpy's text of the dtype; for strings without their width, because joining widens them
     trailing: tuple[int, ...]
 
     @classmethod
@@ -151,11 +151,11 @@ class ArrayField(RowField):
 
     def check(self, value: np.ndarray) -> None:
         if type(value) not in (np.ndarray, np.memmap):
-            # Rows of others would be joined and sent as those of a plain one.
+            # Joining and sending keep only the values of a subclass.
             remedy = "np.ma.getdata and np.ma.getmaskarray" if isinstance(value, np.ma.MaskedArray) else "np.asarray"
             raise TypeError(
-                f"field {self.name!r} is a {type(value).__name__}; rows are taken from plain arrays, and "
-                f"what it has beside its values would be lost: pass what {remedy} give of it"
+                f"field {self.name!r} is a {type(value).__name__}; arrays must be plain, because all except the values "
+                f"would be lost: pass the result of {remedy}"
             )
 
     def select(self, value: np.ndarray, rows: torch.Tensor) -> np.ndarray:
@@ -169,8 +169,8 @@ class ArrayField(RowField):
             return [None, list(value.shape), encode_plain(value.ravel().tolist(), self.path)], []
         if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
             raise TypeError(
-                f"{self.name!r} is an array of dtype {value.dtype}; arrays of one simple dtype of numpy can "
-                "be sent: pass its fields as arrays of their own, or convert it"
+                f"{self.name!r} is an array of dtype {value.dtype}; only arrays of one simple dtype of numpy can be "
+                "sent: pass its fields as separate arrays, or convert it"
             )
         raw = np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)
         return [value.dtype.str, list(value.shape)], [torch.from_numpy(raw)]
@@ -204,7 +204,7 @@ class ColumnField(RowField):
 
     def require_movable(self, value: list[Any]) -> None:
         raise TypeError(
-            f"field {self.name!r} holds a Python object per row; rows that move to other ranks are those of tensors: "
+            f"field {self.name!r} holds a Python object per row; only rows of tensors can move to other ranks: "
             "make it a tensor, or leave it out"
         )
 
@@ -224,20 +224,20 @@ class ColumnField(RowField):
         return decode_plain(content)
 
 
-# Unsigned integers, for which torch has no index_select, as the integers that their bytes are taken for.
-_TAKEN_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# Unsigned dtypes, for which torch has no index_select, and the dtypes to view them as.
+_VIEWED_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def take(value: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
-    """`value.index_select(axis, positions)`, of unsigned integers too."""
-    dtype = _TAKEN_AS.get(value.dtype)
+    """`value.index_select(axis, positions)`, also for unsigned integers."""
+    dtype = _VIEWED_AS.get(value.dtype)
     if dtype is None:
         return value.index_select(axis, positions)
     return value.view(dtype).index_select(axis, positions).view(value.dtype)
 
 
 def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether the text that a message holds of a dtype gives it back; other packages' dtypes read as bytes."""
+    """Whether a dtype's text, which messages contain, gives the dtype back; dtypes of other packages read as bytes."""
     try:
         return np.dtype(dtype.str) == dtype
     except TypeError:
@@ -245,5 +245,5 @@ def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
 
 
 def short_name(dtype: Any) -> str:
-    """A dtype as messages show it."""
+    """The text of a dtype for messages."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The kind of every leaf of a batch, and what is done with leaves of any kind."""
+"""The kinds of leaves, and functions for leaves of any kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOVED: frozenset[type[RowField] | None] = frozenset([DenseField, KeyedJaggedFie
 
 @functools.cache
 def _kind_of_type(value_type: type) -> type[RowField] | None:
-    """By type, because `isinstance` is slow for TorchRec's classes, and every value of every batch comes here."""
+    """Cached by type, because `isinstance` is slow for TorchRec's classes and every value of every batch is checked."""
     if issubclass(value_type, torch.Tensor):
         return DenseField
     if is_type_of(value_type, "KeyedJaggedTensor"):
@@ -31,21 +31,21 @@ def _kind_of_type(value_type: type) -> type[RowField] | None:
 
 
 def tensor_kind(value: Any) -> type[RowField] | None:
-    """The kind of a tensor-like value; None for anything else, lists too: `open_batch` decides which are columns."""
+    """The kind of a tensor or array; None for other values: `open_tree` decides which lists are leaves."""
     kind = _kind_of_type(type(value))  # type: ignore[arg-type]  # types are hashable
     return NestedField if kind is DenseField and value.is_nested else kind
 
 
 def describe_leaf(path: Path, value: Any) -> RowField:
-    """What a leaf is, but for its rows."""
+    """Describe a leaf, without its rows."""
     return (tensor_kind(value) or ColumnField).of(path, value)
 
 
 def is_moved(value: Any) -> bool:
-    """Whether a value of a batch is a tensor, a KeyedJaggedTensor or a JaggedTensor: what a shuffler moves."""
+    """Whether a shuffler moves a value: a tensor, a KeyedJaggedTensor or a JaggedTensor."""
     return _kind_of_type(type(value)) in _MOVED  # type: ignore[arg-type]
 
 
 def device_of(value: Any) -> torch.device:
-    """Device of a tensor, or of the values of a jagged one."""
+    """Device of a tensor, or of a jagged tensor's values."""
     return value.device if isinstance(value, torch.Tensor) else value.values().device

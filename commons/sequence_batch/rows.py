@@ -1,11 +1,11 @@
-"""Rows of any batch: counting, selecting, concatenating and padding them, whatever the nesting.
+"""Rows: counts, selects, concatenates and pads the rows of any batch, whatever its nesting.
 
 A batch is parsed once into `Rows`, which the functions of one call pass along.
 
-A batch is a tree. Its leaves hold an entry per row; everything else is metadata of the batch as a whole and is kept.
+A batch is a tree. Its leaves have an entry per row; everything else is metadata of the whole batch and is kept.
 
 =================================================  =================================================================
-value                                              what it is
+value                                              treatment
 =================================================  =================================================================
 tensor, numpy array (no masked or other subclass)  leaf: the first dimension is the batch
 nested tensor of layout torch.jagged               leaf
@@ -18,14 +18,14 @@ list without tensors, below a dataclass            metadata: fields of a datacla
 tuple without tensors, str, number, None, other    metadata
 =================================================  =================================================================
 
-A dataclass is made again without its constructor, which may change what it is given; attributes that it has beside its
-fields count as fields. What depends on the rows and is no entry per row is a property there.
+A dataclass is rebuilt without its constructor, which may change its arguments; its other attributes count as fields.
+In a dataclass, turn values that depend on the rows, and are not entries per row, into properties.
 
-So names that belong to the batch as a whole are written as a tuple, and in a dataclass objects per row are written as a
-numpy array of dtype object. No decision is made by a length that happens to equal the number of rows.
+Write names of the whole batch as a tuple, and in a dataclass, objects per row as a numpy array of dtype object. A
+length that happens to equal the number of rows never decides how a value is treated.
 
-Padding is stated by a dataclass with the field `actual_batch_size`, such as BaseBatch, anywhere in the tree: it comes
-last and is empty, or zero. A batch without that field cannot state padding, and all its rows are real.
+Padding is stated by a dataclass with the field `actual_batch_size`, such as BaseBatch, anywhere in the tree: padding
+rows come last and are empty or zero. A batch without this field cannot state padding, and all its rows are real.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ B = TypeVar("B")
 class Rows(Tree[B]):
     """A batch, parsed; made by `Rows.of`."""
 
-    count: int  # rows that all leaves agree on, padding included
-    real: int  # how many of them, from the first on, are no padding
+    count: int  # number of rows, including padding
+    real: int  # number of real rows, which come first
 
     @classmethod
     def of(cls, batch: B) -> Rows[B]:
@@ -61,8 +61,8 @@ class Rows(Tree[B]):
 
         Raises:
             ValueError: leaves with different numbers of rows, a 0-dimensional tensor, a KeyedTensor whose rows are not
-                its first dimension, no leaf at all, an `actual_batch_size` outside the batch, or several that differ.
-            TypeError: a tensorclass, or an array of a subclass such as a masked one.
+                its first dimension, no leaf, or values of `actual_batch_size` that are outside the batch or differ.
+            TypeError: a tensorclass, or an array of a subclass such as a masked array.
 
         >>> Rows.of({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"}).count
         3
@@ -86,7 +86,7 @@ class Rows(Tree[B]):
             _require_alike(parts[0], part, index)
         count, real = sum(part.count for part in parts), sum(part.real for part in parts)
         if count > real:
-            # A batch with padding in its middle cannot be stated: real rows and padding are joined apart.
+            # Padding must come last: join all real rows, then all padding.
             kept = [part._select(torch.arange(part.real), part.real) for part in parts]
             parts = kept + [part._select(torch.arange(part.real, part.count), 0) for part in parts]
         first = parts[0]
@@ -94,18 +94,18 @@ class Rows(Tree[B]):
 
     @cached_property
     def schema(self) -> BatchSchema:
-        """All but the rows; TypeError for metadata that JSON cannot hold."""
+        """The batch's schema; TypeError for metadata that JSON cannot hold."""
         return BatchSchema.of_tree(self)
 
     @property
     def states_padding(self) -> bool:
-        """Whether the batch can say which of its rows are padding."""
+        """Whether the batch can state padding."""
         branches = self.branches.values()
         return any(branch.kind == "dataclass" and can_state_padding(type(branch.value)) for branch in branches)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors and numeric arrays; Python objects are not counted."""
+        """Bytes of the tensors and numeric arrays, without Python objects."""
         total = 0
         for path, value in self.leaves.items():
             total += sum(tensor.numel() * tensor.element_size() for tensor in self.fields[path].tensors(value))
@@ -114,19 +114,19 @@ class Rows(Tree[B]):
         return total
 
     def map(self, function: Callable[[Path, Any], Any]) -> Rows[B]:
-        """Every leaf replaced by `function(path, leaf)`, which keeps the number of rows."""
+        """Replace every leaf by `function(path, leaf)`, which keeps the number of rows."""
         return self._made(function, self.count, self.real)
 
     def select(self, indices: torch.Tensor | np.ndarray | Sequence[int]) -> Rows[B]:
-        """Some of the rows, every tensor in storage of its own.
+        """Some of the rows; every tensor has its own storage.
 
         Args:
-            indices: integers `(N,)` in `[0, count)`; any order, repeats allowed. Where the batch states padding, a
-                padding row may not come before a real one.
+            indices: integers `(N,)` in `[0, count)`; any order, repeats allowed. If the batch states padding, a padding
+                row may not come before a real row.
 
         Raises:
             ValueError: an index outside the batch, or padding before a real row.
-            TypeError: something that is no array, or a field of a dtype that nothing can be selected from.
+            TypeError: indices that are not an array, or a field with a dtype from which rows cannot be selected.
         """
         chosen = _as_indices(indices, self.count)
         is_real = chosen < self.real
@@ -143,12 +143,12 @@ class Rows(Tree[B]):
         return self if self.real == self.count else self._select(torch.arange(self.real), self.real)
 
     def pad(self, num_rows: int) -> Rows[B]:
-        """`num_rows` rows, padding last: empty where rows are jagged, zeros in dense fields, None among objects.
+        """Pad to `num_rows` rows, padding last: empty jagged rows, zeros in dense fields, None for Python objects.
 
-        A batch that `states_padding` knows afterwards which rows these are; for another one the caller keeps track.
+        If the batch does not `states_padding`, the caller keeps track of the number of real rows.
 
         Raises:
-            ValueError: `num_rows` below the rows of the batch.
+            ValueError: `num_rows` is below the batch's number of rows.
 
         >>> Rows.of({"ids": torch.tensor([5, 6]), "text": ["a", "b"]}).pad(3).batch
         {'ids': tensor([5, 6, 0]), 'text': ['a', 'b', None]}
@@ -167,14 +167,14 @@ class Rows(Tree[B]):
         return self._alike(pad, num_rows, self.real)
 
     def with_own_of(self, other: Rows[B] | None) -> Rows[B]:
-        """The same rows; what is each rank's own (`register_batch_type`) is that of another batch, if there is one."""
+        """The same rows with the `per_rank` values (`register_batch_type`) of another batch; None changes nothing."""
         own = [] if other is None else self.own_paths
         if other is None or not own:
             return self
         return self._of_tree(rebuild(self, {path: other.plain[path] for path in own}), self.count, self.real)
 
     def pin(self) -> Rows[B]:
-        """The same rows with their tensors in pinned host memory; arrays and lists stay where they are."""
+        """The same rows with their tensors in pinned host memory; arrays and lists are not copied."""
         return self.map(lambda _, value: value.pin_memory() if hasattr(value, "pin_memory") else value)
 
     def _select(self, chosen: torch.Tensor, num_real: int) -> Rows[B]:
@@ -183,14 +183,14 @@ class Rows(Tree[B]):
                 return self.fields[path].select(value, chosen)
             except NotImplementedError as error:
                 raise TypeError(
-                    f"field {path_name(path)!r} is of a dtype from which no rows can be taken ({error}); rows are "
-                    "those of dtypes that torch and fbgemm can select: convert it, lengths to int32 or int64"
+                    f"field {path_name(path)!r} has a dtype from which no rows can be selected ({error}); torch and "
+                    "fbgemm must be able to select rows: convert it, lengths to int32 or int64"
                 ) from error
 
         return self._alike(select, chosen.numel(), num_real)
 
     def _alike(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
-        """Other rows of the same schema, which is not made again where it is known."""
+        """Other rows of the same schema; keeps a schema that was already computed."""
         result = self._made(function, count, real)
         if "schema" in self.__dict__:
             result.__dict__["schema"] = self.schema
@@ -206,7 +206,7 @@ class Rows(Tree[B]):
 
 
 def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) -> B:
-    """Rows of a batch as a batch: see `Rows.select`.
+    """Select rows of a batch, as a batch of the same type; see `Rows.select`.
 
     >>> select_rows({"ids": torch.tensor([5, 6, 7]), "text": ["a", "b", "c"], "split": "train"}, [2, 0, 2])
     {'ids': tensor([7, 5, 7]), 'text': ['c', 'a', 'c'], 'split': 'train'}
@@ -216,7 +216,7 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
 
 
 def _require_alike(first: Tree[Any], other: Tree[Any], index: int) -> None:
-    """Raise ValueError, with the place, unless batches have one structure, rows of one kind and equal metadata."""
+    """Raise ValueError, with the path, unless batches have one structure, rows of one kind and equal metadata."""
     mine, its = _traits(first), _traits(other)
     for path, traits in mine.items():
         if path in its and is_equal(traits, its[path]):
@@ -233,7 +233,7 @@ def _require_alike(first: Tree[Any], other: Tree[Any], index: int) -> None:
 
 
 def _traits(tree: Tree[Any]) -> dict[Path, Any]:
-    """What batches must have in common to be joined, by path: of branches, leaves and metadata."""
+    """The properties that batches to be joined must share, by path: of branches, leaves and metadata."""
     traits: dict[Path, Any] = {}
     for path, (value, kind, keys) in tree.branches.items():
         traits[path] = type(value), set(keys), (value.keys(), value.length_per_key()) if kind == "keyed" else None
@@ -244,7 +244,7 @@ def _traits(tree: Tree[Any]) -> dict[Path, Any]:
 
 
 def _shown(tree: Tree[Any], path: Path) -> str:
-    """What messages show of what a batch holds at a path."""
+    """The text for messages of a batch's value at a path."""
     if path in tree.leaves:
         return tree.fields[path].summary()
     value = tree.branches[path].value if path in tree.branches else tree.plain.get(path)
@@ -262,7 +262,7 @@ def _as_indices(indices: Any, rows: int) -> torch.Tensor:
         chosen = torch.as_tensor(np.asarray(indices) if isinstance(indices, (list, tuple, range)) else indices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"indices are a {type(indices).__name__} that is no array of integers ({error}); rows are chosen by a "
+            f"indices are a {type(indices).__name__} and not an array of integers ({error}); rows are chosen by a "
             "one-dimensional list of integers: pass the positions of the rows"
         ) from error
     if chosen.numel() == 0:
@@ -276,7 +276,7 @@ def _as_indices(indices: Any, rows: int) -> torch.Tensor:
     outside = chosen[(chosen < 0) | (chosen >= rows)]
     if outside.numel():
         raise ValueError(
-            f"indices hold {int(outside[0])}, the batch has {rows} rows; indices lie in [0, {rows}): remove or correct "
-            "them"
+            f"indices contain {int(outside[0])}, the batch has {rows} rows; indices must be in [0, {rows}): remove or "
+            "correct them"
         )
     return chosen

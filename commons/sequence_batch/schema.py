@@ -1,7 +1,7 @@
-"""BatchSchema: everything about a batch but its rows.
+"""BatchSchema: the description of a batch without its rows.
 
-Ranks compare schemas once before the first batch, and a rank whose data has ended builds its empty batches from the
-schema that it learned. Messages carry a schema and the tensors of its leaves. A schema travels as JSON.
+Ranks compare schemas once, before the first batch, and a rank whose data has ended makes its empty batches from the
+agreed schema. Messages contain a schema, as JSON, and the tensors of its leaves.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def register_batch_type(*, per_rank: Sequence[str] = ()) -> Callable[[T], T]: ..
 
 
 def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] = ()) -> T | Callable[[T], T]:
-    """Make a batch dataclass known by name, for ranks that never see a batch of their own; usable as a decorator.
+    """Register a batch dataclass by name, for ranks that never load a batch; usable as a decorator.
 
-    A batch type states its padding in a field `actual_batch_size`. A `batch_size` below 0 states nothing and stays as
-    it is when rows move.
+    A batch type states its padding in a field `actual_batch_size`. A `batch_size` below 0 states nothing and is not
+    changed when rows move.
 
     Args:
-        batch_type: the class, of another library too; none where this is a decorator with arguments.
-        per_rank: plain values that may differ between ranks and between batches, such as the time of the newest row;
-            dotted names for what a branch holds beside rows ("info.source"; a dict of plain values alone is declared as
-            a whole). The batch that a rank trains has the value of the batch that the rank brought to that step; the
-            empty batch of a rank without data has the first rank's or, of a field whose value JSON cannot hold, its
-            default. Subclasses inherit the declaration.
+        batch_type: the class, which may come from another library; None for a decorator with arguments.
+        per_rank: names of plain values that may differ between ranks and between batches, such as the time of the
+            newest row; dotted names for plain values below a branch ("info.source"), but the name of the dict for a
+            dict with only plain values. The batch that a rank trains in a step has the value of the batch that the rank
+            loaded for the step. The empty batch of a rank without data has the first rank's value, or the field's
+            default if JSON cannot hold the value. Subclasses inherit the declaration.
 
     Returns:
         The class, or the decorator.
@@ -83,13 +83,13 @@ _FIELDS: dict[str, Any] = {each.__name__: each for each in (*KINDS, PlainField, 
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """What a batch holds, in the order of `Tree`: leaves, plain values, then branches, each before those below it."""
+    """The fields of a batch in the order of `Tree`: leaves, plain values, then branches, parents first."""
 
     fields: tuple[Field, ...]
 
     @cached_property
     def rows(self) -> list[RowField]:
-        """What has an entry per row."""
+        """Fields with an entry per row."""
         return [each for each in self.fields if isinstance(each, RowField)]
 
     @cached_property
@@ -104,29 +104,29 @@ class BatchSchema:
 
     @cached_property
     def branches(self) -> list[BranchField]:
-        """What leads to the others; first the batch itself, if it is no leaf."""
+        """Branches, parents first: the first is the batch itself, unless it is a leaf."""
         return [each for each in self.fields if isinstance(each, BranchField)]
 
     @cached_property
     def num_keys(self) -> int:
-        """Keys of all jagged fields together."""
+        """Number of keys of all jagged fields."""
         return sum(len(each.keys) for each in self.jagged)
 
     @cached_property
     def batch_type(self) -> type:
-        """The class of a batch that is a dataclass; KeyError where it is not imported."""
+        """The class of a batch that is a dataclass; KeyError if it is not imported here."""
         return self.branches[0].batch_type
 
     @cached_property
     def host_fields(self) -> list[DenseField]:
-        """Tensor fields whose values the host keeps, see `BaseBatch`: one integer per row."""
+        """Tensor fields with a host copy, one integer per row; see `BaseBatch`."""
         paths = [(name,) for name in getattr(self.batch_type, "host_fields", ())]
         is_integer = {each.path: not (each.dtype.is_floating_point or each.dtype.is_complex) for each in self.dense}
         return [each for each in self.dense if each.path in paths and is_integer[each.path] and not each.trailing]
 
     @cached_property
     def states_padding(self) -> bool:
-        """Whether batches of this type, or a part of them, can say which rows are padding."""
+        """Whether batches of this type, or a part of them, can state padding."""
         return any(each.kind == "dataclass" and can_state_padding(each.batch_type) for each in self.branches)
 
     @classmethod
@@ -135,24 +135,26 @@ class BatchSchema:
 
         Args:
             batch: the batch.
-            tree: of `open_batch`, where the caller has it and has counted the rows.
-            known: the schema of an earlier batch, by what it was made of; of a batch like that one, it is the result.
+            tree: the batch's `open_batch`, after `row_counts`; None to compute both here.
+            known: a cache with the schema of the last batch, which is returned for a batch that differs only in its
+                rows; None for no cache.
 
         Raises:
-            TypeError: as `of_tree`, or a batch that is no dataclass.
-            ValueError: as `row_counts`; a name per rank of what holds rows.
+            TypeError: as for `of_tree`, or a batch that is not a dataclass.
+            ValueError: as for `row_counts`, or a `per_rank` name of a field with rows.
         """
         if tree is None:
             tree = open_batch(batch)
             row_counts(batch, tree)
         if known is None or len(tree.branches) > 1 or not all(map(holds_scalars, (plain := tree.metadata).values())):
             return cls.of_tree(tree)
-        rows, values = tuple(tree.fields.values()), repr(list(plain.values()))  # in Python, 1, 1.0 and True are equal
+        # repr, because 1, 1.0 and True are equal in Python.
+        rows, values = tuple(tree.fields.values()), repr(list(plain.values()))
         own = per_rank_names(type(batch))  # type: ignore[arg-type]  # types are hashable
         key = type(batch), own, rows, tuple(plain), values
         if key not in known:
             schema = cls.of_tree(tree)
-            known.clear()  # batches of a run are alike
+            known.clear()  # one entry is enough: batches of a run are alike
             known[key] = schema
         return known[key]
 
@@ -161,8 +163,8 @@ class BatchSchema:
         """Describe a batch of any kind.
 
         Raises:
-            TypeError: a plain value that JSON cannot hold, or a branch that no other rank could make.
-            ValueError: a name per rank of what holds rows.
+            TypeError: a plain value that JSON cannot hold, or a branch that another rank could not rebuild.
+            ValueError: a `per_rank` name of a field with rows.
         """
         own, root = tree.own_paths, tree.branches.get(())
         batch_type = type(root.value) if root is not None and root.kind == "dataclass" else None
@@ -178,7 +180,7 @@ class BatchSchema:
 
     @property
     def type_name(self) -> str:
-        """The type's name, of a dataclass with its module, for messages."""
+        """The type's name for messages, with the module for a dataclass."""
         if not self.branches:
             return self.fields[0].summary()
         kind, *content = self.branches[0].described
@@ -186,29 +188,29 @@ class BatchSchema:
 
     @property
     def class_name(self) -> str:
-        """The type's name without its module, for messages."""
+        """The type's name for messages, without its module."""
         return self.type_name.rpartition(".")[2]
 
     def rows_of(self, batch: Any) -> int:
-        """Rows of a batch of this schema, padding included, by its first row field."""
+        """Number of rows of a batch of this schema, including padding, from its first row field."""
         if not self.jagged:
             return value_at(batch, self.dense[0].path).shape[0]
         first = value_at(batch, self.jagged[0].path)
         return first.stride() if self.jagged[0].row_shape is None else first.lengths().numel()
 
     def row_tensors(self, batch: Any, leaves: Mapping[Path, Any] | None = None) -> list[torch.Tensor]:
-        """Of every row field, the tensor or the values, jagged fields first; `leaves` are those of `open_batch`."""
+        """The tensor or the values of every row field, jagged fields first; `leaves`: of the batch's `open_batch`."""
         find = partial(value_at, batch) if leaves is None else leaves.__getitem__
         return [find(each.path).values() for each in self.jagged] + [find(each.path) for each in self.dense]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Of every tensor of `row_tensors` its number of elements: of a jagged one, those that the lengths count."""
+        """The sizes of the tensors of `row_tensors`: entries, as lengths count them, of a jagged one, else elements."""
         keyed = len(self.jagged)
         jagged = [tensor.shape[0] for tensor in tensors[:keyed]]
         return (*jagged, *(tensor.numel() for tensor in tensors[keyed:]))
 
     def empty_batch(self, rows: int = 0) -> Any:
-        """A host batch of `rows` padding rows, equal to the others' but for their rows, made without its constructor.
+        """A host batch of this schema with `rows` padding rows, made without its constructor.
 
         Raises:
             KeyError: a class that is not imported on this rank.
@@ -224,11 +226,11 @@ class BatchSchema:
         return self.made_of(values | {each.path: each.empty(rows) for each in self.rows}, lambda _: (rows, None))
 
     def made_of(self, values: Mapping[Path, Any], size_of: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
-        """A batch of this schema, made without its constructor; KeyError for a class that is not imported here.
+        """Make a batch of this schema without its constructor; KeyError for a class that is not imported here.
 
         Args:
-            values: by path, the leaves and the fields that count rows.
-            size_of: gives the rows and the device of a TensorDict by its path; for other branches it does not matter.
+            values: the leaves and the fields that count rows, by path.
+            size_of: returns the rows and the device of a TensorDict by its path; results for other paths are ignored.
         """
         plain = {each.path: each for each in self.fields if isinstance(each, PlainField)}
         made = {**values}
@@ -256,11 +258,11 @@ class BatchSchema:
     @classmethod
     @lru_cache(maxsize=16)  # messages of one exchange have one schema
     def from_text(cls, text: str) -> BatchSchema:
-        """The schema that `text` is of."""
+        """The schema of a `text`."""
         return cls(tuple(_FIELDS[kind](*map(decode_plain, content)) for kind, *content in json.loads(text)))
 
     def differences(self, other: BatchSchema) -> list[str]:
-        """What differs between two schemas, one short text per field."""
+        """The differences between two schemas, one short text per field."""
         if self.type_name != other.type_name:
             return [f"batch type {self.type_name} and {other.type_name}"]
         return [
@@ -268,7 +270,7 @@ class BatchSchema:
         ]
 
     def way_out(self, other: BatchSchema) -> str:
-        """How plain values that differ between two schemas may do so; empty where none does."""
+        """The remedy for plain values that differ between two schemas, for messages; empty if none differ."""
         plain = [
             path_name(path) for path, *both in self._pairs(other) if all(isinstance(each, PlainField) for each in both)
         ]
@@ -276,20 +278,20 @@ class BatchSchema:
         if self.type_name != other.type_name or not plain or not is_dataclass:
             return ""
         names = ", ".join(map(repr, plain)) + "," * (len(plain) == 1)
-        return f", or declare what is each rank's own: register_batch_type({self.class_name}, per_rank=({names}))"
+        return f", or let these values differ between ranks: register_batch_type({self.class_name}, per_rank=({names}))"
 
     def _pairs(self, other: BatchSchema) -> list[tuple[Path, Field | None, Field | None]]:
         return differences(*({each.path: each for each in schema.fields} for schema in (self, other)))
 
 
 def _require_plain(batch_type: type, tree: Tree[Any]) -> None:
-    """Raise ValueError if rows are declared to be each rank's own."""
+    """Raise ValueError if `per_rank` names a field with rows."""
     own = per_rank_names(batch_type)
     for path in tree.leaves if own else ():
         if path_name(path) in own:
             raise ValueError(
                 f"per_rank of {batch_type.__name__} names {path_name(path)!r}, which holds rows; rows move to other "
-                "ranks: name plain values alone"
+                "ranks: name only plain values"
             )
 
 
@@ -301,19 +303,19 @@ def _describe_plain(path: Path, value: Any, batch_type: type | None, per_rank: b
             if not per_rank:
                 raise
             raise TypeError(
-                f"{error}; a value of each rank's own may be of any type where it is a field with a default, which "
-                "ranks without data take: give it one"
+                f"{error}; a per_rank value of another type must be a field with a default, which ranks without data "
+                "use: give it one"
             ) from error
         if per_rank:
             return PlainField(path, "", per_rank)
         raise TypeError(
-            f"{error}; or declare that it is each rank's own: register_batch_type({batch_type.__name__}, "
+            f"{error}; or let it differ between ranks: register_batch_type({batch_type.__name__}, "
             f"per_rank=({path[0]!r},))"
         ) from error
 
 
 def _default(batch_type: type, name: str) -> Any:
-    """The default of a field of a dataclass; MISSING where it has none."""
+    """The default of a field of a dataclass; MISSING if it has none."""
     item = batch_type.__dataclass_fields__.get(name)  # type: ignore[attr-defined]  # of a dataclass
     if item is None or item.default_factory is dataclasses.MISSING:
         return dataclasses.MISSING if item is None else item.default

@@ -1,9 +1,9 @@
-"""A batch as bytes: its schema as JSON, its tensors as they lie in memory. Nothing is pickled.
+"""A batch as bytes: its schema as JSON, its tensors as their bytes in memory, without pickle.
 
     message: length of the JSON (8 bytes), JSON, tensor after tensor
 
-A receiver makes the batch again out of the message alone; classes travel by name. What would arrive as something else
-is refused: the mask of a masked array, gradients, subclasses of tensors, attributes of a mapping beside its items.
+A receiver rebuilds the batch from the message and finds classes by name. Values that would arrive changed are refused:
+the mask of a masked array, gradients, subclasses of tensors, attributes of a mapping in addition to its items.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LENGTH_BYTES = 8
 class Message:
     """A batch ready to be sent."""
 
-    header: bytes  # the JSON, with its length in front
-    tensors: list[torch.Tensor]  # what the header refers to, in order; contiguous
+    header: bytes  # the JSON, after its length
+    tensors: list[torch.Tensor]  # the tensors that the header describes, in order; contiguous
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class Message:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether any tensor lies on a device."""
+        """Whether any tensor is on an accelerator."""
         return any(tensor.device.type != "cpu" for tensor in self.tensors)
 
     def write(self, target: torch.Tensor) -> None:
@@ -53,11 +53,11 @@ class Message:
 
 
 class MessageBuffer:
-    """Messages end to end in one tensor that grows as they come, so that no other copy of them is kept.
+    """A growing tensor with messages end to end, so that only one copy of each message exists.
 
     Args:
-        expected_bytes: of all messages together, as far as known.
-        on_accelerator: whether the buffer lies on the current CUDA device.
+        expected_bytes: expected size of all messages together.
+        on_accelerator: whether the buffer is on the current CUDA device.
     """
 
     def __init__(self, expected_bytes: int, on_accelerator: bool) -> None:
@@ -66,7 +66,7 @@ class MessageBuffer:
         self.sizes: list[int] = []  # bytes of each message
 
     def append(self, message: Message | None) -> None:
-        """Add a message; None for a receiver that gets none."""
+        """Add a message; None for a receiver without a message."""
         start, size = sum(self.sizes), 0 if message is None else message.nbytes
         if start + size > self._storage.numel():
             grown = self._storage.new_empty(max(start + size, self._storage.numel() * 5 // 4))
@@ -78,7 +78,7 @@ class MessageBuffer:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8 `(sum(sizes),)`."""
+        """All messages, uint8 `(sum(sizes),)`."""
         return self._storage[: sum(self.sizes)]
 
 
@@ -86,10 +86,10 @@ def encode(*batches: Any, extra: Any = None) -> Message:
     """Turn batches, parsed or not, and a plain value into a message; numbers of rows may differ.
 
     Raises:
-        TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that no receiver could find, or
-        make as it was; a tensor that requires gradients or is no plain one; an array of a subclass such as a masked
-        one.
-        ValueError: a KeyedJaggedTensor whose keys differ in their number of rows.
+        TypeError: metadata, or a Python object per row, that JSON cannot hold; a class that a receiver could not find
+            or rebuild; a tensor that requires gradients or is not a plain torch.Tensor; an array of a subclass such as
+            a masked array.
+        ValueError: a KeyedJaggedTensor whose keys have different numbers of rows.
     """
     tensors: list[torch.Tensor] = []
     described = [
@@ -103,27 +103,26 @@ def encode(*batches: Any, extra: Any = None) -> Message:
 
 
 def decode(message: torch.Tensor) -> tuple[list[Any], Any]:
-    """The batches and the plain value that `encode` took, every tensor in storage of its own.
+    """The batches and the plain value of a message from `encode`; every tensor has its own storage.
 
-    The message is uint8 `(nbytes,)`, on the host or on a device. Tensors that lay on the sender's CUDA device go to the
-    current one of this process, the others to the host. KeyError for a class that no imported module has.
+    The message is uint8 `(nbytes,)`, on the host or on a device. Tensors that were on the sender's CUDA device go to
+    the current CUDA device of this process, others to the host. KeyError for a class that no imported module has.
     """
     length = int.from_bytes(bytes(message[:_LENGTH_BYTES].tolist()), "little")
     header, rest = message[_LENGTH_BYTES : _LENGTH_BYTES + length], message[_LENGTH_BYTES + length :]
     described, extra = json.loads(header.cpu().numpy().tobytes())
 
-    def tensor(name: str, shape: list[int], place: int) -> torch.Tensor:
-        """The next one of the message."""
+    def next_tensor(name: str, shape: list[int], device_code: int) -> torch.Tensor:
         nonlocal rest
         dtype: torch.dtype = getattr(torch, name)
         raw, rest = rest.tensor_split([math.prod(shape) * dtype.itemsize])
-        return raw.to(_device_at(place), copy=True).view(dtype).view(shape)
+        return raw.to(_device_of_code(device_code), copy=True).view(dtype).view(shape)
 
-    return [_made_of(tensor, *each) for each in described], decode_plain(extra)
+    return [_made_of(next_tensor, *each) for each in described], decode_plain(extra)
 
 
 def _describe(tree: Tree[Any], schema: BatchSchema, tensors: list[torch.Tensor]) -> list[Any]:
-    """What the header says of a batch; adds its tensors."""
+    """The part of the header that describes a batch; appends the batch's tensors to `tensors`."""
     leaves = []
     for path, value in tree.leaves.items():
         field = tree.fields[path]
@@ -131,47 +130,52 @@ def _describe(tree: Tree[Any], schema: BatchSchema, tensors: list[torch.Tensor])
         content, parts = field.content(value)
         parts = [_require_sendable(path, part) for part in parts]
         tensors += parts
-        placed = [[str(part.dtype).removeprefix("torch."), list(part.shape), _place(part.device)] for part in parts]
-        leaves.append([content, placed])
+        specs = [
+            [str(part.dtype).removeprefix("torch."), list(part.shape), _device_code(part.device)] for part in parts
+        ]
+        leaves.append([content, specs])
     counts = [[encode_plain(path, path), count] for path, count in tree.plain.items() if tree.counts_rows(path, count)]
     held = (branch.value for branch in tree.branches.values() if branch.kind == "tensordict")
-    tensordicts = [[value.batch_size[0], _place(value.device)] for value in held]
+    tensordicts = [[value.batch_size[0], _device_code(value.device)] for value in held]
     return [schema.text, leaves, counts, tensordicts]
 
 
 def _made_of(
-    tensor: Callable[..., torch.Tensor], schema_text: str, leaves: list[Any], counts: list[Any], tensordicts: list[Any]
+    next_tensor: Callable[..., torch.Tensor],
+    schema_text: str,
+    leaves: list[Any],
+    counts: list[Any],
+    tensordicts: list[Any],
 ) -> Any:
+    """A batch from the result of `_describe`."""
     schema = BatchSchema.from_text(schema_text)
     values = {tuple(decode_plain(path)): count for path, count in counts}
-    for field, (content, placed) in zip(schema.rows, leaves):
-        values[field.path] = field.made_of(content, [tensor(*each) for each in placed])
+    for field, (content, specs) in zip(schema.rows, leaves):
+        values[field.path] = field.made_of(content, [next_tensor(*each) for each in specs])
     paths = [branch.path for branch in schema.branches if branch.kind == "tensordict"]
-    sizes = {path: (rows, _device_at(place)) for path, (rows, place) in zip(paths, tensordicts)}
+    sizes = {path: (rows, _device_of_code(code)) for path, (rows, code) in zip(paths, tensordicts)}
     return schema.made_of(values, lambda path: sizes.get(path, (0, None)))
 
 
 def _require_sendable(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it lies in a message; TypeError for one that would arrive as something else."""
+    """A contiguous tensor for a message; TypeError for a tensor that would arrive changed."""
     if type(tensor) is not torch.Tensor:
         raise TypeError(
-            f"{path_name(path)!r} is a {type(tensor).__name__}; it would arrive as a plain tensor: pass one, and "
-            "what it has beside its values as a field of its own"
+            f"{path_name(path)!r} is a {type(tensor).__name__}; it would arrive as a plain tensor: pass a plain "
+            "tensor, and its other attributes as separate fields"
         )
     if tensor.requires_grad:
         error = TypeError if tensor.is_leaf else UnsendableError
-        raise error(
-            f"{path_name(path)!r} requires gradients, which end where a tensor leaves its process: pass detach()"
-        )
+        raise error(f"{path_name(path)!r} requires gradients; gradients do not cross processes: pass detach()")
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _place(device: torch.device | None) -> int | None:
-    """0 for the host, 1 for an accelerator: its number differs between ranks."""
+def _device_code(device: torch.device | None) -> int | None:
+    """0 for the host, 1 for an accelerator, without its index, which differs between ranks."""
     return None if device is None else int(device.type != "cpu")
 
 
-def _device_at(place: int | None) -> torch.device | None:
-    if place is None:
+def _device_of_code(code: int | None) -> torch.device | None:
+    if code is None:
         return None
-    return torch.device("cuda", torch.cuda.current_device()) if place else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if code else torch.device("cpu")

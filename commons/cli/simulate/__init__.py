@@ -1,1 +1,1 @@
-"""`evenrank simulate`: what balancing would gain, from lengths or from a config of a run."""
+"""`evenrank simulate`: predicts what balancing would gain, from lengths or from a run's config."""

@@ -1,4 +1,4 @@
-"""What `evenrank simulate` answers: a table for each number of ranks, pictures, and one sentence of advice."""
+"""The answer of `evenrank simulate`: a table for each number of ranks, pictures, and one sentence of advice."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from commons.perf_model.gain import TRAINED_SLACK, Comparison
 
 
 class _Column(NamedTuple):
-    """A number of every way, by its name in the JSON; left out where no way has it."""
+    """A column of the table, with a number for every way; left out if no way has the number."""
 
     heading: str
-    number: str
-    shown: str | Callable[[Any], str]  # a pattern, for numbers that are known
+    number: str  # its key in the JSON
+    shown: str | Callable[[Any], str]  # a format pattern, or a function of the number
     meaning: str
 
 
@@ -29,36 +29,36 @@ def _ms(value: float | None) -> str:
 
 _COLUMNS = (
     _Column("mean", "largest_to_mean", "{:.3f}", "over steps, the largest load of a rank ÷ the mean"),
-    _Column("p99", "largest_to_mean_p99", "{:.3f}", "the same, 99th percentile"),
-    _Column("speed-up", "speed_up", "{:.2f}×", "work per time ÷ that of the rows as loaded"),
-    _Column("possible", "possible_speed_up", "{:.2f}×", "no plan of that kind gains more"),
-    _Column("tokens", "tokens_to_mean", "{:.2f}", "of the fullest rank of any step ÷ the mean"),
+    _Column("p99", "largest_to_mean_p99", "{:.3f}", "99th percentile of the same"),
+    _Column("speed-up", "speed_up", "{:.2f}×", "work per time ÷ work per time of the rows as loaded"),
+    _Column("possible", "possible_speed_up", "{:.2f}×", "upper bound of the speed-up for plans of this kind"),
+    _Column("tokens", "tokens_to_mean", "{:.2f}", "most tokens of a rank in any step ÷ the mean"),
     _Column(
         "moved %",
         "tokens_moved",
         lambda by_slack: " / ".join(f"{100 * share:.0f}" for share in by_slack.values()) or "–",
-        "tokens that change rank, of all, where a plan may give up {slacks}",
+        "fraction of all tokens that change rank, with a slack of {slacks}",
     ),
     _Column(
         "kB",
         "bytes_per_rank",
         lambda size: format_number("{:,.1f}", size and size / 1e3, "–"),
-        f"what the busiest rank sends or receives in a step, with a slack of {TRAINED_SLACK:.0%}",
+        f"data that the busiest rank sends or receives in a step, with a slack of {TRAINED_SLACK:.0%}",
     ),
-    _Column("plan ms", "planning_ms", "{:.2f}", "processor time of a step's plan, hidden behind the steps before"),
-    _Column("step ms", "step_ms", _ms, "by the slowest rank's load"),
-    _Column("exchange ms", "exchange_ms", _ms, "the busiest rank's bytes ÷ the link's rate, beside the steps"),
+    _Column("plan ms", "planning_ms", "{:.2f}", "processor time of a step's plan, which overlaps with earlier steps"),
+    _Column("step ms", "step_ms", _ms, "time of a step, from the slowest rank's load"),
+    _Column("exchange ms", "exchange_ms", _ms, "the busiest rank's bytes ÷ the link's rate; not in step ms"),
 )
 _HOW_TO_READ = (
-    "Every way deals the same rows, as training would. Without a calibration a speed-up is that of the layers: "
-    "embeddings, the optimizer and the all-reduce of gradients take as long before as after, so that a whole step "
-    "gains less. Windows and steps of constant cost change which rows share a step. A line with the name of another in "
-    "brackets is the same as that one (=), or looks the same (≈)."
+    "Every way deals the same rows to the ranks, as training would. Without a calibration, a speed-up is that of the "
+    "layers: embeddings, the optimizer and the all-reduce of gradients do not become faster, so a whole step gains "
+    "less. Windows and steps of constant cost change which rows share a step. A line that has another line's name in "
+    "brackets has equal (=) or nearly equal (≈) values."
 )
 
 
 def answer_of(simulation: Simulation) -> Answer:
-    """All that a simulation has to say."""
+    """The answer of a simulation."""
     source, advice, content = simulation.source, simulation.advice(), simulation.to_dict()
     rows = "" if source.num_rows is None else f"{source.num_rows:,} rows, "
     tokens = ", ".join(f"{name} {value:,.0f}" for name, value in simulation.quantiles().items())
@@ -98,7 +98,7 @@ def answer_of(simulation: Simulation) -> Answer:
 
 
 def _figures(largest: Comparison, advised: str | None, layers: str) -> tuple[tuple[str, str], ...]:
-    """The first balanced way, the one that is advised and the best, each once."""
+    """The most important numbers: of the first balanced way, the advised way and the best way, each once."""
     batch, best = largest.balanced_batch, max(largest.ways, key=largest.speed_up)
     shown = {
         "each batch balanced" if way is batch else way.name: f"{largest.speed_up(way):.2f}×"
@@ -115,16 +115,16 @@ def _figures(largest: Comparison, advised: str | None, layers: str) -> tuple[tup
 def _table(columns: list[_Column], result: Comparison, of_ranks: dict[str, Any]) -> AnswerTable:
     names, rows, advised = [way.name for way in result.ways], [], of_ranks["advice"]["way"]
     loads = [np.sort(way.loads, axis=1) for way in result.ways]
-    for place, (name, numbers) in enumerate(zip(names, of_ranks["ways"])):
-        # A way that gives ranks the same loads as an earlier one has that one's name in brackets.
-        same = next(earlier for earlier in range(place + 1) if np.array_equal(loads[earlier], loads[place]))
+    for number, (name, numbers) in enumerate(zip(names, of_ranks["ways"])):
+        # A way with the same loads as an earlier way has the earlier way's name in brackets.
+        same = next(earlier for earlier in range(number + 1) if np.array_equal(loads[earlier], loads[number]))
         cells = (
             format_number(each.shown, numbers[each.number], "–")
             if isinstance(each.shown, str)
             else each.shown(numbers[each.number])
             for each in columns
         )
-        rows.append((name if same == place else f"{name} (= {names[same]})", *cells))
+        rows.append((name if same == number else f"{name} (= {names[same]})", *cells))
     return AnswerTable(
         ("", *(column.heading for column in columns)),
         tuple(rows),

@@ -1,4 +1,4 @@
-"""`evenrank simulate`: what balancing would gain on the user's data, before anything is trained."""
+"""`evenrank simulate`: predicts what balancing would gain on the user's data, without training."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, SelfAttentionTask, training_flops
 
-# Steps and windows if none are given; the batches of a config have to be read.
+# Default numbers of steps, with a config (fewer, because batches have to be read) and with lengths; default windows.
 _STEPS, _STEPS_OF_LENGTHS = 50, 128
 _WINDOWS_OF_LENGTHS = (2, 4, 8)
-# Rows of all steps together, a few arrays of which fit a host; and rows that describe lengths without an end.
+# Most rows of all steps, so that a few arrays fit into memory; and rows that are drawn to describe a distribution.
 _MOST_ROWS, _SOME_ROWS = 1 << 28, 200_000
 
 
 @dataclass
 class RowCost:
-    """What a row of a given length costs: a model's dimensions."""
+    """The cost of a row by its length, from a model's dimensions."""
 
-    _remedy: ClassVar[str] = ""  # what else to do about rows that are too long
+    _remedy: ClassVar[str] = ""  # another remedy for rows that are too long
 
     task: Literal["hstu", "transformer", "tokens"] = "hstu"
-    """What a row costs: operations of HSTU or transformer layers (SID-GR, language models), or tokens."""
+    """The cost of a row: operations of HSTU or transformer layers (SID-GR, language models), or tokens."""
 
     hidden_size: int = 256
     """Width of the model."""
 
     num_heads: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
 
     head_dim: int = 64
     """Width of a head."""
 
     num_layers: int = 8
-    """Layers."""
+    """Number of layers."""
 
     value_dim: int | None = None
-    """Width of a head of u and v, with --task hstu; None for --head-dim."""
+    """With --task hstu: width of a head of u and v; None for --head-dim."""
 
     concat_ux: bool = False
-    """The output projection reads [u, x, y], with --task hstu, as in generative-recommenders; y alone otherwise."""
+    """With --task hstu: the output projection reads [u, x, y], as in generative-recommenders, instead of only y."""
 
     max_attn_len: int | None = None
-    """Largest distance at which a token sees another one, with --task hstu; None for no window."""
+    """With --task hstu: largest distance over which tokens attend to each other; None for no window."""
 
     tokens_per_item: int = 1
     """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
 
     extra_tokens: int = 0
-    """Tokens of every row besides, such as its context."""
+    """Additional tokens of every row, such as its context."""
 
     def check(self) -> None:
-        """Raise ValueError for a value out of its range."""
+        """Raise ValueError for an option out of its range."""
         require_at_least("tokens_per_item", self.tokens_per_item, 1)
         require_at_least("extra_tokens", self.extra_tokens, 0)
         if self.task != "hstu" and (self.value_dim, self.concat_ux, self.max_attn_len) != (None, False, None):
@@ -73,7 +73,7 @@ class RowCost:
         self.model()
 
     def model(self) -> AttentionTask | None:
-        """What counts the operations; None where tokens are the cost."""
+        """The model whose operations are counted; None if the cost is the number of tokens."""
         if self.task == "tokens":
             return None
         dimensions = self.hidden_size, self.num_heads, self.head_dim, self.num_layers
@@ -84,11 +84,11 @@ class RowCost:
         return SelfAttentionTask(*dimensions)
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that the model computes, int64 as the lengths."""
+        """Tokens that the model computes for rows of these lengths, int64."""
         return lengths * self.tokens_per_item + self.extra_tokens
 
     def costs(self, tokens: np.ndarray) -> np.ndarray:
-        """What rows of so many tokens cost, int64 as the tokens."""
+        """Costs of rows with these numbers of tokens, int64."""
         model = self.model()
         if model is None:
             return tokens
@@ -96,45 +96,45 @@ class RowCost:
             return model.get_workloads(tokens)
         except ValueError:
             raise ValueError(
-                f"a row of {int(tokens.max()):,} tokens can cost more than 2**63 operations, which no plan counts: "
+                f"a row of {int(tokens.max()):,} tokens can cost more than 2**63 operations, the maximum of a plan: "
                 f"check the lengths{self._remedy}"
             ) from None
 
 
 @dataclass
 class LengthOptions(RowCost, LengthReading):
-    """What belongs to `--lengths`."""
+    """The options of `--lengths`."""
 
     _remedy: ClassVar[str] = ", or cut rows by --max-length"
 
     batch_size: int = 32
-    """Rows of a rank in a step."""
+    """Rows per rank in a step."""
 
     max_length: int | None = None
-    """Longer rows are cut to it; None for no limit."""
+    """Rows are cut to this length; None for no limit."""
 
     seed: int = 0
-    """Of the random order, and of draws."""
+    """Seed of the random order and of draws from a distribution."""
 
     bytes_per_token: int = 8
-    """What a token takes on the wire: 8 for an ID, 16 with an action or a time."""
+    """Bytes that are sent per token: 8 for an ID, 16 with an action or a time."""
 
     peak_tflops: float | None = None
-    """Operations per second of a device at most, in 10^12; gives milliseconds."""
+    """Peak rate of a device, in 10^12 operations per second; adds milliseconds to the table."""
 
     mfu: float = 0.4
-    """The part of --peak-tflops that training reaches, above 0 and at most 1."""
+    """The fraction of --peak-tflops that training reaches, above 0 and at most 1."""
 
     link_gbps: float | None = None
-    """What a rank sends per second, in 10^9 bits; gives milliseconds of the exchange."""
+    """The rate at which a rank sends, in 10^9 bits per second; adds the milliseconds of the exchange to the table."""
 
     def given(self) -> list[str]:
-        """Flags of the options that are not at their default."""
+        """Flags of the options that differ from their defaults."""
         given = (item.name for item in fields(self) if getattr(self, item.name) != item.default)
         return ["--" + name.replace("_", "-") for name in given]
 
     def check(self) -> None:
-        """Raise ValueError for a value out of its range."""
+        """Raise ValueError for an option out of its range."""
         super().check()
         for name in ("batch_size", "bytes_per_token"):
             require_at_least(name, getattr(self, name), 1)
@@ -146,28 +146,31 @@ class LengthOptions(RowCost, LengthReading):
             if value is not None and not 0 < value < 1e9:
                 raise ValueError(f"{name} is {value}; rates are positive: correct it")
         if not 0 < self.mfu <= 1:
-            raise ValueError(f"mfu is {self.mfu}; it is the part of the peak that is reached, in (0, 1]: correct it")
+            raise ValueError(f"mfu is {self.mfu}; it is the reached fraction of the peak, in (0, 1]: correct it")
         if self.task == "tokens" and self.peak_tflops is not None:
-            raise ValueError("task is 'tokens' and peak_tflops is given; tokens are no operations: choose another task")
+            raise ValueError(
+                "task is 'tokens' and peak_tflops is given; the peak is in operations and not in tokens: choose "
+                "another task"
+            )
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that the model computes, int64 as the lengths, which are cut first."""
+        """Tokens that the model computes for rows of these lengths, cut to `max_length`, int64."""
         return super().tokens(lengths if self.max_length is None else np.minimum(lengths, self.max_length))
 
     def read(self, source: str) -> Source:
-        """The rows of a file or a distribution; ValueError for an option out of its range, and as `find`."""
+        """The rows of a file or a distribution; ValueError for an option out of its range, and errors as for `find`."""
         self.check()
         return self.deal(self.find(source))
 
     def deal(self, lengths: Lengths) -> Source:
-        """Rows of these lengths, row i of all on rank i modulo the ranks."""
+        """Rows of these lengths, row i on rank i modulo the number of ranks."""
 
         def load(num_ranks: int, steps: int) -> LoadedRows:
             count = steps * num_ranks * self.batch_size
             if count > _MOST_ROWS:
                 raise ValueError(
                     f"{steps} steps of {num_ranks} ranks × {self.batch_size} are {count:,} rows; at most "
-                    f"{_MOST_ROWS:,} are looked at: lower --steps"
+                    f"{_MOST_ROWS:,} are simulated: lower --steps"
                 )
             tokens = self.tokens(lengths.take(count, np.random.default_rng(self.seed)))
             return LoadedRows.in_turn(self.costs(tokens), tokens, num_ranks, self.batch_size)
@@ -185,7 +188,7 @@ class LengthOptions(RowCost, LengthReading):
             tokens=tokens,
             costs=self.costs(tokens),
             model=model,
-            remedy="lower --ranks or --batch-size, or give --with-replacement if they are a sample",
+            remedy="lower --ranks or --batch-size, or give --with-replacement if the rows are a sample",
             of_what=OF_LAYERS if model is not None else "in tokens of the slowest rank",
             cost=cost,
             bytes_per_token=self.bytes_per_token,
@@ -195,11 +198,11 @@ class LengthOptions(RowCost, LengthReading):
 
 @dataclass
 class Simulate:
-    r"""Say what balancing would gain, from the lengths of rows or from a config; nothing is trained.
+    r"""Predict what balancing would gain, from the lengths of rows or from a config, without training.
 
-    With --lengths every way of dealing rows to ranks is compared, and one is advised; with --config the batches of a
-    training run are read. With a calibration the gain is that of a whole step; without one it is that of the largest
-    load, which fixed costs of a step make smaller.
+    With --lengths, all ways of dealing rows to ranks are compared, and one is advised. With --config, the batches of a
+    training run are read. With a calibration, the gain is that of a whole step. Without a calibration, it is that of
+    the largest load; a whole step gains less, because of its fixed costs.
 
     Distributions are zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA and lognormal:MEDIAN:SIGMA:LONGEST.
 
@@ -222,16 +225,17 @@ class Simulate:
     """A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution."""
 
     model: str | None = None
-    """With --config: package whose module `recipe` names a Recipe, RECIPE. None: hstu, or sid_gr for semantic IDs."""
+    """With --config: package of the model; its module `recipe` must define RECIPE, the model's Recipe. None: hstu, or
+    sid_gr for semantic IDs."""
 
     ranks: tuple[int, ...] = (8, 16, 64)
-    """Numbers of ranks to look at."""
+    """Numbers of ranks to simulate."""
 
     steps: int | None = None
-    """Steps to plan for each of them; fewer where the data are shorter. None: 50, with --lengths 128."""
+    """Number of steps to plan; fewer if the data have fewer rows. None: 50, with --lengths 128."""
 
     window: tuple[int, ...] | None = None
-    """Batches of every rank that are planned together, one or several numbers. None: 1, with --lengths 2, 4 and 8."""
+    """Numbers of batches of every rank that are planned together. None: 1, with --lengths 2, 4 and 8."""
 
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """With --config: how batches are balanced."""
@@ -239,17 +243,17 @@ class Simulate:
     of_lengths: Annotated[LengthOptions, tyro.conf.arg(name="--lengths"), tyro.conf.OmitArgPrefixes] = field(
         default_factory=LengthOptions
     )
-    """With --lengths: how they are read, and what a row costs."""
+    """With --lengths: how lengths are read, and the cost of a row."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """Where the answer goes."""
+    """The outputs of the answer."""
 
     def run(self) -> None:
         """Read, plan, print, draw."""
         if (self.config is None) == (self.lengths is None):
             raise ValueError(
-                f"--config is {self.config} and --lengths is {self.lengths}; simulate needs one of them, which says "
-                "what the rows are: --lengths, a file or a distribution, or --config, that of a training run"
+                f"--config is {self.config} and --lengths is {self.lengths}; simulate needs exactly one of them: give "
+                "--lengths with a file or a distribution, or --config with the config of a training run"
             )
         self._refuse_options_of_the_other()
         steps = self.steps if self.steps is not None else _STEPS if self.lengths is None else _STEPS_OF_LENGTHS
@@ -262,7 +266,7 @@ class Simulate:
             )
         if min(windows, default=1) < 1 or max(windows, default=1) > steps:
             raise ValueError(
-                f"window is {windows} and steps is {steps}; a window is planned over 1 step to all of them: "
+                f"window is {windows} and steps is {steps}; a window has at least 1 step and at most all steps: "
                 f"give --window from 1 to {steps}, or more --steps"
             )
         calibration = None if self.shuffler.calibration is None else Path(self.shuffler.calibration)
@@ -272,23 +276,21 @@ class Simulate:
         self.of_output.give(answer_of(simulate(self._source(steps), self.ranks, windows, steps)))
 
     def _refuse_options_of_the_other(self) -> None:
-        """Raise ValueError for options of --lengths beside --config, and the other way round."""
+        """Raise ValueError for options of --lengths with --config, and for options of --config with --lengths."""
         given = [("--model", self.model is not None), ("--shuffler", self.shuffler != ShufflerOptions())]
-        wrong, theirs, ours = [name for name, is_given in given if is_given], "--config", "--lengths"
+        wrong, needed, used = [name for name, is_given in given if is_given], "--config", "--lengths"
         if self.lengths is None:
-            wrong, theirs, ours = self.of_lengths.given(), ours, theirs
+            wrong, needed, used = self.of_lengths.given(), used, needed
         if wrong:
-            raise ValueError(f"{', '.join(wrong)} belongs to {theirs}, and {ours} is given: leave it out")
+            raise ValueError(f"{', '.join(wrong)} belongs to {needed}, and {used} is given: leave it out")
         if self.shuffler.mode != "balance":
-            raise ValueError(
-                f"shuffler.mode is {self.shuffler.mode!r}; a simulation says what balancing would gain: leave it out"
-            )
+            raise ValueError(f"shuffler.mode is {self.shuffler.mode!r}; a simulation always balances: leave it out")
 
     def _source(self, steps: int) -> Source:
         if self.lengths is not None:
             return self.of_lengths.read(self.lengths)
-        # Imported here: it needs TorchRec, and lengths alone do not.
+        # Imported here, because it imports TorchRec, which lengths do not need.
         from commons.cli.recipes import read_config_rows
 
-        assert self.config is not None  # noqa: S101  one of them is given
+        assert self.config is not None  # noqa: S101  run() requires a config or lengths
         return read_config_rows(self.config, self.model, self.shuffler, max(self.ranks) * steps)

@@ -1,7 +1,7 @@
-"""Lengths of rows for `evenrank simulate`: from a file, a histogram, or a distribution that is named.
+"""Lengths of rows for `evenrank simulate`: from a file, a histogram, or a named distribution.
 
-Files are parquet, csv, npy and jsonl, or a folder of parquet files; of a file of events a user's length is the number
-of them. DuckDB reads; that the values are lengths is checked here.
+Files are parquet, csv, npy and jsonl, or a folder of parquet files; in a file of events, a user's length is the number
+of the user's events. DuckDB reads the files; this module checks that the values are lengths.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ _DISTRIBUTIONS = "zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA or lognormal:MED
 _HISTOGRAM = ["length", "count"]
 _TYPES = (".parquet", ".csv", ".npy", ".jsonl")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-_MOST, _LONGEST = 2**53, 2.0**31  # of files, as a float64 counts no further, and of distributions
-# So many lengths, int64.
+_MOST, _LONGEST = 2**53, 2.0**31  # longest row of files, limited by float64, and of distributions
+# Returns `count` lengths, int64.
 _Take = Callable[[int, np.random.Generator], np.ndarray]
 
 
 class Lengths(NamedTuple):
-    """Lengths of rows: all that there are, or a way to draw them."""
+    """Lengths of rows: a known number of rows, or random draws."""
 
-    name: str  # as the user named them
-    take: _Take  # in the order in which they are loaded; at most `num_rows`, none of them twice
-    num_rows: int | None = None  # rows that there are; None for any number
+    name: str  # the user's name for them, a file or a distribution
+    take: _Take  # lengths in the order in which rows are loaded; at most `num_rows`, without repetition
+    num_rows: int | None = None  # number of rows; None for any number
 
 
 @dataclass
 class LengthReading:
-    """How lengths are read from what a user names."""
+    """Options for reading lengths from a file."""
 
     column: str | None = None
-    """The column of lengths, or of lists whose items count; None where there is one column."""
+    """The column of lengths, or of lists whose items are counted; None if the file has one column."""
 
     group_by: str | None = None
-    """The column of users in a file of events: a user's length is the number of events. None: rows have lengths."""
+    """The column of users in a file of events: a user's length is the number of events. None: the file has lengths."""
 
     in_order: bool = False
-    """Rows are loaded as they lie in the file, not in a random order."""
+    """Load rows in the order of the file, instead of in a random order."""
 
     with_replacement: bool = False
-    """Rows are drawn as often as needed, where the file is a sample of more data."""
+    """Draw rows as often as needed, if the file is a sample of more data."""
 
     def find(self, source: str) -> Lengths:
         """Lengths of a parquet, csv, npy or jsonl file, a folder of parquet files, or a distribution ("zipf:1.2:4096").
@@ -64,8 +64,8 @@ class LengthReading:
         A file with the columns `length` and `count` is a histogram.
 
         Raises:
-            FileNotFoundError: no such file.
-            ValueError: an unknown distribution, file type or column, or lengths that are no counts.
+            FileNotFoundError: the file does not exist.
+            ValueError: an unknown distribution, file type or column, or values that are not lengths.
         """
         if not source:
             raise ValueError(f"lengths is ''; it names a file or a distribution: {_DISTRIBUTIONS}")
@@ -83,21 +83,21 @@ class LengthReading:
             raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths{known}")
         if self.column is not None and self.group_by is not None:
             raise ValueError(
-                f"--column is {self.column} and --group-by is {self.group_by}; the one holds lengths, of the other "
-                "they are counted: give one of them"
+                f"--column is {self.column} and --group-by is {self.group_by}; lengths are either read from a column "
+                "or counted by user: give one of them"
             )
         if self.with_replacement and self.in_order:
             raise ValueError("with_replacement and in_order exclude each other: choose one")
         columns = [_count_events(path, self.group_by)] if self.group_by else _read_lengths(path, self.column)
         if len(columns) > 1 and (self.in_order or self.with_replacement):
             raise ValueError(
-                f"{source} is a histogram, from which rows are drawn; --in-order and --with-replacement belong to a "
-                "file with one length per row: leave them out"
+                f"{source} is a histogram, from which rows are drawn; --in-order and --with-replacement need a file "
+                "with one length per row: leave them out"
             )
         return self.of(source, *columns) if len(columns) == 1 else Lengths(source, _histogram(source, *columns))
 
     def of(self, name: str, values: np.ndarray) -> Lengths:
-        """Lengths that are known, int64 `(rows,)`."""
+        """Lengths of known rows; `values` is int64 `(rows,)`."""
         rows = len(values)
         if self.with_replacement:
             return Lengths(name, lambda count, rng: values[rng.integers(0, rows, count)])
@@ -124,7 +124,7 @@ def _distribution(source: str) -> _Take:
     if is_zipf:
         law = RandomDistribution("zipf", low=1, high=int(longest), alpha=first)
     else:
-        # RandomDistribution takes the mean and the standard deviation.
+        # RandomDistribution needs the mean and the standard deviation.
         mean = first * math.exp(second**2 / 2)
         deviation = mean * math.sqrt(math.expm1(second**2))
         law = RandomDistribution("lognormal", low=1, high=int(longest), mean=mean, std=deviation)
@@ -137,7 +137,7 @@ def _distribution(source: str) -> _Take:
 
 
 def _histogram(source: str, lengths: np.ndarray, counts: np.ndarray) -> _Take:
-    bounds, total = np.cumsum(counts), sum(counts.tolist())  # of Python's integers, which do not overflow
+    bounds, total = np.cumsum(counts), sum(counts.tolist())  # a sum of Python integers, which do not overflow
     if total == 0:
         raise ValueError(f"{source} has no row; all counts are 0: check the file")
     if total >= 2**63:
@@ -146,19 +146,20 @@ def _histogram(source: str, lengths: np.ndarray, counts: np.ndarray) -> _Take:
 
 
 def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
-    """One column, or the two of a histogram: int64 `(rows,)`, at least one row, values of at least 0."""
+    """Read one column, or the two of a histogram: int64 `(rows,)`, at least one row, values of at least 0."""
     rows = _open(path)
-    names = _wanted(path, rows.columns, column)
+    names = _columns_to_read(path, rows.columns, column)
     lists = [name for name in names if _is_list(rows, name)]
     if not lists and names[0].lower().endswith("id"):
         raise ValueError(
-            f"column {names[0]!r} of {path} ends in 'id', as identifiers do, which are no lengths: count the events of "
-            f"each by --group-by {shlex.quote(names[0])}, name the column of lengths by --column, or save the numbers "
-            "alone by numpy.save if they are lengths"
+            f"the name of column {names[0]!r} of {path} ends in 'id', like an identifier and not a length: count the "
+            f"events of each id by --group-by {shlex.quote(names[0])}, name the column of lengths by --column, or, if "
+            "these are lengths, save only the numbers by numpy.save"
         )
-    if len(rows.columns) == 1 and path.suffix in (".csv", ".jsonl"):  # an empty line is no row
+    if len(rows.columns) == 1 and path.suffix in (".csv", ".jsonl"):  # skip empty lines
         rows = rows.filter(f"{sql_name(names[0])} IS NOT NULL")
-    # By way of text, because DuckDB takes a truth value for a number; trimmed, or its csv reader would cast, and raise.
+    # Cast through text, because DuckDB casts booleans to numbers; trim, because otherwise the csv reader casts and
+    # raises.
     numbers = [
         f"len({sql_name(name)})" if name in lists else f"try_cast(trim({sql_name(name)}::VARCHAR) AS DOUBLE)"
         for name in names
@@ -168,12 +169,12 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
 
 
 def _count_events(path: Path, column: str) -> np.ndarray:
-    """How many rows, which are events, each user has: int64 `(users,)`, in the order in which users first occur."""
+    """The number of rows, which are events, of each user, int64 `(users,)`, users in the order of first occurrence."""
     rows = _open(path)
-    what = f"column {_wanted(path, rows.columns, column)[0]!r} of {path}"
+    what = f"column {_columns_to_read(path, rows.columns, column)[0]!r} of {path}"
     if _is_list(rows, column):
         raise ValueError(
-            f"{what} holds lists, which have lengths already; users are integers or text: evenrank counts them by "
+            f"{what} has lists; users must be integers or text: to count the items of the lists, give "
             f"--column {shlex.quote(column)}"
         )
     users = rows.project(f"nullif({sql_name(column)}::VARCHAR, '') AS user, row_number() OVER () AS row")
@@ -182,18 +183,18 @@ def _count_events(path: Path, column: str) -> np.ndarray:
     if found["unknown"].any():
         row = found["first"][found["unknown"].argmax()]
         raise ValueError(
-            f"{what} has no value in row {row}, counted from 1; every event has one of the users: leave such rows out"
+            f"{what} has no value in row {row}, counted from 1; every event needs a user: remove such rows"
         )
     return found["events"].astype(np.int64)
 
 
 def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
-    """The rows of a file, or of a folder of parquet files as data sets are written.
+    """Open the rows of a file, or of a folder of parquet files.
 
-    With places, rows of parquet files have two columns more: `filename`, and `file_row_number`, counted from 0.
+    With `with_places`, rows of parquet files have two more columns: `filename`, and `file_row_number`, counted from 0.
     """
     database, files = duckdb.connect(config={"autoinstall_known_extensions": False}), [str(path)]
-    if path.is_dir():  # without what begins with a dot or an underscore, such as vocabularies beside
+    if path.is_dir():  # skip names that begin with a dot or an underscore, such as vocabularies
         found = [(file, file.relative_to(path).parts) for file in sorted(path.rglob("*.parquet")) if file.is_file()]
         files = [str(file) for file, parts in found if not any(part[0] in "._" for part in parts)]
         if not files:
@@ -201,7 +202,7 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
     kind = ".parquet" if path.is_dir() else path.suffix.lower()
     if kind not in _TYPES:
         remedy = "unpack it" if kind in _COMPRESSED else "convert it"
-        raise ValueError(f"{path} is none of {', '.join(_TYPES)} and no folder of parquet files: {remedy}")
+        raise ValueError(f"{path} is neither a {', '.join(_TYPES)} file nor a folder of parquet files: {remedy}")
     with _readable(path):
         if kind == ".parquet":
             return database.read_parquet(files, filename=with_places, file_row_number=with_places)
@@ -213,42 +214,42 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
             raise ValueError("it is empty, or begins with an empty line")
         if kind == ".jsonl" and not _is_number(first):
             return database.read_json(str(path), format="newline_delimited", sample_size=-1)
-        # Commas, semicolons or tabs; without a header where the first line has nothing but numbers.
+        # Delimited by commas, semicolons or tabs; without a header if the first line has only numbers.
         delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
         has_names = not all(map(_is_number, names))
         if not has_names:
             is_histogram = len(names) == len(_HISTOGRAM)
-            names = _HISTOGRAM if is_histogram else [f"column {place}" for place in range(1, len(names) + 1)]
-        # As text: users 7 and 007 are two, and an error shows what is written.
+            names = _HISTOGRAM if is_histogram else [f"column {number}" for number in range(1, len(names) + 1)]
+        # Read as text, so that users 7 and 007 differ and errors show the text of the file.
         columns = dict.fromkeys(names, "VARCHAR")
         return database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
 
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """ValueError in one line for a file that is none of its type."""
+    """Raise a ValueError of one line for a file that cannot be read as its type."""
     try:
         yield
     except UnicodeDecodeError as error:
-        what = "is compressed: unpack it" if error.object[:2] == b"\x1f\x8b" else "is no text in UTF-8: convert it"
+        what = "is compressed: unpack it" if error.object[:2] == b"\x1f\x8b" else "is not UTF-8 text: convert it"
         raise ValueError(f"{path} {what}") from error
-    except (duckdb.Error, ValueError, EOFError, csv.Error) as error:  # ValueError: of numpy and Arrow
+    except (duckdb.Error, ValueError, EOFError, csv.Error) as error:  # ValueError: from numpy and Arrow
         reason = " ".join(str(error).splitlines()[0].rpartition("Error: ")[2].split())
         raise ValueError(f"{path} cannot be read ({reason}): check the file") from error
 
 
 def _fetch(path: Path, rows: duckdb.DuckDBPyRelation) -> dict[str, np.ndarray]:
-    """Columns of rows, of which there is at least one."""
+    """Fetch columns; ValueError if there is no row."""
     with _readable(path):
         found = rows.fetchnumpy()
     if not len(next(iter(found.values()))):
-        raise ValueError(f"{path} has no row; balancing needs some: check the file")
+        raise ValueError(f"{path} has no row; balancing needs rows: check the file")
     return found
 
 
-def _wanted(path: Path, names: list[str], column: str | None) -> list[str]:
-    """The columns to read: the one named, those of a histogram, or the only one."""
+def _columns_to_read(path: Path, names: list[str], column: str | None) -> list[str]:
+    """The columns to read: the named column, the two of a histogram, or the only column."""
     if column is not None:
         if column not in names:
             raise ValueError(f"{path} has no column {column!r}; it has {', '.join(names)}: name one of these")
@@ -258,7 +259,7 @@ def _wanted(path: Path, names: list[str], column: str | None) -> list[str]:
     if len(names) != 1:
         unnamed = " (its first line: the columns have no names)" if any(map(_is_number, names)) else ""
         raise ValueError(
-            f"{path} has the columns {', '.join(names)}{unnamed}; lengths are one of them: name it by --column"
+            f"{path} has the columns {', '.join(names)}{unnamed}; lengths are in one column: name it by --column"
         )
     return names
 
@@ -276,7 +277,7 @@ def _is_list(rows: duckdb.DuckDBPyRelation, name: str) -> bool:
 
 
 def _whole(path: Path, rows: duckdb.DuckDBPyRelation, name: str, values: np.ndarray) -> np.ndarray:
-    """A column as int64; ValueError for anything but integers of at least 0, with the first row that has it."""
+    """A column as int64; ValueError, with the first wrong row, for values that are not integers of at least 0."""
     numbers = np.ma.filled(values.astype(np.float64), np.nan)
     wrong = ~((numbers >= 0) & (np.trunc(numbers) == numbers) & (numbers <= _MOST))
     if wrong.any():

@@ -1,4 +1,4 @@
-"""The pictures of `evenrank simulate`: loads of ranks, where the cost lies, the gain, and step after step."""
+"""The pictures of `evenrank simulate`: loads of ranks, cost by length, the gain, and loads by step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_li
 from commons.cli.simulate.simulation import WORTH, Simulation, Source
 from commons.perf_model.gain import Comparison, DealtRows
 
-# Steps that a picture shows one by one, and the most bands of lengths.
+# Most steps of the picture by step, and most bands of lengths.
 _SHOWN_STEPS, _BANDS = 60, 14
-# Colour, line style and marker by the name of a way; each window has a marker of its own.
+# Colour, line style and marker by the name of a way; windows have different markers.
 _LOOKS_OF_WAYS = {
     "Karmarkar-Karp": ("before", "--", "x"),
     "refined": ("before", "-", "x"),
@@ -29,39 +29,39 @@ _WINDOW_COLOR, _WINDOW_MARKERS = "after", "os^Dv"
 
 
 def pictures_of(simulation: Simulation) -> tuple[Picture, ...]:
-    """All of them; loads and steps are those of the largest number of ranks."""
+    """All pictures; loads and steps are shown for the largest number of ranks."""
     largest, several = simulation.comparisons[-1], len(simulation.comparisons) > 1
     shown = _shown_ways(largest)
     names = ", ".join(way.name for way in shown[1:])
     return (
         Picture(
             f"Load of each of {largest.num_ranks} ranks",
-            f"Mean over {largest.rows.num_steps} steps of the fullest rank's load, the next one's, and so on, divided "
-            f"by the mean load: as loaded, {names}. All ranks wait for the one at the left.",
+            f"Load ÷ mean load of the ranks, in each step sorted from the largest to the smallest, mean over "
+            f"{largest.rows.num_steps} steps: as loaded, {names}. All ranks wait for the leftmost rank.",
             partial(_loads, shown),
         ),
         Picture(
-            "Where the cost lies",
-            "Share of the rows and share of the cost that rows of each length have.",
+            "Cost by length",
+            "For each range of lengths, its fraction of all rows and its fraction of the total cost.",
             partial(_bands, simulation.source),
         ),
         Picture(
             "Gain by number of ranks" if several else f"Gain on {largest.num_ranks} ranks",
-            "Speed-up by each way of dealing rows, with what equal ranks would give as the bound.",
+            "Speed-up of each way of dealing rows; the bound is the speed-up with equal loads on all ranks.",
             partial(_gain_by_ranks, simulation.comparisons) if several else partial(_gain_of_ways, largest),
             height=420 if several else 340,
         ),
         Picture(
-            "Step after step",
+            "Load by step",
             f"Largest load ÷ mean in the first {min(_SHOWN_STEPS, largest.rows.num_steps)} steps of "
-            f"{largest.num_ranks} ranks, as loaded and {shown[-1].name}. 1 is a step in which nobody waits.",
+            f"{largest.num_ranks} ranks: as loaded, {shown[-1].name}. 1 is a step in which no rank waits.",
             partial(_steps, [shown[0], shown[-1]]),
         ),
     )
 
 
 def _shown_ways(result: Comparison) -> list[DealtRows]:
-    """As loaded, each batch balanced and, where it gains 2 % more, the best window."""
+    """The ways in the pictures: as loaded, each batch balanced and, if it gains 2 % more, the best window."""
     batch = result.balanced_batch
     windows = [way for way in result.ways if way.window > 1]
     best = max(windows, key=result.speed_up, default=batch)
@@ -69,11 +69,11 @@ def _shown_ways(result: Comparison) -> list[DealtRows]:
 
 
 def _draw_steps(axes: Axes, lines: Mapping[str, np.ndarray], begin: int, where: Literal["post", "mid"]) -> None:
-    """A stepped line of each way; one that hides behind another has that one's name in brackets."""
+    """Draw a stepped line for each way; a line that is covered by an equal line has its name in brackets."""
     labels = marked_lines(lines)
     for (name, values), (color, style, _) in zip(lines.items(), LOOKS):
-        places = np.arange(begin, begin + len(values))
-        axes.step(places, values, where=where, color=COLORS[color], linestyle=style, label=labels[name])
+        positions = np.arange(begin, begin + len(values))
+        axes.step(positions, values, where=where, color=COLORS[color], linestyle=style, label=labels[name])
 
 
 def _loads(ways: list[DealtRows], axes: Axes) -> None:
@@ -102,25 +102,25 @@ def _steps(ways: list[DealtRows], axes: Axes) -> None:
 def _bands(source: Source, axes: Axes) -> None:
     edges = band_edges(source.tokens)
     names = [f"{first:,}" if first == last else f"{first:,}–{last:,}" for first, last in zip(edges[:-1], edges[1:] - 1)]
-    places = np.arange(len(names))
+    positions = np.arange(len(names))
     for weights, shift, color, label, hatch in (
         (np.ones(len(source.tokens)), -0.21, "before", "of all rows", ""),
         (source.costs.astype(np.float64), 0.21, "after", "of the cost", "////"),
     ):
         part = np.histogram(source.tokens, edges, weights=weights)[0]
         looks: dict[str, Any] = {"color": COLORS[color], "hatch": hatch, "edgecolor": COLORS["surface"]}
-        axes.bar(places + shift, part / max(1e-12, part.sum()), width=0.4, label=label, **looks)
+        axes.bar(positions + shift, part / max(1e-12, part.sum()), width=0.4, label=label, **looks)
     every = 1 + (len(names) - 1) // 8
-    axes.set_xticks(places[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
+    axes.set_xticks(positions[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
     axes.set(xlabel="tokens of a row", ylabel="share")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.legend(loc="best")
 
 
 def band_edges(tokens: np.ndarray) -> np.ndarray:
-    """Where bands of lengths begin, and one past the last: int64 `(bands + 1,)`, strictly rising, at most 14 bands.
+    """Edges of bands of lengths, the last one exclusive, int64 `(bands + 1,)`, strictly rising, at most 14 bands.
 
-    Every one of the tokens, int64 `(n,)`, is in `[edges[0], edges[-1])`.
+    All `tokens`, int64 `(n,)`, are in `[edges[0], edges[-1])`.
 
     >>> band_edges(np.array([3, 4, 6])).tolist()
     [3, 4, 5, 6, 7]
@@ -128,7 +128,7 @@ def band_edges(tokens: np.ndarray) -> np.ndarray:
     first, last = int(tokens.min()), int(tokens.max())
     if last - first < _BANDS:
         return np.arange(first, last + 2)
-    # Of equal factor; bands at the short end, which hold next to nothing, become one.
+    # Bands of equal factor; the shortest percent of rows is one band.
     low = max(first, 1, int(np.quantile(tokens, 0.01, method="lower")))
     inner = np.unique(np.round(np.geomspace(low, last + 1, _BANDS + 1)).astype(np.int64))
     return np.unique([first, *inner[1:-1], last + 1])
@@ -136,18 +136,18 @@ def band_edges(tokens: np.ndarray) -> np.ndarray:
 
 def _gain_by_ranks(results: Sequence[Comparison], axes: Axes) -> None:
     lines: dict[str, dict[int, float]] = {}
-    for place, result in enumerate(results):
+    for position, result in enumerate(results):
         for way in result.ways[1:]:
-            lines.setdefault(way.name, {})[place] = result.speed_up(way)
-    lines["equal ranks"] = {place: result.equal for place, result in enumerate(results)}
-    places = range(len(results))
-    labels = marked_lines({name: [gains.get(place, 1.0) for place in places] for name, gains in lines.items()})
+            lines.setdefault(way.name, {})[position] = result.speed_up(way)
+    lines["equal ranks"] = {position: result.equal for position, result in enumerate(results)}
+    positions = range(len(results))
+    labels = marked_lines({name: [gains.get(each, 1.0) for each in positions] for name, gains in lines.items()})
     markers = iter(_WINDOW_MARKERS * len(lines))
     for name, gains in lines.items():
         color, style, marker = _LOOKS_OF_WAYS.get(name) or (_WINDOW_COLOR, "-", next(markers))
         looks: dict[str, Any] = {"color": COLORS[color], "marker": marker, "label": labels[name]}
         axes.plot(list(gains), list(gains.values()), style, **looks)
-    axes.set_xticks(places, [str(result.num_ranks) for result in results])
+    axes.set_xticks(positions, [str(result.num_ranks) for result in results])
     axes.set(xlabel="ranks", ylabel="speed-up", ylim=(min(1.0, axes.get_ylim()[0]), None))
     legend_above(axes)
 
@@ -157,8 +157,8 @@ def _gain_of_ways(result: Comparison, axes: Axes) -> None:
     gains = [result.speed_up(way) for way in ways]
     colors = [COLORS[_LOOKS_OF_WAYS.get(way.name, (_WINDOW_COLOR,))[0]] for way in ways]
     axes.barh(range(len(ways)), gains, color=colors, height=0.62)
-    for place, gain in enumerate(gains):
-        axes.annotate(f"{gain:.2f}× ", (gain, place), va="center", ha="right", color=COLORS["surface"])
+    for position, gain in enumerate(gains):
+        axes.annotate(f"{gain:.2f}× ", (gain, position), va="center", ha="right", color=COLORS["surface"])
     muted, top = COLORS["muted"], (result.equal, len(ways) - 0.35)
     axes.axvline(result.equal, color=muted, linestyle=":")
     axes.annotate(f"equal ranks {result.equal:.2f}× ", top, color=muted, va="bottom", ha="right")

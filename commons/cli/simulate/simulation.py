@@ -1,4 +1,4 @@
-"""Dealing the rows of a source to ranks in every way, and the advice that follows.
+"""Simulation: deals the rows of a source to ranks in several ways, and derives advice.
 
 lengths, a config or a record ─► Source ─► simulate ─► Simulation: a Comparison for each number of ranks
 """
@@ -20,14 +20,14 @@ from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.inputs import MOST_LOAD
 from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask
 
-# Balancing is worth its options from this speed-up on; another way is worth its price if it gains so much more.
+# Smallest speed-up for which balancing, or a larger change over a smaller one, is advised.
 WORTH = 1.02
-# What a speed-up is a ratio of, where it is that of the layers alone.
+# The base of a speed-up of only the layers.
 OF_LAYERS = "in the layers' time"
-# Rows that steps of constant cost are planned for, and at least so many steps: each is found by a search.
+# Most rows, but at least so many steps, for which steps of constant cost are planned: each step needs a search.
 _BUDGET_ROWS = 1 << 18
 _FEWEST_STEPS = 8
-# What other libraries ship; it is compared and never advised.
+# The method of other libraries, which is compared and never advised.
 _NEVER_ADVISED = "Karmarkar-Karp"
 
 
@@ -35,23 +35,23 @@ _NEVER_ADVISED = "Karmarkar-Karp"
 class Source:
     """Rows to simulate."""
 
-    name: str  # of the rows, as the user named them
-    load: Callable[[int, int], LoadedRows]  # of ranks and steps: the rows of the first steps, as training loads them
-    num_rows: int | None  # rows that there are; None for any number
-    batch_size: int  # rows of a rank in a step
-    tokens: np.ndarray  # int64 `(n,)`, of rows that describe the whole
-    costs: np.ndarray  # int64 `(n,)`, of the same rows
-    model: AttentionTask | None  # whose operations they are; None where tokens are the cost
-    remedy: str  # what gives more steps where there are too few rows
-    of_what: str = OF_LAYERS  # what a speed-up is a ratio of
-    cost: StepCost | None = None  # turns loads into milliseconds; None for none
-    bytes_per_token: int | None = None  # what a token takes on the wire; None where it is not known
-    link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None where it is not known
-    plan_options: Mapping[str, Any] | None = None  # as for `plan_shuffle`, to look at these alone; None for every way
+    name: str  # the user's name for the rows, such as a file
+    load: Callable[[int, int], LoadedRows]  # (ranks, steps) → the rows of the first steps, as training loads them
+    num_rows: int | None  # number of rows; None for any number
+    batch_size: int  # rows per rank in a step
+    tokens: np.ndarray  # int64 `(n,)`, of sample rows
+    costs: np.ndarray  # int64 `(n,)`, of the same sample rows
+    model: AttentionTask | None  # the model whose operations are the cost; None if tokens are the cost
+    remedy: str  # the remedy for too few rows
+    of_what: str = OF_LAYERS  # the base of a speed-up
+    cost: StepCost | None = None  # converts loads to milliseconds; None to compare loads
+    bytes_per_token: int | None = None  # bytes sent per token; None if unknown
+    link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None if unknown
+    plan_options: Mapping[str, Any] | None = None  # of `plan_shuffle`, to compare only such plans; None for all ways
 
     @property
     def task(self) -> str:
-        """What a row costs, in words: the dimensions of the model."""
+        """A text of the cost of a row: the dimensions of the model."""
         model = self.model
         if model is None:
             return "tokens"
@@ -64,7 +64,7 @@ class Source:
         return f"{kind}, hidden {model.hidden_size}, {layers}{more}"
 
     def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
-        """Deal rows in every way; the first is as loaded."""
+        """Deal rows in all ways; the first is as loaded."""
         if self.plan_options is None:
             yield from compare_ways(rows, windows)
             yield _constant_cost(rows, self.batch_size)
@@ -77,22 +77,22 @@ class Source:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do."""
+    """Advice for one number of ranks."""
 
     text: str  # one sentence
-    options: str = ""  # flags of our trainers, to copy; empty for none
+    options: str = ""  # flags of our trainers, to copy; empty if no way is advised
     code: str = ""  # the same in Python
-    way: str | None = None  # the name of the way that is advised; None where nothing gains
-    speed_up: float = 1.0  # of that way
+    way: str | None = None  # the name of the advised way; None if no way gains enough
+    speed_up: float = 1.0  # of the advised way
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What was simulated, and what came of it."""
+    """The results of a simulation."""
 
-    source: Source  # of the rows
+    source: Source
     comparisons: tuple[Comparison, ...]  # by number of ranks, ascending; at least one
-    notes: tuple[str, ...] = ()  # what else to say, a line each
+    notes: tuple[str, ...] = ()  # remarks, a line each
 
     def quantiles(self) -> dict[str, float]:
         """Mean, median, 99th percentile and maximum of the tokens of a row."""
@@ -101,22 +101,22 @@ class Simulation:
         return {"mean": float(tokens.mean()), "median": float(median), "p99": float(most), "max": float(tokens.max())}
 
     def dominated(self) -> list[str]:
-        """By number of ranks, a line on steps in which one row is more than an even share, and the remedy."""
+        """For each number of ranks with such steps, a line on steps in which one row exceeds an even share."""
         lines = []
         for result in self.comparisons:
             if not result.dominated:
                 continue
-            lifted, most = _best_of_windows(result), result.possible_of_batches
-            remedy = "a window of several batches (--window 2 4), more rows per step or shorter rows lift it"
+            window, most = _best_of_windows(result), result.possible_of_batches
+            remedy = "use a window of several batches (--window 2 4), more rows per step or shorter rows"
             if result.equal < WORTH * most:
-                remedy = "it cannot be split, and costs less than 2 % of what equal ranks would gain"
-            elif lifted is not None and result.speed_up(lifted) >= WORTH * most:
+                remedy = "this reduces the possible speed-up by less than 2 %"
+            elif window is not None and result.speed_up(window) >= WORTH * most:
                 remedy = (
-                    f"it cannot be split, so that single batches gain {most:.2f}× at most; --trainer.shuffle-window "
-                    f"{lifted.window} lifts that to {result.speed_up(lifted):.2f}×, shorter rows too"
+                    f"so single batches gain at most {most:.2f}×; --trainer.shuffle-window {window.window} gains "
+                    f"{result.speed_up(window):.2f}×, and shorter rows help too"
                 )
-            elif lifted is not None:
-                remedy = "more rows per step or shorter rows lift it"
+            elif window is not None:
+                remedy = "use more rows per step or shorter rows"
             lines.append(
                 f"{result.num_ranks} ranks: in {result.dominated} of {result.rows.num_steps} steps one sample alone is "
                 f"more than an even share of the work, up to {result.rows.largest_share.max():.2f}×; {remedy}."
@@ -124,12 +124,12 @@ class Simulation:
         return lines
 
     def advice(self, result: Comparison | None = None) -> Advice:
-        """One sentence for a number of ranks, or the largest: the least change that gains, and one more that pays."""
+        """Advice for one number of ranks, by default the largest: the smallest change that gains nearly the most."""
         result = result or self.comparisons[-1]
         ways = [way for way in result.ways[1:] if way.name != _NEVER_ADVISED]
         budget = next((way for way in ways if way.budget is not None), None)
         found, gained = None, 1.0
-        # From small changes to large: a larger one has to pay for itself.
+        # From small changes to large: a larger change must gain 2 % more than the smaller one.
         for way in ways:
             if way is not budget and result.speed_up(way) >= WORTH * gained:
                 found, gained = way, result.speed_up(way)
@@ -145,14 +145,14 @@ class Simulation:
             text += f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)"
         text += changes
         if further is not None and advised is not further:
-            text += "; where lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
+            text += "; if lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
             text += f"{result.speed_up(further):.2f}×"
         if self.source.of_what == OF_LAYERS:
             text += "; a whole step gains less"
         return Advice(f"{text}.", options, code, advised.name, result.speed_up(advised))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The results as data for JSON."""
         return {
             "lengths": {"source": self.source.name, "rows": self.source.num_rows, "tokens": self.quantiles()},
             "task": self.source.task,
@@ -175,7 +175,7 @@ class Simulation:
         }
 
     def _of_way(self, result: Comparison, way: DealtRows) -> dict[str, Any]:
-        """What a way gives the ranks, by name; None for what is not known."""
+        """The numbers of a way by name; None for unknown numbers."""
         per_token, gbps = self.source.bytes_per_token, self.source.link_gbps
         size = None if way.sent_tokens is None or per_token is None else way.sent_tokens * per_token
         return {
@@ -197,11 +197,11 @@ class Simulation:
 
 
 def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps: int) -> Simulation:
-    """Deal the rows of a source in every way, for every number of ranks, of at least 2.
+    """Deal the rows of a source in all ways, for every number of ranks, each at least 2.
 
-    `windows` are batches of every rank that are planned together; 1 is always among the ways. There are fewer steps
-    where the source has fewer rows; ValueError where they are too few for a step, have no work, or more than a plan
-    counts.
+    `windows` are numbers of batches of every rank that are planned together; single batches are always simulated. With
+    too few rows there are fewer steps. ValueError for too few rows for a step, rows without work, or costs above the
+    maximum of a plan.
     """
     notes, comparisons = [], []
     for num_ranks in sorted(set(ranks)):
@@ -210,13 +210,13 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
         if possible < steps:
             notes.append(
                 f"{num_ranks} ranks: {possible} of {steps} steps. There are {source.num_rows:,} rows, {steps} steps "
-                f"train {steps * per_step:,}; no row counts twice: {source.remedy}."
+                f"train {steps * per_step:,}; no row is used twice: {source.remedy}."
             )
         if possible:
             comparisons.append(_compare(source, num_ranks, possible, windows))
     if not comparisons:
         raise ValueError(
-            f"{source.name} has {source.num_rows:,} rows, a step of {min(ranks)} ranks trains "
+            f"{source.name} has {source.num_rows:,} rows, a step of {min(ranks)} ranks needs "
             f"{min(ranks) * source.batch_size:,}: {source.remedy}"
         )
     return Simulation(source, tuple(comparisons), tuple(notes))
@@ -229,8 +229,8 @@ def _compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int])
     heaviest, longest = _heaviest_step(rows), max([1, *longer])
     if longest * heaviest >= MOST_LOAD:
         raise ValueError(
-            f"a step of {num_ranks} ranks × {source.batch_size} rows can cost {heaviest:.2g} operations, a window of "
-            f"{longest} as many times that; a plan counts to {MOST_LOAD:.2g}: lower --num-layers, which changes no "
+            f"a step of {num_ranks} ranks × {source.batch_size} rows can cost {heaviest:.2g} operations, and a window "
+            f"has {longest} steps; the maximum of a plan is {MOST_LOAD:.2g}: lower --num-layers, which changes no "
             "ratio, or the rows of a step"
         )
     ways = tqdm(source.ways(rows, longer), f"{num_ranks} ranks", unit="way", leave=False, disable=None)
@@ -242,7 +242,10 @@ def _heaviest_step(rows: LoadedRows) -> float:
 
 
 def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
-    """Steps of a sampler that fills them to a budget: that of a batch's average rows, at least the costliest row."""
+    """Steps of a BudgetBatchSampler whose budget per rank is the cost of a batch's rows on average.
+
+    The budget is at least the cost of the costliest row.
+    """
     per_step = rows.num_ranks * batch_size
     countable = int(MOST_LOAD / max(1.0, _heaviest_step(rows)) * (1 - 1e-9))
     some = rows.first_steps(min(max(_FEWEST_STEPS, _BUDGET_ROWS // per_step), countable))
@@ -255,7 +258,7 @@ def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
     begin = time.thread_time()
     planned = list(sampler.plan(epoch=0))
     planning_ms = 1e3 * (time.thread_time() - begin) / len(planned)
-    # The last step has what is left over; a whole epoch has many more steps.
+    # Drop the last step, which has the remaining rows: in a whole epoch it would be one of many.
     steps = planned[:-1] or planned
     loads, tokens = (
         np.stack([sum_by_rank(ranks, values[of_rows], rows.num_ranks) for of_rows, ranks in steps])
@@ -266,26 +269,26 @@ def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
 
 
 def _nothing_gains(result: Comparison) -> Advice:
-    """Advice for where no way gains enough, whether one could or not."""
+    """The advice if no way gains enough."""
     ranks = f"On {result.num_ranks} ranks"
     if result.equal >= WORTH:
         return Advice(
             f"{ranks} no way of dealing these rows gains 2 %, of {result.equal:.2f}× with equal ranks: leave "
-            "balancing off, or look at more rows per step and longer windows (--window)."
+            "balancing off, or try more rows per step and longer windows (--window)."
         )
     most = max(1.0, *(result.speed_up(way) for way in result.ways))
-    return Advice(f"{ranks} these rows are even as they are loaded: balancing gains {most:.2f}× at most, leave it off.")
+    return Advice(f"{ranks} loads are even without balancing, which gains at most {most:.2f}×: leave it off.")
 
 
 def _how(way: DealtRows) -> tuple[str, str, str, str]:
-    """What to do to have a way, what it changes besides where rows are trained, flags of our trainers, and code."""
+    """What to do, what else it changes in training, the flags of our trainers, and the code, for a way."""
     on = "--trainer.enable-balanced-shuffler"
     pipeline = "balanced(TrainPipelineSparseDist)(..., batch_shuffler=shuffler)"
     if way.budget is not None:
         rows, most = way.budget.rows, way.budget.most_rows
         return (
-            f"fill steps to the cost of {rows} average rows per rank, where lengths are known beforehand",
-            "; how many rows a step has varies",
+            f"fill steps to the cost of {rows} average rows per rank, if lengths are known beforehand",
+            "; the number of rows per step varies",
             f"--trainer.balance-sampler --trainer.budget-per-rank {rows} --trainer.train-batch-size {most} "
             "--trainer.shuffler.no-equal-size",
             f"BudgetBatchSampler(workloads, budget_per_rank=round({rows} * workloads.mean()), num_ranks=..., rank=...)",
@@ -300,7 +303,7 @@ def _how(way: DealtRows) -> tuple[str, str, str, str]:
     if way.name == "free counts":
         return (
             "balance each batch, with any number of rows per rank",
-            "; how many rows a rank has varies",
+            "; the number of rows per rank varies",
             f"{on} --trainer.shuffler.no-equal-size",
             f"{pipeline}  # ShufflerOptions(equal_size=False)",
         )

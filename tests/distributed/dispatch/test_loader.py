@@ -129,7 +129,7 @@ def load_until_it_fails(what):
     [
         ("loader", (2, "RuntimeError: rank 0: OSError: disk on fire")),
         ("workloads", (0, "ValueError: rank 0: workloads has 2 entries, there are 4 rows; one per row")),
-        ("too few rows", (1, "ValueError: rank 0: the number of rows is 1, that of parts (chunks or ranks) is 2; ")),
+        ("too few rows", (1, "ValueError: rank 0: there are 1 rows for 2 parts (chunks or ranks); ")),
         ("no loader", (0, "ValueError: rank 0: this rank is the source and passes no loader; the source loads")),
         ("another src", (0, "ValueError: src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass")),
         ("another trim", (0, "ValueError: trim is [] on rank 0 and [\"Trim(mask='id', lengths=None")),
@@ -194,7 +194,7 @@ def test_a_state_that_does_not_fit(two_ranks):
     for error in two_ranks.run(error_of, resume_wrongly, "too far"):
         assert error.startswith("ValueError: rank 0: the state is 7 batches into the data, the loader ends after 6")
     for error in two_ranks.run(error_of, resume_wrongly, "something else"):
-        assert "the state has the entries ['batch']; it is what state_dict returned" in error
+        assert "the state has the entries ['batch']; a state has 'batches' and 'loader'" in error
 
 
 def describe_loader():
@@ -203,7 +203,7 @@ def describe_loader():
     if dist.get_rank() == 0:
         answers = len(loader), loader.dataset is data.dataset, loader.sampler is data.sampler
     else:
-        with pytest.raises(TypeError, match="rank 1 has no loader to ask; .* pass the loader on all ranks"):
+        with pytest.raises(TypeError, match="rank 1 has no loader; .* pass the loader on all ranks"):
             len(loader)
         answers = None
     loader.close()

@@ -80,7 +80,7 @@ MISTAKES = {
     scatter: [
         (
             lambda rank: {} if rank else {"batch": {"a": dense([])[:0]}, "workloads": []},
-            "rank 0: the batch has 0 rows that are no padding; at least one is needed",
+            "rank 0: the batch has 0 real rows; at least one is needed",
         ),
         (lambda rank: NOTHING, "rank 0: this rank is the source and passes no batch and no workloads"),
         (lambda rank: ONE_TO_THREE, "rank 1: this rank passes batch and workloads, the source is rank"),
@@ -100,7 +100,7 @@ MISTAKES = {
     gather_back: [
         (
             lambda rank: {"rows": 2 - rank},
-            "rank 1: results of the share have 1 rows, the share has 2; there is a row per row",
+            "rank 1: results of the share have 1 rows, the share has 2; results need one row per row",
         ),
         (
             lambda rank: {"width": 1 + rank},
@@ -111,16 +111,16 @@ MISTAKES = {
     scatter_more: [
         (
             lambda rank: {"rows": 5, "everywhere": False},
-            "rank 0: the batch has 5 rows, 4 were dealt; more of the same rows has a row for each",
+            "rank 0: the batch has 5 rows, 4 were scattered; scatter_more needs a row for each",
         ),
         (lambda rank: {"rows": 4, "everywhere": True}, "rank 1: this rank passes batch, the source is rank 0"),
     ],
     redistribute: [
         (lambda rank: {"timeout": -1} if rank else {}, "rank 1: timeout is -1; it is a number of seconds above 0"),
-        (lambda rank: NOTHING, "the batch has 0 rows that are no padding; at least one is needed"),
+        (lambda rank: NOTHING, "the batch has 0 real rows; at least one is needed"),
         (
             lambda rank: {"batch": {"a": dense([1])}, "workloads": [1]} if rank else NOTHING,
-            "the number of rows is 1, that of parts (chunks or ranks) is 2; every part needs one: use",
+            "there are 1 rows for 2 parts (chunks or ranks); every part needs at least one: use",
         ),
         (
             lambda rank: {"batch": {"a": dense([1, 2, 3]).int(), "meta": "same"}} if rank else {},
@@ -145,7 +145,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"groups": [1, 1, 1]},
-            "the number of groups is 1, that of parts (chunks or ranks) is 2; every part needs one",
+            "there are 1 groups for 2 parts (chunks or ranks); every part needs at least one",
         ),
         (lambda rank: {"groups": [rank, 2 + rank, 2 + rank]}, "equal_size is True; "),
         (lambda rank: {"slack": -1}, "rank 0: slack is -1; it must be at least 0 and at most 1"),
@@ -163,7 +163,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"batch": {"x": jagged_with_gradients(rank), "y": torch.ones(2)}, "workloads": [1, 2]},
-            "rank 0: field 'x' requires grad and is jagged; gradients follow rows of dense tensors: pass",
+            "rank 0: field 'x' requires grad and is jagged; gradients follow only rows of dense tensors: pass",
         ),
     ],
     send_home: [
@@ -204,7 +204,7 @@ MISTAKES = {
     send_micro_batches_home: [
         (
             lambda rank: {"left_out": rank},
-            "rank 1: there are 1 results for 2 micro-batches; each has one: pass them in order",
+            "rank 1: there are 1 results for 2 micro-batches; each micro-batch has one result: pass",
         ),
     ],
     pack: [

@@ -41,9 +41,7 @@ def test_a_class_that_a_new_torchrec_brings_is_told_and_refused():
     module = TrainPipelineSparseDist.__module__
     new = type("TrainPipelineNew", (TrainPipelineSparseDist,), {"__module__": module})
     assert "has the pipelines TrainPipelineNew, which" in unlisted(INSTALLED | {"TrainPipelineNew": new})
-    with pytest.raises(
-        TypeError, match="TrainPipelineNew has no known place for the shuffle.*supported are TrainPipeline"
-    ):
+    with pytest.raises(TypeError, match="TrainPipelineNew is not a supported pipeline, .*supported are TrainPipeline"):
         balanced(new)
 
 
@@ -72,7 +70,7 @@ ARGUMENTS = {
 
 
 def test_what_cannot_be_hooked_is_refused():
-    with pytest.raises(TypeError, match="dict has no known place for the shuffle.*TrainPipelineSparseDist"):
+    with pytest.raises(TypeError, match="dict is not a supported pipeline, .*TrainPipelineSparseDist"):
         balanced(dict)
     with pytest.raises(TypeError, match=r"is an object of TrainPipelineBase; .*: write balanced\(TrainPipelineBase\)"):
         balanced(TrainPipelineBase(torch.nn.Linear(1, 1), None, torch.device("cpu")))
@@ -106,7 +104,7 @@ def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
     monkeypatch.delattr(TrainPipelineBase, "_copy_batch_to_gpu")
     balanced.cache_clear()
     refusal = (
-        r"^TrainPipelineBase of TorchRec 1\.\S+ has no _copy_batch_to_gpu, where the shuffle is hooked in; TorchRec "
+        r"^TrainPipelineBase of TorchRec 1\.\S+ has no _copy_batch_to_gpu, which the shuffle needs as a hook; TorchRec "
     )
     with pytest.raises(TypeError, match=refusal + r"1\.6 to 1\.8 have it: install one of them$"):
         balanced(TrainPipelineBase)

@@ -122,7 +122,7 @@ class SkipsTheCopy(TrainPipelineSparseDist):
 
 
 REFUSED_SUBCLASSES = {
-    LeavesOut: "copied the batch of step 1 before that of step 0, which was read first; rows of a batch that is left",
-    ForgetsWhich: "got a SampleBatch that is not what to() of the batch returned, while 2 batches that were read wait",
+    LeavesOut: "copied the batch of step 1 before that of step 0, which was read first; rows of a skipped batch",
+    ForgetsWhich: "got a SampleBatch that is not the result of the batch's to(), while 2 batches that were read wait",
     SkipsTheCopy: "trained a batch whose shuffle was never finished; this TorchRec, or a subclass of yours, copies",
 }

@@ -302,4 +302,4 @@ def test_other_shells(told, shell):
 
 @pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
 def test_a_shell_without_completion(mistake, arguments):
-    assert "it names a shell, bash, zsh, fish: give one" in mistake("--tyro-print-completion", *arguments)
+    assert "it takes one shell, bash, zsh, fish: give one" in mistake("--tyro-print-completion", *arguments)

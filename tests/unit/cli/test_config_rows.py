@@ -115,10 +115,10 @@ def test_data_that_are_too_short_are_not_repeated(mine, asked, mistake):
     answer = asked("simulate", *mine, "--ranks", "2", "4", "8", "--steps", "3")
     notes = " ".join(answer["notes"])
     assert [(each["ranks"], each["steps"]) for each in answer["ranks"]] == [(2, 3), (4, 1)]
-    assert "4 ranks: 1 of 3 steps. There are 25 rows, 3 steps train 48; no row counts twice" in notes
+    assert "4 ranks: 1 of 3 steps. There are 25 rows, 3 steps train 48; no row is used twice" in notes
     assert "8 ranks: 0 of 3 steps. There are 25 rows, 3 steps train 96" in notes and "2 ranks: " not in notes
     error = mistake("simulate", *mine, "--ranks", "16", "8", "--figure", "gain.png")
-    assert "run.toml has 25 rows, a step of 8 ranks trains 32: lower --ranks" in error
+    assert "run.toml has 25 rows, a step of 8 ranks needs 32: lower --ranks" in error
     assert not Path("gain.png").exists()
 
 
@@ -177,19 +177,17 @@ def calibrate(told, mine):
 
 
 def test_calibrate_ends_with_a_verdict(calibrate, clock):
-    assert "Use it: its error is more than 100 times smaller than that of operations" in calibrate()
+    assert "Use it: its error is more than 100 times smaller than that of predictions from operations" in calibrate()
     jitter = itertools.cycle([0.99, 1.02, 0.97, 1.01, 1.03, 0.98, 1.04])
     exact = clock["ms"]
     clock["ms"] = lambda *size: exact(*size) * next(jitter)
-    assert re.search(r"Use it: its error is \d+\.\d times smaller .* on batches that no fit has seen", calibrate())
+    assert re.search(r"Use it: its error is \d+\.\d times smaller .* on held-out batches", calibrate())
     flops = SelfAttentionTask(8, 1, 8).forward_flops
     clock["ms"] = lambda rows, tokens, pairs: 1 + flops(tokens, pairs) * 1e-5
-    assert "No better than operations alone: 0.0% against 0.0%" in calibrate()
+    assert "It is not better than predictions from operations: 0.0% instead of 0.0%" in calibrate()
     noise = np.random.default_rng(0)
     clock["ms"] = lambda rows, tokens, pairs: (1 + flops(tokens, pairs) * 1e-5) * noise.uniform(0.8, 1.2)
-    asked = re.search(
-        r"Not surely better than operations alone: .* --num-mixes (\d+) would tell \((\d+) more\)", calibrate()
-    )
+    asked = re.search(r"It may not be better than .*: .* --num-mixes (\d+) to decide \((\d+) more\)", calibrate())
     assert asked and int(asked[1]) == 40 + int(asked[2])
 
 
@@ -315,7 +313,7 @@ def test_no_command_overwrites_what_it_reads(here, monkeypatch, mistake):
         hard.hardlink_to(source)
         for output in (source, here / ".." / here.name / source.name, soft, hard):
             error = mistake(*command, str(output))
-            assert f"{command[-1]} is {output}, which {option} names too; no command overwrites what it reads" in error
+            assert f"{command[-1]} is {output}, which {option} names too; no command overwrites its input" in error
             assert source.read_bytes() == before and output.samefile(source)
 
 

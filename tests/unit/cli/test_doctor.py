@@ -78,24 +78,24 @@ def of_torch(number, release):
     [
         ({"torch": None}, 1, ("torch wrong not installed", 'pip install "torch==2.13.*"', "torchrec note 1.8.0; not")),
         ({"numpy": None, "pyarrow": None}, 1, ("dependencies wrong not installed: numpy, pyarrow", '>=2.0" "pyarrow"')),
-        ({"numpy": "1.26.4"}, 0, ("numpy note 1.26.4; evenrank asks for numpy>=2.0", 'pip install "numpy>=2.0"')),
+        ({"numpy": "1.26.4"}, 0, ("numpy note 1.26.4; evenrank requires numpy>=2.0", 'pip install "numpy>=2.0"')),
         ({"torchrec": None}, 1, ("torchrec wrong not installed", '--no-deps "torchrec==1.8.*"')),
         ({"fbgemm-gpu-cpu": None}, 1, ("fbgemm wrong not installed", '--no-deps "fbgemm-gpu-cpu==1.8.*"')),
         ({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, 0, ("fbgemm ok fbgemm-gpu 1.8.0",)),
         ({"fbgemm-gpu": "1.8.0"}, 1, ("fbgemm wrong", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip install")),
-        ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 was not released with", '"torchrec==1.8.*"')),
-        ({"torchmetrics": "1.9.0"}, 0, ("note 1.9.0; torchrec asks for torchmetrics==1.0.3", "pip install")),
+        ({"torchrec": "1.7.0"}, 0, ("releases note", "torch 2.13 does not fit", '"torchrec==1.8.*"')),
+        ({"torchmetrics": "1.9.0"}, 0, ("note 1.9.0; torchrec requires torchmetrics==1.0.3", "pip install")),
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
         (of_torch("2.11.0", "1.6.1"), 0, ("torch ok 2.11.0",)),
         (
             of_torch("2.12.0", "1.8.0"),
             0,
-            ("torch 2.12 was not released with torchrec and fbgemm", '"torchrec==1.7'),
+            ("torch 2.12 does not fit torchrec and fbgemm", '"torchrec==1.7'),
         ),
         (
             of_torch("2.14.1", "1.8.0"),
             0,
-            ("note 2.14.1, built without CUDA; evenrank is made for 2.11", '"torch==2.13'),
+            ("note 2.14.1, built without CUDA; evenrank supports 2.11", '"torch==2.13'),
         ),
         (of_torch("2.10.0", "1.5.0"), 0, ("torch note 2.10.0", '"torchrec==1.8.*"')),
     ],
@@ -205,7 +205,7 @@ def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, said):
     load(monkeypatch, {"torch": ImportError("none")})
     text = said(1)
     assert "driver note NVIDIA 550.54.14; builds for CUDA 13 need 580" in text
-    assert f"driver: update it, or {OLD_DRIVER}" in text
+    assert f"driver: update the driver, or {OLD_DRIVER}" in text
     load(monkeypatch, {})
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -247,4 +247,4 @@ def test_a_native_core_that_is_missing_or_lacks_what_it_needs(versions, monkeypa
     assert "native core wrong the native core /x.so is missing; evenrank plans with it" in text
     assert "native core: install it again" in text
     load(monkeypatch, {doctor._CORE: ModuleNotFoundError("No module named 'numpy'")})
-    assert "native core note not looked into (No module named 'numpy')" in said(0)
+    assert "native core note not checked (No module named 'numpy')" in said(0)

@@ -92,12 +92,12 @@ FILES = [
     ),
     ("zipf:1.2:9", None, ["--column", "n"], "belong to a file"),
     ("zipf:1.2:9", None, ["--group-by", "n"], "belong to a file"),
-    ("a.csv", b"user,n\na,5\n", [], "has the columns user, n; lengths are one of them: name it by --column"),
+    ("a.csv", b"user,n\na,5\n", [], "has the columns user, n; lengths are in one column: name it by --column"),
     ("a.csv", b"user,n\na,5\n", ["--column", "m"], "has no column 'm'; it has user, n"),
     ("a.csv", b"user,n\na,5\n", ["--column", "user"], "column 'user' of a.csv holds 'a' in row 1, counted from 1; "),
     ("a.csv", b"user,n\na,5\n", ["--group-by", "user", "--column", "n"], "--column is n and --group-by is user"),
     ("bare.csv", b"u1,5\nu2,6\n", [], "the columns u1, 5 (its first line: the columns have no names); lengths are"),
-    ("three.csv", b"1,2,3\n", [], "has the columns column 1, column 2, column 3; lengths are one of them"),
+    ("three.csv", b"1,2,3\n", [], "has the columns column 1, column 2, column 3; lengths are in one column"),
     ("empty.csv", b"", [], "empty.csv cannot be read (it is empty, or begins with an empty line)"),
     ("header.csv", b"n\n", [], "header.csv has no row"),
     ("zeros.csv", b"n\n" + b"0\n" * 64, [], "there is nothing to balance"),
@@ -111,14 +111,24 @@ FILES = [
     ("ragged.csv", b"a,n\n1,2\n1,2,3\n", ["--column", "n"], "ragged.csv cannot be read (CSV Error on Line: 3): check"),
     ("twice.csv", b"n,n\n1,2\n", [], "twice.csv cannot be read"),
     ("zipped.csv", b"\x1f\x8b\x08\x00", [], "zipped.csv is compressed: unpack it"),
-    ("excel.csv", "n\n3\n".encode("utf-16"), [], "excel.csv is no text in UTF-8: convert it"),
-    ("a.csv.gz", b"", [], "a.csv.gz is none of .parquet, .csv, .npy, .jsonl and no folder of parquet files: unpack it"),
-    ("a.txt", b"5\n", [], "a.txt is none of .parquet, .csv, .npy, .jsonl and no folder of parquet files: convert it"),
+    ("excel.csv", "n\n3\n".encode("utf-16"), [], "excel.csv is not UTF-8 text: convert it"),
+    (
+        "a.csv.gz",
+        b"",
+        [],
+        "a.csv.gz is neither a .parquet, .csv, .npy, .jsonl file nor a folder of parquet files: unpack it",
+    ),
+    (
+        "a.txt",
+        b"5\n",
+        [],
+        "a.txt is neither a .parquet, .csv, .npy, .jsonl file nor a folder of parquet files: convert it",
+    ),
     ("nulls.csv", b"length,count\n3,0\n", [], "all counts are 0"),
     ("many.csv", b"length,count\n" + b"3,9007199254740992\n" * 1024, [], "add up to 9223372036854775808; there are"),
     ("minus.csv", b"length,count\n5,-1\n", [], "of minus.csv holds '-1' in row 1, counted from 1; a count is an"),
     ("drawn.csv", b"length,count\n5,1\n", ["--in-order"], "drawn.csv is a histogram, from which rows are drawn"),
-    ("two.csv", b"n\n3\n4\n", [], "two.csv has 2 rows, a step of 2 ranks trains 64: lower --ranks"),
+    ("two.csv", b"n\n3\n4\n", [], "two.csv has 2 rows, a step of 2 ranks needs 64: lower --ranks"),
     ("two.csv", b"n\n3\n4\n", ["--with-replacement", "--in-order"], "exclude each other"),
     ("words.jsonl", b"hello\n", [], "words.jsonl cannot be read (Malformed JSON"),
     ("half.jsonl", b'{"n": 3}\n\n{"n":\n', [], "half.jsonl cannot be read (Malformed JSON"),
@@ -127,12 +137,12 @@ FILES = [
     ("deep.jsonl", b"[" * 100_000 + b"\n", [], "deep.jsonl cannot be read"),
     ("text.parquet", b"n\n3\n", [], "text.parquet cannot be read"),
     ("text.npy", b"no", [], "text.npy cannot be read"),
-    ("only.csv", b"ID\n1\n2\n3\n", [], "ends in 'id', as identifiers do, which are no lengths: count the events"),
+    ("only.csv", b"ID\n1\n2\n3\n", [], "ends in 'id', like an identifier and not a length: count the events"),
     ("spaced.csv", b"user id,n\n1,5\n", ["--column", "user id"], "--group-by 'user id'"),
     ("a.csv", b"user,n\na,5\n", ["--group-by", "nobody"], "has no column 'nobody'; it has user, n"),
     ("gap.csv", b"user,n\na,5\n,6\n", ["--group-by", "user"], "has no value in row 2, counted from 1; every"),
     ("gap.jsonl", b'{"user": 1}\n{"n": 1}\n', ["--group-by", "user"], "has no value in row 2"),
-    ("list.jsonl", b'{"user": [1]}\n', ["--group-by", "user"], "counts them by --column user"),
+    ("list.jsonl", b'{"user": [1]}\n', ["--group-by", "user"], "give --column user"),
 ]
 
 
@@ -193,11 +203,11 @@ OPTIONS = [
     ([*ZIPF, "--task", "tokens", "--max-attn-len", "9"], "dimensions of HSTU: leave them out"),
     ([*ZIPF, "--max-attn-len", "0"], "max_attn_len is 0"),
     ([*ZIPF, "--link-gbps", "-1"], "link_gbps is -1"),
-    ([*ZIPF, "--task", "tokens", "--peak-tflops", "9"], "tokens are no operations"),
+    ([*ZIPF, "--task", "tokens", "--peak-tflops", "9"], "the peak is in operations and not in tokens"),
     ([*ZIPF, "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),
     ([*ZIPF, "--config", "run.toml"], "--config is run.toml and --lengths is zipf:1.2:9; simulate"),
     ([*ZIPF, "--steps", "1000000000"], "lower --steps"),
-    ([], "simulate needs one of them"),
+    ([], "simulate needs exactly one of them"),
     (["--config", "run.toml", "--batch-size", "8"], "--batch-size belongs to --lengths"),
 ]
 
@@ -210,10 +220,10 @@ def test_options_with_mistakes(refused, arguments, message):
 def test_lengths_that_cost_more_than_a_plan_counts(here, told, refused):
     wide = ["--task", "transformer", "--hidden-size", "4096", "--num-layers", "32", "--steps", "8"]
     said = refused("--lengths", "lognormal:100000:0.5", "--ranks", "64", *wide)
-    assert "a plan counts to 4.6e+18: lower --num-layers, which changes no ratio" in said
+    assert "the maximum of a plan is 4.6e+18: lower --num-layers, which changes no ratio" in said
     assert "check the lengths, or cut rows by --max-length" in refused("--lengths", "lognormal:130:9")
     write(here / "huge.csv", "n\n" + "1000000000\n" * 64)
-    assert "can cost more than 2**63 operations, which no plan counts" in refused("--lengths", "huge.csv")
+    assert "can cost more than 2**63 operations, the maximum of a plan" in refused("--lengths", "huge.csv")
     # Fewer steps are filled to a budget where all of them could not be added up.
     wide[-1] = "64"
     told("simulate", "--lengths", "lognormal:100000:0.5", "--ranks", "64", "--batch-size", "1", *wide)

@@ -40,7 +40,7 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
     assert said == "The largest loads explain 100% of the step times' variance."
     cost, said = step_cost(rows, np.random.default_rng(1).uniform(1, 1.2, 40))
     assert cost is None and "do not follow the largest loads" in said
-    assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times; 20 of them, of different loads")
+    assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times; 20 steps with different loads")
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
         ([], "no script is named; give one with its arguments: python -m evenrank.observe train.py"),
         (["-m"], "no script is named"),
         (["--folder", "script.py/below", "script.py"], "script.py/below"),
-        (["nothing.py"], "nothing.py is no file; name the training script, or a module with -m"),
-        (["--report"], "holds no record of a rank; run a script with --folder"),
+        (["nothing.py"], "nothing.py is not a file; name the training script, or a module with -m"),
+        (["--report"], "has no record of a rank; run a script with --folder"),
         (["--hidden-size", "0", "--task", "hstu", "script.py"], "hidden_size"),
         (["--window", "1", "script.py"], "window is 1"),
         (["--html", "page.txt", "script.py"], "a page is an .html file"),
-        (["script.py"], "the script trained no step with one of TorchRec's pipelines; where it has a loop of its own"),
+        (["script.py"], "the script trained no step with one of TorchRec's pipelines; if it has its own training loop"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
@@ -100,10 +100,10 @@ def test_ranks_with_other_rows_and_steps_are_reported(tmp_path, capsys):
         np.savez(tmp_path / f"rank{rank}.npz", world_size=2, unknown=0, rows=rows, lengths=lengths, seconds=seconds)
     assert main(["--report", "--folder", str(tmp_path), "--window", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 steps of 2 ranks: 15 rows" in shown and "no row counts twice" not in shown
+    assert "3 steps of 2 ranks: 15 rows" in shown and "no row is used twice" not in shown
     ratios = [92 / 47, 15 / 15, 21 / 10.5]  # largest ÷ mean
     assert f"{sum(ratios) / 3:.3f}" in next(line for line in shown.splitlines() if line.startswith("as loaded"))
-    assert "0 steps have times; 20 of them" in shown
+    assert "0 steps have times; 20 steps" in shown
     assert main(["--report", "--folder", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
     note = json.loads(capsys.readouterr().out)["notes"][0]
     assert note.startswith("0 steps have times") and note in read_page(tmp_path / "o.html")[1]

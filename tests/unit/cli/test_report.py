@@ -46,7 +46,7 @@ def test_runs_beside_each_other(runs, told, asked):
     write_run(runs / "c", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
     printed = " ".join(told("report", "runs/a", "runs/b", "runs/c").split())
     assert "beside runs/a" in printed and "speed-up, rows per second" in printed
-    assert "runs/c beside runs/a differs in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7" in printed
+    assert "runs/c and runs/a differ in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7" in printed
     beside = asked("report", "runs/a", "runs/b", "runs/c")["beside_the_first"]
     assert [each["run"] for each in beside] == ["runs/b", "runs/c"] and beside[0]["loss"]["largest"] == 0
     assert f"{beside[0]['rows_per_s']:.2f}×" in printed
@@ -58,7 +58,7 @@ def test_notes_say_what_is_missing(runs, told):
     with (runs / "b" / "log.jsonl").open("a") as log:
         log.write('{"schema": 1, "st')
     printed = " ".join(told("report", "runs/b").split())
-    for note in ("the last line of the log is not whole", "no readable config.json", "no readable summary.json"):
+    for note in ("the last line of the log is incomplete", "no readable config.json", "no readable summary.json"):
         assert f"runs/b: {note}" in printed
 
 
@@ -156,7 +156,7 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     steps = make_steps(count=20, ranks=80, rows=2)
     log = RunLog(write_run(tmp_path, [line_of([step]) for step in steps]))
     loads = next(each for each in pictures_of([RunReport(log)]) if each.title == "Load of each rank")
-    assert loads.text.startswith("The fullest rank's, the next one's, and so on,")
+    assert "ranks sorted by it, the largest first" in loads.text
     lines = [line_of([steps[0]]) | {"step": number, "loss": number % 2} for number in range(1, 1001)]
     drawn, losses = curve_of(RunLog(write_run(tmp_path, lines)), "loss")
     assert 200 <= len(drawn) <= 300 and losses.mean() == pytest.approx(0.5, abs=0.01)
@@ -170,7 +170,7 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
         (["runs/none"], "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a"),
         (["runs/a", "--html", "r.txt"], "a page is an .html file"),
         (["runs/a", "--figure", "r.txt"], "choose one of these endings"),
-        (["runs/a", "--figure", "linked.png"], "no command overwrites what it reads"),
+        (["runs/a", "--figure", "linked.png"], "no command overwrites its input"),
         (["runs/a", "--json", "--html", "no/such\0.html"], "null"),
     ],
 )

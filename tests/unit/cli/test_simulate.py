@@ -97,12 +97,12 @@ def test_one_sample_that_dominates_is_named_with_what_lifts_it(here, asked):
     flags = ["--ranks", "4", "--in-order", "--task", "transformer"]
     answer = asked("simulate", *FLAGS, *flags)
     assert "in 16 of 16 steps one sample alone is more than an even share" in answer["notes"][-1]
-    assert "--trainer.shuffle-window 4 lifts that to" in answer["notes"][-1]
+    assert "--trainer.shuffle-window 4 gains" in answer["notes"][-1]
     assert answer["advice"]["options"] == "--trainer.enable-balanced-shuffler --trainer.shuffle-window 4"
     assert "window=4" in answer["advice"]["code"]
     np.save("lengths.npy", np.where(np.arange(512) % 32 == 0, 1000, 96))  # 1000 ÷ 994 of an even share
     answer = asked("simulate", *FLAGS, "--ranks", "4", "--in-order", "--task", "tokens")
-    assert "up to 1.01×; it cannot be split, and costs less than 2 %" in answer["notes"][-1]
+    assert "up to 1.01×; this reduces the possible speed-up by less than 2 %" in answer["notes"][-1]
     answer = asked("simulate", *FLAGS, *flags, "--max-length", "64")
     assert not answer["notes"] and "leave it off" in answer["advice"]["text"] and answer["advice"]["options"] == ""
 

@@ -109,7 +109,7 @@ def test_a_larger_change_has_to_pay_for_itself():
     ):
         assert check(answer_of(*ratios)).way == advised
     text = answer_of(1.5, 1.5, 1.5, [], 1.4).advice().text
-    assert "fill steps to the cost of 15 average rows per rank, where lengths are known beforehand: 1.07×" in text
+    assert "fill steps to the cost of 15 average rows per rank, if lengths are known beforehand: 1.07×" in text
 
 
 def test_steps_of_constant_cost_are_advised_with_what_gives_them():

@@ -59,7 +59,7 @@ def test_groups_stay_whole(ids, num_chunks, num_groups, as_strings, equal_size):
     count = len(set(groups))
     workloads, options = [sample + 1 for sample in ids], {"groups": names, "equal_size": equal_size}
     if count < num_chunks:
-        with pytest.raises(ValueError, match=f"number of groups is {count}|number of rows is {len(ids)}"):
+        with pytest.raises(ValueError, match=f"there are ({count} groups|{len(ids)} rows) for"):
             split_balanced(dense(ids), num_chunks, workloads, **options)
         return
     if equal_size and len({groups.count(group) for group in groups}) > 1:
@@ -89,9 +89,9 @@ def test_padding_that_a_batch_states():
 @pytest.mark.parametrize(
     ("batch", "num_chunks", "workloads", "options", "message"),
     [
-        (dense([])[:0], 1, [], {}, "the batch has 0 rows that are no padding; at least one is needed"),
-        (padded_batch([], 3), 1, [1, 1, 1], {}, "the batch has 0 rows that are no padding"),
-        (dense([1]), 2, [1], {}, r"number of rows is 1, that of parts \(chunks or ranks\) is 2; .* or pad=True"),
+        (dense([])[:0], 1, [], {}, "the batch has 0 real rows; at least one is needed"),
+        (padded_batch([], 3), 1, [1, 1, 1], {}, "the batch has 0 real rows"),
+        (dense([1]), 2, [1], {}, r"1 rows for 2 parts \(chunks or ranks\); .* or pad=True"),
         (dense([1, 2]), 0, [1, 2], {}, "num_chunks is 0; it must be an integer of at least 1"),
         ({"a": dense([1, 2]), "b": dense([1])}, 1, [1, 2], {}, "disagree on the number of rows: {'a': 2, 'b': 1}"),
         (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),
@@ -108,7 +108,7 @@ def test_bad_input(batch, num_chunks, workloads, options, message):
 
 def test_results_that_do_not_fit():
     halves = split_balanced(dense([1, 2, 3]), 2, [1, 2, 3])
-    with pytest.raises(ValueError, match="there are 1 results for 2 chunks; each has one"):
+    with pytest.raises(ValueError, match="there are 1 results for 2 chunks; each chunk has one"):
         halves.restore(halves.chunks[:1])
     with pytest.raises(ValueError, match="results of chunk 0 have 0 rows, chunk 0 has"):
         halves.restore([chunk[:0] for chunk in halves.chunks])

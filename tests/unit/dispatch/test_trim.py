@@ -77,9 +77,9 @@ def test_nothing_to_cut_copies_nothing():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "mask is None and lengths is None; one of them says how long a row is"),
+        ({}, "mask is None and lengths is None; exactly one of them must be given"),
         ({"mask": "m", "lengths": "n"}, "mask is 'm' and lengths is 'n'"),
-        ({"lengths": "n"}, "fields is None; they are a list of the fields that are cut"),
+        ({"lengths": "n"}, "fields is None; it must be a list of the fields to cut"),
         ({"mask": "m", "fields": "ids"}, "fields is 'ids'"),
         ({"mask": "m", "side": "top"}, "side is 'top'"),
         ({"lengths": "n", "fields": ["ids"], "side": "both"}, "side is 'both' with mask None"),
@@ -94,10 +94,10 @@ def test_wrong_settings(settings, message):
     ("trim", "error", "message"),
     [
         (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'ids', 'mask', 'n', 'short'"),
-        (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it is `\(rows, width\)`"),
-        (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences are"),
+        (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be `\(rows, width\)`"),
+        (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
         (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),
-        (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' lie in \[2, 7\], the sequences are 5 wide"),
+        (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 5 wide"),
         (Trim(lengths="mask", fields=["ids"]), ValueError, r"lengths 'mask' have shape \(2, 8\) and dtype torch.bool"),
     ],
 )
@@ -111,7 +111,7 @@ def test_results_of_another_width():
     _, (window,) = trim_batch(padded([2, 3], 8, "right"), Trim("mask"))
     with pytest.raises(ValueError, match=r"'score' is a Tensor of shape \(2,\); results per token have 3 columns"):
         untrim({"score": torch.zeros(2)}, window)
-    with pytest.raises(TypeError, match="trim holds a str; it is a Trim or a list of them"):
+    with pytest.raises(TypeError, match="trim contains a str; it must be a Trim or a list of Trims"):
         trim_batch(padded([2], 4, "right"), ["mask"])
 
 
@@ -204,7 +204,7 @@ def test_stated_padding_needs_no_look():
 
 def test_values_that_differ_beyond_the_tokens():
     batch = texts([3, 1], 3, "right") | {"positions": torch.arange(3).expand(2, 3)}
-    message = "'positions' is 1 and 2 beyond the tokens of its rows on rank 0; rows become as wide as others with one"
+    message = "'positions' is 1 and 2 beyond the tokens of its rows on rank 0; rows can be widened with one"
     with pytest.raises(ValueError, match=message + ".*state it in Trim, fill={'positions': 0} for example"):
         redistribute_balanced(batch, [1, 1], trim=Trim("mask"))
     moved = redistribute_balanced(batch, [1, 1], trim=Trim("mask", fill={"positions": 0}))

@@ -52,7 +52,7 @@ def test_the_end_of_a_line_that_is_being_written_is_left_out(tmp_path, cut):
     whole = (folder / "log.jsonl").read_bytes()
     (folder / "log.jsonl").write_bytes(whole[:-cut])
     log = RunLog(folder)
-    assert len(log.step) == 11 and "not whole" in log.notes[0]
+    assert len(log.step) == 11 and "incomplete" in log.notes[0]
     (folder / "log.jsonl").write_bytes(whole[:-1])  # all but the end of the line
     assert len(RunLog(folder).step) == 12
 
@@ -77,13 +77,13 @@ GOOD = json.dumps(LINES[0]) + "\n"
     [
         ("", "log.jsonl has no line of a training step yet; a line is written every 5 steps: wait for it"),
         (json.dumps({"schema": 1, "step": 3, "eval_auc": 1.0}) + "\n", "has no line of a training step yet"),
-        (GOOD + "{\n" + GOOD, "log.jsonl line 2 is no line of a log .JSONDecodeError: .*; a line is an object"),
-        (GOOD + "7\n", "line 2 is no line of a log"),
-        (GOOD + '{"schema": 1, "loss": 1.0}\n', "line 2 is no line of a log \\(KeyError: 'step'\\)"),
+        (GOOD + "{\n" + GOOD, "log.jsonl line 2 is not a line of a log .JSONDecodeError: .*; a line is an object"),
+        (GOOD + "7\n", "line 2 is not a line of a log"),
+        (GOOD + '{"schema": 1, "loss": 1.0}\n', "line 2 is not a line of a log \\(KeyError: 'step'\\)"),
         (GOOD + '{"step": 9, "schema": 2, "loss": 1.0}\n', "line 2 has schema 2; evenrank .* reads schema 1: use the"),
-        (GOOD + '{"step": 9, "schema": 1, "loss": "low"}\n', "line 2 is no line of a log .*'low'"),
-        (GOOD + '{"step": 9, "schema": 1, "loads_before": [1, "a"]}\n', "line 2 is no line of a log"),
-        ("\x00\x01\xff\n", "line 1 is no line of a log"),
+        (GOOD + '{"step": 9, "schema": 1, "loss": "low"}\n', "line 2 is not a line of a log .*'low'"),
+        (GOOD + '{"step": 9, "schema": 1, "loads_before": [1, "a"]}\n', "line 2 is not a line of a log"),
+        ("\x00\x01\xff\n", "line 1 is not a line of a log"),
     ],
 )
 def test_what_is_no_log_is_named_with_its_line(tmp_path, text, message):
@@ -97,7 +97,7 @@ def test_what_is_no_log_is_named_with_its_line(tmp_path, text, message):
 def test_a_run_that_never_trained_is_told_so(tmp_path):
     evaluated = json.dumps({"schema": 1, "step": 0, "eval_auc": 1.0}) + "\n"
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ValueError, match="has a config.json and no log.jsonl; .*: wait, or look in the logs"):
+    with pytest.raises(ValueError, match="has a config.json and no log.jsonl; .*: wait, or find the reason"):
         read_runs([tmp_path])
     (tmp_path / "log.jsonl").write_text(evaluated)
     (tmp_path / "summary.json").write_text('{"steps": 0}')
@@ -117,7 +117,7 @@ def test_folders_that_are_no_runs_name_those_beside_or_within(tmp_path):
         read_runs([run / "log.jsonl"])
     (tmp_path / "link").symlink_to(run)
     for again in (run, tmp_path / "link"):
-        with pytest.raises(ValueError, match="is given twice; a run beside itself says nothing: leave one out"):
+        with pytest.raises(ValueError, match="is given twice; a run cannot be compared with itself: leave one out"):
             read_runs([run, again])
     for number in range(12):
         write_run(tmp_path / "runs" / f"b{number:02d}", LINES)

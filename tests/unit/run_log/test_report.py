@@ -101,7 +101,7 @@ def test_rows_read_by_their_work_gain_over_the_rows_dealt_in_turn(tmp_path):
 def test_an_old_log_of_a_sampler_does_not_say_what_it_gained(tmp_path):
     report = report_of(tmp_path, AS_READ, config=BY_WORK)
     assert report.balancing == "observed" and report.by_work
-    assert "a run without it says: give both" in advice_of(report) and "leave it off" not in advice_of(report)
+    assert "train a run without it and report both" in advice_of(report) and "leave it off" not in advice_of(report)
 
 
 @pytest.mark.parametrize("in_turn", [None, 1])
@@ -209,18 +209,24 @@ def test_a_run_whose_ranks_have_changed(tmp_path):
 
 REASONS = [
     ({"largest_load_after": 5e8, "largest_load_before": 5e8, "gated": 0.9}, "in 90% of the steps the gain was below"),
-    ({"largest_load_after": 5e8, "largest_load_before": 5e8, "imbalance_before": 0.01}, "the ranks are even"),
+    ({"largest_load_after": 5e8, "largest_load_before": 5e8, "imbalance_before": 0.01}, "the ranks have even loads"),
     (
         {"largest_load_after": 5e8, "largest_load_before": 5e8, "lower_bound": 5e8, "imbalance_before": 1.2},
-        "one row, or few, that no plan can split: a window",
+        "one row, or a few rows, that no plan can split: use a window",
     ),
     (
         {"largest_load_after": 5e8, "largest_load_before": 5e8, "lower_bound": 3e8, "imbalance_before": 1.2},
-        "no plan that",
+        "no plan within the settings",
     ),
     ({"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}, "Balancing costs more than it saves: 400.5 ms"),
-    ({"imbalance_after": 0.3, "optimality_gap": 0.0}, "30% that are left are rows that no plan can split"),
-    ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "30% are left: a smaller --trainer.shuffler.slack"),
+    (
+        {"imbalance_after": 0.3, "optimality_gap": 0.0},
+        "imbalance of 30% comes from rows that no plan can split",
+    ),
+    (
+        {"imbalance_after": 0.3, "optimality_gap": 0.3},
+        "the remaining imbalance is 30%: a smaller --trainer.shuffler.sl",
+    ),
 ]
 
 
@@ -233,11 +239,11 @@ def test_a_gate_is_advised_only_where_it_would_close(tmp_path):
     slow = {"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}
     assert "min-gain" not in advice_of(report_of(tmp_path / "much", **slow))
     little = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
-    assert "--trainer.shuffler.min-gain 0.05, or leave" in advice_of(report_of(tmp_path / "little", **slow, **little))
+    assert "(--trainer.shuffler.min-gain 0.05), or leave" in advice_of(report_of(tmp_path / "little", **slow, **little))
 
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
-    assert "single rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
+    assert "only one rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
     even = [step | {"imbalance_before": 0.001} for step in AS_LOADED]
     assert "leave it off" in advice_of(RunReport(RunLog(write_unlooked(tmp_path, even, SIZES))))
 
@@ -257,14 +263,14 @@ def test_runs_beside_each_other(tmp_path):
         f"trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}."
     )
     slower = changed(against, rows_per_s=0.8)
-    assert "while its own steps say" in verdict_on(slower, base, other)
+    assert "but its own steps show a gain of" in verdict_on(slower, base, other)
     # Against a run that is balanced, or dealt out by work, a run gains less than over its own rows as loaded.
     same = changed(against, rows_per_s=1.0)
     assert verdict_on(same, other, other).endswith(f"trains 1.00× the rows per second of {base.log.name}.")
     dealt = RunReport(RunLog(write_unlooked(tmp_path / "c", AS_LOADED, SIZES)))
     assert "while its own" not in verdict_on(same, changed(dealt, by_work=True), other)
     apart = changed(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
-    assert verdict_on(apart, base, other).endswith("they differ in ranks: 2 and 4 and 1 more.")
+    assert verdict_on(apart, base, other).endswith("besides balancing, they differ in ranks: 2 and 4 and 1 more.")
     json.dumps(against.to_dict())
 
 
@@ -282,7 +288,7 @@ def test_runs_that_do_not_compare_say_why(tmp_path):
     )
     assert against.loss is None  # no line is of the same steps
     assert compare_runs([base, report_of(tmp_path / "c", config={})])[0].differences == (
-        "the settings of one are not known",
+        "the settings of one run are unknown",
     )
 
 

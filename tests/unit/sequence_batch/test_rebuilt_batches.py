@@ -262,7 +262,7 @@ def test_dicts_are_equal_in_any_order_and_keep_their_own():
     ],
 )
 def test_what_an_empty_rank_could_not_hold_is_refused(value, kind):
-    with pytest.raises(TypeError, match=f"^'note' holds a {kind}; .* travels as JSON: use ") as caught:
+    with pytest.raises(TypeError, match=f"^'note' holds a {kind}; .* are sent as JSON: use ") as caught:
         BatchSchema.of(noted(value))
     assert "\n" not in str(caught.value)
     batch = noted(None)

@@ -152,7 +152,7 @@ def test_unsigned_integers(dtype):
 
 def test_a_dtype_that_nothing_can_be_selected_from_is_named():
     short = KeyedJaggedTensor(keys=["a"], values=torch.arange(3), lengths=torch.tensor([1, 2], dtype=torch.int16))
-    with pytest.raises(TypeError, match=r"field 'deep\.a' is of a dtype from which no rows can be taken \(.*'Short'\)"):
+    with pytest.raises(TypeError, match=r"'deep\.a' has a dtype from which no rows can be selected \(.*'Short'\)"):
         select_rows({"deep": {"a": short}}, [1])
 
 
@@ -238,8 +238,8 @@ def test_a_batch_whose_rows_cannot_be_taken(make, error, message):
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([0, 2], r"indices hold 2, the batch has 2 rows; indices lie in \[0, 2\)"),
-        ([-1], "indices hold -1"),
+        ([0, 2], r"indices contain 2, the batch has 2 rows; indices must be in \[0, 2\)"),
+        ([-1], "indices contain -1"),
         (torch.tensor([True, False]), "indices have dtype torch.bool"),
         (np.array([0.0]), "indices have dtype torch.float64"),
         ([[0]], r"shape \(1, 1\); rows are chosen by a one-dimensional list"),
@@ -252,7 +252,7 @@ def test_wrong_indices(indices, message):
 
 @pytest.mark.parametrize("indices", [None, "first", ["first"], [[0], [0, 1]], {0}])
 def test_what_is_no_array_of_indices(indices):
-    with pytest.raises(TypeError, match="is no array of integers .*; rows are chosen by a one-dimensional list"):
+    with pytest.raises(TypeError, match="and not an array of integers .*; rows are chosen by a one-dimensional list"):
         select_rows(dense([1, 2]), indices)
 
 

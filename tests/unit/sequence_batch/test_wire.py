@@ -112,10 +112,10 @@ def test_what_cannot_be_sent():
     for batch, message in [
         (Local(dense([1])), "'the batch itself' is a .*Local, which is not found under that name"),
         ({"p": Pair(dense([1]))}, "'p' is a Elsewhere, which is not found"),
-        ({"x": dense([1]), "when": datetime.date(2024, 1, 1)}, "'when' holds a date; what is not moved with the"),
+        ({"x": dense([1]), "when": datetime.date(2024, 1, 1)}, "'when' holds a date; values other than tensors are"),
         ({"x": dense([1]), "lists": [object()]}, "'lists' holds a object"),
         ({"x": dense([1]), "o": np.array([object()], dtype=object)}, "'o' holds a object"),
-        ({"x": np.zeros(1, dtype=[("a", "i4")])}, "'x' is an array of dtype .* pass its fields as arrays of their own"),
+        ({"x": np.zeros(1, dtype=[("a", "i4")])}, "'x' is an array of dtype .* pass its fields as separate arrays"),
     ]:
         with pytest.raises(TypeError, match=message):
             encode(batch)
@@ -159,7 +159,7 @@ def loaded(num_workers, *makers):
 @pytest.mark.parametrize("function", [count_rows, encode])
 def test_masked_arrays_are_refused(function):
     for held, kind in ((MASKED, "MaskedArray"), (np.zeros((3, 2)).view(np.matrix), "matrix")):
-        with pytest.raises(TypeError, match=rf"field 'deep\.price' is a {kind}; rows are taken from plain arrays, .*"):
+        with pytest.raises(TypeError, match=rf"field 'deep\.price' is a {kind}; arrays must be plain, .*"):
             function({"deep": {"price": held}})
     parts = {"price": np.ma.getdata(MASKED), "known": ~np.ma.getmaskarray(MASKED)}
     assert count_rows(parts) == 3
@@ -203,7 +203,7 @@ def make_nameless():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (make_computed, "'score' requires gradients, which end where a tensor leaves its process: pass detach"),
+        (make_computed, "'score' requires gradients; gradients do not cross processes: pass detach"),
         (make_nameless, "'the batch itself' is a defaultdict whose factory is <function make_nameless"),
     ],
 )
@@ -251,13 +251,13 @@ class Columns(list):
     ("batch", "message"),
     [
         ({"x": with_attribute(given(WithState()), "encodings", ["e"])}, "'x' is a WithState with the attribute 'enc"),
-        ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra' beside"),
+        ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra'; only"),
         ({"x": with_attribute(Columns([torch.ones(2)]), "names", ["a"])}, "'x' is a Columns with the attribute 'na"),
         ({"x": given(WithArguments("n"))}, "'x' is a WithArguments, which cannot be made without arguments"),
-        ({"x": given(defaultdict(Counter))}, "'x' is a defaultdict whose factory is .*Counter.*; those that can be"),
+        ({"x": given(defaultdict(Counter))}, "'x' is a defaultdict whose factory is .*Counter.*; factories that"),
         ({"x": torch.ones(2, requires_grad=True)}, "'x' requires gradients"),
-        ({"x": torch.nn.Parameter(torch.ones(2))}, "'x' is a Parameter; it would arrive as a plain tensor: pass one"),
-        ({"x": torch.ones(2).as_subclass(Celsius)}, "'x' is a Celsius; it would arrive as a plain tensor: pass one"),
+        ({"x": torch.nn.Parameter(torch.ones(2))}, "'x' is a Parameter; it would arrive as a plain tensor: pass a"),
+        ({"x": torch.ones(2).as_subclass(Celsius)}, "'x' is a Celsius; it would arrive as a plain tensor: pass a"),
         ({"x": JaggedTensor(torch.ones(2, requires_grad=True), lengths=torch.ones(2).long())}, "'x' requires grad"),
     ],
 )  # fmt: skip
