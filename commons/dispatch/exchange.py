@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 from commons.distributed.channel.groups import serves
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 
@@ -118,7 +118,7 @@ def exchange(
     """
     own, outgoing, state = None, None, _NO_PIECES
     if error is None and pieces is not None:
-        packed, error = attempt(lambda: _pack(channel, pieces, expected_bytes))
+        packed, error = capture_error(lambda: _pack(channel, pieces, expected_bytes))
         own, outgoing = packed or (None, None)
         state = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
     sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
@@ -134,7 +134,7 @@ def exchange(
             source = torch.empty(0, dtype=torch.uint8) if outgoing is None else outgoing.bytes
             source = source.to("cuda" if on_device else "cpu")
         messages = channel.send_bytes(source, sizes, incoming)
-    result, error = attempt(
+    result, error = capture_error(
         lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
     )
     channel.confirm(error)

@@ -24,7 +24,7 @@ from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
 from commons.dispatch.widen import Padding, join_trimmed
 from commons.distributed.channel.agree import open_channel
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.inputs import as_slack
@@ -141,7 +141,7 @@ class RedistributedRows(Trimmed, Generic[B]):
 
         Returns, Raises: as for `send_home`; also the errors of `make`.
         """
-        made, error = attempt(lambda: self._checked(make()))
+        made, error = capture_error(lambda: self._checked(make()))
         rows, numbers = made or (None, [])
         home = self._routes.home("send_home", rows, {"gradients": numbers}, error)
         if rows is None or (home is None and not numbers):

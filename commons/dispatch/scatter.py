@@ -22,7 +22,7 @@ from commons.dispatch.planning import Split, split_rows
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.channel.agree import open_channel
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
 
 B = TypeVar("B")
@@ -125,7 +125,7 @@ class BalancedShare(Trimmed, Generic[B]):
                     rows = result_rows(results, self.indices, "the share")
                     return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])
 
-            own, error = attempt(own_results)
+            own, error = capture_error(own_results)
 
             def collect(pieces: list[Piece | None]) -> R | None:
                 if channel.rank not in receivers:
@@ -223,7 +223,7 @@ def scatter_rows(
     """
     loaded = None
     if error is None:
-        loaded, error = attempt(source_rows)
+        loaded, error = capture_error(source_rows)
     rows, split = loaded or (None, None)
 
     @cache

@@ -17,7 +17,7 @@ from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.planning import Split, require_enough, split_in_turn, split_rows
 from commons.dispatch.scatter import BalancedShare, Source, check_options, scatter_rows
 from commons.dispatch.trim import Trim
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.distributed.process_group import resolve_process_group
 from commons.sequence_batch.rows import Rows
 
@@ -111,7 +111,7 @@ class SingleRankLoader(Iterable[Any]):
         self._batches = 0 if state is None else state["batches"]
         # Open the loader here and not with the first batch, so that a DataLoader draws its seed at the same point as
         # without a SingleRankLoader. An error is raised on all ranks with the first batch.
-        source, error = attempt(lambda: self._open(state)) if self.is_source else (None, None)
+        source, error = capture_error(lambda: self._open(state)) if self.is_source else (None, None)
         return self._shares_of(source, error)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _NAMED = 16
 _WORD = 8
 
 
-def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def capture_error(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """The result of a function and None, or None and its exception, which is to be raised on all ranks."""
     try:
         return function(), None

@@ -28,7 +28,7 @@ from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.redistribute import Routes, carry_out
 from commons.dispatch.trim import Trim, as_trims
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel, open_channel
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, tokens_of
 from commons.micro_batching.joint_plan import plan_jointly
 from commons.micro_batching.micro_batches import MicroBatches, RowColumns
@@ -110,7 +110,7 @@ def pack_micro_batches(
     given = {"lengths": lengths, "workloads": workloads, "loss_tokens": loss_tokens, "groups": groups}
     if joint is True:
         return _pack_jointly(batch, spec, given, group, options, trim, timeout)
-    offer, error = attempt(lambda: _Offer.alone(batch, spec, given, joint, trim))
+    offer, error = capture_error(lambda: _Offer.alone(batch, spec, given, joint, trim))
     with open_channel(group, timeout, ControlChannel, moves_rows=False) as channel:
         needs = _agree(channel, options, offer, error)
         assert offer is not None  # noqa: S101  a mistake has been raised
@@ -142,7 +142,7 @@ def _pack_jointly(
     trim: Trim | Sequence[Trim] | None,
     timeout: float,
 ) -> MicroBatches[Any]:
-    made, error = attempt(lambda: _Offer.joint(batch, spec, given, trim))
+    made, error = capture_error(lambda: _Offer.joint(batch, spec, given, trim))
     with open_channel(group, timeout, DispatchChannel) as channel:
         needs = _agree(channel, options, None if made is None else made[0], error)
         assert made is not None  # noqa: S101  a mistake has been raised

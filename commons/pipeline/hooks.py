@@ -127,7 +127,7 @@ class BalancedPipeline:
 
     def _must_change_iterator(self, dataloader_iter: Iterator[Any]) -> bool:
         look_ahead = self._look_ahead
-        return look_ahead is None or look_ahead.source is not dataloader_iter or look_ahead.spent
+        return look_ahead is None or look_ahead.source is not dataloader_iter or look_ahead.has_failed
 
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
         self._starter.in_flight = True

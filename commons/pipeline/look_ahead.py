@@ -88,7 +88,7 @@ class LookAhead(Iterator[ShufflingBatch]):
     Attributes:
         source: the rank's own iterator.
         ended: whether no rank has a batch left, or a rank has failed.
-        spent: whether the iterator ended by an error, which `take_error` has returned.
+        has_failed: whether the iterator ended by an error, which `take_error` has returned.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         self.source = source
         self._handed_out = handed_out
         self.ended = False
-        self.spent = False
+        self.has_failed = False
         self._error: Exception | None = None
         self._shuffler = shuffler
         self._pg_group = pg_group
@@ -156,7 +156,7 @@ class LookAhead(Iterator[ShufflingBatch]):
     def take_error(self) -> Exception | None:
         """The error that ended the iterator before its data; None if there is none or it was already returned."""
         error, self._error = self._error, None
-        self.spent = self.spent or error is not None
+        self.has_failed = self.has_failed or error is not None
         return error
 
     def abandon(self) -> None:

@@ -157,5 +157,5 @@ class HookBehindThread(HookInSparseDist):
             return self._progress_from(look_ahead)
         except BaseException as error:
             # Without look_ahead.ended, which a loading thread sets earlier on some ranks than on others.
-            self._starter.in_flight = not (isinstance(error, StopIteration) or look_ahead.spent)
+            self._starter.in_flight = not (isinstance(error, StopIteration) or look_ahead.has_failed)
             raise

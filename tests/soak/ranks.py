@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
-from commons.distributed.channel.store import ask_store
+from commons.distributed.channel.store import call_store
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from tests.helpers.batches.square_shuffler import SquareShuffler
@@ -50,7 +50,7 @@ def _soak(steps: int, seed: int, shufflers: int, episode: int | None) -> RankRep
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)  # caps that no plan can keep are part of it
     # The thread that asks the store begins with the first collective that is late, and stays: no growth.
-    ask_store(lambda store: store.check(["soak"]))
+    call_store(lambda store: store.check(["soak"]))
     soak = Soak(seed)
     looks: list[Footprint] = []
     with _progress(steps, "steps") as bar:

@@ -25,9 +25,9 @@ from commons.distributed.channel.store import (
     KeyWatch,
     StoreGather,
     StoreUnavailableError,
-    ask_store,
-    begin_asking,
+    call_store,
     ends_with_rank,
+    submit_call,
 )
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
@@ -69,7 +69,7 @@ class Waitable(Protocol):
         ...
 
 
-class Attendance:
+class CollectiveWait:
     """This rank's wait in one collective: since when, and whether its process was stopped meanwhile.
 
     Args:
@@ -125,9 +125,9 @@ class FailedChannel:
         self._key, self._members, self._failed_key = key, members, f"{key}/failed"
         self._records = StoreGather(key, members)
 
-    def attend(self, what: str, step: int | None = None) -> Attendance:
+    def start_wait(self, what: str, step: int | None = None) -> CollectiveWait:
         """Begin this rank's wait in a collective."""
-        return Attendance(what, step, self._failed_key)
+        return CollectiveWait(what, step, self._failed_key)
 
     def post(self, text: str) -> None:
         """Write an error of this rank to the store; every rank that waits in the channel, now or later, raises it.
@@ -135,8 +135,8 @@ class FailedChannel:
         The rank that hosts the store waits a moment for the others to read. Without effect if there is no store.
         """
         with contextlib.suppress(StoreUnavailableError):
-            ask_store(lambda store: store.set(f"{self._key}/failure", text))
-            ask_store(lambda store: store.set(self._failed_key, "1"))
+            call_store(lambda store: store.set(f"{self._key}/failure", text))
+            call_store(lambda store: store.set(self._failed_key, "1"))
             if ends_with_rank() == dist.get_rank():
                 self._records.await_count("read", len(self._members) - 1, _READERS_SECONDS)
 
@@ -144,17 +144,17 @@ class FailedChannel:
         """`post` without waiting, for a store that may not answer; also ends this rank's wait in `who_is_missing`."""
         self._records.give_up()
         if dist.is_initialized():
-            begin_asking(lambda store: store.set(f"{self._key}/failure", text))
-            begin_asking(lambda store: store.set(self._failed_key, "1"))
+            submit_call(lambda store: store.set(f"{self._key}/failure", text))
+            submit_call(lambda store: store.set(self._failed_key, "1"))
 
-    def who_is_missing(self, attendance: Attendance) -> Verdict:
+    def who_is_missing(self, own_wait: CollectiveWait) -> Verdict:
         """Write this rank's record, wait for the others' and read them; takes a few seconds at most.
 
         Raises:
             StoreUnavailableError: the store does not answer, or has ended.
         """
-        ask_store(lambda store: store.set(self._failed_key, "1"))
-        self._records.write(attendance.record())
+        call_store(lambda store: store.set(self._failed_key, "1"))
+        self._records.write(own_wait.record())
         missing: list[int] = []
         late: list[str] = []
         if (failure := self._failure()) is None:
@@ -173,7 +173,7 @@ class FailedChannel:
 
     def _failure(self) -> str | None:
         key = f"{self._key}/failure"
-        return ask_store(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return call_store(lambda store: store.get(key).decode() if store.check([key]) else None)
 
 
 def _late(texts: Mapping[int, str], some_are_missing: bool) -> list[str]:
@@ -236,7 +236,7 @@ class NamedCollectives:
         Raises:
             RankMissingError: a rank did not join in time (the message names it), or raised an error (quoted).
         """
-        attendance = self.failed.attend(what, step)
+        own_wait = self.failed.start_wait(what, step)
         try:
             self._raise_known()
             while True:
@@ -247,19 +247,19 @@ class NamedCollectives:
                         _wait_for_device(work)
                     return
                 except RuntimeError:
-                    failed = attendance.has_failed_elsewhere()
+                    failed = own_wait.has_failed_elsewhere()
                     if work.is_completed():  # has failed, or was completed after the wait
                         work.wait()
                         return
                     if failed or self._known_failure() is not None:
                         raise _FailedElsewhereError from None
         except BaseException as error:
-            raise self._failure_after(attendance, error) from None  # torch's text may have forty lines of C++
+            raise self._failure_after(own_wait, error) from None  # torch's text may have forty lines of C++
 
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """A context for the call of a collective: if the call fails, the error names the missing ranks."""
-        attendance = self.failed.attend(what, step)
+        own_wait = self.failed.start_wait(what, step)
         try:
             self._is_issuing = True
             try:
@@ -269,7 +269,7 @@ class NamedCollectives:
                 self._is_issuing = False
             self._raise_known()  # an aborted collective may return without an error
         except BaseException as error:
-            raise self._failure_after(attendance, error) from None  # torch's text may have forty lines of C++
+            raise self._failure_after(own_wait, error) from None  # torch's text may have forty lines of C++
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
@@ -289,12 +289,12 @@ class NamedCollectives:
             text = f"rank {dist.get_rank()} failed in the {_place(step, what)}: {': '.join(describe_error(error))}"
             self.failed.post(" ".join(text.split()))
 
-    def _failure_after(self, attendance: Attendance, error: BaseException) -> BaseException:
+    def _failure_after(self, own_wait: CollectiveWait, error: BaseException) -> BaseException:
         """The error to raise in place of `error`, which ended this rank's wait in a collective."""
         self._intact = False  # also after KeyboardInterrupt: ranks are no longer at the same call
         if not isinstance(error, RuntimeError) and self._known_failure() is None:
             return error
-        return self._fail(attendance, error)
+        return self._fail(own_wait, error)
 
     def _raise_known(self) -> None:
         if (known := self._known_failure()) is not None:
@@ -304,11 +304,11 @@ class NamedCollectives:
         """The error of this channel, if it has failed on this rank already."""
         return self.failure
 
-    def _fail(self, attendance: Attendance, error: BaseException) -> RankMissingError:
+    def _fail(self, own_wait: CollectiveWait, error: BaseException) -> RankMissingError:
         """Mark the channel failed on all ranks and return its error: that of the first thread, if several fail."""
         with self._failing:
             failure = self._known_failure() or (
-                error if isinstance(error, RankMissingError) else self._describe(attendance, error)
+                error if isinstance(error, RankMissingError) else self._describe(own_wait, error)
             )
             self.failure = failure = self._known_failure() or failure  # aborted meanwhile
         if self._is_issuing:
@@ -318,11 +318,11 @@ class NamedCollectives:
     def _end_issued(self) -> None:
         """Abort the collective that another thread is calling."""
 
-    def _describe(self, attendance: Attendance, error: BaseException) -> RankMissingError:
-        place, rank = attendance.place, dist.get_rank()
+    def _describe(self, own_wait: CollectiveWait, error: BaseException) -> RankMissingError:
+        place, rank = own_wait.place, dist.get_rank()
         cause = "" if isinstance(error, _FailedElsewhereError) else f" ({first_line(error)})"
         try:
-            missing, late, failure = self.failed.who_is_missing(attendance)
+            missing, late, failure = self.failed.who_is_missing(own_wait)
         except StoreUnavailableError as unavailable:
             return RankMissingError(
                 f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"

@@ -36,7 +36,7 @@ from commons.distributed.channel.groups import (
     with_payload,
 )
 from commons.distributed.channel.store import is_beside_host
-from commons.distributed.errors import attempt, gather_strings, raise_first_difference, raise_on_all
+from commons.distributed.errors import capture_error, gather_strings, raise_first_difference, raise_on_all
 from commons.distributed.options import ShufflerOptions, timeout_error
 from commons.distributed.process_group import all_gather_single, resolve_process_group
 
@@ -132,7 +132,7 @@ class ControlChannel(NamedCollectives):
             uses_cuda = serves(payload, "cuda") and torch.cuda.is_initialized()
             on_cuda = self.gather(np.array([uses_cuda], dtype=np.int64), 0, _CONNECTION).all()
             device = torch.device("cuda" if on_cuda else "cpu")
-        works, error = self._make(lambda: attempt(lambda: try_collectives(payload, device, all_to_all)))
+        works, error = self._make(lambda: capture_error(lambda: try_collectives(payload, device, all_to_all)))
         if error is not None:
             self.post_failure(0, _CONNECTION, error)
             raise error

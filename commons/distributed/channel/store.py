@@ -27,7 +27,7 @@ from commons.distributed.errors import first_line
 T = TypeVar("T")
 
 # Seconds that the store may take to reply; it usually takes milliseconds.
-ANSWER_SECONDS = 3.0
+REPLY_SECONDS = 3.0
 # Most seconds that one check of a KeyWatch waits.
 _GLANCE_SECONDS = 0.2
 # Most seconds until a call fails after its connection was shut down.
@@ -45,40 +45,40 @@ class StoreUnavailableError(RuntimeError):
     """The store did not reply in time, or its host process has ended; the message names that process."""
 
 
-def ask_store(question: Callable[[dist.Store], T], seconds: float = ANSWER_SECONDS) -> T:
+def call_store(call: Callable[[dist.Store], T], seconds: float = REPLY_SECONDS) -> T:
     """Call the default process group's store.
 
     Args:
-        question: one call of the store, which must not wait for another process, as `get` of a missing key does.
+        call: one call of the store, which must not wait for another process, as `get` of a missing key does.
         seconds: how long to wait for the reply.
 
     Raises:
         StoreUnavailableError: no reply in time, or the host has ended.
     """
-    answer = begin_asking(question)
+    reply = submit_call(call)
     try:
-        return answer.result(seconds)
+        return reply.result(seconds)
     except concurrent.futures.TimeoutError:
-        answer.cancel()
+        reply.cancel()
         host = _describe_host()
         remedy = "" if host is None else f"; {host} hosts it and has stopped or is overloaded: see there"
         raise StoreUnavailableError(f"the store does not answer{remedy}") from None
 
 
-def begin_asking(question: Callable[[dist.Store], T]) -> Future[T]:
+def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
     """Call the store without waiting; the future raises StoreUnavailableError if the host has ended."""
     store = dist.distributed_c10d._get_default_store()
 
-    def ask() -> T:
+    def run() -> T:
         try:
             _require_listening(store)
-            return question(store)
+            return call(store)
         except (RuntimeError, ConnectionError) as error:
             host = _describe_host()
             remedy = f": {first_line(error)}" if host is None else f"; {host} hosts it and has ended: see the log there"
             raise StoreUnavailableError(f"the store cannot be reached{remedy}") from None
 
-    return _WORKER.submit(ask)
+    return _WORKER.submit(run)
 
 
 class KeyWatch:
@@ -100,7 +100,7 @@ class KeyWatch:
     def is_set(self) -> bool:
         """Whether the key is set or the store has ended; False while the store does not reply."""
         if self._check is None:
-            self._check, self._started = begin_asking(lambda store: store.check([self._key])), time.monotonic()
+            self._check, self._started = submit_call(lambda store: store.check([self._key])), time.monotonic()
         try:
             found = self._check.result(_GLANCE_SECONDS)
         except concurrent.futures.TimeoutError:
@@ -131,7 +131,7 @@ class StoreGather:
         Raises:
             StoreUnavailableError: as every method here: the store does not answer, or has ended.
         """
-        ask_store(lambda store: store.set(self._key_of(dist.get_rank()), text))
+        call_store(lambda store: store.set(self._key_of(dist.get_rank()), text))
         self.count("present")
 
     def await_others(self, seconds: float) -> list[int]:
@@ -141,17 +141,17 @@ class StoreGather:
 
     def read(self, ranks: Sequence[int]) -> dict[int, str]:
         """Texts by rank; every rank of `ranks` must have written one."""
-        texts = ask_store(lambda store: store.multi_get([self._key_of(rank) for rank in ranks]))
+        texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in ranks]))
         return {rank: each.decode() for rank, each in zip(ranks, texts)}
 
     def count(self, name: str) -> None:
         """Add this rank to a named count."""
-        ask_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
+        call_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
 
     def await_count(self, name: str, number: int, seconds: float) -> None:
         """Wait until a count reaches `number`, the time is over, or `give_up` is called."""
         deadline, key = time.monotonic() + seconds, f"{self._key}/count of {name}"
-        while ask_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
+        while call_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
             if self._given_up.wait(self._pause):
                 return
 
@@ -164,7 +164,7 @@ class StoreGather:
 
     def _without_text(self, ranks: Sequence[int]) -> list[int]:
         """The ranks without a text, found by bisection: few are missing, and one call checks many keys."""
-        if ask_store(lambda store: store.check([self._key_of(rank) for rank in ranks])):
+        if call_store(lambda store: store.check([self._key_of(rank) for rank in ranks])):
             return []
         half = len(ranks) // 2
         return list(ranks) if half == 0 else self._without_text(ranks[:half]) + self._without_text(ranks[half:])
@@ -180,7 +180,7 @@ def is_beside_host() -> bool:
     if not dist.is_initialized() or _describe_host() is None:
         return False
     try:
-        return ask_store(lambda store: _LINE.is_local)
+        return call_store(lambda store: _LINE.is_local)
     except StoreUnavailableError:
         return False
 
@@ -283,7 +283,7 @@ class _Line:
     @staticmethod
     def _connect(host: str, port: int) -> socket.socket | None:
         try:
-            line = socket.create_connection((host, port), timeout=ANSWER_SECONDS)
+            line = socket.create_connection((host, port), timeout=REPLY_SECONDS)
         except ConnectionRefusedError:
             raise
         except OSError:  # a busy host, or a name that only torch resolves: left to torch's client

@@ -20,7 +20,7 @@ import torch
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.engine.shuffle_handle import PreparedShuffle
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.exchange.verification import checksums_of_all, require_same_rows
@@ -175,7 +175,7 @@ class ShuffleSession:
     def problem_with(self, local: LocalRows) -> Exception | None:
         """The error in a batch of this rank, if any; before ranks have agreed on a schema, the one in describing it."""
         layout = self._layout
-        return local.error if layout is None else attempt(lambda: self._own_table(layout.schema, local))[1]
+        return local.error if layout is None else capture_error(lambda: self._own_table(layout.schema, local))[1]
 
     def exchange_rows(self, step: int, exchange: RowExchange, batches: Sequence[Any]) -> list[Any]:
         """Exchange rows by the plan; on a device, on the stream that copied the batches.
@@ -193,7 +193,7 @@ class ShuffleSession:
             RuntimeError: with `verify`, rows have changed on their way, or a checksum could not be computed.
         """
         layout, verify = exchange.layout, self._options.verify and self._options.mode == "balance"
-        before, unknown = attempt(lambda: checksums_of_all(batches, layout)) if verify else (None, None)
+        before, unknown = capture_error(lambda: checksums_of_all(batches, layout)) if verify else (None, None)
         with self.channel.failures_posted(step, _EXCHANGE):  # such as too little memory on this rank
             results = list(batches)
             if exchange.moves or exchange.changes:
@@ -232,10 +232,10 @@ class ShuffleSession:
         if peers is not None and self._compares_with_peers:
             self._compares_with_peers = False
             compared, error = (None, local[0].error) if calibration is None else ({"calibrations": calibration}, None)
-            _, self._peers_problem = attempt(lambda: peers.agree(_PEERS, compared, error, step=step))
+            _, self._peers_problem = capture_error(lambda: peers.agree(_PEERS, compared, error, step=step))
         local = [dataclasses.replace(local[0], error=local[0].error or self._peers_problem), *local[1:]]
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
-        own, _ = attempt(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
+        own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
 
         def settings() -> dict[str, Any]:
             return {
@@ -314,7 +314,7 @@ class ShuffleSession:
     def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> np.ndarray:
         """Gather the message of every rank, int64 `(world_size, n)`: header and rows, cut off at the capacity."""
         error = next((each.error for each in local if each.error is not None), None)
-        own, problem = attempt(lambda: [self._own_table(schema, each) for each in local])
+        own, problem = capture_error(lambda: [self._own_table(schema, each) for each in local])
         message = message_of(step, local, own or (), self._header, self._capacity)
         return self.channel.agree("gather", {}, error or problem, message, step)
 
@@ -361,7 +361,7 @@ class ShuffleSession:
         """
         before = [each.lookups for each in local] + [0] * (steps - len(local))
         after = [0] * steps if exchange is None else exchange.lookups
-        own, problem = attempt(lambda: (0 if plan is None else plan.digest(), *self._speeds.report()))
+        own, problem = capture_error(lambda: (0 if plan is None else plan.digest(), *self._speeds.report()))
         numbers = [*(own or (0, 0, 0, 0)), *before, *after]
         table = self.channel.agree("comparison of plans", {}, error or problem, numbers, step)
         digests = table[:, 0]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from commons.available_memory import require_memory
 from commons.checks import as_count
 from commons.distributed.engine.shuffle_session import ShuffleSession
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.gather.schema_agreement import SchemasDifferError
 from commons.distributed.global_batch import attach_global_batches
@@ -51,8 +51,8 @@ class WindowReader:
     """
 
     def __init__(self, source: Iterator[Any], window: Any) -> None:
-        checked, self._problem = attempt(lambda: as_count(window, "window", 1))
-        self._problem = self._problem or attempt(lambda: _require_iterator(source))[1]
+        checked, self._problem = capture_error(lambda: as_count(window, "window", 1))
+        self._problem = self._problem or capture_error(lambda: _require_iterator(source))[1]
         self.window = checked or 1
         self._source = source
         self._read: list[tuple[Any, LocalRows]] = []
@@ -71,7 +71,7 @@ class WindowReader:
         if self._problem is not None:
             return [LocalRows(error=self._problem)]
         while len(self._read) < self.window and not self._exhausted:
-            batch, error = attempt(lambda: next(self._source, None))
+            batch, error = capture_error(lambda: next(self._source, None))
             self._exhausted = batch is None and error is None
             if self._exhausted:
                 break
@@ -95,12 +95,12 @@ class WindowReader:
         self._read = [(batch, local) for batch, local in self._read if problem_with(local) is None]
 
     def _describe(self, batch: Any, describe: Callable[[Any], LocalRows]) -> LocalRows:
-        _, error = attempt(lambda: self._require_host(batch))
+        _, error = capture_error(lambda: self._require_host(batch))
         if error is not None:
             return LocalRows(error=error)
         local = describe(batch)
         if local.schema is not None and not self._fits:
-            _, error = attempt(lambda: self._require_memory(local.schema, batch))
+            _, error = capture_error(lambda: self._require_memory(local.schema, batch))
             self._fits = error is None
             local = replace(local, error=error)
         return local

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.distributed.exchange.payload import Part, PayloadLayout
 from commons.sequence_batch.fields import path_name
 from commons.sequence_batch.open_batch import row_counts, value_at
@@ -93,7 +93,7 @@ def require_same_rows(
         RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
         RankMissingError: a rank did not join in time.
     """
-    after, problem = attempt(lambda: checksums_of_all(results, layout))
+    after, problem = capture_error(lambda: checksums_of_all(results, layout))
     # The last number counts the ranks whose checksum failed.
     numbers = np.zeros(len(layout.parts) + 2, dtype=np.int64)
     if before is None or after is None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.distributed.gather.local_rows import LocalRows
 from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
@@ -48,7 +48,7 @@ def agree_on_schema(
     """
     own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
     # The other ranks wait for any error here. An error in a batch may be the reason for different settings.
-    described, problem = attempt(lambda: (settings(), "" if own is None else own.text))
+    described, problem = capture_error(lambda: (settings(), "" if own is None else own.text))
     error = next((each.error for each in local if each.error is not None), None) or problem
     compared, text = described or ({}, "")
     options = None if error else compared | {"versions": versions}
@@ -57,7 +57,7 @@ def agree_on_schema(
     if not texts:
         return None, 0
     # Fails on a rank that has not imported the batches' type.
-    schemas, error = attempt(lambda: {rank: BatchSchema.from_text(each) for rank, each in texts.items()})
+    schemas, error = capture_error(lambda: {rank: BatchSchema.from_text(each) for rank, each in texts.items()})
     channel.agree("agreement on the schema", {}, error, step=step)
     assert schemas is not None  # noqa: S101  an error has been raised
     schema = next(iter(schemas.values()))
@@ -67,7 +67,7 @@ def agree_on_schema(
             f"{what}; all ranks have the same type, structure, keys, dtypes and plain values: make them equal, or turn "
             f"values that depend on the rows into properties{schema.way_out(other)}"
         )
-    _, error = attempt(schema.empty_batch)  # also fails where the type is not imported
+    _, error = capture_error(schema.empty_batch)  # also fails where the type is not imported
     channel.agree("agreement on the batch type", {}, error, step=step)
     return schema, most_words
 

@@ -17,7 +17,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.channel.absence import FailedChannel, NamedCollectives, RankMissingError, out_of_reach
 from commons.distributed.channel.groups import number_channel
 from commons.distributed.channel.store import StoreUnavailableError
-from commons.distributed.errors import attempt, first_line, name_ranks
+from commons.distributed.errors import capture_error, first_line, name_ranks
 
 R = TypeVar("R")
 
@@ -114,7 +114,7 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
     Raises:
         ValueError: on all ranks, with the error of the first rank that failed.
     """
-    result, error = attempt(work)  # a damaged file may end in any error
+    result, error = capture_error(work)  # a damaged file may end in any error
     if problem := first_text(_problem_of(error), device)[1]:
         raise ValueError(problem)
     return cast(R, result)
@@ -122,7 +122,7 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
 
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     """Call a function on rank 0 only and return its JSON-ready result on all ranks; errors as `on_all_ranks`."""
-    result, error = attempt(work) if dist.get_rank() == 0 else (None, None)
+    result, error = capture_error(work) if dist.get_rank() == 0 else (None, None)
     result, problem = gather_values([result, _problem_of(error)], device)[0]
     if problem:
         raise ValueError(problem)
@@ -177,7 +177,7 @@ def _describe(error: RuntimeError, step: int, failed: FailedChannel, members: li
     what = f"a collective of the model failed in step {step} on rank {dist.get_rank()}"
     reason = f"({first_line(error)})"
     try:
-        verdict = failed.who_is_missing(failed.attend(f"step {step}"))
+        verdict = failed.who_is_missing(failed.start_wait(f"step {step}"))
     except StoreUnavailableError as unavailable:
         return f"{what} and {unavailable}{out_of_reach(members)} {reason}"
     if not verdict.missing:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from commons.distributed.channel.store import ask_store
+from commons.distributed.channel.store import call_store
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import first_line
 
@@ -158,9 +158,9 @@ def _claim_report() -> bool:
         if dist.is_initialized():
             if not by_torchrun:
                 rank = str(dist.get_rank())
-                first = ask_store(lambda store: store.compare_set(_FIRST_FAILURE, "", rank), _STORE_SECONDS)
+                first = call_store(lambda store: store.compare_set(_FIRST_FAILURE, "", rank), _STORE_SECONDS)
                 return first.decode() == rank
-            ask_store(lambda store: store.check(["evenrank"]))  # raises if the store has ended; torch would print C++
+            call_store(lambda store: store.check(["evenrank"]))  # raises if the store has ended; torch would print C++
         # On another thread: if the store's host is stalled, the store's timeout does not end the call.
         return not by_torchrun or DaemonWorker("evenrank-report").submit(_claim_in_store).result(2 * _STORE_SECONDS)
     except Exception:

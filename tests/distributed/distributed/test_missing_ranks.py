@@ -227,7 +227,7 @@ def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, number, sa
 PROGRAM = """
 import atexit, os, signal, sys, time
 import torch.distributed as dist
-from commons.distributed.channel.store import StoreUnavailableError, ask_store
+from commons.distributed.channel.store import StoreUnavailableError, call_store
 
 host, port = int(sys.argv[1]), int(sys.argv[2])
 
@@ -239,12 +239,12 @@ def let_the_host_go_on():  # the last hook of all, registered before the product
 
 atexit.register(let_the_host_go_on)
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=0, world_size=1)
-ask_store(lambda store: store.set("key", "value"))
+call_store(lambda store: store.set("key", "value"))
 os.kill(host, signal.SIGSTOP)
 while open(f"/proc/{host}/stat").read().rsplit(")", 1)[1].split()[0] != "T":
     time.sleep(0.01)
 try:
-    ask_store(lambda store: store.check(["key"]), seconds=0.5)
+    call_store(lambda store: store.check(["key"]), seconds=0.5)
 except StoreUnavailableError:
     sys.exit(7)
 """

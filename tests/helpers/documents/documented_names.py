@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import evenrank
-from commons.distributed.errors import attempt
+from commons.distributed.errors import capture_error
 from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
@@ -282,7 +282,7 @@ def abort_ends_a_wait() -> Run:
     if dist.get_rank() == 0:
         handle = aborts.shuffler.start_shuffle(models.make_batch([1], 1))
         threading.Timer(0.2, aborts, [state]).start()
-        _, error = attempt(lambda: handle.has_ended())
+        _, error = capture_error(lambda: handle.has_ended())
         assert isinstance(error, evenrank.ShufflerAbortedError)
     dist.barrier()
     aborts(state)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from commons.distributed.channel import absence
 from commons.distributed.channel import store as store_module
 from commons.distributed.channel.absence import FailedChannel
-from commons.distributed.channel.store import KeyWatch, StoreUnavailableError, ask_store
+from commons.distributed.channel.store import KeyWatch, StoreUnavailableError, call_store
 from commons.distributed.errors import first_line
 
 
@@ -34,18 +34,18 @@ def _becomes_set(watch):
 
 def test_answers_come_from_the_default_store(store):
     store.set("key", "value")
-    assert ask_store(lambda each: each.get("key")) == b"value"
+    assert call_store(lambda each: each.get("key")) == b"value"
     assert _becomes_set(KeyWatch("key")) and not KeyWatch("other").is_set()
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     go_on, watch = threading.Event(), KeyWatch("key")
     with pytest.raises(StoreUnavailableError, match="does not answer; rank 0 hosts it and has stopped"):
-        ask_store(lambda each: go_on.wait(), seconds=0.1)  # would never come back
+        call_store(lambda each: go_on.wait(), seconds=0.1)  # would never come back
     assert not watch.is_set()  # unknown
     go_on.set()
     store.set("key", "")
-    assert ask_store(lambda each: each.check(["key"]), seconds=30)
+    assert call_store(lambda each: each.check(["key"]), seconds=30)
     # The first look was on its way before the key was set.
     assert _becomes_set(watch)
 
@@ -54,7 +54,7 @@ def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
     with mock.patch.object(store_module.socket, "create_connection", side_effect=ConnectionRefusedError):
         asked = mock.Mock()
         with pytest.raises(StoreUnavailableError, match="cannot be reached; rank 0 hosts it and has ended"):
-            ask_store(asked)
+            call_store(asked)
         assert _becomes_set(KeyWatch("key"))
     asked.assert_not_called()
 
@@ -146,10 +146,10 @@ def hosts_the_store():
 def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_it(hosts_the_store, silent, is_named):
     channel, key = FailedChannel(f"test/{silent}", [0, 1, 2]), f"test/{silent}"
     # Rank 2 has waited, without an answer for some seconds; rank 1 has gone home meanwhile.
-    ask_store(lambda store: store.set(f"{key}/2", json.dumps(["gather of step 3", 7.0, 0.0, silent])))
-    ask_store(lambda store: store.add(f"{key}/count of present", 1))
+    call_store(lambda store: store.set(f"{key}/2", json.dumps(["gather of step 3", 7.0, 0.0, silent])))
+    call_store(lambda store: store.add(f"{key}/count of present", 1))
     with mock.patch.multiple(absence, _RECORDS_SECONDS=0.2, _READERS_SECONDS=0.2):
-        verdict = channel.who_is_missing(channel.attend("gather", 3))
+        verdict = channel.who_is_missing(channel.start_wait("gather", 3))
     assert verdict.missing == [1] and verdict.failure is None
     named = ["rank 0, which hosts the store, stalled for 5 s, in which others may have given up"]
     assert verdict.late == (named if is_named else [])
