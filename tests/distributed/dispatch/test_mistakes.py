@@ -128,7 +128,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
-            "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
+            "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; type, keys,",
         ),
         (
             lambda rank: {"workloads": None} if rank else {},
@@ -141,7 +141,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"groups": [1, 2, 3]} if rank else {},
-            "the batches of ranks 0 and 1 differ: 'groups': absent and given; rows can be mixed",
+            "the batches of ranks 0 and 1 differ: 'groups': absent and given; type, keys,",
         ),
         (
             lambda rank: {"groups": [1, 1, 1]},
