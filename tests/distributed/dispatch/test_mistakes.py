@@ -124,7 +124,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"batch": {"a": dense([1, 2, 3]).int(), "meta": "same"}} if rank else {},
-            "the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; rows",
+            "the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; type, keys,",
         ),
         (
             lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
