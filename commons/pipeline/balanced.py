@@ -46,8 +46,8 @@ REFUSED: dict[str, str] = {
         "move; put windowed_iter(iterator, shuffler, 1) in front of it, which exchanges rows on the host"
     ),
     "StagedTrainPipeline": (
-        "copies batches in a stage of yours; put shuffle_stage(shuffler, stream) after that stage and pass "
-        "balanced_iter(iterator, shuffler) to progress"
+        "copies batches in a stage of yours; put shuffle_stage(shuffler, stream) behind that stage and give progress "
+        "balanced_iter(iterator, shuffler)"
     ),
     "GradientAccumulationWrapper": "is not a pipeline, it wraps one; put it around balanced(PipelineClass)(...)",
 }

@@ -225,8 +225,7 @@ class Simulate:
     """A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution."""
 
     model: str | None = None
-    """With --config: package of the model; its module `recipe` must define RECIPE, the model's Recipe. None: hstu, or
-    sid_gr for semantic IDs."""
+    """With --config: package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs."""
 
     ranks: tuple[int, ...] = (8, 16, 64)
     """Numbers of ranks to simulate."""

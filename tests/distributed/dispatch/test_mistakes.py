@@ -124,11 +124,11 @@ MISTAKES = {
         ),
         (
             lambda rank: {"batch": {"a": dense([1, 2, 3]).int(), "meta": "same"}} if rank else {},
-            "the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; rows",
+            "the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; type, keys,",
         ),
         (
             lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
-            "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; rows can be mixed",
+            "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; type, keys,",
         ),
         (
             lambda rank: {"workloads": None} if rank else {},
@@ -141,7 +141,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"groups": [1, 2, 3]} if rank else {},
-            "the batches of ranks 0 and 1 differ: 'groups': absent and given; rows can be mixed",
+            "the batches of ranks 0 and 1 differ: 'groups': absent and given; type, keys,",
         ),
         (
             lambda rank: {"groups": [1, 1, 1]},
@@ -177,7 +177,7 @@ MISTAKES = {
         (lambda rank: {"trim": Trim("mask")} if rank else {}, "trim is 'None' on rank 0 and \"Trim(mask='mask'"),
         (lambda rank: budget(20 + rank), "max_tokens_per_mb is 20 on rank 0 and 21 on rank 1"),
         (lambda rank: budget(8), "rank 1: row 0 has 10 tokens, row 1 has 9 tokens, max_tokens_per_mb is 8"),
-        (lambda rank: {} if rank else {"groups": [1, 1, 2]}, "ranks 0 and 1 differ: 'groups': given and absent; rows"),
+        (lambda rank: {} if rank else {"groups": [1, 1, 2]}, "ranks 0 and 1 differ: 'groups': given and absent; type,"),
         (
             lambda rank: {"spec": MicroBatchSpec(granularity=2), "lengths": [[1, 2], [10, 9]], "groups": [1, 2]},
             "groups are given and granularity is 2; both set which rows stay together: leave granularity at 1",
@@ -193,7 +193,7 @@ MISTAKES = {
         ),
         (
             lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
-            "the batches of ranks 0 and 1 differ: 'workloads': given and absent; rows",
+            "the batches of ranks 0 and 1 differ: 'workloads': given and absent; type,",
         ),
         (lambda rank: {} if rank else {"workloads": [1, 2, 3]}, "workloads are given and packing_algorithm is 'ffd'"),
         (

@@ -55,4 +55,4 @@ def test_a_module_too_and_a_report_once_more(tmp_path, capsys):
     assert "8 steps of 2 ranks: 128 rows" in shown and "6 steps have times; 20 steps" in shown
     (tmp_path / "seen" / "rank1.npz").unlink()
     assert main(["--folder", str(tmp_path / "seen"), "--report"]) == 2
-    assert "ranks [1] of 2 have left no record in" in capsys.readouterr().err
+    assert "ranks [1] of 2 have written no record to" in capsys.readouterr().err
