@@ -187,7 +187,7 @@ def test_bad_input(work, given, message):
 
 
 def test_a_cost_that_falls_is_refused():
-    with pytest.raises(ValueError, match="cost is -?9 of 1 tokens and 1 of 9; a padded row costs as much"):
+    with pytest.raises(ValueError, match="cost is -?9 for 1 tokens and 1 for 9; a padded row costs as much"):
         padded_allocate([9, 1], num_groups=1, cost=lambda length: 10 - length)
     with pytest.raises(ValueError, match=r"cost\(lengths\) has 1 entries, there are 2 rows"):
         padded_allocate([9, 1], num_groups=1, cost=lambda length: length[:1])
