@@ -46,7 +46,7 @@ REFUSED: dict[str, str] = {
         "move; put windowed_iter(iterator, shuffler, 1) in front of it, which exchanges rows on the host"
     ),
     "StagedTrainPipeline": (
-        "copies batches in a stage of yours; put shuffle_stage(shuffler, stream) behind that stage and give progress "
+        "copies batches in one of your stages; put shuffle_stage(shuffler, stream) behind that stage and give progress "
         "balanced_iter(iterator, shuffler)"
     ),
     "GradientAccumulationWrapper": "is not a pipeline, it wraps one; put it around balanced(PipelineClass)(...)",

@@ -132,7 +132,7 @@ def describe_blocked_loader(call: str, seconds: float) -> str:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return (
         f"{call} has waited {seconds:g} s for the iterator of rank {rank}, whose next() has not returned; the thread "
-        "that reads windows cannot be ended within it: mend the loader, or end the program"
+        "that reads windows cannot be ended within it: fix the loader, or end the program"
     )
 
 
