@@ -172,8 +172,8 @@ def _locked(folder: Path, target: Path, what: str) -> int:
 
 def _cannot_be_written(path: Path, error: OSError) -> OSError:
     return OSError(
-        f"{path} cannot be written ({error.strerror}); output is written there first, then renamed: give a path where "
-        "you may write, or remove what is in the way"
+        f"{path} cannot be written ({error.strerror}); output is first written under another name beside it, then "
+        "renamed: give a path where you may write, or remove what is in the way"
     )
 
 

@@ -45,7 +45,7 @@ class AnswerTable:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of an answer; only pages show pictures, and terms and notes of a section without a table."""
+    """A part of an answer; the terminal shows no pictures, and terms and notes only of a section with tables."""
 
     title: str
     paragraphs: tuple[str, ...] = ()  # text at the top

@@ -217,7 +217,7 @@ class Packages:
         needed = {name: need for name, need in _requirements("evenrank").items() if name != "torch"}
         if not needed:
             found = "unknown, because evenrank runs from a folder and is not installed"
-            yield Finding("dependencies", NOTE, found, "in this folder: pip install --no-deps -e .")
+            yield Finding("dependencies", NOTE, found, "in evenrank's folder: pip install --no-deps -e .")
             return
         missing = {name: requirement for name, requirement in needed.items() if installed(name) is None}
         self._absent |= set(map(_module, missing))
@@ -270,14 +270,14 @@ class Packages:
             self._absent.add(module)
             return absent or Finding(name, WRONG, "not installed", remedy)
         if "torch" in self._absent and name in _OF_TORCH:
-            return Finding(name, NOTE, f"{found}; not checked, because torch is missing")
+            return Finding(name, NOTE, f"{found}; not checked, because torch cannot be imported")
         problem = _import_problem(module)
         if problem is None:
             return Finding(name, OK, found)
         missing = re.search(r"No module named '(\w+)", problem)
         needed = missing[1] if missing else module.split(".")[0]
         if needed in self._absent:
-            return Finding(name, NOTE, f"{found}; not checked, because {needed} is missing")
+            return Finding(name, NOTE, f"{found}; not checked, because {needed} cannot be imported")
         self._absent.add(module.split(".")[0])
         if needed != module.split(".")[0]:
             remedy = f"pip install {_missing_needs(name, needed)}"

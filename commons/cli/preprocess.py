@@ -30,8 +30,8 @@ class Preprocess:
       evenrank preprocess kuairand-27k --source KuaiRand-27K.tar.gz --output data
       evenrank preprocess parquet --source events --output data --columns.user uid --columns.item iid --columns.time ts
 
-    An archive may expand to 100 times its size, or to 64 MiB if that is more. If you trust a larger archive, unpack it
-    and pass the folder. A line may have at most 1 MiB, and a file of users or movies 256 MiB.
+    An archive may expand to 100 times its size, or to 64 MiB if that is more. If you trust an archive that expands
+    more, unpack it and pass the folder. A line may have at most 1 MiB, and a file of users or movies 256 MiB.
     """
 
     dataset_name: tyro.conf.Positional[
@@ -56,7 +56,7 @@ class Preprocess:
     """For your own files: the columns of users, items, times, …"""
 
     config: Path | None = None
-    """A training config with the same columns in [dataset.columns], instead of --columns."""
+    """A training config whose [dataset.columns] names the columns; give it instead of --columns."""
 
     def run(self) -> None:
         """Preprocess, then print a summary."""

@@ -77,7 +77,7 @@ def plan_redistribution(
     groups: np.ndarray | None = None,
     slack: float = 0.0,
 ) -> ShufflePlan:
-    """Plan which rows move to other ranks: as few as possible.
+    """Plan which rows move to other ranks: few rows, and none without need.
 
     Unlike the shuffler's plans, this plan gives every rank a row, and equal sizes with `equal_size`, even if the
     largest load does not fall. The plan is equal on every rank and uses no token counts. `workloads` and `groups` are

@@ -118,7 +118,7 @@ def reject_options_as(**arguments: Any) -> None:
 
 
 def require_names(argument: str, names: Any) -> list[str]:
-    """The names as a list; raises TypeError for a single string, and for anything that is not a list of strings."""
+    """The names as a list; raises TypeError for a single string, and for anything but an iterable of strings."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} is {names!r}; it must be a list of names, or None: put it into a list")
     listed = list(names)

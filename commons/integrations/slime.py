@@ -108,8 +108,9 @@ def _plan_fixed(
     size, ranks, divisor = args.micro_batch_size, config["dp_size"], _divisor(config)
     if len(lengths) % (size * ranks * divisor):
         raise ValueError(
-            f"a step has {len(lengths)} samples; it must be a multiple of {size * ranks * divisor} ({ranks} ranks, "
-            f"micro-batches of {size}, a multiple of {divisor} of them): correct micro_batch_size or global_batch_size"
+            f"a step has {len(lengths)} samples; their number must be a multiple of {size * ranks * divisor} "
+            f"({ranks} ranks, micro-batches of {size}, a multiple of {divisor} of them): correct micro_batch_size or "
+            "global_batch_size"
         )
     number = len(lengths) // (size * ranks)
     grid = partition_grid(costs, ranks, number)

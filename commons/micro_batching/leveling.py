@@ -57,7 +57,7 @@ class _Groups:
         place = np.searchsorted(-own_weights, sign * (gap // 2) - weights)
         at = np.array((np.maximum(place - 1, 0), np.minimum(place, len(own) - 1)))  # (2, n) or (2, n + k)
         taken = sign * (weights - own_weights[at])
-        gain = np.minimum(taken, gap - taken)  # how much the larger load falls and the smaller rises, at least
+        gain = np.minimum(taken, gap - taken)  # by this the larger of the two loads falls
         if self._equal_size:
             gain[self._forbidden(group, parts, own[at], takes)] = 0
         side, row = divmod(int(gain.argmax()), len(place))

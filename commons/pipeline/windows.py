@@ -73,12 +73,12 @@ class WindowedBatches(Iterator[Any]):
             None in mode "off".
 
         Raises:
-            ValueError: called more often than batches were returned.
+            ValueError: the stats of all returned batches were taken or dropped.
         """
         if not self._stats:
             raise ValueError(
-                "take_stats() was called more often than batches were returned; every batch has stats once: call it "
-                "once after each step"
+                "no stats are left; every batch has stats once, and only the latest are kept: call take_stats() once "
+                "after each step"
             )
         return self._stats.popleft()
 

@@ -115,7 +115,7 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     is_dear = gain.step is not None and gain.step < 1 and not report.by_work and not measured
     if is_dear and time is not None and time.saved is not None:
         # If a usual step gains more than the gate, the gate would have no effect.
-        gate = "skip steps with a small gain (--trainer.shuffler.min-gain 0.05), or "
+        gate = "leave steps with a small gain unbalanced (--trainer.shuffler.min-gain 0.05), or "
         return (
             f"Balancing costs more than it saves: {time.overhead:.1f} ms of a step to save {time.saved:.1f} ms; "
             f"{gate if 1 - 1 / gain.work < _GATED else ''}leave it off."

@@ -194,7 +194,7 @@ def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
         if first is not None and second is not None and abs(first - second) > 0.01 * max(first, second):
             yield f"{what}: {_number(first)} and {_number(second)}"
     if not (base.log.config and other.log.config):
-        yield "the settings of one run are unknown"
+        yield "settings, which are unknown for one run"
         return
     first_settings, second_settings = dict(flat(base.log.config)), dict(flat(other.log.config))
     named = [

@@ -19,7 +19,7 @@ PARTS = ("work at the bound", "unevenness that is left", "exchange of rows", "wa
 _FEWEST_POINTS, _LEAST_SPREAD = 20, 0.1
 # Least R²: below it, the loads explain less than half of the variance of the times.
 _FOLLOWS = 0.5
-# Points this many standard deviations off the line are stalls of the machine, if at most this fraction of points is.
+# Points this many standard deviations off the line are stalls of the machine, if they are at most this fraction.
 _STALL, _MOST_STALLS = 4.0, 0.05
 
 

@@ -89,7 +89,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode_plain(data: Any) -> Any:
-    """The value of which `data` is the `encode_plain`; KeyError for an enum or namedtuple that is not imported here."""
+    """The value that `encode_plain` converted to `data`; KeyError for an enum or namedtuple not imported here."""
     if isinstance(data, list):
         return [decode_plain(item) for item in data]
     if not isinstance(data, dict):

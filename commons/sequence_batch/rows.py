@@ -145,7 +145,7 @@ class Rows(Tree[B]):
     def pad(self, num_rows: int) -> Rows[B]:
         """Pad to `num_rows` rows, padding last: empty jagged rows, zeros in dense fields, None for Python objects.
 
-        If the batch does not `states_padding`, the caller keeps track of the number of real rows.
+        If the batch cannot state padding (`states_padding`), the caller keeps track of the number of real rows.
 
         Raises:
             ValueError: `num_rows` is below the batch's number of rows.

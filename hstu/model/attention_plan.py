@@ -23,9 +23,9 @@ import torch
 
 from commons.sequence_batch.host_copies import to_device
 
-# Least queries of a chunk: matrix products with fewer rows are slow.
+# Fewest queries of a chunk: matrix products with fewer rows are slow.
 _MIN_CHUNK = 16
-# Least queries of the pieces of rows longer than a window: every piece also needs the keys around it.
+# Fewest queries of the pieces of rows longer than a window: every piece also needs the keys around it.
 _MIN_PIECE = 64
 
 

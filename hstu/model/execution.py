@@ -31,7 +31,7 @@ class Execution(NamedTuple):
     compiles: bool  # whether the rest of a layer is compiled with torch.compile
 
 
-# Choices of this process, by config, device and dtype of the tokens.
+# Choices of this process, by config, device and dtype of the queries.
 _CHOSEN: dict[tuple[HSTUConfig, torch.device, torch.dtype], Execution] = {}
 
 
@@ -55,7 +55,7 @@ def choose_execution(
     Args:
         config: config of the layers, equal on all ranks.
         device: device of this rank.
-        dtype: dtype of the tokens; None for `compute_dtype`.
+        dtype: dtype of the queries; None for that of `compute_dtype`.
         alone: choose only for this process, without collectives.
 
     Raises:

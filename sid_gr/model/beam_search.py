@@ -29,7 +29,7 @@ def check_beam_width(beam_width: int, trie: SIDTrie) -> None:
     """Raise ValueError unless `beam_width` is between 1 and the number of SIDs."""
     if not 1 <= beam_width <= trie.num_sids:
         raise ValueError(
-            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in another SID: "
+            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in a different SID: "
             f"give a width between 1 and {trie.num_sids}"
         )
 

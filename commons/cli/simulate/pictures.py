@@ -69,7 +69,7 @@ def _shown_ways(result: Comparison) -> list[DealtRows]:
 
 
 def _draw_steps(axes: Axes, lines: Mapping[str, np.ndarray], begin: int, where: Literal["post", "mid"]) -> None:
-    """Draw a stepped line for each way; a line that is covered by an equal line has its name in brackets."""
+    """Draw a stepped line for each way; a line that covers an equal one has that one's name too."""
     labels = marked_lines(lines)
     for (name, values), (color, style, _) in zip(lines.items(), LOOKS):
         positions = np.arange(begin, begin + len(values))

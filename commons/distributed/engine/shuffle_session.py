@@ -323,8 +323,8 @@ class ShuffleSession:
         if local.schema is not self._alike and local.schema is not None and local.schema != agreed:
             raise ValueError(
                 f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, structure, "
-                "keys, dtypes and plain values stay the same: make every batch alike, or turn values that depend on "
-                f"the rows into properties{agreed.way_out(local.schema)}"
+                "keys, dtypes and plain values must stay the same: make every batch alike, or turn values that depend "
+                f"on the rows into properties{agreed.way_out(local.schema)}"
             )
         self._alike = local.schema
         return self._table(local, self._counted)

@@ -130,8 +130,8 @@ class RowCosts:
             keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
             if unknown := [name for name in names if name not in keys]:
                 raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
-        groups = self._returned("get_groups", batch, schema) if self.has_groups else None
-        return self._returned("get_workloads", batch, schema), groups
+        workloads = self._returned("get_workloads", batch, schema)
+        return workloads, self._returned("get_groups", batch, schema) if self.has_groups else None
 
     def _returned(self, method: str, batch: Any, schema: BatchSchema) -> Any:
         """The result of a method of the shuffler for a batch."""

@@ -64,8 +64,8 @@ def agree_on_schema(
     if (found := find_difference(schemas, BatchSchema.differences)) is not None:
         what, other = found
         raise SchemasDifferError(
-            f"{what}; all ranks have the same type, structure, keys, dtypes and plain values: make them equal, or turn "
-            f"values that depend on the rows into properties{schema.way_out(other)}"
+            f"{what}; all ranks must have the same type, structure, keys, dtypes and plain values: make them equal, or "
+            f"turn values that depend on the rows into properties{schema.way_out(other)}"
         )
     _, error = capture_error(schema.empty_batch)  # also fails where the type is not imported
     channel.agree("agreement on the batch type", {}, error, step=step)

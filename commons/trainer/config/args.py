@@ -147,7 +147,7 @@ class TrainerArgs:
     shuffle_window: int = 1
     """Number of batches whose rows are balanced together, over ranks and steps: other batches of the window have room
     for the heavy rows of one batch. With enable_balanced_shuffler, windows are exchanged on the host, which stores
-    about two of them; with balance_sampler no row is exchanged. 1 balances every batch separately. A window changes
+    up to four of them; with balance_sampler no row is exchanged. 1 balances every batch separately. A window changes
     which rows share a step; the size of a step stays, and every row is still trained once per epoch."""
 
     balance_sampler: bool = False
@@ -295,7 +295,7 @@ class DatasetArgs:
 
     dataset_name: str
     """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, random, or parquet for your own files; SID-GR accepts
-    sid, and sid-NAME with NAME one of the first five."""
+    sid, and sid-NAME with NAME one of the others."""
 
     max_history_seqlen: int
     """Maximum number of items in a history; older items are cut off. In random data, history and candidates together

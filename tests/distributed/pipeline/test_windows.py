@@ -300,7 +300,7 @@ def test_stats_are_taken_once_per_batch_and_do_not_pile_up(monkeypatch):
         assert len(list(windowed)) == 39
         stats = [windowed.take_stats() for _ in range(5)]
         assert [(each.step, each.window) for each in stats] == [(34, 2), (35, 2), (36, 2), (37, 2), (38, 1)]
-        with pytest.raises(ValueError, match="was called more often than batches were returned"):
+        with pytest.raises(ValueError, match="no stats are left; every batch has stats once"):
             windowed.take_stats()
 
 

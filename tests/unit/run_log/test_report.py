@@ -288,7 +288,7 @@ def test_runs_that_do_not_compare_say_why(tmp_path):
     )
     assert against.loss is None  # no line is of the same steps
     assert compare_runs([base, report_of(tmp_path / "c", config={})])[0].differences == (
-        "the settings of one run are unknown",
+        "settings, which are unknown for one run",
     )
 
 
