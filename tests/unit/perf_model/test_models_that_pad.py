@@ -49,7 +49,7 @@ def counted(groups):
 
 WAYS = {
     "pads to its longest row": lambda lengths: [lengths],
-    "in 4 groups of like length": lambda lengths: np.array_split(np.sort(lengths), 4),
+    "pads in 4 groups of similar length": lambda lengths: np.array_split(np.sort(lengths), 4),
     "packs its rows": lambda lengths: [lengths[row : row + 1] for row in range(len(lengths))],
 }
 
@@ -62,14 +62,14 @@ def measured(steps):
     The last way is that of a sampler with `padded=True`, which deals the same rows of a step.
     """
     rng = np.random.default_rng(0)
-    found = {name: np.zeros(2) for name in ("the stats say", *WAYS, SAMPLER)}
+    found = {name: np.zeros(2) for name in ("according to the stats", *WAYS, SAMPLER)}
     for _ in range(steps):
         lengths = np.clip(np.exp(rng.normal(4.0, 1.0, RANKS * ROWS)).astype(np.int64), 1, 1024)
         work = TASK.get_workloads(lengths)
         dealt = np.arange(RANKS * ROWS) % RANKS, partition(work, RANKS).assignment
         for when, ranks in enumerate(dealt):
             of_ranks = [lengths[ranks == rank] for rank in range(RANKS)]
-            found["the stats say"][when] += max(int(TASK.get_workloads(each).sum()) for each in of_ranks)
+            found["according to the stats"][when] += max(int(TASK.get_workloads(each).sum()) for each in of_ranks)
             for name, groups in WAYS.items():
                 found[name][when] += max(counted(groups(each)) for each in of_ranks)
         (step,) = BalancedBatchSampler(work, ROWS, num_ranks=RANKS, rank=0, padded=True).plan(0)
