@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(rank_pools, tmp_path, w
 def test_a_checkpoint_of_another_tensor_parallel_size_is_refused(rank_pools, tmp_path):
     ranks = rank_pools[2]
     ranks.run(_train, str(tmp_path), 2, ckpt_save_interval=8)
-    with pytest.raises(AssertionError, match="tensor_model_parallel_size = 2, here it is 1"):
+    with pytest.raises(AssertionError, match="tensor_model_parallel_size = 2, this run has 1"):
         ranks.run(_train, str(tmp_path), 1, ckpt_load_dir=str(tmp_path / "checkpoints"))
 
 
