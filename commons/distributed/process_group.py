@@ -47,7 +47,7 @@ def tensor_parallel_group() -> dist.ProcessGroup | None:
 
 def _parallel_state() -> Any:
     """megatron-core's parallel_state, if it is initialised."""
-    # Looked up, not imported: whoever uses megatron-core has imported it.
+    # Looked up, not imported: a program that uses megatron-core has imported it.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     return parallel_state if parallel_state is not None and parallel_state.model_parallel_is_initialized() else None
 

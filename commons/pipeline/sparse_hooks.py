@@ -150,7 +150,7 @@ class HookBehindThread(HookInSparseDist):
         while self._leaving:
             try:
                 return self._progress_from(self._leaving[0])
-            except StopIteration:  # after the same step on every rank, whatever their loading threads have read
+            except StopIteration:  # after the same step on every rank, even if some have read ahead further
                 self._leaving.popleft()
                 self._batch_loader = None
         try:

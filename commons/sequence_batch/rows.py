@@ -1,4 +1,4 @@
-"""Rows: counts, selects, concatenates and pads the rows of any batch, whatever its nesting.
+"""Rows: counts, selects, concatenates and pads the rows of any batch, nested or not.
 
 A batch is parsed once into `Rows`, which the functions of one call pass along.
 

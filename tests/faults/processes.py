@@ -62,7 +62,7 @@ def session_members(leader: int) -> list[int]:
 
 
 def signal_session(leader: int, number: int) -> None:
-    """Send a signal to a process and whatever it has started; nothing happens if they have ended."""
+    """Send a signal to a process and to all processes that it has started; nothing happens if they have ended."""
     for pid in session_members(leader):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -79,8 +79,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         num_tasks: number of labels, for the first of the schema's tasks; no labels if the schema has no tasks.
         table_sizes: rows of the model's embedding tables by feature, to check the vocabularies against; None if the
             model makes its tables from `vocabulary_sizes`.
-        timestamps: whether batches have a further feature "timestamp": the time of every item in seconds, whatever the
-            unit of the files. It adds no tokens, and has no vocabulary.
+        timestamps: whether batches have a further feature "timestamp": the time of every item in seconds, also if the
+            files have another unit. It adds no tokens, and has no vocabulary.
 
     Raises:
         FileNotFoundError: no data set at `path`.

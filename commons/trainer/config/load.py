@@ -246,7 +246,7 @@ def _field_paths(config_class: Any) -> list[str]:
 
 
 def _path_elsewhere(path: str, paths: list[str]) -> str | None:
-    """The path of the only field with the same name, whatever its section; None without one, or with several.
+    """The path of the only field of this name in any section; None without one, or with several.
 
     >>> [_path_elsewhere(path, ["trainer.seed", "model.dropout"]) for path in ("seed", "trainer.sed")]
     ['trainer.seed', None]

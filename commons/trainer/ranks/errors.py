@@ -1,4 +1,4 @@
-"""Errors at the end of a run: a user's mistake is one line on stderr, printed once, whatever the number of ranks.
+"""Errors at the end of a run: a user's mistake is one line on stderr, printed once for all ranks.
 
 The first failed rank claims the report in torchrun's store. The other ranks, which find the same mistake or lose their
 connections a moment later, print nothing. The line is also written to torchrun's error file, so that torchrun prints it

@@ -1,4 +1,4 @@
-"""Command lines that tests run: what is told, what is asked as JSON, and what is refused in one line."""
+"""Run command lines: their printed text, their JSON, and their one-line errors."""
 
 from __future__ import annotations
 

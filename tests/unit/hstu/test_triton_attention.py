@@ -280,7 +280,7 @@ def test_on_cuda_triton_is_the_default(gpu):
 
 
 def test_blocks_are_chosen_and_kernels_launched_on_the_device_of_the_tensors(monkeypatch):
-    """Triton launches on the current device, whatever its tensors lie on."""
+    """Triton launches on the current device, even if the tensors are on another one."""
     on = []
 
     @contextlib.contextmanager
