@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class ControlChannel(NamedCollectives):
-    """The process groups over the ranks of a data-parallel group: gloo for metadata, the default backend for rows.
+    """The process groups over the ranks of a data-parallel group: gloo for metadata, the group's own backend for rows.
 
     All ranks of the group construct it on the main thread, in the same order. The constructor makes and connects all
     groups: those that gather (several rings for many ranks, see groups.py); the group for rows, if any rank has

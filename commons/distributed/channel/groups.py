@@ -1,4 +1,4 @@
-"""GROUPS: the process groups that a shuffler makes: gloo groups for metadata, and one of the default backend for rows.
+"""GROUPS: the process groups that a shuffler makes: gloo groups for metadata, and one of its group's backend for rows.
 
 Many ranks gather metadata over several short rings instead of one long ring. gloo gathers in a ring: W ranks need W - 1
 hops one after another, and gloo connects every rank of a group with all others. So the ranks form a grid, with eight or
@@ -54,7 +54,7 @@ class GroupPair(NamedTuple):
     # Gloo, for metadata; gathers in all of them, one after another, make a gather over all ranks.
     rings: tuple[dist.ProcessGroup, ...]
     control: dist.ProcessGroup | None  # gloo, over all ranks; with several rings, None until a channel needs it
-    # The default backend, for rows; None until a channel moves rows. Made late because torch, bound to a device,
+    # The given group's backend, for rows; None until a channel moves rows. Made late because torch, bound to a device,
     # connects NCCL and allocates its buffers when the group is made.
     payload: dist.ProcessGroup | None
     has_all_to_all: bool | None  # whether `payload` can send uneven splits; None until its collectives were tested
@@ -147,7 +147,8 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     """
     members = dist.get_process_group_ranks(group)
     ranks = rank_set(members)
-    pair = ranks.closed.pop() if ranks.closed else _collected_on_all(ranks, group)
+    fitting = [index for index, pair in enumerate(ranks.closed) if _fits(pair, group)]
+    pair = ranks.closed.pop(fitting[-1]) if fitting else _collected_on_all(ranks, group)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
             if each is not None and each is not group:  # the user's group keeps its timeout
@@ -180,7 +181,11 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
     if len(members) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # Bound to a device, torch would split WORLD's communicator, which needs all ranks of the world.
         return pair._replace(payload=group, has_all_to_all=None)
-    payload, connections = _new_group(members, group, timeout, pg_options=_nccl_options(timeout), group_desc=_PAYLOAD)
+    backends, options = dist.get_backend_config(group), dict[str, Any]()
+    if backends != dist.get_backend_config(dist.group.WORLD):  # such as a gloo group of ranks that train with NCCL
+        options["backend"] = backends
+    options["pg_options"] = _nccl_options(backends, timeout)
+    payload, connections = _new_group(members, group, timeout, group_desc=_PAYLOAD, **options)
     return pair._replace(payload=payload, has_all_to_all=None, connections=pair.connections | connections)
 
 
@@ -205,11 +210,21 @@ def _collected_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | N
     """A pair whose shuffler has been garbage-collected on all ranks, by a MIN-reduction over them; None for none."""
     if not ranks.num_pairs:
         return None
-    flags = [int(number in ranks.collected) for number in range(ranks.num_pairs)]
+    free_here = {number for number, pair in ranks.collected.items() if _fits(pair, group)}
+    flags = [int(number in free_here) for number in range(ranks.num_pairs)]
     free = torch.tensor(flags, dtype=torch.int32, device=numbers_device(group))
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)
     number = next((number for number, is_free in enumerate(free.tolist()) if is_free), None)
     return None if number is None else ranks.collected.pop(number)
+
+
+def _fits(pair: GroupPair, group: dist.ProcessGroup) -> bool:
+    """Whether a pair of the pool has no group for rows, or one of the same backends as `group`."""
+    payload = pair.payload
+    if payload is None:
+        return True
+    exists = payload in dist.distributed_c10d._world.pg_names  # it may be a group that the user has destroyed
+    return exists and dist.get_backend_config(payload) == dist.get_backend_config(group)
 
 
 def only_device(group: dist.ProcessGroup | None) -> torch.device | None:
@@ -307,11 +322,10 @@ def _new_group(
     return made, connections_of(made, before) if serves(made, "cpu") else frozenset()
 
 
-def _nccl_options(timeout: float) -> Any:
-    """NCCL's options for a group of the default backend; None if the backend has no NCCL."""
-    backends = dist.get_backend_config(dist.group.WORLD).split(",")
+def _nccl_options(backends: str, timeout: float) -> Any:
+    """NCCL's options for a group of these backends, as `get_backend_config` gives them; None without NCCL."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)  # which a CPU build of torch lacks
-    if nccl is None or "cuda:nccl" not in backends:
+    if nccl is None or "cuda:nccl" not in backends.split(","):
         return None
     options = nccl.Options()
     options._timeout = datetime.timedelta(seconds=timeout)  # else torch warns that new_group's timeout replaces it

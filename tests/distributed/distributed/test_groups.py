@@ -209,6 +209,37 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
         assert nccl is None if max_ctas is None else nccl.config.max_ctas == max_ctas
 
 
+def _rows_over_other_backends(folder):
+    """Shufflers over groups that serve the host, in a world that serves CUDA alone: backends, rows, and groups made."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    found = []
+    for backend in ("gloo", "cpu:gloo", "gloo"):
+        group = dist.new_group(backend=backend)
+        before = groups._num_groups()
+        shuffler = CubicShuffler(pg_group=group)
+        (channel,) = shuffler.engine._channels.values()
+        backends = dist.get_backend_config(channel.payload_group)
+        with closing(shuffler):
+            rows = [shuffler.shuffle(batch).sample_id.tolist() for batch in rank_batches(rank, 2, [6])]
+        found.append((backends == dist.get_backend_config(group), rows, groups._num_groups() > before))
+    return found
+
+
+def test_rows_go_over_the_backend_of_the_given_group(world_size, tmp_path):
+    """As on a host group of ranks that train with NCCL; the pool has groups of both backends."""
+    with RankPool(world_size) as pool:
+        found = pool.run(_rows_over_other_backends, str(tmp_path))
+    for of_rank in found:
+        assert all(is_its_own for is_its_own, _, _ in of_rank)
+        assert [makes for _, _, makes in of_rank] == [True, True, False]
+        assert of_rank[0][1] == of_rank[1][1] == of_rank[2][1]
+    for step, numbers in enumerate(zip(*(of_rank[0][1] for of_rank in found))):
+        own = [1 + rank * 100_000 + step * 100 + row for rank in range(world_size) for row in range(6)]
+        assert sorted(itertools.chain.from_iterable(numbers)) == own
+
+
 def _payload_tried(error, failing_ranks, others_hang=False):
     """Some ranks' first all-to-all raises an error: what the shuffler's constructor raises, or how rows then travel.
 

@@ -99,7 +99,7 @@ def heavy_tailed_batches(num_batches: int) -> RandomSIDDataset:
 
 def build_sharded(sharding: str, device: torch.device = CPU, **changes) -> DistributedModelParallel:
     """The model with tables on all ranks, which SGD trains."""
-    options = {"embedding_optimizer": "sgd", "sharding": sharding, "local_world_size": dist.get_world_size()}
+    options = {"embedding_optimizer": "sgd", "sharding": sharding}
     learning_rate = changes.pop("embedding_lr", 0.5)
     return build_distributed_model(make_model(**changes), device=device, embedding_lr=learning_rate, **options)
 

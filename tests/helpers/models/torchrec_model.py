@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -190,7 +191,7 @@ def shard(
     constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=[kernel])
     world_size = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device=device, local_world_size=world_size),
+        topology=Topology(world_size=world_size, compute_device=device, local_world_size=get_local_size(world_size)),
         constraints={f"t_{key}": constraint for key in KEYS},
         batch_size=32,
     )
