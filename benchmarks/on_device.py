@@ -34,12 +34,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.models.attention import device_sections
+from benchmarks.models.attention import device_milliseconds, device_sections
 from benchmarks.models.cost_model import load_target, replay
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.lengths import draw, make_batch
 from benchmarks.shared.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
-from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, device_milliseconds, heading, table
+from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, heading, table
 from commons.console import print_error
 from hstu.model.execution import choose_execution
 from hstu.train_config import ModelArgs
@@ -178,9 +178,9 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
 
 def attention(device: torch.device) -> str:
     """HSTU's attention: time compared with the arithmetic floor, and with the blocks of dense products."""
-    # Only one width of a head: each width compiles a dozen kernels.
-    sizes = {"rows": 2, "longest": 16, "repeats": 1} if device.type == "cpu" else {}
-    return "\n\n".join(device_sections(device, head_dims=(64,), **sizes))
+    if device.type == "cpu":
+        return "\n\n".join(device_sections(device, head_dims=(64,), rows=2, longest=16, repeats=1))
+    return "\n\n".join(device_sections(device))
 
 
 def traced_step(device: torch.device) -> str:

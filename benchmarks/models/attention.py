@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, device_milliseconds, interleaved_medians, one_rank, table
+from benchmarks.shared.report import Page, interleaved_medians, one_rank, table
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import RandomDistribution
@@ -37,7 +39,7 @@ from commons.perf_model.attention_pairs import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
 from hstu.model.triton_attention import plan_triton_attention, triton_attention
-from hstu.model.triton_launch import uses_triton
+from hstu.model.triton_launch import keep_busy, uses_triton
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model import SIDGRConfig, SIDGRModel
 from sid_gr.model.attention import CausalRows
@@ -193,8 +195,36 @@ def measured(subject: HSTU | SIDGR, shapes: int, batches: int, repeats: int) -> 
     ]
 
 
+def device_milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 2) -> float:
+    """Median time of a call on the device, without the time that its launches take; on the CPU by the host's clock."""
+    taken = []
+    for _ in range(warmup + repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            keep_busy(device)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end))
+        else:
+            taken.append(host_milliseconds(call))
+    return statistics.median(taken[warmup:])
+
+
+def host_milliseconds(call: Callable[[], Any]) -> float:
+    """Time that a call takes on the host; on CUDA that of its launches."""
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1e3
+
+
 def device_sections(
-    device: torch.device, head_dims: tuple[int, ...] = (64, 128), rows: int = 32, longest: int = 4096, repeats: int = 12
+    device: torch.device,
+    head_dims: tuple[int, ...] = (64, 128, 256),
+    rows: int = 32,
+    longest: int = 4096,
+    repeats: int = 12,
 ) -> list[str]:
     """A table of uniform, lognormal and Zipf lengths, with and without a bias; and the fit of time to pairs."""
     kinds = ("uniform", "lognormal", "zipf")
@@ -202,52 +232,62 @@ def device_sections(
     body = [timed(*case)[0] for case in itertools.product(kinds, (rows,), head_dims, (False, True))]
     of_shapes = [timed(kind, num_rows, 64, False) for kind, num_rows in itertools.product(kinds, (8, 16, 32, 64))]
     _, _, r_squared = line_in([pairs for _, pairs, _ in of_shapes], [ms for _, _, ms in of_shapes])
-    return [table(body), f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}."]
+    return [
+        "Milliseconds of the device, forward and backward; those of the host to launch them; and the floor. The "
+        "gradient of a bias recomputes two products, which the floor leaves out.",
+        table(body),
+        f"Time as a line in the pairs, over twelve batches: R² {r_squared:.4f}.",
+    ]
 
 
 def time_kernels(
     kind: str, rows: int, head_dim: int, has_bias: bool, *, longest: int, device: torch.device, repeats: int
 ) -> tuple[dict[str, Any], float, float]:
     """Time one batch by all kernels that can run here: a row of the table, the pairs, and the best milliseconds."""
-    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
-    lengths = draw_lengths(kind, rows, longest, generator)
+    dtype = torch.bfloat16
+    lengths = draw_lengths(kind, rows, longest, torch.Generator().manual_seed(0))
     num_tokens, pairs = int(lengths.sum()), pairs_of(lengths)
     shape = (num_tokens, HEADS, head_dim)
-    q, k, v, gradient = (torch.randn(shape, generator=generator).mul_(0.5).to(device, dtype) for _ in range(4))
+    draw = partial(torch.randn, shape, device=device, generator=torch.Generator(device).manual_seed(0))
+    q, k, v, gradient = (draw().mul_(0.5).to(dtype) for _ in range(4))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     bias = torch.zeros(HEADS, longest, device=device, requires_grad=True)
     floor_ms = 3.5 * 4 * pairs * HEADS * head_dim / _FLOOR_FLOPS * 1e3
 
-    def timed(output: Callable[[], torch.Tensor]) -> float:
+    def step_of(output: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def step() -> None:
             for leaf in (*leaves, bias):
                 leaf.grad = None
             output().backward(gradient)
 
-        return device_milliseconds(step, device, repeats)
+        return step
 
     blocks = plan_attention(lengths, num_heads=HEADS, device=device)
-    best = blocks_ms = timed(lambda: hstu_attention(q, k, v, bias, blocks, normalizer=float(longest)))
-    by_triton: dict[str, Any] = {"Triton, ms": "–", "TFLOP/s": "–", "× floor": "–", "blocks ÷ Triton": "–"}
+    step = step_of(lambda: hstu_attention(q, k, v, bias, blocks, normalizer=float(longest)))
+    best = blocks_ms = device_milliseconds(step, device, max(1, repeats // 4), warmup=1)
+    by_triton: dict[str, Any] = dict.fromkeys(("Triton, ms", "host, ms", "TFLOP/s", "× floor", "blocks ÷ Triton"), "–")
     if uses_triton("auto", device, dtype, head_dim):
         plan, of_bias = plan_triton_attention(lengths, device=device), bias if has_bias else None
-        best = timed(lambda: triton_attention(q, k, v, of_bias, plan, normalizer=float(longest)))
+        step = step_of(lambda: triton_attention(q, k, v, of_bias, plan, normalizer=float(longest)))
+        best = device_milliseconds(step, device, repeats)
+        host = statistics.median(host_milliseconds(step) for _ in range(repeats))
         flops = floor_ms * _FLOOR_FLOPS / best / 1e12
-        values = (f"{best:.3f}", f"{flops:.0f}", f"{best / floor_ms:.2f}", f"{blocks_ms / best:.1f}")
+        values = (f"{best:.3f}", f"{host:.2f}", f"{flops:.0f}", f"{best / floor_ms:.2f}", f"{blocks_ms / best:.1f}")
         by_triton = dict(zip(by_triton, values))
     peer = "has no bias"
     if not has_bias:
         try:
             module = importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
             offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
-            peer = f"{timed(lambda: module.triton_hstu_mha(longest, 1.0, q, k, v, offsets)):.3f}"
+            step = step_of(lambda: module.triton_hstu_mha(longest, 1.0, q, k, v, offsets))
+            peer = f"{device_milliseconds(step, device, repeats):.3f}"
         except ImportError:
             peer = "not installed"
         except (TypeError, RuntimeError) as error:
             peer = f"{type(error).__name__}: {str(error)[:60]}"
     row = {"lengths": kind, "batch": f"{rows} × {longest}", "heads": f"{HEADS} × {head_dim}"}
     row |= {"bias": "position" if has_bias else "none", "tokens": num_tokens, "blocks, ms": f"{blocks_ms:.2f}"}
-    return row | by_triton | {"peer, ms": peer}, float(pairs), best
+    return row | by_triton | {"floor, ms": f"{floor_ms:.3f}", "peer, ms": peer}, float(pairs), best
 
 
 def measure_windows(subject: HSTU, repeats: int) -> list[Any]:

@@ -142,25 +142,6 @@ def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
     return timed_call
 
 
-def device_milliseconds(call: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 2) -> float:
-    """Median time of a call by the device's clock, on the CPU by the host's clock."""
-    taken = []
-    for _ in range(warmup + repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            call()
-            taken.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(taken[warmup:])
-
-
 def with_interval(statistic: Callable[[np.ndarray], Any], count: int) -> tuple[float, str]:
     """A statistic of `count` observations, and its text with the 95 % bootstrap interval.
 

@@ -87,19 +87,24 @@ _EVERYWHERE: _Table = {
     (4, "bias_gradient", 64): [(32, 32, 2, 1)],
     (4, "bias_gradient", 128): [(32, 32, 2, 1)],
 }
-# Tried before those on compute capability 9.0 and above, with tensor descriptors, products by warp groups, which read
-# both factors from shared memory, and gradients of queries summed by atomic additions.
+# Tried instead of those on compute capability 9.0 and above, with tensor descriptors, products by warp groups, which
+# read both factors from shared memory, and gradients of queries summed by atomic additions.
 _FROM_90: _Table = {
-    (2, "forward", 64): [(64, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2)],
-    (2, "forward", 128): [(64, 64, 4, 2), (128, 64, 8, 2)],
-    (2, "forward", 256): [(64, 32, 4, 2), (128, 32, 8, 2)],
-    (2, "backward", 64): [(64, 128, 8, 2), (64, 64, 4, 2)],
-    (2, "backward", 128): [(64, 128, 8, 2), (64, 64, 4, 2)],
-    (2, "backward_key", 256): [(32, 128, 8, 2)],
-    (2, "backward_value", 256): [(32, 128, 8, 2)],
-    (2, "backward_query", 256): [(128, 32, 8, 2)],
-    (2, "bias_gradient", 128): [(64, 64, 4, 2)],
-    (2, "bias_gradient", 256): [(64, 64, 4, 1)],
+    (2, "forward", 64): [(64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4)],
+    (2, "forward", 128): [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)],
+    (2, "forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2)],
+    (2, "backward", 64): [(64, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 4), (64, 64, 4, 2)],
+    (2, "backward", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 3)],
+    (2, "backward_key", 64): [(64, 64, 4, 3), (64, 128, 8, 3)],
+    (2, "backward_key", 128): [(64, 64, 4, 2), (32, 128, 8, 2)],
+    (2, "backward_key", 256): [(32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3)],
+    (2, "backward_value", 256): [(64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 3)],
+    (2, "backward_query", 64): [(64, 64, 4, 3), (128, 64, 8, 3)],
+    (2, "backward_query", 128): [(64, 64, 4, 2), (64, 32, 4, 3)],
+    (2, "backward_query", 256): [(64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)],
+    (2, "bias_gradient", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2)],
+    (2, "bias_gradient", 128): [(64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 1)],
+    (2, "bias_gradient", 256): [(64, 64, 4, 1), (64, 64, 8, 1), (32, 32, 2, 2), (32, 32, 2, 1)],
 }
 # Bytes of shared memory for the smallest blocks of every kernel, by bytes of an element and padded width of a head.
 _SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
@@ -119,8 +124,11 @@ def candidate_blocks(
     if kernel == "target_bias_gradient":
         kernel = "bias_gradient"
     key = dtype.itemsize, kernel, max(64, padded_head_dim(head_dim))
-    tables = (_FROM_90, _EVERYWHERE) if capability >= (9, 0) else (_EVERYWHERE,)
-    return [Blocks(*numbers) for numbers in dict.fromkeys(each for table in tables for each in table.get(key, []))]
+    everywhere = _EVERYWHERE.get(key, [])
+    if capability < (9, 0) or key not in _FROM_90:
+        return [Blocks(*numbers) for numbers in everywhere]
+    # The smallest as well, where a program has less shared memory than on compute capability 9.0.
+    return [Blocks(*numbers) for numbers in dict.fromkeys((*_FROM_90[key], *everywhere[-1:]))]
 
 
 def shared_memory(dtype: torch.dtype, head_dim: int) -> int:

@@ -311,17 +311,25 @@ def _measured_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Seconds of a launch, see `seconds_of`; infinite if it needs more shared memory than the device has."""
+    """Seconds of a launch on the device; infinite if it needs more shared memory than the device has."""
     try:
-        return seconds_of(run)
+        return seconds_of(run, on_device=True)
     except importlib.import_module("triton.runtime.errors").OutOfResources:
         return math.inf
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    """Mean seconds of a call on the current CUDA device, after a first call that compiles."""
+def seconds_of(run: Callable[[], object], *, on_device: bool = False) -> float:
+    """Mean seconds of a call on the current CUDA device, after a first call that compiles.
+
+    Args:
+        run: the call.
+        on_device: whether the time of the device alone counts: it is kept busy until the calls are queued, since a
+            small kernel runs for a shorter time than its launch takes on the host.
+    """
     run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if on_device:
+        keep_busy(torch.device("cuda", torch.cuda.current_device()))
     begin.record()
     for _ in range(_REPEATS):
         run()
@@ -360,3 +368,10 @@ def _sample_outputs(kernel: str, inputs: Inputs) -> Tensors:
         made["GRAD_Q"] = torch.empty_like(inputs.query, dtype=torch.float32)
     like = torch.empty_like(inputs.query)
     return {name: made.get(name, like) for name in outputs_of(kernel, inputs.query.shape[2])}
+
+
+def keep_busy(device: torch.device) -> None:
+    """Queue work for a few milliseconds, so that the device begins the calls after it when all of them are queued."""
+    ballast = torch.empty(2**25, device=device)
+    for _ in range(150):
+        ballast.zero_()
