@@ -14,6 +14,8 @@ import torch
 
 # Tokens that a tile of a plan spans; blocks are divisors of it.
 TILE_SPAN = 128
+# Widest heads whose gradients of queries may be summed by atomic additions.
+ADDED_HEAD_DIM = 64
 
 
 class Kernel(NamedTuple):
@@ -27,8 +29,8 @@ class Kernel(NamedTuple):
     outputs: tuple[str, ...]  # arguments that it writes
 
 
-# By name of a launch. The gradients of queries, keys and values take one launch ("backward"), or two, three for heads
-# wider than 128.
+# By name of a launch. The gradients of queries, keys and values take one launch ("backward") for heads of at most
+# ADDED_HEAD_DIM channels, or two, three for heads wider than 128.
 KERNELS = {
     "forward": Kernel("forward", "forward", "query_tiles", "queries", ("K", "V"), ("OUT",)),
     "backward": Kernel(
@@ -87,25 +89,27 @@ _EVERYWHERE: _Table = {
     (4, "bias_gradient", 64): [(32, 32, 2, 1)],
     (4, "bias_gradient", 128): [(32, 32, 2, 1)],
 }
-# Tried instead of those on compute capability 9.0 and above, with tensor descriptors, products by warp groups, which
-# read both factors from shared memory, and gradients of queries summed by atomic additions.
+# On compute capability 9.0 and above, with tensor descriptors, products by warp groups, which read both factors from
+# shared memory, and gradients of queries summed by atomic additions: the fastest of 124 on an H200, see
+# benchmarks/results/on_device.md. Wide heads have no "backward": two launches took less time than the additions.
 _FROM_90: _Table = {
-    (2, "forward", 64): [(64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4)],
-    (2, "forward", 128): [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)],
-    (2, "forward", 256): [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2)],
-    (2, "backward", 64): [(64, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 4), (64, 64, 4, 2)],
-    (2, "backward", 128): [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 64, 4, 3)],
-    (2, "backward_key", 64): [(64, 64, 4, 3), (64, 128, 8, 3)],
-    (2, "backward_key", 128): [(64, 64, 4, 2), (32, 128, 8, 2)],
-    (2, "backward_key", 256): [(32, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3)],
-    (2, "backward_value", 256): [(64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 3)],
-    (2, "backward_query", 64): [(64, 64, 4, 3), (128, 64, 8, 3)],
-    (2, "backward_query", 128): [(64, 64, 4, 2), (64, 32, 4, 3)],
-    (2, "backward_query", 256): [(64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)],
-    (2, "bias_gradient", 64): [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2)],
-    (2, "bias_gradient", 128): [(64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 1)],
-    (2, "bias_gradient", 256): [(64, 64, 4, 1), (64, 64, 8, 1), (32, 32, 2, 2), (32, 32, 2, 1)],
+    (2, "forward", 64): [(64, 64, 4, 3)],
+    (2, "forward", 128): [(64, 64, 4, 3)],
+    (2, "forward", 256): [(64, 32, 4, 2)],
+    (2, "backward", 64): [(64, 64, 4, 3)],
+    (2, "backward_key", 64): [(64, 64, 4, 3)],
+    (2, "backward_key", 128): [(64, 64, 4, 2)],
+    (2, "backward_key", 256): [(32, 128, 8, 3)],
+    (2, "backward_value", 256): [(64, 128, 8, 2)],
+    (2, "backward_query", 64): [(64, 64, 4, 3)],
+    (2, "backward_query", 128): [(64, 64, 4, 2)],
+    (2, "backward_query", 256): [(64, 32, 4, 3)],
+    (2, "bias_gradient", 64): [(64, 64, 4, 3)],
+    (2, "bias_gradient", 128): [(64, 64, 4, 1)],
+    (2, "bias_gradient", 256): [(64, 64, 4, 1)],
 }
+# From this compute capability on, a program has less shared memory than on 9.0 and 10.0.
+_LESS_MEMORY = (12, 0)
 # Bytes of shared memory for the smallest blocks of every kernel, by bytes of an element and padded width of a head.
 _SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
 
@@ -124,11 +128,10 @@ def candidate_blocks(
     if kernel == "target_bias_gradient":
         kernel = "bias_gradient"
     key = dtype.itemsize, kernel, max(64, padded_head_dim(head_dim))
-    everywhere = _EVERYWHERE.get(key, [])
-    if capability < (9, 0) or key not in _FROM_90:
-        return [Blocks(*numbers) for numbers in everywhere]
-    # The smallest as well, where a program has less shared memory than on compute capability 9.0.
-    return [Blocks(*numbers) for numbers in dict.fromkeys((*_FROM_90[key], *everywhere[-1:]))]
+    found = _EVERYWHERE.get(key, [])
+    if capability >= (9, 0) and key in _FROM_90:
+        found = _FROM_90[key] + (found[-1:] if capability >= _LESS_MEMORY else [])
+    return [Blocks(*numbers) for numbers in dict.fromkeys(found)]
 
 
 def shared_memory(dtype: torch.dtype, head_dim: int) -> int:

@@ -1,8 +1,8 @@
 """Launches of the Triton kernels of `hstu.model.kernels`, and the choice of their block sizes.
 
-Blocks are chosen by measurement, once per kind of layer: every candidate that fits the device's shared memory runs on a
-synthetic batch. If Triton's cache on disk is empty, this compiles a dozen kernels, which takes about a minute.
-`hstu.model.execution` calls it when a model is sharded, on one rank for all GPUs of a kind.
+Where there are several candidates, blocks are chosen by measurement, once per kind of layer: every candidate that fits
+the device's shared memory runs on a synthetic batch. If Triton's cache on disk is empty, this compiles a dozen kernels,
+which takes about a minute. `hstu.model.execution` calls it when a model is sharded, on one rank for all GPUs of a kind.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hstu.model.triton_blocks import (
+    ADDED_HEAD_DIM,
     KERNELS,
     MAX_HEAD_DIM,
     TILE_SPAN,
@@ -192,7 +193,7 @@ def uses_tma(inputs: Inputs) -> bool:
 
 def adds_up(inputs: Inputs) -> bool:
     """Whether one launch can compute the gradients of keys and values, and sum those of queries by atomic additions."""
-    return uses_tma(inputs) and inputs.query.shape[2] <= 128
+    return uses_tma(inputs) and inputs.query.shape[2] <= ADDED_HEAD_DIM
 
 
 @functools.cache
@@ -268,7 +269,7 @@ def function_of(kernel: str) -> Any:
 
 
 def choose_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
-    """The fastest blocks of every kernel, measured once per process; without CUDA the smallest blocks.
+    """The blocks of every kernel, of several the fastest, measured once per process; without CUDA the smallest.
 
     Raises:
         ValueError: no candidate fits into the device's shared memory.
@@ -287,27 +288,34 @@ def use_blocks(device: torch.device, kind: LayerKind, blocks: dict[str, Blocks])
 def _measured_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
     layer = (kind.dtype, kind.head_dim, kind.has_position or kind.has_time)
     if device.type != "cuda":
-        candidates = {kernel: candidate_blocks(kernel, *layer) for kernel in KERNELS}
-        return {kernel: each[-1] for kernel, each in candidates.items() if each}
+        found = {kernel: candidate_blocks(kernel, *layer) for kernel in KERNELS}
+        return {kernel: candidates[-1] for kernel, candidates in found.items() if candidates}
     capability = torch.cuda.get_device_capability(device)
     inputs = _sample_inputs(device, kind)
     chosen = {}
     for kernel in KERNELS:
-        grad_output = None if kernel == "forward" else inputs.query
-        outputs = _sample_outputs(kernel, inputs)
-        seconds = {
-            blocks: _seconds(functools.partial(_launch, kernel, blocks, inputs, outputs, grad_output))
-            for blocks in candidate_blocks(kernel, *layer, capability)
-            if kernel != "backward" or adds_up(inputs)
-        }
-        if not seconds:
-            continue
-        chosen[kernel] = min(seconds, key=seconds.__getitem__)
-        if math.isinf(seconds[chosen[kernel]]):
-            reason = _too_little_memory(device, kind.dtype, kind.head_dim)
-            raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
+        candidates = candidate_blocks(kernel, *layer, capability)
+        if candidates and (kernel != "backward" or adds_up(inputs)):
+            chosen[kernel] = candidates[0] if len(candidates) == 1 else _fastest(kernel, candidates, inputs)
     logger.info("attention kernels on %s: %s", device, chosen)
     return chosen
+
+
+def _fastest(kernel: str, candidates: list[Blocks], inputs: Inputs) -> Blocks:
+    """The blocks with which a kernel is fastest on these inputs."""
+    query = inputs.query
+    outputs = _sample_outputs(kernel, inputs)
+    seconds = {
+        blocks: _seconds(
+            functools.partial(_launch, kernel, blocks, inputs, outputs, None if kernel == "forward" else query)
+        )
+        for blocks in candidates
+    }
+    fastest = min(candidates, key=seconds.__getitem__)
+    if math.isinf(seconds[fastest]):
+        reason = _too_little_memory(query.device, query.dtype, query.shape[2])
+        raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
+    return fastest
 
 
 def _seconds(run: Callable[[], object]) -> float:

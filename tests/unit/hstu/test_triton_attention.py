@@ -32,17 +32,20 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton, which re
 # ------------------------------------------------------------------------------------------------------- compilation
 
 
-# By launch and width of a head, in bfloat16 for sm_90a: the most instructions per score of the best blocks, without a
+# By launch and width of a head, in bfloat16 for sm_90a: the most instructions per score of the blocks, without a
 # bias and with one by position, and bytes of spills per thread.
 LIMITS = {
     ("forward", 64): (6.0, 7.5, 0),
     ("forward", 128): (6.5, 8.0, 0),
     ("forward", 256): (11.0, 12.5, 48),
     ("backward", 64): (13.5, 15.0, 0),
-    ("backward", 128): (16.0, 18.5, 350),
-    ("backward_value", 256): (12.5, 16.5, 0),
+    ("backward_key", 64): (11.5, 13.5, 0),
+    ("backward_key", 128): (12.5, 15.0, 60),
     ("backward_key", 256): (19.5, 25.0, 52),
-    ("backward_query", 256): (20.0, 25.0, 52),
+    ("backward_value", 256): (9.5, 11.0, 0),
+    ("backward_query", 64): (10.5, 12.0, 0),
+    ("backward_query", 128): (11.0, 12.5, 0),
+    ("backward_query", 256): (20.0, 25.0, 56),
     ("bias_gradient", 64): (0.0, 12.5, 0),
     ("bias_gradient", 128): (0.0, 13.5, 0),
     ("bias_gradient", 256): (0.0, 17.0, 0),
@@ -53,7 +56,7 @@ LIMITS = {
 @needs_triton
 @pytest.mark.timeout(900)
 def test_the_kernels_keep_their_instruction_counts():
-    """The best blocks of every kernel; `python -m benchmarks.models.attention_kernels` prints all of them."""
+    """Of the blocks that are used there; `python -m benchmarks.models.attention_kernels` prints them."""
     from benchmarks.models.attention_kernels import Layer, candidates, cost_of, cost_row, products_of
 
     for head_dim, (place, bias) in itertools.product((64, 128, 256), enumerate(("none", "position"))):
