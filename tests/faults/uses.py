@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 from commons.pipeline import balanced, windowed_iter
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.loop import TrainingLoop
+from commons.trainer.ranks.collectives import limit_collectives
 from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import ROWS, own_ids
@@ -130,6 +131,7 @@ def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     loader = DataLoader(LoaderRows(injector), batch_size=None)
+    limit_collectives(shuffler.options.timeout)  # as `run_training` does
     TrainingLoop(Parts(args, model, optimizer, [shuffler], loader)).run()
     return model.seen
 
