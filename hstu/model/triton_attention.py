@@ -7,7 +7,7 @@ backward pass recomputes the scores, so no tensor of the size of the scores is s
 
 The forward pass takes one launch. The gradients of queries, keys and values take one launch, which sums the gradients
 of queries with atomic additions; or two launches if sums must be deterministic
-(`torch.use_deterministic_algorithms`), rows are short, heads are wider than 64, or the GPU has no tensor descriptors;
+(`torch.use_deterministic_algorithms`), rows are short, heads are wider than 64, or no tensor descriptors can be used;
 three for heads wider than 128. The gradients of the biases take one launch more, and another one if there are targets.
 """
 

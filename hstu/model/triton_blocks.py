@@ -3,7 +3,7 @@
 In a chain of matrix products Triton assigns 16 rows to each warp: with fewer rows per warp, warps compute the same
 products. Rows are queries, or keys in the kernels that visit queries.
 `python -m benchmarks.models.attention_kernels` prints the instructions per score of each block size, and a test limits
-them for the best sizes.
+them for the sizes used on compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ _EVERYWHERE: _Table = {
     (4, "bias_gradient", 64): [(32, 32, 2, 1)],
     (4, "bias_gradient", 128): [(32, 32, 2, 1)],
 }
-# On compute capability 9.0 and above, with tensor descriptors, products by warp groups, which read both factors from
-# shared memory, and gradients of queries summed by atomic additions: the fastest of 124 on an H200, see
-# benchmarks/results/on_device.md. Wide heads have no "backward": two launches took less time than the additions.
+# On compute capability 9.0 and above, where products by warp groups read both factors from shared memory: the fastest
+# on an H200 without a bias, see benchmarks/results/on_device.md. Heads of 128 have no "backward": its atomic additions
+# took longer than a second launch.
 _FROM_90: _Table = {
     (2, "forward", 64): [(64, 64, 4, 3)],
     (2, "forward", 128): [(64, 64, 4, 3)],
@@ -99,7 +99,7 @@ _FROM_90: _Table = {
     (2, "backward", 64): [(64, 64, 4, 3)],
     (2, "backward_key", 64): [(64, 64, 4, 3)],
     (2, "backward_key", 128): [(64, 64, 4, 2)],
-    (2, "backward_key", 256): [(32, 128, 8, 3)],
+    (2, "backward_key", 256): [(32, 128, 8, 3), (32, 128, 8, 2)],
     (2, "backward_value", 256): [(64, 128, 8, 2)],
     (2, "backward_query", 64): [(64, 64, 4, 3)],
     (2, "backward_query", 128): [(64, 64, 4, 2)],
@@ -108,8 +108,8 @@ _FROM_90: _Table = {
     (2, "bias_gradient", 128): [(64, 64, 4, 1)],
     (2, "bias_gradient", 256): [(64, 64, 4, 1)],
 }
-# From this compute capability on, a program has less shared memory than on 9.0 and 10.0.
-_LESS_MEMORY = (12, 0)
+# From this compute capability on a program has less shared memory, or needs more, so small blocks are tried too.
+_AFTER_HOPPER = (10, 0)
 # Bytes of shared memory for the smallest blocks of every kernel, by bytes of an element and padded width of a head.
 _SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
 
@@ -130,7 +130,7 @@ def candidate_blocks(
     key = dtype.itemsize, kernel, max(64, padded_head_dim(head_dim))
     found = _EVERYWHERE.get(key, [])
     if capability >= (9, 0) and key in _FROM_90:
-        found = _FROM_90[key] + (found[-1:] if capability >= _LESS_MEMORY else [])
+        found = _FROM_90[key] + (found[-1:] if capability >= _AFTER_HOPPER else [])
     return [Blocks(*numbers) for numbers in dict.fromkeys(found)]
 
 

@@ -269,7 +269,7 @@ def function_of(kernel: str) -> Any:
 
 
 def choose_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]:
-    """The blocks of every kernel, of several the fastest, measured once per process; without CUDA the smallest.
+    """The blocks of every kernel; of several candidates the fastest, measured once. Without CUDA the smallest.
 
     Raises:
         ValueError: no candidate fits into the device's shared memory.

@@ -300,7 +300,7 @@ class ControlChannel(NamedCollectives):
             return
         for pair in (self._groups, self._groups_of_main):
             if pair is not None and self._intact:
-                release_groups(self.members, pair, collected=collected)
+                release_groups(self.members, pair, self._given, collected=collected)
         self._groups = self._groups_of_main = self._given = None
 
 

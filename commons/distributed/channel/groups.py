@@ -151,7 +151,7 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     pair = ranks.closed.pop(fitting[-1]) if fitting else _collected_on_all(ranks, group)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
-            if each is not None and each is not group:  # the user's group keeps its timeout
+            if each is not None:
                 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), each)
         return pair
     ranks.num_pairs += 1
@@ -183,23 +183,28 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
         return pair._replace(payload=group, has_all_to_all=None)
     backends, options = dist.get_backend_config(group), dict[str, Any]()
     if backends != dist.get_backend_config(dist.group.WORLD):  # such as a gloo group of ranks that train with NCCL
-        options["backend"] = backends
+        options["backend"] = dist.get_backend(group)
     options["pg_options"] = _nccl_options(backends, timeout)
     payload, connections = _new_group(members, group, timeout, group_desc=_PAYLOAD, **options)
     return pair._replace(payload=payload, has_all_to_all=None, connections=pair.connections | connections)
 
 
-def release_groups(members: list[int], pair: GroupPair, *, collected: bool = False) -> None:
+def release_groups(
+    members: list[int], pair: GroupPair, group: dist.ProcessGroup | None, *, collected: bool = False
+) -> None:
     """Return a pair to the pool; never a pair in which a collective has failed.
 
     Args:
         members: global ranks.
         pair: the pair from `acquire_groups`.
+        group: the user's group, which is not put into the pool: the user may destroy it.
         collected: whether garbage collection closed the shuffler, which happens at different times on the ranks.
     """
     # The groups of a destroyed world cannot be used again.
     if not dist.is_initialized() or pair.rings[0] not in dist.distributed_c10d._world.pg_names:
         return
+    if pair.payload is group:
+        pair = pair._replace(payload=None, has_all_to_all=None)
     if collected:
         rank_set(members).collected[pair.number] = pair
     else:
@@ -221,10 +226,7 @@ def _collected_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | N
 def _fits(pair: GroupPair, group: dist.ProcessGroup) -> bool:
     """Whether a pair of the pool has no group for rows, or one of the same backends as `group`."""
     payload = pair.payload
-    if payload is None:
-        return True
-    exists = payload in dist.distributed_c10d._world.pg_names  # it may be a group that the user has destroyed
-    return exists and dist.get_backend_config(payload) == dist.get_backend_config(group)
+    return payload is None or dist.get_backend_config(payload) == dist.get_backend_config(group)
 
 
 def only_device(group: dist.ProcessGroup | None) -> torch.device | None:

@@ -167,16 +167,18 @@ def test_groups_have_a_name_in_dumps_of_the_flight_recorder(two_ranks):
 
 
 @pytest.mark.parametrize(
-    ("backends", "bound", "half", "payload", "max_ctas"),
+    ("backends", "of_world", "bound", "half", "payload", "max_ctas"),
     [
-        ("cpu:gloo,cuda:nccl", None, False, "new", 4),
-        ("cuda:nccl", "cuda:0", False, "new", 4),
-        ("cuda:nccl", None, True, "new", 4),
-        ("cuda:nccl", "cuda:0", True, "given", None),  # torch would split WORLD, with all of its ranks
-        ("cpu:gloo,cuda:gloo", None, False, "new", None),
+        ("cpu:gloo,cuda:nccl", None, None, False, "new", 4),
+        ("cuda:nccl", None, "cuda:0", False, "new", 4),
+        ("cuda:nccl", None, None, True, "new", 4),
+        ("cuda:nccl", None, "cuda:0", True, "given", None),  # torch would split WORLD, with all of its ranks
+        ("cpu:gloo,cuda:gloo", None, None, False, "new", None),
+        ("cuda:nccl", "cpu:gloo,cuda:gloo", None, True, "new", 4),
+        ("cpu:gloo,cuda:gloo", "cuda:nccl", "cuda:0", False, "new", None),
     ],
 )
-def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max_ctas):
+def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, payload, max_ctas):
     """torch.distributed is pretended: a group is the keywords that it was made with."""
     world, given, asked = _World(bound_device_id=bound), SimpleNamespace(name="given"), []
 
@@ -189,7 +191,8 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None or not half else 2)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1] if half else [0, 1, 2, 3])
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: of_world or backends if group is world else backends)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "its own")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     monkeypatch.setattr(groups, "_WORLDS", weakref.WeakKeyDictionary())
     monkeypatch.setattr(groups, "_num_groups", lambda: 0)
@@ -204,7 +207,8 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, bound, half, payload, max
     made = asked[1:]
     assert len(made) == (payload == "new")
     for options in made:
-        assert "backend" not in options and options["use_local_synchronization"] == half
+        assert options.get("backend") == ("its own" if of_world else None)
+        assert options["use_local_synchronization"] == half
         nccl = options["pg_options"]
         assert nccl is None if max_ctas is None else nccl.config.max_ctas == max_ctas
 

@@ -91,6 +91,20 @@ def test_no_product_is_computed_twice(architecture):
 
 @pytest.mark.slow
 @needs_triton
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_some_blocks_of_wide_heads_fit_everywhere(architecture):
+    from benchmarks.models.attention_kernels import SHARED_MEMORY, Layer, candidates, compile_kernel
+
+    layer, least = Layer(architecture, torch.bfloat16, 256, "position"), dict[str, int]()
+    for kernel, blocks in candidates(layer):
+        shared = compile_kernel(kernel, blocks, layer).metadata.shared
+        least[kernel] = min(shared, least.get(kernel, shared))
+    assert "backward_key" in least and max(least.values()) <= SHARED_MEMORY[architecture], least
+
+
+@pytest.mark.slow
+@needs_triton
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_products_that_are_computed_twice_are_found(architecture):
     """Eight warps on 64 rows: two warps each compute the same products."""
