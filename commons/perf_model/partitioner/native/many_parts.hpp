@@ -2,8 +2,8 @@
 //
 // While a load is above the limit, which follows from the lower bound, the heaviest partition swaps a row with one of the
 // lightest. repair() makes equally good plans, but each of its dozens of rounds visits all partitions, so it is used only
-// for partitions that these swaps leave above the limit. If these are few, they are replanned together with the lightest
-// partitions instead. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
+// for partitions that these swaps leave above the limit. Plans are by sample here: the samples of a rank are neighbours in
+// memory, its rows are not.
 #pragma once
 
 #include "home_deal.hpp"
@@ -16,8 +16,6 @@ constexpr std::size_t kMostTried = 64;  // partitions to try for a swap with a h
 constexpr std::size_t kFewTried = 16;   // the same for cells of a grid, of which there are more
 constexpr std::size_t kMostSwaps = 2;   // swaps per row, far more than plans need
 constexpr Weight kMedium = 64;          // like kLarge, for rows of medium weight
-constexpr Index kFewLeft = 4096;        // replan up to 1 / kFewLeft of the partitions, if they remain above the limit,
-constexpr Weight kFewMoved = 32;        // at a cost of at most 1 / kFewMoved of moving all tokens
 constexpr Index kFewCells = 64;         // deal a grid again if more than 1 / kFewCells of its cells remain above the limit
 
 // The partition of each sample, and the loads of the partitions.
@@ -32,13 +30,15 @@ struct LoadedParts {
 // lightest partition of the rank, then of the node, then up to kMostTried of the lightest of all. If none of them can
 // swap, for example because two rows each fill a partition, the lightest of all may rise above the limit, once per heavy
 // partition, and swaps the excess on. First of all, while there is room, a partition with a row that almost fills it swaps
-// its other rows for the lightest rows of all.
+// its other rows for the lightest rows of all. Last of all, when most partitions are within the limit and have little room,
+// the others swap a row for one that is lighter by little more than their excess.
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, const Indices& parts, const Weights& sizes,
                   Weight limit)
       : request_(request),
         order_(problem.order),
+        weights_(problem.weights),
         num_light_(static_cast<Index>(problem.order.size())),
         limits_(problem.limits),
         limit_(limit),
@@ -47,7 +47,7 @@ class HeaviestLowered {
         cap_(request.cap()),
         held_(parts, sum_by_rank(parts, request.workloads, problem.num_parts, problem.base), cap_),
         places_(Place::of_all(problem.num_parts, request.num_steps, request.ranks_per_node)),
-        rows_(request, problem.order, parts, places_, sizes),
+        rows_(request, problem.order, parts, sizes, problem.num_parts),
         heaviest_(loads_),
         lightest_(loads_),
         left_rank_(problem.num_parts, request.num_steps == 1),
@@ -89,6 +89,7 @@ class HeaviestLowered {
         --swaps;
       }
     }
+    if (request_.num_steps == 1) swap_for_lighter_rows();  // in a grid it would move more rows than a repair
     return {std::move(held_.parts), std::move(held_.loads)};
   }
 
@@ -178,6 +179,32 @@ class HeaviestLowered {
     }
     return swap;
   }
+  void swap_for_lighter_rows() {
+    for (Index heavy = 0; heavy < static_cast<Index>(loads_.size()); ++heavy) {
+      while (loads_[heavy] > limit_) {
+        const Swap swap = find_lighter_row(heavy);
+        if (swap.efficiency < 0) break;
+        carry_out(heavy, swap);
+      }
+    }
+  }
+  // A swap with a partition that has a row just light enough to take the excess from a row of `heavy`, the lightest first.
+  Swap find_lighter_row(Index heavy) {
+    const Weight excess = loads_[heavy] - limit_;
+    const std::vector<SortedRows::Row>& rows = rows_.of(heavy);
+    Weight last = kMax;
+    for (auto row = rows.rbegin(); row != rows.rend(); ++row) {
+      if (std::exchange(last, row->weight) == row->weight) continue;
+      auto other = std::lower_bound(weights_.begin(), weights_.end(), row->weight - excess, std::greater<>());
+      for (std::size_t tried = 0; tried < kMostTried && other != weights_.end(); ++tried, ++other) {
+        const Index light = parts_[order_[other - weights_.begin()]];
+        if (loads_[light] + row->weight - *other > limit_) continue;
+        const Swap swap = best_within(heavy, light);
+        if (swap.efficiency >= 0) return swap;
+      }
+    }
+    return {};
+  }
   // The best swap that leaves `light` within the limit.
   Swap best_within(Index heavy, Index light) { return best(heavy, light, limit_ - loads_[light]); }
   // The most efficient swap that moves at most `room` from `heavy`: of each row for the lightest row that is heavy enough,
@@ -202,7 +229,7 @@ class HeaviestLowered {
       if (enough > 0 && others[enough - 1].weight < row.weight) {
         const SortedRows::Row& back = others[enough - 1];
         const Weight taken = std::min(row.weight - back.weight, excess);
-        const Weight cost = row.cost_to(at_light) + back.cost_to(at_heavy);
+        const Weight cost = row.cost_of_move(at_heavy, at_light) + back.cost_of_move(at_light, at_heavy);
         const Weight efficiency = efficiency_.above(best.efficiency, taken, cost);
         if (efficiency >= 0 && held_.keeps_cap(heavy, light, row.sample, back.sample)) {
           best = {efficiency, light, at, enough - 1};
@@ -210,7 +237,7 @@ class HeaviestLowered {
       }
       if (row.weight <= most_moved && row.weight > 0) {
         const Weight taken = std::min(row.weight, excess);
-        const Weight efficiency = efficiency_.above(best.efficiency, taken, row.cost_to(at_light));
+        const Weight efficiency = efficiency_.above(best.efficiency, taken, row.cost_of_move(at_heavy, at_light));
         if (efficiency >= 0 && held_.keeps_cap(heavy, light, row.sample, kNone)) best = {efficiency, light, at, kNone};
       }
     }
@@ -219,6 +246,7 @@ class HeaviestLowered {
 
   const Request& request_;
   const Indices& order_;
+  const Weights& weights_;  // in this order
   Index num_light_;  // the rows of order_ from this one on are known to be in partitions without room
   Limits limits_;
   Weight limit_;
@@ -306,19 +334,11 @@ inline std::optional<Indices> near_home_of_many(const Request& request, Problem&
     if (!cap.keeps(start, num_parts)) return std::nullopt;
   }
   LoadedParts lowered = HeaviestLowered(problem, request, start, sizes, limit).run();
-  const Index above = num_above(lowered.loads, limit);
-  if (above == 0) return std::move(lowered.parts);
-  const Cap cap_by_row = cap.in_order(problem.order);
+  if (num_above(lowered.loads, limit) == 0) return std::move(lowered.parts);
   const Home home = by_row();
-  const Indices swapped = take(lowered.parts, problem.order);
-  const Weight total = sum_of(sizes);
-  std::optional<Indices> repaired;
-  if (above <= num_parts / kFewLeft) {
-    repaired = redeal_heaviest(problem, swapped, home, limit, cap_by_row);
-    if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
-  }
-  if (!repaired) repaired = repair_start(problem, swapped, home, limit, cap_by_row);
-  if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
+  const std::optional<Indices> repaired =
+      repair_start(problem, take(lowered.parts, problem.order), home, limit, cap.in_order(problem.order));
+  if (!repaired || home.cost(*repaired) > sum_of(sizes) / 2) return std::nullopt;
   return problem.by_sample(*repaired);
 }
 

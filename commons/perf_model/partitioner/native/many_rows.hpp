@@ -44,24 +44,20 @@ class SortedRows {
   struct Row {
     Weight weight;
     Weight size;
-    Weight cost;  // at its present place
     Index sample;
     Index home;
 
-    // The additional cost of the row at another place.
-    Weight cost_to(const Place& place) const { return size * place.cost(home) - cost; }
-    void move_to(const Place& place) { cost += cost_to(place); }
+    // The additional cost of the row at place `to`, when it is at place `from`.
+    Weight cost_of_move(const Place& from, const Place& to) const { return size * (to.cost(home) - from.cost(home)); }
     bool before(const Row& other) const {
       return weight != other.weight ? weight > other.weight : sample < other.sample;
     }
   };
 
   // `order` is the samples, heaviest first.
-  SortedRows(const Request& request, const Indices& order, const Indices& parts, const std::vector<Place>& places,
-             const Weights& sizes)
-      : request_(request), places_(places), sizes_(sizes), samples_(parts.size()),
-        counts_(count_per_part(parts, static_cast<Index>(places.size()))), ends_(places.size(), 0),
-        rows_(places.size()) {
+  SortedRows(const Request& request, const Indices& order, const Indices& parts, const Weights& sizes, Index num_parts)
+      : request_(request), sizes_(sizes), samples_(parts.size()), counts_(count_per_part(parts, num_parts)),
+        ends_(num_parts, 0), rows_(num_parts) {
     std::partial_sum(counts_.begin(), counts_.end() - 1, ends_.begin() + 1);
     for (const Index sample : order) samples_[ends_[parts[sample]]++] = sample;
   }
@@ -75,13 +71,11 @@ class SortedRows {
   void swap(Index from, Index row, Index to, Index back) {
     std::vector<Row>& source = rows_[from];
     std::vector<Row>& target = rows_[to];
-    source[row].move_to(places_[to]);
     if (back == kNone) {
       target.push_back(source[row]);
       sink(target, target.size() - 1);
       source.erase(source.begin() + row);
     } else {
-      target[back].move_to(places_[from]);
       std::swap(source[row], target[back]);
       sink(source, row);
       sink(target, back);
@@ -92,11 +86,10 @@ class SortedRows {
   void read(Index part) {
     std::vector<Row>& rows = rows_[part];
     const Index count = std::exchange(counts_[part], 0);
-    rows.resize(count);
-    for (Index at = 0; at < count; ++at) {
-      const Index sample = samples_[ends_[part] - count + at];
-      rows[at] = {request_.workloads[sample], sizes_[sample], 0, sample, request_.home[sample]};
-      rows[at].move_to(places_[part]);
+    rows.reserve(count + 1);
+    for (Index at = ends_[part] - count; at < ends_[part]; ++at) {
+      const Index sample = samples_[at];
+      rows.push_back({request_.workloads[sample], sizes_[sample], sample, request_.home[sample]});
     }
   }
 
@@ -117,7 +110,6 @@ class SortedRows {
   }
 
   const Request& request_;
-  const std::vector<Place>& places_;  // of the partitions
   const Weights& sizes_;
   Indices samples_;  // partition by partition
   Indices counts_;   // samples of each partition; 0 after it was read

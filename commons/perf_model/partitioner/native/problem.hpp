@@ -111,51 +111,27 @@ inline Indices range(Index size) {
   return result;
 }
 
-// Sorts keys by their bits [first, last): a stable radix sort, lowest digit first.
+// Sorts keys by their bits [first, last): a stable radix sort, lowest digit first. One pass counts the values of all
+// digits.
 inline void radix_sort(std::vector<std::uint64_t>& keys, int first, int last) {
   const int most = keys.size() < 4096 ? 8 : 11;  // bits of a digit: few keys should not need many counters
   const int num_digits = (last - first + most - 1) / most;
+  const std::uint64_t mask = (std::uint64_t{1} << most) - 1;
+  std::vector<Indices> ends(num_digits, Indices(mask + 1, 0));
+  for (const std::uint64_t key : keys) {
+    std::uint64_t digits = key >> first;
+    for (Indices& of_digit : ends) ++of_digit[digits & mask], digits >>= most;
+  }
   std::vector<std::uint64_t> sorted(keys.size());
-  std::array<Index, 1 << 11> ends;
   for (int digit = 0; digit < num_digits; ++digit) {
-    const int begin = first + digit * most, width = std::min(most, last - begin);
-    const auto digit_of = [&](std::uint64_t key) { return key >> begin & ((std::uint64_t{1} << width) - 1); };
-    std::fill_n(ends.begin(), std::size_t{1} << width, 0);
-    for (const std::uint64_t key : keys) ++ends[digit_of(key)];
     Index before = 0;
-    for (int each = 0; each < 1 << width; ++each) before += std::exchange(ends[each], before);
-    for (const std::uint64_t key : keys) sorted[ends[digit_of(key)]++] = key;
+    for (Index& end : ends[digit]) before += std::exchange(end, before);
+    for (const std::uint64_t key : keys) sorted[ends[digit][key >> (first + digit * most) & mask]++] = key;
     keys.swap(sorted);
   }
 }
 
 inline Weight sum_of(const Weights& values) { return std::accumulate(values.begin(), values.end(), Weight{0}); }
-
-// The positions of `values` (not negative) in descending order of value, ties in ascending order of position.
-inline Indices descending(const Weights& values) {
-  const Weight size = static_cast<Weight>(values.size());
-  Weight largest = 0, bits = 0;
-  for (const Weight value : values) {
-    largest = std::max(largest, value);
-    bits |= value;
-  }
-  // A key has the value and the position. Workloads are often multiples of a power of two, which is divided out.
-  const int zeros = bits > 0 ? bit_length(bits & -bits) - 1 : 0;
-  const int value_bits = bit_length(largest >> zeros), place_bits = bit_length(size);
-  Indices order = range(static_cast<Index>(size));
-  if (value_bits + place_bits > 64 || size <= 64) {  // the key is too small, or a radix sort would not pay
-    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return values[a] > values[b]; });
-    return order;
-  }
-  std::vector<std::uint64_t> keys(size);
-  for (Weight at = 0; at < size; ++at) {
-    keys[at] = static_cast<std::uint64_t>((largest - values[at]) >> zeros) << place_bits | static_cast<std::uint64_t>(at);
-  }
-  radix_sort(keys, place_bits, place_bits + value_bits);
-  const std::uint64_t places = (std::uint64_t{1} << place_bits) - 1;
-  for (Weight at = 0; at < size; ++at) order[at] = static_cast<Index>(keys[at] & places);
-  return order;
-}
 
 // The values at some positions.
 template <typename Values>
@@ -165,6 +141,42 @@ Values take(const Values& values, const Indices& at) {
   for (const Index index : at) taken.push_back(values[index]);
   return taken;
 }
+
+// Values in descending order, ties in ascending order of position, and the position of each.
+struct Sorted {
+  Weights values;
+  Indices order;
+
+  // Sorts `values`, which are not negative.
+  static Sorted of(const Weights& values) {
+    const Weight size = static_cast<Weight>(values.size());
+    Weight largest = 0, bits = 0;
+    for (const Weight value : values) {
+      largest = std::max(largest, value);
+      bits |= value;
+    }
+    // A key has the value and the position. Workloads are often multiples of a power of two, which is divided out.
+    const int zeros = bits > 0 ? bit_length(bits & -bits) - 1 : 0;
+    const int value_bits = bit_length(largest >> zeros), place_bits = bit_length(size);
+    if (value_bits + place_bits > 64 || size <= 64) {  // the key is too small, or a radix sort would not pay
+      Indices order = range(static_cast<Index>(size));
+      std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return values[a] > values[b]; });
+      return {take(values, order), std::move(order)};
+    }
+    std::vector<std::uint64_t> keys(size);
+    for (Weight at = 0; at < size; ++at) {
+      keys[at] = static_cast<std::uint64_t>((largest - values[at]) >> zeros) << place_bits | static_cast<std::uint64_t>(at);
+    }
+    radix_sort(keys, place_bits, place_bits + value_bits);
+    Sorted sorted{Weights(size), Indices(size)};
+    const std::uint64_t places = (std::uint64_t{1} << place_bits) - 1;
+    for (Weight at = 0; at < size; ++at) {
+      sorted.values[at] = largest - (static_cast<Weight>(keys[at] >> place_bits) << zeros);
+      sorted.order[at] = static_cast<Index>(keys[at] & places);
+    }
+    return sorted;
+  }
+};
 
 // A cap: no partition may have more than `limit` of a second weight, such as tokens. Empty weights mean no cap.
 struct Cap {
@@ -192,8 +204,7 @@ struct Problem {
 
   static Problem of(const Weights& workloads, Index num_parts, bool equal_size,
                     const std::optional<Limits>& limits = std::nullopt, Speeds speeds = {}) {
-    Indices order = descending(workloads);
-    Weights weights = take(workloads, order);
+    auto [weights, order] = Sorted::of(workloads);
     const Limits kept = limits ? *limits : Limits::of(static_cast<Weight>(weights.size()), num_parts, equal_size);
     return {std::move(weights), std::move(order), num_parts, equal_size, kept, {}, std::move(speeds)};
   }

@@ -79,8 +79,8 @@ class ShufflePlanner {
 
   // Writes an assignment of the request's samples, by row.
   void write(const Indices& assignment, Weight* planned) const {
-    const Indices by_row = groups_ ? groups_->by_row(assignment) : assignment;
-    std::copy(by_row.begin(), by_row.end(), planned);
+    if (groups_) return void(std::copy_n(groups_->by_row(assignment).data(), rows_.num_rows, planned));
+    std::copy(assignment.begin(), assignment.end(), planned);
   }
 
   Request request(bool equal_size, bool near_home) const {
