@@ -123,6 +123,23 @@ def _large(draws: Draws, number: int) -> Answer:
     )
 
 
+def _large_cut(draws: Draws, number: int) -> Answer:
+    """Lengths as of Zipf 1.2, a fifth of them cut: swaps with the lightest ranks leave some above the limit."""
+    ranks, rows = 512 + 8 * number, 32
+    ratio = np.minimum(2**30 // (1 + draws.integers(0, 2**20, ranks * rows)), 6 * 2**10)
+    lengths = np.clip(ratio**5 // 5 * 3 // 2**50, 1, 4096)
+    yield from _planned(
+        5120 * lengths + lengths**2,
+        ranks,
+        equal_size=True,
+        tokens=lengths,
+        home=np.arange(len(lengths)) // rows,
+        ranks_per_node=8,
+        slack=0.01,
+        best_effort=True,
+    )
+
+
 def _large_grid(draws: Draws, number: int) -> Answer:
     ranks, rows, steps = LARGE_GRIDS[number % len(LARGE_GRIDS)]
     kind = KINDS[1:][number // len(LARGE_GRIDS) % (len(KINDS) - 1)]
@@ -263,6 +280,7 @@ GROUPS: dict[str, tuple[Callable[[Draws, int], Answer], int]] = {
     "speeds": (_speeds, 600),
     "window_cap": (_window_cap, 400),
     "large": (_large, 126),
+    "large_cut": (_large_cut, 40),
     "large_grid": (_large_grid, 63),
 }
 
