@@ -2,8 +2,8 @@
 //
 // While a load is above the limit, which follows from the lower bound, the heaviest partition swaps a row with one of the
 // lightest. repair() makes equally good plans, but each of its dozens of rounds visits all partitions, so it is used only
-// for partitions that these swaps leave above the limit. Plans are by sample here: the samples of a rank are neighbours in
-// memory, its rows are not.
+// for partitions that these swaps leave above the limit. If these are few, they are replanned together with the lightest
+// partitions instead. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
 #pragma once
 
 #include "home_deal.hpp"
@@ -16,6 +16,8 @@ constexpr std::size_t kMostTried = 64;  // partitions to try for a swap with a h
 constexpr std::size_t kFewTried = 16;   // the same for cells of a grid, of which there are more
 constexpr std::size_t kMostSwaps = 2;   // swaps per row, far more than plans need
 constexpr Weight kMedium = 64;          // like kLarge, for rows of medium weight
+constexpr Index kFewLeft = 4096;        // replan up to 1 / kFewLeft of the partitions, if they remain above the limit,
+constexpr Weight kFewMoved = 32;        // at a cost of at most 1 / kFewMoved of moving all tokens
 constexpr Index kFewCells = 64;         // deal a grid again if more than 1 / kFewCells of its cells remain above the limit
 
 // The partition of each sample, and the loads of the partitions.
@@ -334,11 +336,19 @@ inline std::optional<Indices> near_home_of_many(const Request& request, Problem&
     if (!cap.keeps(start, num_parts)) return std::nullopt;
   }
   LoadedParts lowered = HeaviestLowered(problem, request, start, sizes, limit).run();
-  if (num_above(lowered.loads, limit) == 0) return std::move(lowered.parts);
+  const Index above = num_above(lowered.loads, limit);
+  if (above == 0) return std::move(lowered.parts);
+  const Cap cap_by_row = cap.in_order(problem.order);
   const Home home = by_row();
-  const std::optional<Indices> repaired =
-      repair_start(problem, take(lowered.parts, problem.order), home, limit, cap.in_order(problem.order));
-  if (!repaired || home.cost(*repaired) > sum_of(sizes) / 2) return std::nullopt;
+  const Indices swapped = take(lowered.parts, problem.order);
+  const Weight total = sum_of(sizes);
+  std::optional<Indices> repaired;
+  if (above <= num_parts / kFewLeft) {
+    repaired = redeal_heaviest(problem, swapped, home, limit, cap_by_row);
+    if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
+  }
+  if (!repaired) repaired = repair_start(problem, swapped, home, limit, cap_by_row);
+  if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
   return problem.by_sample(*repaired);
 }
 
