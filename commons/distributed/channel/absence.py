@@ -23,7 +23,6 @@ import torch.distributed as dist
 from commons.distributed.channel.groups import number_channel, rank_set
 from commons.distributed.channel.store import (
     KeyWatch,
-    StoreGather,
     StoreUnavailableError,
     call_store,
     ends_with_rank,
@@ -39,6 +38,9 @@ _LOOK_SECONDS = 0.0005
 # Seconds that a rank waits for the others' records, and then for the others to read its own.
 _RECORDS_SECONDS = 4.0
 _READERS_SECONDS = 2.0
+# Seconds between two reads of a count, and what each rank adds to them, because all ranks read.
+_PAUSE_SECONDS = 0.05
+_PAUSE_PER_RANK = 0.0002
 # A process was stopped if two of its checks are this many seconds further apart than POLL_SECONDS.
 _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
@@ -72,23 +74,15 @@ class Waitable(Protocol):
 class CollectiveWait:
     """This rank's wait in one collective: since when, and whether its process was stopped meanwhile.
 
-    Args:
-        what: name of the collective.
-        step: number of the step or call; None to leave it out of messages.
-        failed: key of the store that is set once the channel has failed on any rank.
+    The store's key `failed` is set once the channel has failed on any rank.
     """
 
-    def __init__(self, what: str, step: int | None, failed: str) -> None:
-        self._what, self._step = what, step
+    def __init__(self, place: str, failed: str) -> None:
+        self.place = place  # the collective and its step, in messages
         self._entered = self._seen = time.monotonic()
         self._still = 0.0
         self._failed = failed
         self._watch: KeyWatch | None = None  # made at the first check; most collectives end before
-
-    @property
-    def place(self) -> str:
-        """The collective and its step, in messages."""
-        return _place(self._step, self._what)
 
     def has_failed_elsewhere(self) -> bool:
         """Whether the channel has failed on another rank; called every POLL_SECONDS."""
@@ -122,12 +116,14 @@ class FailedChannel:
     """
 
     def __init__(self, key: str, members: Sequence[int]) -> None:
-        self._key, self._members, self._failed_key = key, members, f"{key}/failed"
-        self._records = StoreGather(key, members)
+        self._key, self._members = key, members
+        self._failed_key, self._failure_key = f"{key}/failed", f"{key}/failure"
+        self._pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * len(members)
+        self._has_left = threading.Event()
 
-    def start_wait(self, what: str, step: int | None = None) -> CollectiveWait:
+    def start_wait(self, place: str) -> CollectiveWait:
         """Begin this rank's wait in a collective."""
-        return CollectiveWait(what, step, self._failed_key)
+        return CollectiveWait(place, self._failed_key)
 
     def post(self, text: str) -> None:
         """Write an error of this rank to the store; every rank that waits in the channel, now or later, raises it.
@@ -135,16 +131,16 @@ class FailedChannel:
         The rank that hosts the store waits a moment for the others to read. Without effect if there is no store.
         """
         with contextlib.suppress(StoreUnavailableError):
-            call_store(lambda store: store.set(f"{self._key}/failure", text))
+            call_store(lambda store: store.set(self._failure_key, text))
             call_store(lambda store: store.set(self._failed_key, "1"))
             if ends_with_rank() == dist.get_rank():
-                self._records.await_count("read", len(self._members) - 1, _READERS_SECONDS)
+                self._await_count("read", len(self._members) - 1, _READERS_SECONDS)
 
     def leave(self, text: str) -> None:
         """`post` without waiting, for a store that may not answer; also ends this rank's wait in `who_is_missing`."""
-        self._records.give_up()
+        self._has_left.set()
         if dist.is_initialized():
-            submit_call(lambda store: store.set(f"{self._key}/failure", text))
+            submit_call(lambda store: store.set(self._failure_key, text))
             submit_call(lambda store: store.set(self._failed_key, "1"))
 
     def who_is_missing(self, own_wait: CollectiveWait) -> Verdict:
@@ -154,31 +150,53 @@ class FailedChannel:
             StoreUnavailableError: the store does not answer, or has ended.
         """
         call_store(lambda store: store.set(self._failed_key, "1"))
-        self._records.write(own_wait.record())
+        call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record()))
+        self._count("present")
         missing: list[int] = []
         late: list[str] = []
         if (failure := self._failure()) is None:
-            missing = self._records.await_others(_RECORDS_SECONDS)
+            self._await_count("present", len(self._members), _RECORDS_SECONDS)
+            missing = self._without_record(self._members)
             failure = self._failure()
         with contextlib.suppress(StoreUnavailableError):  # its host may have ended meanwhile
             if failure is None:
                 present = [rank for rank in self._members if rank not in missing]
-                late = _late(self._records.read(present), bool(missing))
-            self._records.count("read")
+                texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in present]))
+                late = _late({rank: json.loads(text) for rank, text in zip(present, texts)}, bool(missing))
+            self._count("read")
             # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
             if ends_with_rank() in (None, dist.get_rank()):
                 readers = len(self._members) - max(len(missing), failure is not None)
-                self._records.await_count("read", readers, _READERS_SECONDS)
+                self._await_count("read", readers, _READERS_SECONDS)
         return Verdict(missing, late, failure)
 
     def _failure(self) -> str | None:
-        key = f"{self._key}/failure"
+        key = self._failure_key
         return call_store(lambda store: store.get(key).decode() if store.check([key]) else None)
 
+    def _key_of(self, rank: int) -> str:
+        return f"{self._key}/{rank}"
 
-def _late(texts: Mapping[int, str], some_are_missing: bool) -> list[str]:
+    def _count(self, name: str) -> None:
+        call_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
+
+    def _await_count(self, name: str, number: int, seconds: float) -> None:
+        """Wait until a count reaches `number`, the time is over, or `leave` is called."""
+        deadline, key = time.monotonic() + seconds, f"{self._key}/count of {name}"
+        while call_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
+            if self._has_left.wait(self._pause):
+                return
+
+    def _without_record(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks without a record, found by bisection: few are missing, and one call checks many keys."""
+        if call_store(lambda store: store.check([self._key_of(rank) for rank in ranks])):
+            return []
+        half = len(ranks) // 2
+        return list(ranks) if half == 0 else self._without_record(ranks[:half]) + self._without_record(ranks[half:])
+
+
+def _late(records: Mapping[int, list[Any]], some_are_missing: bool) -> list[str]:
     """A sentence about each rank whose record explains the failure."""
-    records = {rank: json.loads(text) for rank, text in texts.items()}
     if some_are_missing:
         host, silent = ends_with_rank(), max(silent for *_, silent in records.values())
         if host not in records or silent < _STILL_SECONDS:
@@ -227,16 +245,13 @@ class NamedCollectives:
         When a rank dies, gloo fails at once on its neighbours, but on the other ranks only after the timeout. The
         check ends their wait too, so that they are not reported as missing.
 
-        Args:
-            work: the handle that the asynchronous collective returned.
-            step: number of the step or call; None to leave it out of messages.
-            what: name of the collective, for messages.
-            on_host: whether its tensors are on the host. If they are on a device, this waits until they are complete.
+        If its tensors are not `on_host`, this waits until they are complete on their device. Without a `step`, messages
+        have none.
 
         Raises:
             RankMissingError: a rank did not join in time (the message names it), or raised an error (quoted).
         """
-        own_wait = self.failed.start_wait(what, step)
+        own_wait = self.failed.start_wait(_place(step, what))
         try:
             self._raise_known()
             while True:
@@ -259,7 +274,7 @@ class NamedCollectives:
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """A context for the call of a collective: if the call fails, the error names the missing ranks."""
-        own_wait = self.failed.start_wait(what, step)
+        own_wait = self.failed.start_wait(_place(step, what))
         try:
             self._is_issuing = True
             try:

@@ -186,7 +186,7 @@ def _fails_with_one_that_joined_later(store):
         for _ in range(3):
             groups.number_channel([0, 1])
     _begin_again(store)
-    with agree.open_channel(None, 10.0, agree.ControlChannel, moves_rows=False) as channel:
+    with closing(agree.ControlChannel(None, 10.0, moves_rows=False)) as channel:
         if dist.get_rank() == 0:
             channel.post_failure(0, "gather", ValueError("no rows"))
             return channel.generation, ""

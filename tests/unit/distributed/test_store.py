@@ -149,7 +149,7 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     call_store(lambda store: store.set(f"{key}/2", json.dumps(["gather of step 3", 7.0, 0.0, silent])))
     call_store(lambda store: store.add(f"{key}/count of present", 1))
     with mock.patch.multiple(absence, _RECORDS_SECONDS=0.2, _READERS_SECONDS=0.2):
-        verdict = channel.who_is_missing(channel.start_wait("gather", 3))
+        verdict = channel.who_is_missing(channel.start_wait("gather of step 3"))
     assert verdict.missing == [1] and verdict.failure is None
     named = ["rank 0, which hosts the store, stalled for 5 s, in which others may have given up"]
     assert verdict.late == (named if is_named else [])
