@@ -233,7 +233,7 @@ def record_all_ranks(
     for rank, of_rank in enumerate(batches):
         channel.rank = rank
         costs = shuffler.engine.costs
-        local = [costs.describe(batch, None) for batch in (of_rank if window is not None else [of_rank])]
+        local = [costs.describe(batch) for batch in (of_rank if window is not None else [of_rank])]
         channel.most_words = 0
         for each in local:
             assert isinstance(each, LocalRows) and each.error is None and each.schema is not None, each.error

@@ -27,6 +27,7 @@ from commons.sequence_batch.schema import BatchSchema
 if TYPE_CHECKING:
     from commons.distributed.engine.shuffle_session import ShuffleSession
 
+EXCHANGE = "exchange"  # name of the payload collective in messages
 _LOOK_SECONDS = 1.0
 
 
@@ -47,9 +48,7 @@ class PreparedShuffle:
     def rows_trained(self, real_rows: int, workloads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Global ids and workloads, int64 `(actual_batch_size,)`, of the rows that this rank trains in a batch.
 
-        Args:
-            real_rows: of the batch that it had before.
-            workloads: of that batch, int64 `(batch_size,)`, for mode "off".
+        In mode "off" they are those of its own batch: `real_rows`, and `workloads`, int64 `(batch_size,)`.
         """
         if self.plan is None:
             own = None if workloads is None else torch.as_tensor(workloads)[:real_rows].cpu()
@@ -148,6 +147,10 @@ class ShuffleHandle:
     def follow(self, copied: Any) -> None:
         """Expect a copy of the batch, or the empty batch of a rank without one, in `finish_shuffle`."""
         self._batch = copied
+
+    def post_failure(self, error: Exception) -> None:
+        """Make the ranks that wait in the exchange of this step raise this rank's error."""
+        self.session.channel.post_failure(self.step, EXCHANGE, error)
 
     def drain(self) -> None:
         """Wait for the worker, and drop its result or error."""

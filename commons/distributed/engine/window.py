@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commons.available_memory import require_memory
 from commons.checks import as_count
@@ -61,9 +60,6 @@ class WindowReader:
 
     def fill(self, describe: Callable[[Any], LocalRows]) -> list[LocalRows]:
         """Read batches until the window is full or the iterator ends.
-
-        Args:
-            describe: makes the LocalRows of a batch, with the error if that fails.
 
         Returns:
             LocalRows of every batch; an error comes last. A single one without a schema if there is no batch.
@@ -122,20 +118,6 @@ class WindowReader:
         require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
 
 
-def describe_blocked_loader(call: str, seconds: float) -> str:
-    """The message if the window thread has not ended in time, which only the user's iterator can cause.
-
-    Args:
-        call: the function that waited.
-        seconds: how long it waited.
-    """
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return (
-        f"{call} has waited {seconds:g} s for the iterator of rank {rank}, whose next() has not returned; the thread "
-        "that reads windows cannot be ended within it: fix the loader, or end the program"
-    )
-
-
 def _require_iterator(source: Any) -> None:
     if not hasattr(source, "__next__"):
         raise TypeError(
@@ -150,13 +132,7 @@ def shuffle_window(
     reader: WindowReader,
     describe: Callable[[Any], LocalRows],
 ) -> ShuffledWindow:
-    """Read a window, plan it and exchange its rows; called by all ranks together, on the window thread.
-
-    Args:
-        session: for windows, over the group.
-        step: number of the window.
-        reader: reads this rank's batches.
-        describe: makes the LocalRows of a batch, with the error if that fails.
+    """Read the window numbered `step`, plan it and exchange its rows; called by all ranks on the window thread.
 
     Raises:
         RankMissingError: a rank did not join in time.

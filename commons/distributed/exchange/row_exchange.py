@@ -97,10 +97,7 @@ class RowExchange:
         return [sum(result[3 + part] // words for part, words in self.layout.lookups) for result in self.results]
 
     def pack(self, batches: Sequence[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Make the buffer of batches, and pack the rows to send.
-
-        Args:
-            batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
+        """Make the buffer of this rank's batches, and pack the rows to send; on CUDA, on the stream that copied them.
 
         Returns:
             On the device of the batches: the buffer, int32, `sum(regions)` words, in one piece or, on the host, in
@@ -152,13 +149,7 @@ class RowExchange:
         """Build a batch to train, in ascending global id with padding last.
 
         Every tensor has its own storage: TorchRec frees the memory of `features` early, and views of one buffer would
-        lose the labels with it.
-
-        Args:
-            batch: one of the packed batches, from which fields without rows are taken.
-            buffer: from `pack`, after the collective.
-            indices: from `pack`.
-            step: index of the result.
+        lose the labels with it. Fields without rows are taken from `batch`, one of the packed batches.
         """
         schema, num_parts = self.layout.schema, len(self.layout.parts)
         _, rows, real_rows, *sizes = self.results[step]
@@ -205,13 +196,8 @@ class RowExchange:
     ) -> Sequence[torch.Tensor]:
         """Segments of a buffer in a new order, as int32 tensors of the given sizes; on the host in own storage.
 
-        Args:
-            indices: the index array, on the device of the buffer.
-            pieces: of the buffer, or of its own region.
-            segments: number of segments in the pieces.
-            first: where the order begins in the int32 part of the index array.
-            count: segments of the result.
-            sizes: words of each tensor.
+        `pieces` of the buffer have so many `segments`; the order of `count` segments begins at `first` in the int32
+        part of the index array.
         """
         orders = self.segments[1] + self._columns * self.rows_before[-1]  # where the int32 part begins
         if pieces[0].device.type != "cpu":

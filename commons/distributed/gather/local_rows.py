@@ -31,7 +31,6 @@ class LocalRows:
     host_values: Sequence[np.ndarray] = ()
     groups: Any = None  # the result of `get_groups`, on the host; None if every row moves independently
     copied: torch.Event | None = None  # the event after which copies from a device are complete
-    device: torch.device | None = None  # where the batch is trained; None if that is not known yet
     error: Exception | None = None  # an error in the batch or its description
 
     @property
@@ -96,12 +95,8 @@ def message_of(
 ) -> np.ndarray:
     """The message of a rank about its batches, int64 `(header + capacity,)`; shuffle_plan.py describes the numbers.
 
-    Args:
-        step: number of the step.
-        local: the batches; entries without a schema are skipped.
-        tables: the packed rows of each batch, cut off at the capacity; empty after an error.
-        header: count of numbers in the header.
-        capacity: count of words after the header.
+    `tables` has the packed rows of each batch, which are cut off at the capacity, and is empty after an error. Entries
+    of `local` without a schema are skipped.
     """
     message, numbers, at = np.zeros(header + capacity, dtype=np.int64), [step, 0], header
     for each, words in zip(local, tables):

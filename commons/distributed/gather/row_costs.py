@@ -21,15 +21,10 @@ if TYPE_CHECKING:
 
 
 class RowCosts:
-    """Describes batches with the methods of a shuffler, to which it holds no strong reference.
-
-    Args:
-        shuffler: has `get_workloads`, `get_groups`, `token_feature_names` and `options`.
-        has_groups: whether its class overrides `get_groups`.
-    """
+    """Describes batches with the methods of a shuffler, to which it holds no strong reference."""
 
     def __init__(self, shuffler: BaseTaskBalancedBatchShuffler, has_groups: bool) -> None:
-        self.has_groups = has_groups
+        self.has_groups = has_groups  # whether its class overrides `get_groups`
         self.calibrated: CalibratedTask | None = None  # converts operations to times; None without a calibration
         self._mode = shuffler.options.mode
         self._file = None if self._mode == "off" else shuffler.options.calibration
@@ -82,29 +77,25 @@ class RowCosts:
                 self._error = self._refused(error)
         return self._error
 
-    def describe(self, batch: Any | None, device: torch.device | None, error: Exception | None = None) -> LocalRows:
+    def describe(self, batch: Any | None, error: Exception | None = None) -> LocalRows:
         """Describe a batch; a mistake in it becomes `LocalRows.error`, which all ranks raise.
 
-        Starts copies to the host of tensors on CUDA, and does not wait for them.
-
-        Args:
-            batch: on the host, or on its device; None without a batch.
-            device: where the batch is trained; None if that is not known yet.
-            error: an earlier error, such as the dataloader's.
+        Starts copies to the host of tensors on CUDA, and does not wait for them. `error` is an earlier one, such as the
+        dataloader's.
         """
         if batch is None or error is not None:
-            return LocalRows(device=device, error=error)
+            return LocalRows(error=error)
         try:
             if type(batch) is not self._batch_type:
                 require_dataclass(batch)
                 register_type(type(batch))
                 self._batch_type = type(batch)
             with span("workload"):
-                return self._describe(batch, device)
+                return self._describe(batch)
         except Exception as mistake:
-            return LocalRows(device=device, error=mistake)
+            return LocalRows(error=mistake)
 
-    def _describe(self, batch: Any, device: torch.device | None) -> LocalRows:
+    def _describe(self, batch: Any) -> LocalRows:
         tree = open_batch(batch)
         leaves = tree.leaves
         rows, real = row_counts(batch, tree)
@@ -112,7 +103,7 @@ class RowCosts:
         if self._mode == "balance":  # in every step, whether or not rows move in it
             require_no_grad(leaves)
         schema = BatchSchema.of(batch, tree, self._known)
-        local = LocalRows(schema, rows, real, schema.sizes(schema.row_tensors(batch, leaves)), device=device)
+        local = LocalRows(schema, rows, real, schema.sizes(schema.row_tensors(batch, leaves)))
         if self._mode != "off":
             lengths = [leaves[field.path].lengths().view(len(field.keys), rows) for field in schema.jagged]
             kept = [leaves[field.path] for field in schema.host_fields]

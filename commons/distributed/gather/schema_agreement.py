@@ -34,7 +34,7 @@ def agree_on_schema(
         channel: the ranks.
         step: number of the step.
         settings: returns the JSON values that must be equal on all ranks; versions are added to them.
-        local: descriptions of this rank's batches in order; without a batch, a single entry without a schema.
+        local: see `ShuffleSession.prepare`.
         words: number of words of this rank's packed rows.
 
     Returns:
@@ -73,15 +73,9 @@ def agree_on_schema(
 
 
 def find_difference(batches: Mapping[int, S], differences: Callable[[S, S], Sequence[str]]) -> tuple[str, S] | None:
-    """Compare descriptions of the ranks' batches.
+    """A text about the first rank and the first one that differs from it, and that one's description; None for none.
 
-    Args:
-        batches: description by rank, without ranks that have no batch.
-        differences: returns short texts about the differences between two descriptions.
-
-    Returns:
-        A text about the first rank and the first one that differs from it, and that one's description; None if all are
-        equal.
+    `batches` are descriptions by rank, without ranks that have no batch; `differences` returns texts about two of them.
     """
     first = next(iter(batches), -1)
     for rank, other in batches.items():
