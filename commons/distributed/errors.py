@@ -48,12 +48,7 @@ def first_line(error: BaseException) -> str:
 
 
 def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> list[str]:
-    """Gather one string from each rank.
-
-    Args:
-        text: this rank's string.
-        gather: gathers int64 `(n,)` of every rank into `(world_size, n)`; called twice.
-    """
+    """Gather one string from each rank; `gather` gathers int64 `(n,)` of every rank into `(world_size, n)`."""
     encoded = text.encode(errors="backslashreplace")  # a lone surrogate cannot be encoded as UTF-8
     sizes = gather(np.array([len(encoded)]))[:, 0]
     words = max(-(-int(sizes.max()) // _WORD), 1)
@@ -65,10 +60,7 @@ def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> lis
 def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable[[np.ndarray], np.ndarray]) -> None:
     """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together.
 
-    Args:
-        error: this rank's error, if any.
-        names: number of each rank in messages.
-        gather: see `gather_strings`.
+    `names` are the numbers of the ranks in messages; for `gather` see `gather_strings`.
     """
     texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
     raise_first_error([json.loads(text) if text else None for text in texts], error, names)
@@ -120,12 +112,7 @@ def listed(each: Sequence[Any], separator: str = ", ") -> str:
 
 
 def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
-    """Raise the same ValueError on all ranks if they make different calls, or one call with different options.
-
-    Args:
-        calls: name and options of each rank's call.
-        names: number of each rank in messages.
-    """
+    """Raise the same ValueError on all ranks if they make different calls, or one call with different options."""
     (_, first), of_first = calls[0], names[0]
     callers: dict[str, list[int]] = {}
     for name_of_rank, (call, _) in zip(names, calls):

@@ -58,15 +58,7 @@ class DaemonWorker:
         self._abandoned_for: Exception | None = None
 
     def submit(self, job: Callable[[], T], device: torch.device | None = None) -> Future[T]:
-        """Queue a job.
-
-        Args:
-            job: the function to run.
-            device: if CUDA, the thread's current device while the job runs; without it, that is the first GPU.
-
-        Returns:
-            The future of the job's result or exception.
-        """
+        """Queue a job; a `device` of CUDA is the thread's current device while it runs, which is else the first GPU."""
         gpu = None
         if device is not None and device.type == "cuda":
             gpu = torch.cuda.current_device() if device.index is None else device.index

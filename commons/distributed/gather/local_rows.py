@@ -47,8 +47,7 @@ class LocalRows:
     def table(self, counted: Sequence[int] | np.ndarray = ()) -> np.ndarray:
         """Pack workload, tokens, lengths, host values and group of every real row; waits for copies from a device.
 
-        Args:
-            counted: indices of the keys whose lengths add up to a row's tokens; empty for one token per row.
+        The lengths of the keys with the indices `counted` add up to a row's tokens; without any, a row is one token.
 
         Returns:
             int64 `(words,)`, see `GatheredRows`.

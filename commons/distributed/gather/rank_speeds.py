@@ -117,7 +117,7 @@ class RankSpeeds:
         times.is_in_use = True
 
     def report(self) -> tuple[int, int, int]:
-        """Numbers to gather: nanoseconds and load of this rank's own work, and its speed."""
+        """Numbers to gather: nanoseconds of this rank's own work, 0 without a report, its load, and its speed."""
         # At fixed steps, because tensor-parallel peers wait for one another in `settle`.
         if self._steps % LOOK_STEPS == 0:
             measured = self._option == "measured"
@@ -130,8 +130,7 @@ class RankSpeeds:
 
         Args:
             step: number of the step of the gather.
-            reports: int64 `(num_ranks, n)`, whose first columns are each rank's `report`: nanoseconds of its own work,
-                0 without a report; the load of that work; and its speed.
+            reports: int64 `(num_ranks, n)`, whose first columns are each rank's `report`.
 
         Returns:
             `rank_speeds`, `speeds` and `speed_saving` of ShuffleStats.
@@ -193,13 +192,7 @@ class RankSpeeds:
 def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Each rank's time divided by the longest time that its load explains, by the other ranks' times.
 
-    Args:
-        time: float64 `(n,)`, each rank's own work, in any unit.
-        load: float64 `(n,)`.
-        known: bool `(n,)`, at least two ranks.
-
-    Returns:
-        float64 `(n,)`; NaN for ranks that are not known.
+    All arrays are `(n,)`, of which at least two ranks are known; the result is NaN for the others.
 
     >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0]), np.array([5.0, 5.0, 5.0, 10.0])
     >>> over_explained(times, loads, np.full(4, True)).round(2).tolist()
