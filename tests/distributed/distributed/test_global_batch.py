@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.distributed import global_mean_loss
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
@@ -152,21 +151,6 @@ def test_it_forgets_with_the_labels_or_the_rows(ranks):
     known = {"itself", "world group", "lengths of other labels"} | ({"other group"} if ranks.world_size == 2 else set())
     for said in ranks.run(_changed):
         assert {name for name, is_known in said.items() if is_known} == known
-
-
-def _mean_of_half() -> float:
-    """The mean of ones over half of each rank's rows, as a model computes it."""
-    with closing(SquareShuffler()) as shuffler:
-        batch = shuffler.shuffle(_square_batch("tensor", 1, 8, 8))
-    batch.actual_batch_size //= 2
-    terms = batch.num_loss_tokens()
-    loss = global_mean_loss(torch.tensor(float(terms)), terms, global_count=batch.global_loss_terms())
-    dist.all_reduce(loss)
-    return float(loss) / dist.get_world_size()
-
-
-def test_the_mean_is_that_of_the_rows_that_are_left(ranks):
-    assert ranks.run(_mean_of_half) == [1.0] * ranks.world_size
 
 
 def _lengths_by_rank() -> tuple[Any, list[int]]:
