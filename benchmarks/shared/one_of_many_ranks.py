@@ -157,7 +157,7 @@ class ListedMessages:
         self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
     ) -> None:
         assert group is not None
-        self.world_size, self.rank, self.generation = dist.get_world_size(group), dist.get_rank(group), 0
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.members = list(range(self.world_size))
         self.description, self.control_group, self.payload_group = "all ranks", group, group
         self.has_all_to_all, self.failure = True, None

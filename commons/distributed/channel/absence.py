@@ -222,7 +222,6 @@ class NamedCollectives:
         remedy: advice at the end of the message about a missing rank.
         description: the group in words, for messages.
         members: global ranks of the group.
-        generation: how many objects over the same ranks were made before; equal on all ranks.
         failure: the error of the first collective that failed on this rank; None before.
     """
 
@@ -231,9 +230,8 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        self.generation = number_channel(self.members)
         digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
-        self.failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
+        self.failed = FailedChannel(f"evenrank/{digest}/{number_channel(self.members)}", self.members)
         self.failure: RankMissingError | None = None
         self._intact = True
         self._failing = threading.Lock()

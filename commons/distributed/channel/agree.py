@@ -211,9 +211,9 @@ class ControlChannel(NamedCollectives):
             values = gathered
         return values.reshape(self.world_size, -1)
 
-    def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
-        """Gather one string from each rank; see `gather` for `on_main`."""
-        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts", on_main=on_main))
+    def gather_text(self, text: str, step: int) -> list[str]:
+        """Gather one string from each rank."""
+        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts"))
 
     def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
         """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together."""

@@ -25,9 +25,8 @@ from commons.distributed.engine.shuffle_handle import EXCHANGE, ShuffleHandle, n
 from commons.distributed.engine.shuffle_session import GRACE_SECONDS, ShuffleSession
 from commons.distributed.engine.window import ShuffledWindow, WindowReader, shuffle_window
 from commons.distributed.engine.worker import DaemonWorker
-from commons.distributed.gather.local_rows import LocalRows
+from commons.distributed.gather.local_rows import LocalRows, RowCosts
 from commons.distributed.gather.rank_speeds import StepTimes
-from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.process_group import resolve_process_group, tensor_parallel_group
 from commons.distributed.stats import ShuffleStats

@@ -24,9 +24,8 @@ from commons.distributed.errors import capture_error
 from commons.distributed.exchange import verification
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
-from commons.distributed.gather.local_rows import LocalRows, counted_keys, message_of
+from commons.distributed.gather.local_rows import LocalRows, RowCosts, counted_keys, message_of
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
-from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.gather.schema_agreement import agree_on_schema
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
@@ -231,16 +230,14 @@ class ShuffleSession:
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
 
-        def settings() -> dict[str, Any]:
-            return {
-                "options": json.loads(options.to_json()),
-                "calibrations": calibration,
-                "shuffler": self._shuffler_type,
-                "window": self._window or 1,
-                "token_features": None if self._token_features is None else list(self._token_features),
-                "has_groups": self._has_groups,
-            }
-
+        settings = {
+            "options": json.loads(options.to_json()),
+            "calibrations": calibration,
+            "shuffler": self._shuffler_type,
+            "window": self._window or 1,
+            "token_features": None if self._token_features is None else list(self._token_features),
+            "has_groups": self._has_groups,
+        }
         schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         if schema is None:

@@ -24,7 +24,7 @@ class SchemasDifferError(ValueError):
 def agree_on_schema(
     channel: ControlChannel,
     step: int,
-    settings: Callable[[], dict[str, Any]],
+    settings: dict[str, Any],
     local: Sequence[LocalRows],
     words: int,
 ) -> tuple[BatchSchema | None, int]:
@@ -33,7 +33,7 @@ def agree_on_schema(
     Args:
         channel: the ranks.
         step: number of the step.
-        settings: returns the JSON values that must be equal on all ranks; versions are added to them.
+        settings: JSON values that must be equal on all ranks; versions are added to them.
         local: see `ShuffleSession.prepare`.
         words: number of words of this rank's packed rows.
 
@@ -48,12 +48,11 @@ def agree_on_schema(
     """
     own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
     # The other ranks wait for any error here. An error in a batch may be the reason for different settings.
-    described, problem = capture_error(lambda: (settings(), "" if own is None else own.text))
+    text, problem = capture_error(lambda: "" if own is None else own.text)
     error = next((each.error for each in local if each.error is not None), None) or problem
-    compared, text = described or ({}, "")
-    options = None if error else compared | {"versions": versions}
+    options = None if error else settings | {"versions": versions}
     most_words = int(channel.agree("shuffle", options, error, [words], step).max())
-    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text, step)) if text}
+    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text or "", step)) if text}
     if not texts:
         return None, 0
     # Fails on a rank that has not imported the batches' type.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.gather import row_costs
+from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
 from commons.pipeline import windowed_iter
@@ -84,8 +84,8 @@ def _another_file_on_rank_1(good, bad):
 
 def _rank_1_reads(path, damage):
     """Rank 1 finds something else at the same path, as on another machine."""
-    damaged = functools.partial(damage, row_costs.load_calibration)
-    with on_rank(1, mock.patch.object(row_costs, "load_calibration", damaged)):
+    damaged = functools.partial(damage, local_rows.load_calibration)
+    with on_rank(1, mock.patch.object(local_rows, "load_calibration", damaged)):
         return _shuffles(path)
 
 

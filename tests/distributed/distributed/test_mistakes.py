@@ -189,9 +189,6 @@ MISTAKES = {
     ),
     "plan": Mistake(_breaks(ShufflePlanner, "plan_messages", MemoryError("no room")), NO_ROOM),
     "exchange": Mistake(_breaks(RowExchange, "of", MemoryError("no room")), NO_ROOM),
-    "writing options": Mistake(
-        _breaks(ShufflerOptions, "to_json", OSError("no room")), "RuntimeError: rank 1: OSError"
-    ),
     "writing schemas": Mistake(_unreadable_text, r"ValueError: rank 1: \\ud800"),
     "reading schemas": Mistake(_breaks(BatchSchema, "from_text", KeyError("a type")), "KeyError: 'rank 1: a type'"),
     "comparing schemas": Mistake(
