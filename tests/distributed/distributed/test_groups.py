@@ -230,9 +230,6 @@ def test_rows_go_over_the_backend_of_the_given_group(world_size, tmp_path):
         assert all(is_its_own for is_its_own, _, _ in of_rank)
         assert [makes for _, _, makes in of_rank] == [True, True, False]
         assert of_rank[0][1] == of_rank[1][1] == of_rank[2][1]
-    for step, numbers in enumerate(zip(*(of_rank[0][1] for of_rank in found))):
-        own = [1 + rank * 100_000 + step * 100 + row for rank in range(world_size) for row in range(6)]
-        assert sorted(itertools.chain.from_iterable(numbers)) == own
 
 
 def _payload_tried(error, failing_ranks, others_hang=False):

@@ -105,6 +105,11 @@ def _no_column(shuffler, batch, patch):
     patch(shuffler, "get_workloads", lambda each: each.features["no_such"].lengths())
 
 
+def _groups(shuffler, batch, patch):
+    patch(shuffler.engine.costs, "has_groups", True)
+    patch(shuffler, "get_groups", lambda each: torch.zeros(each.batch_size, dtype=torch.int64))
+
+
 def _checksum(number):
     """The checksum of that number, from 1, cannot be computed."""
 
@@ -182,6 +187,9 @@ MISTAKES = {
         lambda shuffler, batch, patch: patch(shuffler, "token_feature_names", ("user",)),
         r"ValueError: token_features is None on rank 0 and \['user'\] on rank 1 in shuffle; all ranks pass",
         goes_on=False,
+    ),
+    "groups": Mistake(
+        _groups, "ValueError: has_groups is False on rank 0 and True on rank 1 in shuffle", goes_on=False
     ),
     "version": Mistake(
         lambda shuffler, batch, patch: patch(schema_agreement, "__version__", "9.9.9"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from functools import partial
 from itertools import chain
 from unittest import mock
 
@@ -270,24 +269,14 @@ def _wrong_groups(on_last):
         shuffler.shuffle(make_batch([10, 11, 20], 4))
 
 
-def _on_one_rank_alone():
-    kind = CubicShuffler if dist.get_rank() else GroupShuffler
-    GroupShuffler.__name__ = CubicShuffler.__name__
-    try:
-        with contextlib.closing(kind()) as shuffler:
-            shuffler.shuffle(make_batch([10, 11, 20], 4))
-    finally:
-        GroupShuffler.__name__ = "GroupShuffler"
-
-
 @pytest.mark.parametrize(
-    "mistake, said",
+    "wrong, said",
     [
-        (partial(_wrong_groups, torch.zeros(3)), "groups has shape (3,), there are 4 rows; each has the number of its"),
-        (partial(_wrong_groups, None), "rank 1: get_groups returned None; it returns an integer per row"),
-        (_on_one_rank_alone, "has_groups"),
+        (torch.zeros(3), "groups has shape (3,), there are 4 rows; each has the number of its group"),
+        (None, "rank 1: get_groups returned None; it returns an integer per row"),
     ],
+    ids=str,
 )
-def test_a_mistake_of_one_rank_is_named_on_all(two_ranks, mistake, said):
-    answers = two_ranks.run(error_of, mistake)
+def test_wrong_groups_of_one_rank_are_named_on_all(two_ranks, wrong, said):
+    answers = two_ranks.run(error_of, _wrong_groups, wrong)
     assert len(set(answers)) == 1 and said in answers[0], answers
