@@ -9,6 +9,7 @@ read its record, because the store may end with the rank that hosts it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import hashlib
@@ -16,18 +17,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from commons.distributed.channel.groups import number_channel, rank_set
-from commons.distributed.channel.store import (
-    KeyWatch,
-    StoreUnavailableError,
-    call_store,
-    ends_with_rank,
-    submit_call,
-)
+from commons.distributed.channel.groups import MakingOfGroups, number_channel, rank_set
+from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
 
@@ -35,6 +31,8 @@ from commons.distributed.process_group import describe_group
 POLL_SECONDS = 1.0
 _POLL_TIME = datetime.timedelta(seconds=POLL_SECONDS)
 _LOOK_SECONDS = 0.0005
+# Most seconds that one check of the store waits for the reply.
+_GLANCE_SECONDS = 0.2
 # Seconds that a rank waits for the others' records, and then for the others to read its own.
 _RECORDS_SECONDS = 4.0
 _READERS_SECONDS = 2.0
@@ -45,6 +43,10 @@ _PAUSE_PER_RANK = 0.0002
 _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
+
+
+# What a rank waits for: the handle of an asynchronous collective, or process groups.
+Awaited: TypeAlias = "dist.Work | MakingOfGroups"
 
 
 class RankMissingError(RuntimeError):
@@ -59,43 +61,43 @@ class _FailedElsewhereError(RuntimeError):
     """The channel failed on another rank, while this rank's collective has not failed."""
 
 
-class Waitable(Protocol):
-    """The work of a collective, or anything else with its two methods."""
-
-    def is_completed(self) -> bool:
-        """Whether the work is done or has failed, so that `wait` does not block."""
-        ...
-
-    def wait(self, timeout: datetime.timedelta = ..., /) -> Any:
-        """Wait; RuntimeError if the work has failed or takes longer than `timeout`."""
-        ...
-
-
 class CollectiveWait:
-    """This rank's wait in one collective: since when, and whether its process was stopped meanwhile.
+    """This rank's wait in one collective, which checks whether the channel has failed on another rank meanwhile.
 
-    The store's key `failed` is set once the channel has failed on any rank.
+    The store's key `failed` is set once the channel has failed on any rank; one call at a time asks for it.
     """
 
     def __init__(self, place: str, failed: str) -> None:
-        self.place = place  # the collective and its step, in messages
+        self.place, self._failed = place, failed  # the collective and its step, in messages
         self._entered = self._seen = time.monotonic()
-        self._still = 0.0
-        self._failed = failed
-        self._watch: KeyWatch | None = None  # made at the first check; most collectives end before
+        # The longest times for which this process was stopped, and for which the store has not replied.
+        self._still = self._silent = 0.0
+        self._check: Future[bool] | None = None  # the call under way, and since when
+        self._asked = 0.0
 
     def has_failed_elsewhere(self) -> bool:
-        """Whether the channel has failed on another rank; called every POLL_SECONDS."""
+        """Whether the channel has failed on another rank or the store has ended; called every POLL_SECONDS.
+
+        False while the store does not reply.
+        """
         now = time.monotonic()
         self._still = max(self._still, now - self._seen - POLL_SECONDS)
         self._seen = now
-        self._watch = self._watch or KeyWatch(self._failed)
-        return self._watch.is_set()
+        if self._check is None:
+            self._check, self._asked = submit_call(lambda store: store.check([self._failed])), now
+        try:
+            found = self._check.result(_GLANCE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            self._silent = max(self._silent, time.monotonic() - self._asked)
+            return False
+        except StoreUnavailableError:
+            return True
+        self._check = None
+        return found
 
     def record(self) -> str:
         """JSON for the other ranks: the collective, seconds waited, seconds stopped, seconds without the store."""
-        silent = 0.0 if self._watch is None else self._watch.silent_seconds
-        return json.dumps([self.place, time.monotonic() - self._entered, self._still, silent])
+        return json.dumps([self.place, time.monotonic() - self._entered, self._still, self._silent])
 
 
 class Verdict(NamedTuple):
@@ -237,7 +239,7 @@ class NamedCollectives:
         self._failing = threading.Lock()
         self._is_issuing = False
 
-    def wait(self, work: Waitable, step: int | None, what: str, *, on_host: bool = True) -> None:
+    def wait(self, work: Awaited, step: int | None, what: str, *, on_host: bool = True) -> None:
         """Wait for a collective, and check the store once per second for a failure on another rank.
 
         When a rank dies, gloo fails at once on its neighbours, but on the other ranks only after the timeout. The
@@ -307,7 +309,14 @@ class NamedCollectives:
         self._intact = False  # also after KeyboardInterrupt: ranks are no longer at the same call
         if not isinstance(error, RuntimeError) and self._known_failure() is None:
             return error
-        return self._fail(own_wait, error)
+        with self._failing:  # the error is that of the first thread, if several fail
+            failure = self._known_failure() or (
+                error if isinstance(error, RankMissingError) else self._describe(own_wait, error)
+            )
+            self.failure = failure = self._known_failure() or failure  # aborted meanwhile
+        if self._is_issuing:
+            self._end_issued()
+        return failure
 
     def _raise_known(self) -> None:
         if (known := self._known_failure()) is not None:
@@ -316,17 +325,6 @@ class NamedCollectives:
     def _known_failure(self) -> RankMissingError | None:
         """The error of this channel, if it has failed on this rank already."""
         return self.failure
-
-    def _fail(self, own_wait: CollectiveWait, error: BaseException) -> RankMissingError:
-        """Mark the channel failed on all ranks and return its error: that of the first thread, if several fail."""
-        with self._failing:
-            failure = self._known_failure() or (
-                error if isinstance(error, RankMissingError) else self._describe(own_wait, error)
-            )
-            self.failure = failure = self._known_failure() or failure  # aborted meanwhile
-        if self._is_issuing:
-            self._end_issued()
-        return failure
 
     def _end_issued(self) -> None:
         """Abort the collective that another thread is calling."""
@@ -356,7 +354,7 @@ def _place(step: int | None, what: str) -> str:
     return what if step is None else f"{what} of step {step}"
 
 
-def _wait_for_device(work: Waitable) -> None:
+def _wait_for_device(work: Awaited) -> None:
     """Raise RuntimeError if a collective has failed or is not done within POLL_SECONDS.
 
     Polls, because NCCL aborts the group when a `wait` with a timeout expires.

@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 # Seconds that the store may take to reply; it usually takes milliseconds.
 REPLY_SECONDS = 3.0
-# Most seconds that one check of a KeyWatch waits.
-_GLANCE_SECONDS = 0.2
 # Most seconds until a call fails after its connection was shut down.
 _BREAK_SECONDS = 1.0
 # Seconds in which an ending host usually closes all of its connections.
@@ -73,34 +71,6 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
             raise StoreUnavailableError(f"the store cannot be reached{remedy}") from None
 
     return _WORKER.submit(run)
-
-
-class KeyWatch:
-    """Checks repeatedly whether a key is set, with at most one call to the store at a time.
-
-    Attributes:
-        silent_seconds: the longest time for which the store has not replied.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.silent_seconds = 0.0
-        self._key = key
-        self._check: Future[bool] | None = None  # the call under way
-        self._started = 0.0
-
-    def is_set(self) -> bool:
-        """Whether the key is set or the store has ended; False while the store does not reply."""
-        if self._check is None:
-            self._check, self._started = submit_call(lambda store: store.check([self._key])), time.monotonic()
-        try:
-            found = self._check.result(_GLANCE_SECONDS)
-        except concurrent.futures.TimeoutError:
-            self.silent_seconds = max(self.silent_seconds, time.monotonic() - self._started)
-            return False
-        except StoreUnavailableError:
-            return True
-        self._check = None
-        return found
 
 
 def ends_with_rank() -> int | None:
