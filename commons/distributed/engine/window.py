@@ -67,14 +67,15 @@ class WindowReader:
         if self._problem is not None:
             return [LocalRows(error=self._problem)]
         while len(self._read) < self.window and not self._exhausted:
-            batch, error = capture_error(lambda: next(self._source, None))
-            self._exhausted = batch is None and error is None
-            if self._exhausted:
-                break
-            local = LocalRows(error=error) if error is not None else self._describe(batch, describe)
-            if local.error is not None:
-                return [*(read for _, read in self._read), local]
-            self._read.append((batch, local))
+            found, error = capture_error(lambda: self._read_one(describe))
+            if error is not None:
+                found = None, LocalRows(error=error)
+            if found is None:
+                self._exhausted = True
+            elif found[1].error is not None:
+                return [*(local for _, local in self._read), found[1]]
+            else:
+                self._read.append(found)
         return [local for _, local in self._read] or [LocalRows()]
 
     def take(self) -> list[Any]:
@@ -90,19 +91,11 @@ class WindowReader:
         """Drop the batches that have an error."""
         self._read = [(batch, local) for batch, local in self._read if problem_with(local) is None]
 
-    def _describe(self, batch: Any, describe: Callable[[Any], LocalRows]) -> LocalRows:
-        _, error = capture_error(lambda: self._require_host(batch))
-        if error is not None:
-            return LocalRows(error=error)
-        local = describe(batch)
-        if local.schema is not None and not self._fits:
-            _, error = capture_error(lambda: self._require_memory(local.schema, batch))
-            self._fits = error is None
-            local = replace(local, error=error)
-        return local
-
-    @staticmethod
-    def _require_host(batch: Any) -> None:
+    def _read_one(self, describe: Callable[[Any], LocalRows]) -> tuple[Any, LocalRows] | None:
+        """The next batch and its description; None at the end."""
+        batch = next(self._source, None)
+        if batch is None:
+            return None
         require_dataclass(batch)
         device = batch_device(batch)
         if device.type != "cpu":
@@ -110,12 +103,13 @@ class WindowReader:
                 f"the batch of a window is on {device}; rows of a window are exchanged on the host: give host batches, "
                 "and let the pipeline copy them"
             )
-
-    def _require_memory(self, schema: BatchSchema | None, batch: Any) -> None:
-        """Raise unless this machine has memory for a window, estimated from its first batch."""
-        tensors = [] if schema is None else schema.row_tensors(batch)
-        window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
+        local = describe(batch)
+        if local.schema is not None and not self._fits:  # the first batch is an estimate of the others
+            tensors = local.schema.row_tensors(batch)
+            window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
+            self._fits = True
+        return batch, local
 
 
 def _require_iterator(source: Any) -> None:

@@ -103,17 +103,16 @@ class DaemonWorker:
 
     def stop(self, timeout: float) -> bool:
         """Let queued jobs finish, end the thread and wait for it; False if it still runs after `timeout` seconds."""
+        self.finish()
         thread = self._thread
-        if thread is None:
-            return True
-        self._jobs.put(None)
         if thread is threading.current_thread():  # a loader, on the window thread, aborts its shuffler
             return False
-        thread.join(timeout)
-        ended = not thread.is_alive()
-        if ended:
+        if thread is not None:
+            thread.join(timeout)
+            if thread.is_alive():
+                return False
             self._thread = None
-        return ended
+        return True
 
     def _serve(self) -> None:
         try:
