@@ -62,12 +62,7 @@ def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable
 
     It is a ValueError, TypeError or KeyError if the first rank's error is one. An error that this function has raised
     on all ranks before, such as the error of a window, is raised unchanged. The attribute `failed_ranks` of a new error
-    lists the ranks with an error; its cause is this rank's own error.
-
-    Args:
-        error: this rank's error, if any.
-        names: number of each rank in messages.
-        gather: see `gather_strings`.
+    lists the ranks with an error; its cause is this rank's own error. Messages call the ranks by `names`.
     """
     texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
     ranks_with: dict[tuple[str, str], list[int]] = {}

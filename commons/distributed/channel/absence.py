@@ -112,9 +112,7 @@ class Verdict(NamedTuple):
 class FailedChannel:
     """The store's entries about one channel, written after it has failed.
 
-    Args:
-        key: prefix of the entries; equal on all ranks and unique to the channel.
-        members: global ranks of the channel.
+    Their keys begin with `key`, which is equal on all ranks and unique to the channel.
     """
 
     def __init__(self, key: str, members: Sequence[int]) -> None:

@@ -81,14 +81,9 @@ class StepTimes:
 
 
 class RankSpeeds:
-    """The speeds of the ranks of a group, step by step; warns of a slow one.
+    """The speeds of the ranks of a group, step by step; its first rank warns of a slow one, by its number in `names`.
 
-    Args:
-        names: number of each rank in messages.
-        rank: this rank, in the group; rank 0 warns.
-        times: this rank's step times.
-        option: `ShufflerOptions.speeds`.
-        settle: called with this rank's speed and the step; returns the speed to use on all tensor-parallel peers.
+    `settle` is called with this rank's speed and the step, and returns the speed to use on all tensor-parallel peers.
 
     Attributes:
         to_plan_with: int64 `(num_ranks,)`, from the last step; None if all are equal, and unless `option` is

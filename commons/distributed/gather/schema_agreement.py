@@ -30,12 +30,8 @@ def agree_on_schema(
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
-    Args:
-        channel: the ranks.
-        step: number of the step.
-        settings: JSON values that must be equal on all ranks; versions are added to them.
-        local: see `ShuffleSession.prepare`.
-        words: number of words of this rank's packed rows.
+    The JSON values of `settings` must be equal on all ranks; versions are added to them. This rank's batches are
+    `local`, see `ShuffleSession.prepare`, and have so many `words` of packed rows.
 
     Returns:
         The schema, or None if no rank has a batch; and the largest number of words of any rank.
