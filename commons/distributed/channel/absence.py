@@ -64,16 +64,17 @@ class _FailedElsewhereError(RuntimeError):
 class CollectiveWait:
     """This rank's wait in one collective, which checks whether the channel has failed on another rank meanwhile.
 
-    The store's key `failed` is set once the channel has failed on any rank; one call at a time asks for it.
+    The store's key `failed` is set once the channel has failed on any rank; at most one call of the store is under way.
     """
 
     def __init__(self, place: str, failed: str) -> None:
-        self.place, self._failed = place, failed  # the collective and its step, in messages
+        self.place = place  # the collective and its step, in messages
+        self._failed = failed
         self._entered = self._seen = time.monotonic()
         # The longest times for which this process was stopped, and for which the store has not replied.
         self._still = self._silent = 0.0
         self._check: Future[bool] | None = None  # the call under way, and since when
-        self._asked = 0.0
+        self._called = 0.0
 
     def has_failed_elsewhere(self) -> bool:
         """Whether the channel has failed on another rank or the store has ended; called every POLL_SECONDS.
@@ -84,11 +85,11 @@ class CollectiveWait:
         self._still = max(self._still, now - self._seen - POLL_SECONDS)
         self._seen = now
         if self._check is None:
-            self._check, self._asked = submit_call(lambda store: store.check([self._failed])), now
+            self._check, self._called = submit_call(lambda store: store.check([self._failed])), now
         try:
             found = self._check.result(_GLANCE_SECONDS)
         except concurrent.futures.TimeoutError:
-            self._silent = max(self._silent, time.monotonic() - self._asked)
+            self._silent = max(self._silent, time.monotonic() - self._called)
             return False
         except StoreUnavailableError:
             return True

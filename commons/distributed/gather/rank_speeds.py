@@ -189,9 +189,9 @@ def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.
 
     All arrays are `(n,)`, of which at least two ranks are known; the result is NaN for the others.
 
-    >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0]), np.array([5.0, 5.0, 5.0, 10.0])
-    >>> over_explained(times, loads, np.full(4, True)).round(2).tolist()
-    [0.67, 1.5, 0.67, 1.0]
+    >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0, 0.0]), np.array([5.0, 5.0, 5.0, 10.0, 0.0])
+    >>> over_explained(times, loads, times > 0).round(2).tolist()
+    [0.67, 1.5, 0.67, 1.0, nan]
     """
     ratios = np.full(len(time), np.nan)
     time, load = time[known], load[known]
