@@ -187,7 +187,7 @@ class ShuffleHandle:
         schema = self.schema()
         if not self._looks_like(batch, schema) or not self._belongs_to(batch, schema):
             local = self.local
-            mine = _describe(schema.class_name, local.rows, local.real_rows, local.elements)
+            mine = _describe(schema.class_name, local.rows, local.real_rows, sum(local.sizes))
             sizes = (
                 value.numel() if isinstance(value, torch.Tensor) else len(value.values())
                 for _, value in row_fields(batch)

@@ -128,15 +128,11 @@ class RowExchange:
         (sent,) = self._select(indices, own, self.segments[0], 0, self.segments[2], [self.sent_words])
         return buffer, sent, indices
 
-    def received(self, buffer: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The received region of a buffer, into which the collective writes."""
-        return buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
-
     def send_rows(
         self, buffer: Sequence[torch.Tensor], sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
     ) -> dist.Work | None:
         """Run the one payload collective, into the received region; returns it if it is asynchronous."""
-        received = self.received(buffer)
+        received = buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
         if not self.block_words:
             return dist.all_to_all_single(
                 received, sent, self.output_splits, self.input_splits, group=group, async_op=async_op

@@ -43,11 +43,6 @@ class LocalRows:
     error: Exception | None = None  # an error in the batch or its description
 
     @property
-    def elements(self) -> int:
-        """Elements of all row fields, for messages; in jagged fields, the values that the lengths count."""
-        return sum(self.sizes)
-
-    @property
     def lookups(self) -> int:
         """Values of the KeyedJaggedTensors except the labels; 0 in mode "off"."""
         jagged = () if self.schema is None else self.schema.jagged
