@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 import warnings
@@ -270,9 +269,6 @@ class Unpadded:
     """A batch type that cannot state padding."""
 
     features: KeyedJaggedTensor
-
-    def to(self, device, non_blocking=False):
-        return dataclasses.replace(self, features=self.features.to(device))
 
 
 def _unpadded():
