@@ -118,7 +118,7 @@ def play_rank(
         shown = tqdm(lengths, desc=f"messages of {world_size} ranks, {features} features", leave=False)
         record_all_ranks(shuffler, (made if window else made[0] for made in map(batches, shown)), window)
         session: Any = shuffler.engine._session(None) if window is None else shuffler.engine._session(None, window)
-        local = [shuffler.engine.costs.describe(batch, None) for batch in own]
+        local = [shuffler.engine.costs.describe(batch) for batch in own]
         times, prepared = [], None
         for step in range(repeats + 1):
             prepared = None  # release the previous step's memory

@@ -157,7 +157,7 @@ class ListedMessages:
         self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
     ) -> None:
         assert group is not None
-        self.world_size, self.rank, self.generation = dist.get_world_size(group), dist.get_rank(group), 0
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.members = list(range(self.world_size))
         self.description, self.control_group, self.payload_group = "all ranks", group, group
         self.has_all_to_all, self.failure = True, None
@@ -233,7 +233,7 @@ def record_all_ranks(
     for rank, of_rank in enumerate(batches):
         channel.rank = rank
         costs = shuffler.engine.costs
-        local = [costs.describe(batch, None) for batch in (of_rank if window is not None else [of_rank])]
+        local = [costs.describe(batch) for batch in (of_rank if window is not None else [of_rank])]
         channel.most_words = 0
         for each in local:
             assert isinstance(each, LocalRows) and each.error is None and each.schema is not None, each.error

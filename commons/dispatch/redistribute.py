@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +24,6 @@ from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
 from commons.dispatch.widen import Padding, join_trimmed
-from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import capture_error
 from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
@@ -79,7 +79,7 @@ class Routes:
             return Rows.concat(present).select(order)
 
         size = 0 if rows is None else rows.nbytes
-        with open_channel(self.group, self.timeout, DispatchChannel) as channel:
+        with closing(DispatchChannel(self.group, self.timeout)) as channel:
             moved, *_ = exchange(
                 channel, call, options or {}, error, _pieces(rows, receiver), in_order, expected_bytes=size
             )
@@ -203,7 +203,7 @@ def redistribute_balanced(
         ids = None if groups is None else as_int64_ids(groups, rows.count)
         return {"workloads": as_int64_workloads(workloads, num_rows=rows.count), "groups": ids}
 
-    with open_channel(group, timeout, DispatchChannel) as channel:
+    with closing(DispatchChannel(group, timeout)) as channel:
         own, options, error = None, None, None
         trims: tuple[Trim, ...] = ()
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,6 @@ from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import Split, split_rows
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import Padding, padding_of, trim_share
-from commons.distributed.channel.agree import open_channel
 from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
 
@@ -79,7 +79,7 @@ class BalancedShare(Trimmed, Generic[B]):
             RankMissingError: a rank is missing after the timeout.
         """
         source = self._source
-        with open_channel(source.group, source.timeout, DispatchChannel) as channel:
+        with closing(DispatchChannel(source.group, source.timeout)) as channel:
             options, error, trims = check_options({"src": source.rank}, trim, channel.world_size)
 
             def more() -> tuple[Rows[Any], Split] | None:
@@ -117,7 +117,7 @@ class BalancedShare(Trimmed, Generic[B]):
             RankMissingError: a rank is missing after the timeout.
         """
         source = self._source
-        with open_channel(source.group, source.timeout, DispatchChannel) as channel:
+        with closing(DispatchChannel(source.group, source.timeout)) as channel:
             receivers = range(channel.world_size) if to_all else (source.rank,)
 
             def own_results() -> Piece:
@@ -188,7 +188,7 @@ def scatter_balanced(
         KeyError: on all ranks: a field to trim that the batch does not have, or a class that a rank has not imported.
         RankMissingError: a rank is missing after the timeout.
     """
-    with open_channel(group, timeout, DispatchChannel) as channel:
+    with closing(DispatchChannel(group, timeout)) as channel:
         options, error, trims = check_options(
             {"src": src, "equal_size": equal_size, "pad": pad}, trim, channel.world_size
         )

@@ -48,12 +48,7 @@ def first_line(error: BaseException) -> str:
 
 
 def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> list[str]:
-    """Gather one string from each rank.
-
-    Args:
-        text: this rank's string.
-        gather: gathers int64 `(n,)` of every rank into `(world_size, n)`; called twice.
-    """
+    """Gather one string from each rank; `gather` gathers int64 `(n,)` of every rank into `(world_size, n)`."""
     encoded = text.encode(errors="backslashreplace")  # a lone surrogate cannot be encoded as UTF-8
     sizes = gather(np.array([len(encoded)]))[:, 0]
     words = max(-(-int(sizes.max()) // _WORD), 1)
@@ -63,38 +58,22 @@ def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> lis
 
 
 def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together.
+    """Raise the errors of all ranks on every rank as one error, if any rank has one; called by all ranks together.
 
-    Args:
-        error: this rank's error, if any.
-        names: number of each rank in messages.
-        gather: see `gather_strings`.
+    It is a ValueError, TypeError or KeyError if the first rank's error is one. An error that this function has raised
+    on all ranks before, such as the error of a window, is raised unchanged. The attribute `failed_ranks` of a new error
+    lists the ranks with an error; its cause is this rank's own error. Messages call the ranks by `names`.
     """
     texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
-    raise_first_error([json.loads(text) if text else None for text in texts], error, names)
-
-
-def raise_first_error(
-    described: Sequence[list[str] | None], own: Exception | None, names: Sequence[int] | None = None
-) -> None:
-    """Raise the errors of all ranks as one error; a ValueError, TypeError or KeyError if the first rank's error is one.
-
-    An error that this function has raised on all ranks before, such as the error of a window, is raised unchanged. The
-    new error's attribute `failed_ranks` lists the ranks with an error; its cause is this rank's own error.
-
-    Args:
-        described: `describe_error` of each rank's error; None or empty for a rank without one.
-        own: this rank's error, if any.
-        names: number of each rank in messages; 0, 1, … if not given.
-    """
     ranks_with: dict[tuple[str, str], list[int]] = {}
-    for rank, item in zip(range(len(described)) if names is None else names, described):
-        if item:
-            ranks_with.setdefault((item[0], item[1]), []).append(rank)
+    for rank, described in zip(names, texts):
+        if described:
+            kind, text = json.loads(described)
+            ranks_with.setdefault((kind, text), []).append(rank)
     if not ranks_with:
         return
-    if own is not None and hasattr(own, "failed_ranks") and len(ranks_with) == 1 and all(described):
-        raise own
+    if error is not None and hasattr(error, "failed_ranks") and len(ranks_with) == 1 and all(texts):
+        raise error
     raised = _USER_ERRORS.get(next(iter(ranks_with))[0])
     parts = [
         f"rank {ranks[0]}: {text if raised and text else f'{kind}: {text}' if text else kind}"
@@ -103,9 +82,9 @@ def raise_first_error(
     ]
     if len(ranks_with) > _NAMED:
         parts.append(f"and {len(ranks_with) - _NAMED} other errors")
-    error = (raised or RuntimeError)("; ".join(parts))
-    error.failed_ranks = [rank for ranks in ranks_with.values() for rank in ranks]  # type: ignore[attr-defined]
-    raise error from own
+    common = (raised or RuntimeError)("; ".join(parts))
+    common.failed_ranks = [rank for ranks in ranks_with.values() for rank in ranks]  # type: ignore[attr-defined]
+    raise common from error
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -120,12 +99,7 @@ def listed(each: Sequence[Any], separator: str = ", ") -> str:
 
 
 def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
-    """Raise the same ValueError on all ranks if they make different calls, or one call with different options.
-
-    Args:
-        calls: name and options of each rank's call.
-        names: number of each rank in messages.
-    """
+    """Raise the same ValueError on all ranks if they make different calls, or one call with different options."""
     (_, first), of_first = calls[0], names[0]
     callers: dict[str, list[int]] = {}
     for name_of_rank, (call, _) in zip(names, calls):

@@ -101,24 +101,19 @@ def attach_global_batches(batches: Sequence[Any], prepared: PreparedShuffle, mem
     If no rank's rows change, the batches are the caller's own objects, which may be trained in other steps too: nothing
     is attached, on any rank. If only other ranks' rows change, this rank's batch is returned as a copy.
 
-    Args:
-        batches: one for each step of the plan, after the exchange.
-        prepared: the plan.
-        members: global ranks of the group.
+    The batches are one for each step of the plan, after the exchange; `members` are the global ranks of the group.
     """
     plan, schema, exchange = prepared.plan, prepared.schema, prepared.exchange
     if plan is None or schema is None or exchange is None or not plan.changes:
         return list(batches)
     if not all(isinstance(batch, BaseBatch) for batch in batches):
         return list(batches)
-    results = [
-        batch if new else copy_batch(batch, {})
-        for batch, new in zip(batches, (changes for changes, *_ in exchange.results))
-    ]
     paths = [field.path for field in schema.jagged] + [field.path for field in schema.dense]
-    names = [path[0] for path in paths if len(path) == 1]
-    for step, result in enumerate(results):
+    names, results = [path[0] for path in paths if len(path) == 1], []
+    for step, (batch, (changes, *_)) in enumerate(zip(batches, exchange.results)):
+        result = batch if changes else copy_batch(batch, {})
         described = {name: getattr(result, name) for name in names}
         counts = result.batch_size, result.actual_batch_size
         result._global_batch = GlobalBatch(schema, plan, step, members, described, counts)
+        results.append(result)
     return results

@@ -133,11 +133,7 @@ def _scale_to_global_mean(
         return _widened(local_sum) * (0.0 if terms <= 0 else world_size / terms)
     device = local_sum.device if isinstance(local_sum, torch.Tensor) else _device_of_tensors(group)
     count = _sum_over_ranks(local_count, device, error, group)
-    # `where` twice: the unused branch must not divide by zero either, because its gradient would be NaN.
-    nothing = count <= 0
-    scale = torch.where(
-        nothing, torch.zeros_like(count), world_size / torch.where(nothing, torch.ones_like(count), count)
-    )
+    scale = torch.where(count <= 0, 0.0, world_size / count)  # the count has no gradient, and may be NaN on a device
     widened = _widened(local_sum)
     return widened * scale.to(widened.dtype)
 
@@ -221,13 +217,9 @@ def _count_error(name: str, count: Any) -> Exception | None:
 
 
 def _number_error(name: str, value: Any, what: str, remedies: tuple[str, str]) -> Exception | None:
-    """ValueError for a value that is not a scalar, TypeError for one that is not a number, else None.
+    """ValueError for a value that is not a scalar, TypeError for one that is not a number `what`, else None.
 
-    Args:
-        name: of the value.
-        value: of any type.
-        what: end of "it must be a number …".
-        remedies: for a value that is not a scalar, and for one that is not a number.
+    Each of the two has a remedy.
     """
     shape = tuple(getattr(value, "shape", ()))
     if shape:

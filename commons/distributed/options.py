@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,6 +15,13 @@ Mode = Literal["balance", "observe", "off"]
 Transport = Literal["auto", "all_to_all", "all_gather"]
 Speeds = Literal["equal", "observe", "measured"]
 SPEED_METHODS = ("refined", "lpt")
+# The names that an option may have.
+_NAMES: dict[str, Sequence[str]] = {
+    "mode": get_args(Mode),
+    "partitioner": sorted(METHODS),
+    "transport": get_args(Transport),
+    "speeds": get_args(Speeds),
+}
 
 
 @dataclass(frozen=True)
@@ -68,17 +74,17 @@ class ShufflerOptions:
         for name in ("equal_size", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False: choose one")
-        _require_one_of("mode", self.mode, get_args(Mode))
-        _require_one_of("partitioner", self.partitioner, sorted(METHODS))
-        _require_one_of("transport", self.transport, get_args(Transport))
-        _require_one_of("speeds", self.speeds, get_args(Speeds))
+        for name, allowed in _NAMES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}: choose one")
         if self.speeds == "measured" and self.partitioner not in SPEED_METHODS:
             raise ValueError(
                 f"speeds is 'measured' and partitioner is {self.partitioner!r}, which makes equal loads; "
                 f"{' and '.join(SPEED_METHODS)} follow speeds: choose one of these, or speeds='equal'"
             )
-        _require_range("slack", self.slack, 0.0, 1.0)
-        _require_range("min_gain", self.min_gain, 0.0, 1.0)
+        for name in ("slack", "min_gain"):
+            if not _is_number(value := getattr(self, name)) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}; it must be in [0, 1]: correct it")
         if (error := timeout_error(self.timeout)) is not None:
             raise error
         for name in ("ranks_per_node", "max_tokens_per_rank"):
@@ -104,8 +110,7 @@ class ShufflerOptions:
 
 def timeout_error(timeout: Any) -> ValueError | None:
     """The error in a timeout in seconds, if any."""
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if is_number and 0 < timeout <= 1e9:
+    if _is_number(timeout) and 0 < timeout <= 1e9:
         return None
     return ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0 and at most 1e9: correct it")
 
@@ -127,13 +132,5 @@ def require_names(argument: str, names: Any) -> list[str]:
     return listed
 
 
-def _require_one_of(name: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}: choose one")
-
-
-def _require_range(name: str, value: Any, low: float, high: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or math.isinf(value):
-        limit = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"a finite number of at least {low:g}"
-        raise ValueError(f"{name} is {value!r}; it must be {limit}: correct it")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -54,7 +54,7 @@ class SpanRecorder:
             self.spans.append(RecordedSpan(name, thread.native_id, thread.name, began, time.time_ns()))
 
 
-def span(part: Part) -> _Span:
+class span:
     """A context manager that names its body in a profiler's trace.
 
     While a profiler of this process runs, it uses `record_function`, whose name also appears beside the GPU's work.
@@ -64,20 +64,17 @@ def span(part: Part) -> _Span:
     >>> with span("plan"):
     ...     pass
     """
-    return _Span(f"evenrank/{part}")
 
-
-class _Span:
     __slots__ = ("_began", "_name", "_named")
 
-    def __init__(self, name: str) -> None:
-        self._name, self._began = name, 0
-        self._named: Any = torch.profiler.record_function if profiler._is_profiler_enabled else _RecordFunctionFast
+    def __init__(self, part: Part) -> None:
+        self._name, self._began = f"evenrank/{part}", 0
+        named: Any = torch.profiler.record_function if profiler._is_profiler_enabled else _RecordFunctionFast
+        self._named = named(self._name)
 
     def __enter__(self) -> None:
         if SpanRecorder.current is not None:
             self._began = time.time_ns()
-        self._named = self._named(self._name)
         self._named.__enter__()
 
     def __exit__(self, *error: object) -> None:

@@ -117,13 +117,9 @@ class WindowStats:
     def of(
         cls, number: int, stats: Sequence[ShuffleStats], read_ms: float, speeds: np.ndarray | None = None
     ) -> WindowStats:
-        """Make the stats of a window from those of its steps; `wait_ms` is 0.
+        """Make the stats of a window from those of its steps, at least one; `wait_ms` is 0.
 
-        Args:
-            number: of the window.
-            stats: of all its steps, at least one.
-            read_ms: see the class.
-            speeds: int64 `(num_ranks,)`, the speeds of the plan; None for equal speeds.
+        `speeds` are those of the plan, int64 `(num_ranks,)`; None for equal ones.
         """
         loads = sum(sum(each.loads_before) for each in stats)
         tokens = sum(each.num_tokens for each in stats)

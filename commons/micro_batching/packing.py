@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.redistribute import Routes, carry_out
 from commons.dispatch.trim import Trim, as_trims
-from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel, open_channel
+from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 from commons.distributed.errors import capture_error
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, tokens_of
 from commons.micro_batching.joint_plan import plan_jointly
@@ -111,7 +112,7 @@ def pack_micro_batches(
     if joint is True:
         return _pack_jointly(batch, spec, given, group, options, trim, timeout)
     offer, error = capture_error(lambda: _Offer.alone(batch, spec, given, joint, trim))
-    with open_channel(group, timeout, ControlChannel, moves_rows=False) as channel:
+    with closing(ControlChannel(group, timeout, moves_rows=False)) as channel:
         needs = _agree(channel, options, offer, error)
         assert offer is not None  # noqa: S101  a mistake has been raised
         if not _all_can_make(needs) and spec.packing_algorithm != "refined":
@@ -143,7 +144,7 @@ def _pack_jointly(
     timeout: float,
 ) -> MicroBatches[Any]:
     made, error = capture_error(lambda: _Offer.joint(batch, spec, given, trim))
-    with open_channel(group, timeout, DispatchChannel) as channel:
+    with closing(DispatchChannel(group, timeout)) as channel:
         needs = _agree(channel, options, None if made is None else made[0], error)
         assert made is not None  # noqa: S101  a mistake has been raised
         offer, own, trims = made

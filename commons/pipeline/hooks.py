@@ -163,7 +163,7 @@ class BalancedPipeline:
     def _reported(self, message: str) -> ValueError:
         """An error of only this rank, posted so that the other ranks do not wait for it."""
         error = ValueError(message)
-        self.batch_shuffler.engine.report_failure(self._handed_out[0], error)
+        self._handed_out[0].post_failure(error)
         return error
 
     def _finish(self, shuffling: ShufflingBatch) -> Any:

@@ -9,6 +9,7 @@ read its record, because the store may end with the rank that hosts it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import hashlib
@@ -16,19 +17,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from commons.distributed.channel.groups import number_channel, rank_set
-from commons.distributed.channel.store import (
-    KeyWatch,
-    StoreGather,
-    StoreUnavailableError,
-    call_store,
-    ends_with_rank,
-    submit_call,
-)
+from commons.distributed.channel.groups import MakingOfGroups, number_channel, rank_set
+from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
 
@@ -36,13 +31,22 @@ from commons.distributed.process_group import describe_group
 POLL_SECONDS = 1.0
 _POLL_TIME = datetime.timedelta(seconds=POLL_SECONDS)
 _LOOK_SECONDS = 0.0005
+# Most seconds that one check of the store waits for the reply.
+_GLANCE_SECONDS = 0.2
 # Seconds that a rank waits for the others' records, and then for the others to read its own.
 _RECORDS_SECONDS = 4.0
 _READERS_SECONDS = 2.0
+# Seconds between two reads of a count, and what each rank adds to them, because all ranks read.
+_PAUSE_SECONDS = 0.05
+_PAUSE_PER_RANK = 0.0002
 # A process was stopped if two of its checks are this many seconds further apart than POLL_SECONDS.
 _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
+
+
+# What a rank waits for: the handle of an asynchronous collective, or process groups.
+Awaited: TypeAlias = "dist.Work | MakingOfGroups"
 
 
 class RankMissingError(RuntimeError):
@@ -57,51 +61,44 @@ class _FailedElsewhereError(RuntimeError):
     """The channel failed on another rank, while this rank's collective has not failed."""
 
 
-class Waitable(Protocol):
-    """The work of a collective, or anything else with its two methods."""
-
-    def is_completed(self) -> bool:
-        """Whether the work is done or has failed, so that `wait` does not block."""
-        ...
-
-    def wait(self, timeout: datetime.timedelta = ..., /) -> Any:
-        """Wait; RuntimeError if the work has failed or takes longer than `timeout`."""
-        ...
-
-
 class CollectiveWait:
-    """This rank's wait in one collective: since when, and whether its process was stopped meanwhile.
+    """This rank's wait in one collective, which checks whether the channel has failed on another rank meanwhile.
 
-    Args:
-        what: name of the collective.
-        step: number of the step or call; None to leave it out of messages.
-        failed: key of the store that is set once the channel has failed on any rank.
+    The store's key `failed` is set once the channel has failed on any rank; at most one call of the store is under way.
     """
 
-    def __init__(self, what: str, step: int | None, failed: str) -> None:
-        self._what, self._step = what, step
-        self._entered = self._seen = time.monotonic()
-        self._still = 0.0
+    def __init__(self, place: str, failed: str) -> None:
+        self.place = place  # the collective and its step, in messages
         self._failed = failed
-        self._watch: KeyWatch | None = None  # made at the first check; most collectives end before
-
-    @property
-    def place(self) -> str:
-        """The collective and its step, in messages."""
-        return _place(self._step, self._what)
+        self._entered = self._seen = time.monotonic()
+        # The longest times for which this process was stopped, and for which the store has not replied.
+        self._still = self._silent = 0.0
+        self._check: Future[bool] | None = None  # the call under way, and since when
+        self._called = 0.0
 
     def has_failed_elsewhere(self) -> bool:
-        """Whether the channel has failed on another rank; called every POLL_SECONDS."""
+        """Whether the channel has failed on another rank or the store has ended; called every POLL_SECONDS.
+
+        False while the store does not reply.
+        """
         now = time.monotonic()
         self._still = max(self._still, now - self._seen - POLL_SECONDS)
         self._seen = now
-        self._watch = self._watch or KeyWatch(self._failed)
-        return self._watch.is_set()
+        if self._check is None:
+            self._check, self._called = submit_call(lambda store: store.check([self._failed])), now
+        try:
+            found = self._check.result(_GLANCE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            self._silent = max(self._silent, time.monotonic() - self._called)
+            return False
+        except StoreUnavailableError:
+            return True
+        self._check = None
+        return found
 
     def record(self) -> str:
         """JSON for the other ranks: the collective, seconds waited, seconds stopped, seconds without the store."""
-        silent = 0.0 if self._watch is None else self._watch.silent_seconds
-        return json.dumps([self.place, time.monotonic() - self._entered, self._still, silent])
+        return json.dumps([self.place, time.monotonic() - self._entered, self._still, self._silent])
 
 
 class Verdict(NamedTuple):
@@ -116,18 +113,18 @@ class Verdict(NamedTuple):
 class FailedChannel:
     """The store's entries about one channel, written after it has failed.
 
-    Args:
-        key: prefix of the entries; equal on all ranks and unique to the channel.
-        members: global ranks of the channel.
+    Their keys begin with `key`, which is equal on all ranks and unique to the channel.
     """
 
     def __init__(self, key: str, members: Sequence[int]) -> None:
-        self._key, self._members, self._failed_key = key, members, f"{key}/failed"
-        self._records = StoreGather(key, members)
+        self._key, self._members = key, members
+        self._failed_key, self._failure_key = f"{key}/failed", f"{key}/failure"
+        self._pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * len(members)
+        self._has_left = threading.Event()
 
-    def start_wait(self, what: str, step: int | None = None) -> CollectiveWait:
+    def start_wait(self, place: str) -> CollectiveWait:
         """Begin this rank's wait in a collective."""
-        return CollectiveWait(what, step, self._failed_key)
+        return CollectiveWait(place, self._failed_key)
 
     def post(self, text: str) -> None:
         """Write an error of this rank to the store; every rank that waits in the channel, now or later, raises it.
@@ -135,16 +132,16 @@ class FailedChannel:
         The rank that hosts the store waits a moment for the others to read. Without effect if there is no store.
         """
         with contextlib.suppress(StoreUnavailableError):
-            call_store(lambda store: store.set(f"{self._key}/failure", text))
+            call_store(lambda store: store.set(self._failure_key, text))
             call_store(lambda store: store.set(self._failed_key, "1"))
             if ends_with_rank() == dist.get_rank():
-                self._records.await_count("read", len(self._members) - 1, _READERS_SECONDS)
+                self._await_count("read", len(self._members) - 1, _READERS_SECONDS)
 
     def leave(self, text: str) -> None:
         """`post` without waiting, for a store that may not answer; also ends this rank's wait in `who_is_missing`."""
-        self._records.give_up()
+        self._has_left.set()
         if dist.is_initialized():
-            submit_call(lambda store: store.set(f"{self._key}/failure", text))
+            submit_call(lambda store: store.set(self._failure_key, text))
             submit_call(lambda store: store.set(self._failed_key, "1"))
 
     def who_is_missing(self, own_wait: CollectiveWait) -> Verdict:
@@ -154,31 +151,53 @@ class FailedChannel:
             StoreUnavailableError: the store does not answer, or has ended.
         """
         call_store(lambda store: store.set(self._failed_key, "1"))
-        self._records.write(own_wait.record())
+        call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record()))
+        self._count("present")
         missing: list[int] = []
         late: list[str] = []
         if (failure := self._failure()) is None:
-            missing = self._records.await_others(_RECORDS_SECONDS)
+            self._await_count("present", len(self._members), _RECORDS_SECONDS)
+            missing = self._without_record(self._members)
             failure = self._failure()
         with contextlib.suppress(StoreUnavailableError):  # its host may have ended meanwhile
             if failure is None:
                 present = [rank for rank in self._members if rank not in missing]
-                late = _late(self._records.read(present), bool(missing))
-            self._records.count("read")
+                texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in present]))
+                late = _late({rank: json.loads(text) for rank, text in zip(present, texts)}, bool(missing))
+            self._count("read")
             # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
             if ends_with_rank() in (None, dist.get_rank()):
                 readers = len(self._members) - max(len(missing), failure is not None)
-                self._records.await_count("read", readers, _READERS_SECONDS)
+                self._await_count("read", readers, _READERS_SECONDS)
         return Verdict(missing, late, failure)
 
     def _failure(self) -> str | None:
-        key = f"{self._key}/failure"
+        key = self._failure_key
         return call_store(lambda store: store.get(key).decode() if store.check([key]) else None)
 
+    def _key_of(self, rank: int) -> str:
+        return f"{self._key}/{rank}"
 
-def _late(texts: Mapping[int, str], some_are_missing: bool) -> list[str]:
+    def _count(self, name: str) -> None:
+        call_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
+
+    def _await_count(self, name: str, number: int, seconds: float) -> None:
+        """Wait until a count reaches `number`, the time is over, or `leave` is called."""
+        deadline, key = time.monotonic() + seconds, f"{self._key}/count of {name}"
+        while call_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
+            if self._has_left.wait(self._pause):
+                return
+
+    def _without_record(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks without a record, found by bisection: few are missing, and one call checks many keys."""
+        if call_store(lambda store: store.check([self._key_of(rank) for rank in ranks])):
+            return []
+        half = len(ranks) // 2
+        return list(ranks) if half == 0 else self._without_record(ranks[:half]) + self._without_record(ranks[half:])
+
+
+def _late(records: Mapping[int, list[Any]], some_are_missing: bool) -> list[str]:
     """A sentence about each rank whose record explains the failure."""
-    records = {rank: json.loads(text) for rank, text in texts.items()}
     if some_are_missing:
         host, silent = ends_with_rank(), max(silent for *_, silent in records.values())
         if host not in records or silent < _STILL_SECONDS:
@@ -204,7 +223,6 @@ class NamedCollectives:
         remedy: advice at the end of the message about a missing rank.
         description: the group in words, for messages.
         members: global ranks of the group.
-        generation: how many objects over the same ranks were made before; equal on all ranks.
         failure: the error of the first collective that failed on this rank; None before.
     """
 
@@ -213,30 +231,26 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        self.generation = number_channel(self.members)
         digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
-        self.failed = FailedChannel(f"evenrank/{digest}/{self.generation}", self.members)
+        self.failed = FailedChannel(f"evenrank/{digest}/{number_channel(self.members)}", self.members)
         self.failure: RankMissingError | None = None
         self._intact = True
         self._failing = threading.Lock()
         self._is_issuing = False
 
-    def wait(self, work: Waitable, step: int | None, what: str, *, on_host: bool = True) -> None:
+    def wait(self, work: Awaited, step: int | None, what: str, *, on_host: bool = True) -> None:
         """Wait for a collective, and check the store once per second for a failure on another rank.
 
         When a rank dies, gloo fails at once on its neighbours, but on the other ranks only after the timeout. The
         check ends their wait too, so that they are not reported as missing.
 
-        Args:
-            work: the handle that the asynchronous collective returned.
-            step: number of the step or call; None to leave it out of messages.
-            what: name of the collective, for messages.
-            on_host: whether its tensors are on the host. If they are on a device, this waits until they are complete.
+        If its tensors are not `on_host`, this waits until they are complete on their device. Without a `step`, messages
+        have none.
 
         Raises:
             RankMissingError: a rank did not join in time (the message names it), or raised an error (quoted).
         """
-        own_wait = self.failed.start_wait(what, step)
+        own_wait = self.failed.start_wait(_place(step, what))
         try:
             self._raise_known()
             while True:
@@ -259,7 +273,7 @@ class NamedCollectives:
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """A context for the call of a collective: if the call fails, the error names the missing ranks."""
-        own_wait = self.failed.start_wait(what, step)
+        own_wait = self.failed.start_wait(_place(step, what))
         try:
             self._is_issuing = True
             try:
@@ -294,7 +308,14 @@ class NamedCollectives:
         self._intact = False  # also after KeyboardInterrupt: ranks are no longer at the same call
         if not isinstance(error, RuntimeError) and self._known_failure() is None:
             return error
-        return self._fail(own_wait, error)
+        with self._failing:  # the error is that of the first thread, if several fail
+            failure = self._known_failure() or (
+                error if isinstance(error, RankMissingError) else self._describe(own_wait, error)
+            )
+            self.failure = failure = self._known_failure() or failure  # aborted meanwhile
+        if self._is_issuing:
+            self._end_issued()
+        return failure
 
     def _raise_known(self) -> None:
         if (known := self._known_failure()) is not None:
@@ -303,17 +324,6 @@ class NamedCollectives:
     def _known_failure(self) -> RankMissingError | None:
         """The error of this channel, if it has failed on this rank already."""
         return self.failure
-
-    def _fail(self, own_wait: CollectiveWait, error: BaseException) -> RankMissingError:
-        """Mark the channel failed on all ranks and return its error: that of the first thread, if several fail."""
-        with self._failing:
-            failure = self._known_failure() or (
-                error if isinstance(error, RankMissingError) else self._describe(own_wait, error)
-            )
-            self.failure = failure = self._known_failure() or failure  # aborted meanwhile
-        if self._is_issuing:
-            self._end_issued()
-        return failure
 
     def _end_issued(self) -> None:
         """Abort the collective that another thread is calling."""
@@ -343,7 +353,7 @@ def _place(step: int | None, what: str) -> str:
     return what if step is None else f"{what} of step {step}"
 
 
-def _wait_for_device(work: Waitable) -> None:
+def _wait_for_device(work: Awaited) -> None:
     """Raise RuntimeError if a collective has failed or is not done within POLL_SECONDS.
 
     Polls, because NCCL aborts the group when a `wait` with a timeout expires.

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,16 +47,16 @@ CALL_NUMBERS = 4
 
 _CONNECTION = "connection"
 
-C = TypeVar("C", bound="ControlChannel")
 T = TypeVar("T")
 
 
 class ControlChannel(NamedCollectives):
     """The process groups over the ranks of a data-parallel group: gloo for metadata, the group's own backend for rows.
 
-    All ranks of the group construct it on the main thread, in the same order. The constructor makes and connects all
-    groups: those that gather (several rings for many ranks, see groups.py); the group for rows, if any rank has
-    `moves_rows`; and a gloo group over all ranks for host tensors from rank to rank, if any rank has `pairwise`.
+    All ranks of the group (default as for the shuffler) construct it on the main thread, in the same order. The
+    constructor makes and connects all groups: those that gather (several rings for many ranks, see groups.py); the
+    group for rows, if any rank has `moves_rows`; and a gloo group over all ranks for host tensors from rank to rank, if
+    any rank has `pairwise`. `close` returns them to the pool.
 
     Attributes:
         rank: this process' rank in the group.
@@ -69,6 +69,7 @@ class ControlChannel(NamedCollectives):
     def __init__(
         self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True, pairwise: bool = False
     ) -> None:
+        group = resolve_process_group(group)
         super().__init__(group)
         # Raised by `agree`, on all ranks; raised here, it would leave the other ranks waiting.
         self._problem = timeout_error(timeout)
@@ -86,11 +87,7 @@ class ControlChannel(NamedCollectives):
                 self._complete_groups(self._groups, group, moves_rows, pairwise)
 
     def _make(self, make: Callable[[], T], step: int = 0, what: str = _CONNECTION) -> T:
-        """Call a function of groups.py, on all ranks together.
-
-        Raises:
-            RankMissingError: a rank did not join in time; the message names it.
-        """
+        """Call a function of groups.py, on all ranks together; RankMissingError if one does not join in time."""
         making = MakingOfGroups(make, self._timeout)
         self.wait(making, step, what)
         return making.result
@@ -110,11 +107,7 @@ class ControlChannel(NamedCollectives):
                 pair = self._groups = pair._replace(has_all_to_all=self._try(pair, all_to_all))
 
     def _try(self, pair: GroupPair, all_to_all: bool) -> bool | None:
-        """Run the payload group's collectives once, before anyone relies on them.
-
-        Args:
-            pair: its payload group has not been used.
-            all_to_all: whether to run an all-to-all too.
+        """Run the new payload group's collectives once, before anyone relies on them.
 
         Returns:
             Whether the group has an all-to-all; None if only some ranks could start one, which then never completes, so
@@ -218,26 +211,19 @@ class ControlChannel(NamedCollectives):
             values = gathered
         return values.reshape(self.world_size, -1)
 
-    def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
-        """Gather one string from each rank; see `gather` for `on_main`."""
-        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts", on_main=on_main))
+    def gather_text(self, text: str, step: int) -> list[str]:
+        """Gather one string from each rank."""
+        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts"))
 
     def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
-        """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together.
-
-        Args:
-            error: this rank's error, if any.
-            step: number of the step or call, for messages.
-            on_main: see `gather`.
-        """
+        """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together."""
         gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
         raise_on_all(error, self.names, gather)
 
     def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
         """All-to-all of int64 `(world_size, n)`: sends row r to rank r, and returns the rows that each rank sent here.
 
-        Raises:
-            RankMissingError: a rank did not join in time; the message names it.
+        RankMissingError names a rank that did not join in time.
         """
         if self._groups is None:
             return numbers
@@ -293,8 +279,7 @@ class ControlChannel(NamedCollectives):
     def close(self, *, collected: bool = False) -> None:
         """Return the groups to the pool, unless a collective has failed in them; without effect in a forked process.
 
-        Args:
-            collected: whether garbage collection closes the channel, which happens at different times on the ranks.
+        `collected`: see `release_groups`.
         """
         if os.getpid() != self._process:
             return
@@ -302,29 +287,6 @@ class ControlChannel(NamedCollectives):
             if pair is not None and self._intact:
                 release_groups(self.members, pair, self._given, collected=collected)
         self._groups = self._groups_of_main = self._given = None
-
-
-@contextlib.contextmanager
-def open_channel(
-    group: dist.ProcessGroup | None,
-    timeout: float,
-    channel_type: type[C],
-    *,
-    moves_rows: bool = True,
-) -> Iterator[C]:
-    """A channel for one call, which takes its groups from the pool and returns them.
-
-    Args:
-        group: ranks of the call; default as for the shuffler.
-        timeout: seconds after which a rank that has not joined is reported.
-        channel_type: class of the channel.
-        moves_rows: whether the call sends rows and so needs the payload group.
-    """
-    channel = channel_type(resolve_process_group(group), timeout, moves_rows=moves_rows)
-    try:
-        yield channel
-    finally:
-        channel.close()
 
 
 @functools.cache

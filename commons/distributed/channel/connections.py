@@ -32,9 +32,7 @@ def open_sockets() -> frozenset[int]:
 def connections_of(group: dist.ProcessGroup, before: frozenset[int]) -> frozenset[int]:
     """Inodes of the connections of a new gloo group; called by all of its ranks together.
 
-    Args:
-        group: the group, whose tensors are on the host.
-        before: `open_sockets()` before the group was made.
+    `before` is the result of `open_sockets` before the group was made.
     """
     listening: list[int] = []
     ends: dict[int, tuple[int, int]] = {}

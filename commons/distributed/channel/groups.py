@@ -107,11 +107,8 @@ def number_channel(members: Sequence[int]) -> int:
 class MakingOfGroups:
     """Makes or connects groups on a thread of its own, because torch waits for its store's host without a limit.
 
-    Has the methods of a collective's work, see `Waitable`.
-
-    Args:
-        make: calls functions of this module; all ranks submit it in the same order.
-        timeout: seconds that a collective may take. This waits a little longer, so that torch's own error comes first.
+    Has the methods of a collective's work. All ranks submit `make`, which calls functions of this
+    module, in the same order. It may take a little longer than `timeout`, so that torch's own error comes first.
     """
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
@@ -139,12 +136,7 @@ class MakingOfGroups:
 
 
 def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """Take groups over the ranks of `group` from the pool, or make them; all ranks call this in the same order.
-
-    Args:
-        group: the ranks.
-        timeout: seconds after which a collective fails.
-    """
+    """Take groups over the ranks of `group` from the pool, or make them; all ranks call this in the same order."""
     members = dist.get_process_group_ranks(group)
     ranks = rank_set(members)
     fitting = [index for index, pair in enumerate(ranks.closed) if _fits(pair, group)]
@@ -166,17 +158,14 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
 
 
 def with_control(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """Add the gloo group over all ranks to a pair; all ranks call this together, see `acquire_groups`."""
+    """Add the gloo group over all ranks to a pair; all ranks call this together."""
     members = dist.get_process_group_ranks(group)
     control, connections = _new_group(members, group, timeout, backend="gloo", group_desc=_CONTROL)
     return pair._replace(control=control, connections=pair.connections | connections)
 
 
 def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """Add a new payload group, whose collectives are not tested, to a pair; all ranks call this together.
-
-    See `acquire_groups`.
-    """
+    """Add a new payload group, whose collectives are not tested, to a pair; all ranks call this together."""
     members = dist.get_process_group_ranks(group)
     if len(members) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # Bound to a device, torch would split WORLD's communicator, which needs all ranks of the world.
@@ -194,11 +183,8 @@ def release_groups(
 ) -> None:
     """Return a pair to the pool; never a pair in which a collective has failed.
 
-    Args:
-        members: global ranks.
-        pair: the pair from `acquire_groups`.
-        group: the user's group, which is not put into the pool: the user may destroy it.
-        collected: whether garbage collection closed the shuffler, which happens at different times on the ranks.
+    The user's `group` is not put into the pool, because the user may destroy it. `collected` says that garbage
+    collection closed the shuffler, which happens at different times on the ranks.
     """
     # The groups of a destroyed world cannot be used again.
     if not dist.is_initialized() or pair.rings[0] not in dist.distributed_c10d._world.pg_names:
@@ -263,13 +249,8 @@ def serves(group: dist.ProcessGroup, kind: str) -> bool:
 def ring_sizes(world_size: int) -> tuple[int, ...]:
     """Sizes of the rings of a gather: the factors of `world_size` with the least sum, and of these the fewest.
 
-    The largest ring comes first: its ranks are neighbours, so that most of its hops stay within a node.
-
-    Args:
-        world_size: ranks of the group, the product of the result.
-
-    Returns:
-        One size for fewer than 64 ranks or a prime number; at most two from 64 ranks on, three from 512, and so on.
+    The largest ring comes first: its ranks are neighbours, so that most of its hops stay within a node. There is one
+    ring for fewer than 64 ranks or a prime number of them, at most two from 64 ranks on, three from 512, and so on.
     """
     most = next(rings for rings in itertools.count(1) if world_size < _SHORT_RING ** (rings + 1))
     return min(_products(world_size, most), key=lambda sizes: (sum(sizes), len(sizes)))[::-1]
@@ -284,14 +265,10 @@ def _products(number: int, most: int, least: int = 2) -> Iterator[tuple[int, ...
 
 
 def ring_members(members: Sequence[int], rank: int) -> list[list[int]]:
-    """The global ranks of each of a rank's rings.
+    """The global ranks of each of the rings of `members[rank]`.
 
     The first ring consists of n neighbours, which often share a node, the second of every n-th rank, and so on, so that
     the gathered table is in the order of the ranks.
-
-    Args:
-        members: global ranks of the group.
-        rank: number of the rank within the group.
     """
     rings, stride = [], 1
     for size in ring_sizes(len(members)):
@@ -304,16 +281,10 @@ def ring_members(members: Sequence[int], rank: int) -> list[list[int]]:
 def _new_group(
     members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any
 ) -> tuple[dist.ProcessGroup, frozenset[int]]:
-    """Make a group over some ranks of `group`; only they call this, since other ranks have no part in its shuffler.
+    """Make a group over some ranks of `group`, and return it with its connections if it is a gloo group.
 
-    Args:
-        members: global ranks of the new group.
-        group: all of its ranks make such a group at the same time, each with its own members.
-        timeout: seconds after which a collective fails.
-        options: of `new_group`.
-
-    Returns:
-        The group, and its connections if it is a gloo group.
+    All ranks of `group` make such a group at the same time, each with its own members; other ranks have no part in its
+    shuffler.
     """
     subgroup = len(members) < dist.get_world_size()
     if subgroup:
@@ -356,8 +327,7 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
 def try_collectives(payload: dist.ProcessGroup, device: torch.device, all_to_all: bool) -> list[dist.Work]:
     """Start the collectives of a step over the payload group, so that the first step does not wait for connections.
 
-    Returns:
-        The work of an all-gather and, if `all_to_all` is set and the backend has one, of an all-to-all.
+    These are an all-gather and, if `all_to_all` is set and the backend has one, an all-to-all.
     """
     world_size = dist.get_world_size(payload)
     words, ones = torch.zeros(world_size, dtype=torch.int32, device=device), [1] * world_size

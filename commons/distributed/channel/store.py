@@ -11,9 +11,8 @@ import concurrent.futures
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -28,15 +27,10 @@ T = TypeVar("T")
 
 # Seconds that the store may take to reply; it usually takes milliseconds.
 REPLY_SECONDS = 3.0
-# Most seconds that one check of a KeyWatch waits.
-_GLANCE_SECONDS = 0.2
 # Most seconds until a call fails after its connection was shut down.
 _BREAK_SECONDS = 1.0
 # Seconds in which an ending host usually closes all of its connections.
 _CLOSING_SECONDS = 0.005
-# Seconds between two reads of a count, and what each rank adds to them, because all ranks read.
-_PAUSE_SECONDS = 0.05
-_PAUSE_PER_RANK = 0.0002
 _STDERR = 2
 _RANK_0 = "rank 0"
 
@@ -46,11 +40,9 @@ class StoreUnavailableError(RuntimeError):
 
 
 def call_store(call: Callable[[dist.Store], T], seconds: float = REPLY_SECONDS) -> T:
-    """Call the default process group's store.
+    """Call the default process group's store, and wait up to `seconds` for the reply.
 
-    Args:
-        call: one call of the store, which must not wait for another process, as `get` of a missing key does.
-        seconds: how long to wait for the reply.
+    `call` must not wait for another process, as `get` of a missing key does.
 
     Raises:
         StoreUnavailableError: no reply in time, or the host has ended.
@@ -79,95 +71,6 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
             raise StoreUnavailableError(f"the store cannot be reached{remedy}") from None
 
     return _WORKER.submit(run)
-
-
-class KeyWatch:
-    """Checks repeatedly whether a key is set, with at most one call to the store at a time.
-
-    Args:
-        key: of the store.
-
-    Attributes:
-        silent_seconds: the longest time for which the store has not replied.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.silent_seconds = 0.0
-        self._key = key
-        self._check: Future[bool] | None = None  # the call under way
-        self._started = 0.0
-
-    def is_set(self) -> bool:
-        """Whether the key is set or the store has ended; False while the store does not reply."""
-        if self._check is None:
-            self._check, self._started = submit_call(lambda store: store.check([self._key])), time.monotonic()
-        try:
-            found = self._check.result(_GLANCE_SECONDS)
-        except concurrent.futures.TimeoutError:
-            self.silent_seconds = max(self.silent_seconds, time.monotonic() - self._started)
-            return False
-        except StoreUnavailableError:
-            return True
-        self._check = None
-        return found
-
-
-class StoreGather:
-    """A gather of texts over the store: each rank writes one, waits some seconds for the others', and reads them.
-
-    Args:
-        key: prefix of the gather's keys; equal on all ranks and unique to the gather.
-        ranks: global ranks of the gather.
-    """
-
-    def __init__(self, key: str, ranks: Sequence[int]) -> None:
-        self._key, self._ranks = key, ranks
-        self._pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * len(ranks)
-        self._given_up = threading.Event()
-
-    def write(self, text: str) -> None:
-        """Write this rank's text.
-
-        Raises:
-            StoreUnavailableError: as every method here: the store does not answer, or has ended.
-        """
-        call_store(lambda store: store.set(self._key_of(dist.get_rank()), text))
-        self.count("present")
-
-    def await_others(self, seconds: float) -> list[int]:
-        """Wait for the others' texts; returns the ranks that have not written one within `seconds`."""
-        self.await_count("present", len(self._ranks), seconds)
-        return self._without_text(self._ranks)
-
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Texts by rank; every rank of `ranks` must have written one."""
-        texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in ranks]))
-        return {rank: each.decode() for rank, each in zip(ranks, texts)}
-
-    def count(self, name: str) -> None:
-        """Add this rank to a named count."""
-        call_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
-
-    def await_count(self, name: str, number: int, seconds: float) -> None:
-        """Wait until a count reaches `number`, the time is over, or `give_up` is called."""
-        deadline, key = time.monotonic() + seconds, f"{self._key}/count of {name}"
-        while call_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
-            if self._given_up.wait(self._pause):
-                return
-
-    def give_up(self) -> None:
-        """End this rank's present and later waits; from any thread."""
-        self._given_up.set()
-
-    def _key_of(self, rank: int) -> str:
-        return f"{self._key}/{rank}"
-
-    def _without_text(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks without a text, found by bisection: few are missing, and one call checks many keys."""
-        if call_store(lambda store: store.check([self._key_of(rank) for rank in ranks])):
-            return []
-        half = len(ranks) // 2
-        return list(ranks) if half == 0 else self._without_text(ranks[:half]) + self._without_text(ranks[half:])
 
 
 def ends_with_rank() -> int | None:

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import only_device
-from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
+from commons.distributed.engine.shuffle_handle import EXCHANGE, ShuffleHandle, no_stats
 from commons.distributed.engine.shuffle_session import GRACE_SECONDS, ShuffleSession
-from commons.distributed.engine.window import ShuffledWindow, WindowReader, describe_blocked_loader, shuffle_window
+from commons.distributed.engine.window import ShuffledWindow, WindowReader, shuffle_window
 from commons.distributed.engine.worker import DaemonWorker
-from commons.distributed.gather.local_rows import LocalRows
+from commons.distributed.gather.local_rows import LocalRows, RowCosts
 from commons.distributed.gather.rank_speeds import StepTimes
-from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.process_group import resolve_process_group, tensor_parallel_group
 from commons.distributed.stats import ShuffleStats
@@ -69,12 +68,7 @@ class Starter:
 
 
 class ShuffleEngine:
-    """Runs the shuffles of one shuffler, over one group or several.
-
-    Args:
-        shuffler: the owner, to which the engine holds no strong reference.
-        pg_group: the shuffler's `pg_group`.
-        has_groups: whether the shuffler has `get_groups`.
+    """Runs the shuffles of one shuffler, to which it holds no strong reference, over one group or several.
 
     Attributes:
         costs: computes workloads and groups of rows with the shuffler's methods.
@@ -164,10 +158,10 @@ class ShuffleEngine:
         self._require_open()
         session = self._session(pg_group)
         device = self._device or session.only_device
-        local = self.costs.describe(batch, device, error or self.costs.problem(device))
+        local = self.costs.describe(batch, error or self.costs.problem(device))
         with self._order:  # a pipeline's loading thread may start shuffles too
             step = session.next_step()
-            future = self._worker.submit(lambda: session.prepare(step, [local]), device)
+            future = self._worker.submit(lambda: session.prepare(step, [local], device), device)
         return ShuffleHandle(step, session, batch, local, future)
 
     def finish(self, batch: Any, handle: ShuffleHandle) -> Any:
@@ -175,12 +169,9 @@ class ShuffleEngine:
         self.require_own_process()
         if self._aborted_for is not None:
             raise self._aborted_for
-        prepared, schema = handle.prepared(), handle.schema()
-        try:
+        prepared, schema, session = handle.prepared(), handle.schema(), handle.session
+        with session.channel.failures_posted(handle.step, EXCHANGE):  # the other ranks wait there
             handle.take(batch)
-        except Exception as error:
-            self.report_failure(handle, error)
-            raise
         self._device = batch_device(batch)
         started = time.perf_counter()
         if prepared.exchange is None:
@@ -188,24 +179,16 @@ class ShuffleEngine:
                 return batch
             padding = schema.empty_batch(1)  # TorchRec's modules need at least one row
             return padding if self._device.type == "cpu" else padding.to(self._device, non_blocking=True)
-        session = handle.session
         results = session.exchange_rows(handle.step, prepared.exchange, [batch])
         (result,) = attach_global_batches(results, prepared, session.channel.members)
         handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)
         self.note(handle.step, handle.read_stats, 0 if prepared.plan is None else prepared.plan.excess_tokens)
         return result
 
-    def report_failure(self, handle: ShuffleHandle, error: Exception) -> None:
-        """Make the ranks that wait in the exchange of a step raise this rank's error."""
-        handle.session.post_failure(handle.step, error)
-
     def note(self, step: int, read_stats: Callable[[], ShuffleStats | None], excess_tokens: int) -> None:
         """Record the stats of a finished shuffle, and warn of the first plan that exceeds the token cap.
 
-        Args:
-            step: number of the step; of a window, of its first step.
-            read_stats: returns the stats; of a window, of its last step.
-            excess_tokens: by how many tokens the fullest rank exceeds the token cap.
+        Of a window, `step` is its first step, and `read_stats` returns the stats of its last one.
         """
         self.read_stats = read_stats
         if not excess_tokens:
@@ -225,10 +208,6 @@ class ShuffleEngine:
 
         All ranks of the group call this together, on the main thread; windows are made one after another.
 
-        Args:
-            reader: reads this rank's batches.
-            pg_group: the group, if not the shuffler's own.
-
         Returns:
             A future of the window; or of an error of any rank, on every rank, with which no read batch is lost.
 
@@ -242,29 +221,21 @@ class ShuffleEngine:
 
         def describe(batch: Any) -> LocalRows:
             # The job keeps the shuffler alive.
-            return shuffler.engine.costs.describe(batch, torch.device("cpu"), problem)
+            return shuffler.engine.costs.describe(batch, problem)
 
         return self._window_worker.submit(lambda: shuffle_window(session, step, reader, describe), device)
 
     def await_window(self, window: Future[ShuffledWindow]) -> None:
-        """Wait for a window that will not be trained, and ignore its result or error.
-
-        Raises:
-            RuntimeError: it is not ready ten seconds after the timeout, because the iterator blocks.
-        """
+        """Wait for a window that will not be trained, and ignore its result or error; raises as `drain`."""
         self.require_own_process()
-        limit = self._options.timeout + GRACE_SECONDS
-        if not concurrent.futures.wait([window], limit).done:
-            raise RuntimeError(describe_blocked_loader("close()", limit))
+        if not concurrent.futures.wait([window], self._longest_read).done:
+            raise self._blocked("close()")
 
     def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
         """Bring all ranks to the same step, after their loading threads have started different numbers of shuffles.
 
-        Ranks that are behind start the missing shuffles without a batch. All ranks call this together.
-
-        Args:
-            pg_group: the group, if not the shuffler's own.
-            until: whether this rank's loading threads have stopped starting shuffles.
+        Ranks that are behind start the missing shuffles without a batch. All ranks call this together. `until` returns
+        whether this rank's loading threads have stopped starting shuffles.
         """
         session = self._session(pg_group)
         while True:
@@ -280,28 +251,23 @@ class ShuffleEngine:
 
     @property
     def failure(self) -> RankMissingError | None:
-        """The error about a missing rank, as soon as the worker thread has it; None before."""
+        """See `BaseTaskBalancedBatchShuffler.failure`."""
         failures = (channel.failure for channel in list(self._channels.values()))
         return self._aborted_for or next((each for each in failures if each is not None), None)
 
     def drain(self) -> None:
-        """Wait until the worker threads are idle.
-
-        Raises:
-            RuntimeError: they are still busy ten seconds after the timeout, because an iterator of windows blocks.
-        """
+        """See `BaseTaskBalancedBatchShuffler.drain`."""
         self.require_own_process()
-        limit = self._options.timeout + GRACE_SECONDS
+        limit = self._longest_read
         if self._aborted_for is None and not (self._worker.drain(limit) and self._window_worker.drain(limit)):
-            raise RuntimeError(describe_blocked_loader("drain()", limit))
+            raise self._blocked("drain()")
 
     def abort(self) -> None:
         """See `BaseTaskBalancedBatchShuffler.abort`."""
         self.require_own_process()
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._aborted_for = self._aborted_for or ShufflerAbortedError(
-            f"the shuffler of rank {rank} was aborted; whatever waits in it ends, and it cannot be used again: make a "
-            "new one when the process groups are there"
+            f"the shuffler of rank {_own_rank()} was aborted; whatever waits in it ends, and it cannot be used again: "
+            "make a new one when the process groups are there"
         )
         for channel in list(self._channels.values()):
             channel.abort(self._aborted_for)
@@ -319,6 +285,18 @@ class ShuffleEngine:
         """See `BaseTaskBalancedBatchShuffler.report_step_time`."""
         group = self._group(pg_group)
         self.step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
+
+    @property
+    def _longest_read(self) -> float:
+        """Seconds after which an iterator of windows counts as blocked."""
+        return self._options.timeout + GRACE_SECONDS
+
+    def _blocked(self, call: str) -> RuntimeError:
+        """The error if the window thread has not ended in time, which only the user's iterator can cause."""
+        return RuntimeError(
+            f"{call} has waited {self._longest_read:g} s for the iterator of rank {_own_rank()}, whose next() has not "
+            "returned; the thread that reads windows cannot be ended within it: fix the loader, or end the program"
+        )
 
     def _require_open(self) -> None:
         """Raise RuntimeError once the shuffler is closed or aborted."""
@@ -376,6 +354,10 @@ class ShuffleEngine:
 
     def _group(self, pg_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return resolve_process_group(pg_group if pg_group is not None else self._pg_group)
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _abandon(workers: list[DaemonWorker], channels: _Channels) -> None:

@@ -27,6 +27,7 @@ from commons.sequence_batch.schema import BatchSchema
 if TYPE_CHECKING:
     from commons.distributed.engine.shuffle_session import ShuffleSession
 
+EXCHANGE = "exchange"  # name of the payload collective in messages
 _LOOK_SECONDS = 1.0
 
 
@@ -47,9 +48,7 @@ class PreparedShuffle:
     def rows_trained(self, real_rows: int, workloads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Global ids and workloads, int64 `(actual_batch_size,)`, of the rows that this rank trains in a batch.
 
-        Args:
-            real_rows: of the batch that it had before.
-            workloads: of that batch, int64 `(batch_size,)`, for mode "off".
+        In mode "off" they are those of its own batch: `real_rows`, and `workloads`, int64 `(batch_size,)`.
         """
         if self.plan is None:
             own = None if workloads is None else torch.as_tensor(workloads)[:real_rows].cpu()
@@ -149,6 +148,10 @@ class ShuffleHandle:
         """Expect a copy of the batch, or the empty batch of a rank without one, in `finish_shuffle`."""
         self._batch = copied
 
+    def post_failure(self, error: Exception) -> None:
+        """Make the ranks that wait in the exchange of this step raise this rank's error."""
+        self.session.channel.post_failure(self.step, EXCHANGE, error)
+
     def drain(self) -> None:
         """Wait for the worker, and drop its result or error."""
         self._finished = True
@@ -184,7 +187,7 @@ class ShuffleHandle:
         schema = self.schema()
         if not self._looks_like(batch, schema) or not self._belongs_to(batch, schema):
             local = self.local
-            mine = _describe(schema.class_name, local.rows, local.real_rows, local.elements)
+            mine = _describe(schema.class_name, local.rows, local.real_rows, sum(local.sizes))
             sizes = (
                 value.numel() if isinstance(value, torch.Tensor) else len(value.values())
                 for _, value in row_fields(batch)

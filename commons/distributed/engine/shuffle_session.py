@@ -19,14 +19,13 @@ import torch
 
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.engine.shuffle_handle import PreparedShuffle
+from commons.distributed.engine.shuffle_handle import EXCHANGE, PreparedShuffle
 from commons.distributed.errors import capture_error
+from commons.distributed.exchange import verification
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
-from commons.distributed.exchange.verification import checksums_of_all, require_same_rows
-from commons.distributed.gather.local_rows import LocalRows, counted_keys, message_of
+from commons.distributed.gather.local_rows import LocalRows, RowCosts, counted_keys, message_of
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
-from commons.distributed.gather.row_costs import RowCosts
 from commons.distributed.gather.schema_agreement import agree_on_schema
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
@@ -36,7 +35,6 @@ from commons.sequence_batch.schema import BatchSchema
 
 logger = logging.getLogger(__name__)
 
-_EXCHANGE = "exchange"
 _PEERS = "shuffle of tensor-parallel peers"
 _NO_WORDS = np.zeros(0, dtype=np.int64)
 # Seconds beyond the timeout that a step of the worker thread may take, in which ranks find out who is missing.
@@ -51,7 +49,7 @@ class ShuffleSession:
     Args:
         channel: the ranks of the group.
         peers: the tensor-parallel peers, whose measured numbers are made equal; None if there are none.
-        costs: computes workloads and groups of rows; has the shuffler's options.
+        costs: has the shuffler and its calibration.
         step_times: this rank's reported times, which are sent with the comparison of plans, and the ranks' speeds.
         only_device: the device of all batches of the group; None if it depends on the batch.
         window: most batches of a rank that are planned together; the worker thread exchanges their rows on the host,
@@ -99,12 +97,13 @@ class ShuffleSession:
         self.steps += 1
         return step
 
-    def prepare(self, step: int, local: Sequence[LocalRows]) -> PreparedShuffle:
+    def prepare(self, step: int, local: Sequence[LocalRows], device: torch.device | None = None) -> PreparedShuffle:
         """Gather, plan, compare plans and build this rank's exchange.
 
         Args:
             step: number of the step, or of the window.
             local: descriptions of this rank's batches in order; without a batch, a single entry without a schema.
+            device: where the batch is trained; None in a window, and if that is not known yet.
 
         Raises:
             RankMissingError: a rank did not join in time; every later call raises it too.
@@ -112,6 +111,7 @@ class ShuffleSession:
         """
         if self.channel.failure is not None:
             raise self.channel.failure
+        self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         try:
             return self._prepare(step, local)
         except RankMissingError as error:
@@ -124,8 +124,6 @@ class ShuffleSession:
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
-        device = local[0].device
-        self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         while True:
             with span("gather"):
                 messages = self._gather(step, layout.schema, local)
@@ -178,12 +176,9 @@ class ShuffleSession:
         return local.error if layout is None else capture_error(lambda: self._own_table(layout.schema, local))[1]
 
     def exchange_rows(self, step: int, exchange: RowExchange, batches: Sequence[Any]) -> list[Any]:
-        """Exchange rows by the plan; on a device, on the stream that copied the batches.
+        """Exchange the rows of this rank's batches; on a device, on the stream that copied them.
 
-        Args:
-            step: number of the step or window.
-            exchange: this rank's part of the plan.
-            batches: this rank's batches, at least one, which may be empty.
+        `batches` are at least one, which may be empty.
 
         Returns:
             The batches that this rank trains, one for each step; a batch whose rows do not change is the same object.
@@ -193,8 +188,8 @@ class ShuffleSession:
             RuntimeError: with `verify`, rows have changed on their way, or a checksum could not be computed.
         """
         layout, verify = exchange.layout, self._options.verify and self._options.mode == "balance"
-        before, unknown = capture_error(lambda: checksums_of_all(batches, layout)) if verify else (None, None)
-        with self.channel.failures_posted(step, _EXCHANGE):  # such as too little memory on this rank
+        before, unknown = capture_error(lambda: verification.checksums(batches, layout)) if verify else (None, None)
+        with self.channel.failures_posted(step, EXCHANGE):  # such as too little memory on this rank
             results = list(batches)
             if exchange.moves or exchange.changes:
                 with span("exchange"):
@@ -209,20 +204,18 @@ class ShuffleSession:
                         for index, (changes, *_) in enumerate(exchange.results)
                     ]
         if verify:
-            require_same_rows(self.channel, step, layout, before, results, unknown, on_main=self._window is None)
+            verification.require_same_rows(
+                self.channel, step, layout, before, results, unknown, on_main=self._window is None
+            )
         return results
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
         """Run the payload collective; waits for host tensors, while on a device only the stream waits."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
-        with self.channel.collective(step, _EXCHANGE):
+        with self.channel.collective(step, EXCHANGE):
             work = exchange.send_rows(buffer, sent, self._rows_group, async_op=sent.device.type == "cpu")
             if work is not None:
-                self.channel.wait(work, step, _EXCHANGE)
-
-    def post_failure(self, step: int, error: Exception) -> None:
-        """Make the ranks that wait in the exchange of a step raise this rank's error."""
-        self.channel.post_failure(step, _EXCHANGE, error)
+                self.channel.wait(work, step, EXCHANGE)
 
     def _agree(self, step: int, local: Sequence[LocalRows]) -> PayloadLayout | None:
         """Compare settings and schemas of all ranks; the layout of their batches, or None if no rank has a batch."""
@@ -237,16 +230,14 @@ class ShuffleSession:
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
 
-        def settings() -> dict[str, Any]:
-            return {
-                "options": json.loads(options.to_json()),
-                "calibrations": calibration,
-                "shuffler": self._shuffler_type,
-                "window": self._window or 1,
-                "token_features": None if self._token_features is None else list(self._token_features),
-                "has_groups": self._has_groups,
-            }
-
+        settings = {
+            "options": json.loads(options.to_json()),
+            "calibrations": calibration,
+            "shuffler": self._shuffler_type,
+            "window": self._window or 1,
+            "token_features": None if self._token_features is None else list(self._token_features),
+            "has_groups": self._has_groups,
+        }
         schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         if schema is None:

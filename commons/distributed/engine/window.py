@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commons.available_memory import require_memory
 from commons.checks import as_count
@@ -62,23 +61,21 @@ class WindowReader:
     def fill(self, describe: Callable[[Any], LocalRows]) -> list[LocalRows]:
         """Read batches until the window is full or the iterator ends.
 
-        Args:
-            describe: makes the LocalRows of a batch, with the error if that fails.
-
         Returns:
             LocalRows of every batch; an error comes last. A single one without a schema if there is no batch.
         """
         if self._problem is not None:
             return [LocalRows(error=self._problem)]
         while len(self._read) < self.window and not self._exhausted:
-            batch, error = capture_error(lambda: next(self._source, None))
-            self._exhausted = batch is None and error is None
-            if self._exhausted:
-                break
-            local = LocalRows(error=error) if error is not None else self._describe(batch, describe)
-            if local.error is not None:
-                return [*(read for _, read in self._read), local]
-            self._read.append((batch, local))
+            found, error = capture_error(lambda: self._read_one(describe))
+            if error is not None:
+                found = None, LocalRows(error=error)
+            if found is None:
+                self._exhausted = True
+            elif found[1].error is not None:
+                return [*(local for _, local in self._read), found[1]]
+            else:
+                self._read.append(found)
         return [local for _, local in self._read] or [LocalRows()]
 
     def take(self) -> list[Any]:
@@ -94,19 +91,11 @@ class WindowReader:
         """Drop the batches that have an error."""
         self._read = [(batch, local) for batch, local in self._read if problem_with(local) is None]
 
-    def _describe(self, batch: Any, describe: Callable[[Any], LocalRows]) -> LocalRows:
-        _, error = capture_error(lambda: self._require_host(batch))
-        if error is not None:
-            return LocalRows(error=error)
-        local = describe(batch)
-        if local.schema is not None and not self._fits:
-            _, error = capture_error(lambda: self._require_memory(local.schema, batch))
-            self._fits = error is None
-            local = replace(local, error=error)
-        return local
-
-    @staticmethod
-    def _require_host(batch: Any) -> None:
+    def _read_one(self, describe: Callable[[Any], LocalRows]) -> tuple[Any, LocalRows] | None:
+        """The next batch and its description; None at the end."""
+        batch = next(self._source, None)
+        if batch is None:
+            return None
         require_dataclass(batch)
         device = batch_device(batch)
         if device.type != "cpu":
@@ -114,26 +103,13 @@ class WindowReader:
                 f"the batch of a window is on {device}; rows of a window are exchanged on the host: give host batches, "
                 "and let the pipeline copy them"
             )
-
-    def _require_memory(self, schema: BatchSchema | None, batch: Any) -> None:
-        """Raise unless this machine has memory for a window, estimated from its first batch."""
-        tensors = [] if schema is None else schema.row_tensors(batch)
-        window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
-
-
-def describe_blocked_loader(call: str, seconds: float) -> str:
-    """The message if the window thread has not ended in time, which only the user's iterator can cause.
-
-    Args:
-        call: the function that waited.
-        seconds: how long it waited.
-    """
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return (
-        f"{call} has waited {seconds:g} s for the iterator of rank {rank}, whose next() has not returned; the thread "
-        "that reads windows cannot be ended within it: fix the loader, or end the program"
-    )
+        local = describe(batch)
+        if local.schema is not None and not self._fits:  # the first batch is an estimate of the others
+            tensors = local.schema.row_tensors(batch)
+            window_bytes = self.window * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            require_memory(_COPIES * window_bytes, f"window is {self.window}", "use a smaller window")
+            self._fits = True
+        return batch, local
 
 
 def _require_iterator(source: Any) -> None:
@@ -150,13 +126,7 @@ def shuffle_window(
     reader: WindowReader,
     describe: Callable[[Any], LocalRows],
 ) -> ShuffledWindow:
-    """Read a window, plan it and exchange its rows; called by all ranks together, on the window thread.
-
-    Args:
-        session: for windows, over the group.
-        step: number of the window.
-        reader: reads this rank's batches.
-        describe: makes the LocalRows of a batch, with the error if that fails.
+    """Read the window numbered `step`, plan it and exchange its rows; called by all ranks on the window thread.
 
     Raises:
         RankMissingError: a rank did not join in time.

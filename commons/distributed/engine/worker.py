@@ -58,15 +58,7 @@ class DaemonWorker:
         self._abandoned_for: Exception | None = None
 
     def submit(self, job: Callable[[], T], device: torch.device | None = None) -> Future[T]:
-        """Queue a job.
-
-        Args:
-            job: the function to run.
-            device: if CUDA, the thread's current device while the job runs; without it, that is the first GPU.
-
-        Returns:
-            The future of the job's result or exception.
-        """
+        """Queue a job; a `device` of CUDA is the thread's current device while it runs, which is else the first GPU."""
         gpu = None
         if device is not None and device.type == "cuda":
             gpu = torch.cuda.current_device() if device.index is None else device.index
@@ -111,17 +103,16 @@ class DaemonWorker:
 
     def stop(self, timeout: float) -> bool:
         """Let queued jobs finish, end the thread and wait for it; False if it still runs after `timeout` seconds."""
+        self.finish()
         thread = self._thread
-        if thread is None:
-            return True
-        self._jobs.put(None)
         if thread is threading.current_thread():  # a loader, on the window thread, aborts its shuffler
             return False
-        thread.join(timeout)
-        ended = not thread.is_alive()
-        if ended:
+        if thread is not None:
+            thread.join(timeout)
+            if thread.is_alive():
+                return False
             self._thread = None
-        return ended
+        return True
 
     def _serve(self) -> None:
         try:

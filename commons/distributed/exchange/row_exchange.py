@@ -97,10 +97,7 @@ class RowExchange:
         return [sum(result[3 + part] // words for part, words in self.layout.lookups) for result in self.results]
 
     def pack(self, batches: Sequence[Any]) -> tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Make the buffer of batches, and pack the rows to send.
-
-        Args:
-            batches: this rank's, at least one; on CUDA the current stream must be the one that copied them.
+        """Make the buffer of this rank's batches, and pack the rows to send; on CUDA, on the stream that copied them.
 
         Returns:
             On the device of the batches: the buffer, int32, `sum(regions)` words, in one piece or, on the host, in
@@ -131,15 +128,11 @@ class RowExchange:
         (sent,) = self._select(indices, own, self.segments[0], 0, self.segments[2], [self.sent_words])
         return buffer, sent, indices
 
-    def received(self, buffer: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The received region of a buffer, into which the collective writes."""
-        return buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
-
     def send_rows(
         self, buffer: Sequence[torch.Tensor], sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
     ) -> dist.Work | None:
         """Run the one payload collective, into the received region; returns it if it is asynchronous."""
-        received = self.received(buffer)
+        received = buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
         if not self.block_words:
             return dist.all_to_all_single(
                 received, sent, self.output_splits, self.input_splits, group=group, async_op=async_op
@@ -152,13 +145,7 @@ class RowExchange:
         """Build a batch to train, in ascending global id with padding last.
 
         Every tensor has its own storage: TorchRec frees the memory of `features` early, and views of one buffer would
-        lose the labels with it.
-
-        Args:
-            batch: one of the packed batches, from which fields without rows are taken.
-            buffer: from `pack`, after the collective.
-            indices: from `pack`.
-            step: index of the result.
+        lose the labels with it. Fields without rows are taken from `batch`, one of the packed batches.
         """
         schema, num_parts = self.layout.schema, len(self.layout.parts)
         _, rows, real_rows, *sizes = self.results[step]
@@ -205,13 +192,8 @@ class RowExchange:
     ) -> Sequence[torch.Tensor]:
         """Segments of a buffer in a new order, as int32 tensors of the given sizes; on the host in own storage.
 
-        Args:
-            indices: the index array, on the device of the buffer.
-            pieces: of the buffer, or of its own region.
-            segments: number of segments in the pieces.
-            first: where the order begins in the int32 part of the index array.
-            count: segments of the result.
-            sizes: words of each tensor.
+        `pieces` of the buffer have so many `segments`; the order of `count` segments begins at `first` in the int32
+        part of the index array.
         """
         orders = self.segments[1] + self._columns * self.rows_before[-1]  # where the int32 part begins
         if pieces[0].device.type != "cpu":

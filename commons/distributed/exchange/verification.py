@@ -52,20 +52,17 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
     return _mix(torch.zeros(rows, dtype=torch.int64, device=tensor.device).index_add_(0, row, element_hash))
 
 
-def checksums(batch: Any, layout: PayloadLayout) -> torch.Tensor:
+def checksums(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
     """int64 `(parts + 1,)` on the host: for each part the sum of its hashes over real rows, then that of whole rows."""
-    rows, real = row_counts(batch)
-    if not layout.parts or real == 0:
-        return torch.zeros(len(layout.parts) + 1, dtype=torch.int64)
-    hashes = torch.stack([_part_hashes(part, batch, rows)[:real] for part in layout.parts])  # (parts, real)
-    order = torch.arange(1, len(layout.parts) + 1, device=hashes.device)
-    whole = _mix((hashes * _mix(order)[:, None]).sum(dim=0))
-    return torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)]).cpu()
-
-
-def checksums_of_all(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
-    """int64 `(parts + 1,)`: the sum of `checksums` over one or more batches."""
-    return torch.stack([checksums(batch, layout) for batch in batches]).sum(dim=0)
+    total = torch.zeros(len(layout.parts) + 1, dtype=torch.int64)
+    for batch in batches:
+        rows, real = row_counts(batch)
+        if layout.parts and real:
+            hashes = torch.stack([_part_hashes(part, batch, rows)[:real] for part in layout.parts])  # (parts, real)
+            order = torch.arange(1, len(layout.parts) + 1, device=hashes.device)
+            whole = _mix((hashes * _mix(order)[:, None]).sum(dim=0))
+            total += torch.cat([hashes.sum(dim=1), whole.sum().unsqueeze(0)]).cpu()
+    return total
 
 
 def require_same_rows(
@@ -78,22 +75,13 @@ def require_same_rows(
     *,
     on_main: bool,
 ) -> None:
-    """Compare checksums over all ranks, which call this together; waits for the device.
-
-    Args:
-        channel: the ranks.
-        step: number of the step or window.
-        layout: the parts.
-        before: `checksums_of_all` of this rank's batches before the exchange; None if that raised.
-        results: the batches that this rank trains.
-        error: the error that it raised.
-        on_main: see `ControlChannel.gather`.
+    """Compare the checksums `before` the exchange, or their `error`, with those of its results, over all ranks.
 
     Raises:
         RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
         RankMissingError: a rank did not join in time.
     """
-    after, problem = capture_error(lambda: checksums_of_all(results, layout))
+    after, problem = capture_error(lambda: checksums(results, layout))
     # The last number counts the ranks whose checksum failed.
     numbers = np.zeros(len(layout.parts) + 2, dtype=np.int64)
     if before is None or after is None:

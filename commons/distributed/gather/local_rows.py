@@ -1,20 +1,29 @@
-"""WORKLOAD: LocalRows, the description of a rank's batch before the gather, and its encoding as a message."""
+"""WORKLOAD: the description of a rank's batch before the gather, with the costs of its rows, and its message."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from commons.distributed.spans import span
+from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.partitioner.inputs import as_groups
-from commons.sequence_batch.fields import path_name
+from commons.perf_model.task_estimator import AttentionTask
+from commons.sequence_batch.fields import path_name, require_dataclass
 from commons.sequence_batch.jagged_fields import require_sum
+from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
+from commons.sequence_batch.plain_values import register_type
 from commons.sequence_batch.schema import BatchSchema
+
+if TYPE_CHECKING:
+    from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 
 
 @dataclass(eq=False)  # not frozen, because a frozen one takes longer to make, and one is made per batch
@@ -31,13 +40,7 @@ class LocalRows:
     host_values: Sequence[np.ndarray] = ()
     groups: Any = None  # the result of `get_groups`, on the host; None if every row moves independently
     copied: torch.Event | None = None  # the event after which copies from a device are complete
-    device: torch.device | None = None  # where the batch is trained; None if that is not known yet
     error: Exception | None = None  # an error in the batch or its description
-
-    @property
-    def elements(self) -> int:
-        """Elements of all row fields, for messages; in jagged fields, the values that the lengths count."""
-        return sum(self.sizes)
 
     @property
     def lookups(self) -> int:
@@ -48,8 +51,7 @@ class LocalRows:
     def table(self, counted: Sequence[int] | np.ndarray = ()) -> np.ndarray:
         """Pack workload, tokens, lengths, host values and group of every real row; waits for copies from a device.
 
-        Args:
-            counted: indices of the keys whose lengths add up to a row's tokens; empty for one token per row.
+        The lengths of the keys with the indices `counted` add up to a row's tokens; without any, a row is one token.
 
         Returns:
             int64 `(words,)`, see `GatheredRows`.
@@ -91,17 +93,136 @@ class LocalRows:
                 )
 
 
+class RowCosts:
+    """Describes batches with the methods of a shuffler, to which it holds no strong reference."""
+
+    def __init__(self, shuffler: BaseTaskBalancedBatchShuffler, has_groups: bool) -> None:
+        self.has_groups = has_groups  # whether its class overrides `get_groups`
+        self.calibrated: CalibratedTask | None = None  # converts operations to times; None without a calibration
+        self._mode = shuffler.options.mode
+        self._file = None if self._mode == "off" else shuffler.options.calibration
+        self._shuffler = weakref.ref(shuffler)
+        self._error: Exception | None = None
+        self._checked_device: torch.device | None = None
+        self._batch_type: type | None = None  # of the last batch
+        self._known: dict[Any, BatchSchema] = {}  # cache of `BatchSchema.of`: the schema of the last batch
+
+    @property
+    def shuffler(self) -> BaseTaskBalancedBatchShuffler:
+        """The shuffler; RuntimeError if it has been garbage-collected."""
+        shuffler = self._shuffler()
+        if shuffler is None:
+            raise RuntimeError("the shuffler was garbage-collected while it was in use; keep a reference to it")
+        return shuffler
+
+    @property
+    def token_features(self) -> tuple[str, ...] | None:
+        """Keys whose values are tokens; None for all except the labels'."""
+        names = self.shuffler.token_feature_names
+        return None if names is None else tuple(names)
+
+    def calibrate(self, task: AttentionTask) -> AttentionTask | CalibratedTask:
+        """See `BaseTaskBalancedBatchShuffler.calibrated`."""
+        if self._file is None:
+            return task
+        try:
+            self.calibrated = CalibratedTask(task, load_calibration(self._file))
+        except (OSError, ValueError) as error:
+            self._error = self._refused(error)
+            return task
+        return self.calibrated
+
+    def problem(self, device: torch.device | None) -> Exception | None:
+        """Why the calibration cannot be used for batches on a device (None: not known yet); None if it can."""
+        if self._file is None:
+            return None
+        if self.calibrated is None and self._error is None:
+            return ValueError(
+                f"calibration is {self._file!r}, but {type(self.shuffler).__name__} does not compute its workloads "
+                "with self.calibrated(task), so that the file has no effect: remove the option, or use calibrated() in "
+                "its constructor"
+            )
+        if self.calibrated is not None and self._error is None and device not in (None, self._checked_device):
+            self._checked_device = device
+            try:
+                self.calibrated.calibration.require_match(None, describe_device(device))
+            except ValueError as error:
+                self._error = self._refused(error)
+        return self._error
+
+    def describe(self, batch: Any | None, error: Exception | None = None) -> LocalRows:
+        """Describe a batch; a mistake in it becomes `LocalRows.error`, which all ranks raise.
+
+        Starts copies to the host of tensors on CUDA, and does not wait for them. `error` is an earlier one, such as the
+        dataloader's.
+        """
+        if batch is None or error is not None:
+            return LocalRows(error=error)
+        try:
+            if type(batch) is not self._batch_type:
+                require_dataclass(batch)
+                register_type(type(batch))
+                self._batch_type = type(batch)
+            with span("workload"):
+                return self._describe(batch)
+        except Exception as mistake:
+            return LocalRows(error=mistake)
+
+    def _describe(self, batch: Any) -> LocalRows:
+        tree = open_batch(batch)
+        leaves = tree.leaves
+        rows, real = row_counts(batch, tree)
+        require_one_device(leaves)
+        if self._mode == "balance":  # in every step, whether or not rows move in it
+            require_no_grad(leaves)
+        schema = BatchSchema.of(batch, tree, self._known)
+        local = LocalRows(schema, rows, real, schema.sizes(schema.row_tensors(batch, leaves)))
+        if self._mode != "off":
+            lengths = [leaves[field.path].lengths().view(len(field.keys), rows) for field in schema.jagged]
+            kept = [leaves[field.path] for field in schema.host_fields]
+            (workloads, groups, *rest), local.copied = _on_host([*self._costs(batch, schema), *lengths, *kept])
+            local.workloads, local.groups = _as_array(workloads), _as_array(groups)
+            # Arrays, even while their values are still being copied: each torch call on the worker would release the
+            # GIL and wait to get it back.
+            arrays = [values.numpy() for values in rest]
+            local.lengths, local.host_values = arrays[: len(lengths)], arrays[len(lengths) :]
+        return local
+
+    def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
+        """The workloads and the groups of a batch; None for no groups."""
+        if names := self.token_features:
+            keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
+            if unknown := [name for name in names if name not in keys]:
+                raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
+        workloads = self._returned("get_workloads", batch, schema)
+        return workloads, self._returned("get_groups", batch, schema) if self.has_groups else None
+
+    def _returned(self, method: str, batch: Any, schema: BatchSchema) -> Any:
+        """The result of a method of the shuffler for a batch."""
+        try:
+            values = getattr(self.shuffler, method)(batch)
+        except KeyError as error:
+            missing = str(error.args[0]) if error.args else ""
+            keys = [key for field in schema.jagged for key in field.keys]
+            if len(missing.split()) != 1 or missing in keys:
+                raise  # a sentence, or the key of another dict
+            # batch.features["item"] raises only the key, which would explain nothing on the other ranks.
+            raise KeyError(f"{method} reads {missing!r}; the batch's keys are {keys}: correct {method}") from error
+        if values is None:
+            raise TypeError(f"{method} returned None; it returns an integer per row, padding included: return a tensor")
+        return values
+
+    def _refused(self, error: Exception) -> ValueError:
+        return ValueError(f"calibration {self._file!r}: {error}")
+
+
 def message_of(
     step: int, local: Sequence[LocalRows], tables: Sequence[np.ndarray], header: int, capacity: int
 ) -> np.ndarray:
     """The message of a rank about its batches, int64 `(header + capacity,)`; shuffle_plan.py describes the numbers.
 
-    Args:
-        step: number of the step.
-        local: the batches; entries without a schema are skipped.
-        tables: the packed rows of each batch, cut off at the capacity; empty after an error.
-        header: count of numbers in the header.
-        capacity: count of words after the header.
+    `tables` has the packed rows of each batch, which are cut off at the capacity, and is empty after an error. Entries
+    of `local` without a schema are skipped.
     """
     message, numbers, at = np.zeros(header + capacity, dtype=np.int64), [step, 0], header
     for each, words in zip(local, tables):
@@ -134,3 +255,27 @@ def _one_per_row(workloads: Any, rows: int) -> Any:
             "per sample"
         )
     return workloads
+
+
+def _as_array(workloads: Any) -> Any:
+    """A one-dimensional integer tensor as an array that shares its memory; any other value unchanged."""
+    if isinstance(workloads, torch.Tensor) and workloads.dim() == 1 and not workloads.is_floating_point():
+        return workloads.detach().numpy()
+    return workloads
+
+
+def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
+    """Copy tensors on CUDA to pinned memory; returns the values, and the event after which the copies are complete."""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
+    if device is None:
+        return values, None
+    host = [
+        torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
+    # On the current stream of the tensors' device, which need not be the current device.
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(device))
+    return host, copied

@@ -81,14 +81,9 @@ class StepTimes:
 
 
 class RankSpeeds:
-    """The speeds of the ranks of a group, step by step; warns of a slow one.
+    """The speeds of the ranks of a group, step by step; its first rank warns of a slow one, by its number in `names`.
 
-    Args:
-        names: number of each rank in messages.
-        rank: this rank, in the group; rank 0 warns.
-        times: this rank's step times.
-        option: `ShufflerOptions.speeds`.
-        settle: called with this rank's speed and the step; returns the speed to use on all tensor-parallel peers.
+    `settle` is called with this rank's speed and the step, and returns the speed to use on all tensor-parallel peers.
 
     Attributes:
         to_plan_with: int64 `(num_ranks,)`, from the last step; None if all are equal, and unless `option` is
@@ -117,7 +112,7 @@ class RankSpeeds:
         times.is_in_use = True
 
     def report(self) -> tuple[int, int, int]:
-        """Numbers to gather: nanoseconds and load of this rank's own work, and its speed."""
+        """Numbers to gather: nanoseconds of this rank's own work, 0 without a report, its load, and its speed."""
         # At fixed steps, because tensor-parallel peers wait for one another in `settle`.
         if self._steps % LOOK_STEPS == 0:
             measured = self._option == "measured"
@@ -130,8 +125,7 @@ class RankSpeeds:
 
         Args:
             step: number of the step of the gather.
-            reports: int64 `(num_ranks, n)`, whose first columns are each rank's `report`: nanoseconds of its own work,
-                0 without a report; the load of that work; and its speed.
+            reports: int64 `(num_ranks, n)`, whose first columns are each rank's `report`.
 
         Returns:
             `rank_speeds`, `speeds` and `speed_saving` of ShuffleStats.
@@ -193,17 +187,11 @@ class RankSpeeds:
 def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Each rank's time divided by the longest time that its load explains, by the other ranks' times.
 
-    Args:
-        time: float64 `(n,)`, each rank's own work, in any unit.
-        load: float64 `(n,)`.
-        known: bool `(n,)`, at least two ranks.
+    All arrays are `(n,)`, of which at least two ranks are known; the result is NaN for the others.
 
-    Returns:
-        float64 `(n,)`; NaN for ranks that are not known.
-
-    >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0]), np.array([5.0, 5.0, 5.0, 10.0])
-    >>> over_explained(times, loads, np.full(4, True)).round(2).tolist()
-    [0.67, 1.5, 0.67, 1.0]
+    >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0, 0.0]), np.array([5.0, 5.0, 5.0, 10.0, 0.0])
+    >>> over_explained(times, loads, times > 0).round(2).tolist()
+    [0.67, 1.5, 0.67, 1.0, nan]
     """
     ratios = np.full(len(time), np.nan)
     time, load = time[known], load[known]

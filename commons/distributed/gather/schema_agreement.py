@@ -24,18 +24,14 @@ class SchemasDifferError(ValueError):
 def agree_on_schema(
     channel: ControlChannel,
     step: int,
-    settings: Callable[[], dict[str, Any]],
+    settings: dict[str, Any],
     local: Sequence[LocalRows],
     words: int,
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
-    Args:
-        channel: the ranks.
-        step: number of the step.
-        settings: returns the JSON values that must be equal on all ranks; versions are added to them.
-        local: descriptions of this rank's batches in order; without a batch, a single entry without a schema.
-        words: number of words of this rank's packed rows.
+    The JSON values of `settings` must be equal on all ranks; versions are added to them. This rank's batches are
+    `local`, see `ShuffleSession.prepare`, and have so many `words` of packed rows.
 
     Returns:
         The schema, or None if no rank has a batch; and the largest number of words of any rank.
@@ -48,12 +44,11 @@ def agree_on_schema(
     """
     own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
     # The other ranks wait for any error here. An error in a batch may be the reason for different settings.
-    described, problem = capture_error(lambda: (settings(), "" if own is None else own.text))
+    text, problem = capture_error(lambda: "" if own is None else own.text)
     error = next((each.error for each in local if each.error is not None), None) or problem
-    compared, text = described or ({}, "")
-    options = None if error else compared | {"versions": versions}
+    options = None if error else settings | {"versions": versions}
     most_words = int(channel.agree("shuffle", options, error, [words], step).max())
-    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text, step)) if text}
+    texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text or "", step)) if text}
     if not texts:
         return None, 0
     # Fails on a rank that has not imported the batches' type.
@@ -73,15 +68,9 @@ def agree_on_schema(
 
 
 def find_difference(batches: Mapping[int, S], differences: Callable[[S, S], Sequence[str]]) -> tuple[str, S] | None:
-    """Compare descriptions of the ranks' batches.
+    """A text about the first rank and the first one that differs from it, and that one's description; None for none.
 
-    Args:
-        batches: description by rank, without ranks that have no batch.
-        differences: returns short texts about the differences between two descriptions.
-
-    Returns:
-        A text about the first rank and the first one that differs from it, and that one's description; None if all are
-        equal.
+    `batches` are descriptions by rank, without ranks that have no batch; `differences` returns texts about two of them.
     """
     first = next(iter(batches), -1)
     for rank, other in batches.items():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
 from commons.distributed.channel.groups import numbers_device, only_device
-from commons.distributed.gather import row_costs
+from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
@@ -174,6 +174,6 @@ def test_the_event_of_a_copy_is_on_its_own_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: SimpleNamespace(copy_=lambda *args, **kwargs: "copy"))
     value = mock.Mock(spec=torch.Tensor, is_cuda=True, device=torch.device("cuda", 3), shape=(4,), dtype=torch.int64)
-    host, copied = row_costs._on_host([[1, 2], value])
+    host, copied = local_rows._on_host([[1, 2], value])
     assert host == [[1, 2], "copy"] and copied is not None
     assert recorded == ["stream of cuda:3"]

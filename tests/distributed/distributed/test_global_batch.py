@@ -17,8 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.datasets.hstu_batch import HSTUBatch
-from commons.distributed import global_mean_loss
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
@@ -44,13 +42,6 @@ def collectives_counted() -> Iterator[Counter[str]]:
         for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
             stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
         yield counter
-
-
-def _own_hstu_batch(rows: int, real: int, longest: int, seed: int, **options: Any) -> HSTUBatch:
-    seed += dist.get_rank()
-    batch = random_hstu_batch(rows, actual_batch_size=real, longest=longest, seed=seed, **options)
-    batch.feature_to_max_seqlen = dict.fromkeys(batch.feature_to_max_seqlen, 30)  # the same on all ranks
-    return batch
 
 
 # ------------------------------------------------------------------------------------------------ loss terms
@@ -154,21 +145,6 @@ def test_it_forgets_with_the_labels_or_the_rows(ranks):
         assert {name for name, is_known in said.items() if is_known} == known
 
 
-def _mean_of_half() -> float:
-    """The mean of ones over half of each rank's rows, as a model computes it."""
-    with closing(SquareShuffler()) as shuffler:
-        batch = shuffler.shuffle(_square_batch("tensor", 1, 8, 8))
-    batch.actual_batch_size //= 2
-    terms = batch.num_loss_tokens()
-    loss = global_mean_loss(torch.tensor(float(terms)), terms, global_count=batch.global_loss_terms())
-    dist.all_reduce(loss)
-    return float(loss) / dist.get_world_size()
-
-
-def test_the_mean_is_that_of_the_rows_that_are_left(ranks):
-    assert ranks.run(_mean_of_half) == [1.0] * ranks.world_size
-
-
 def _lengths_by_rank() -> tuple[Any, list[int]]:
     with closing(SquareShuffler()) as shuffler:
         batch = shuffler.shuffle(_square_batch("jagged", 1, *UNEVEN[dist.get_rank()]))
@@ -209,7 +185,8 @@ def test_steps_of_a_window_know_their_own(ranks, window):
 
 def _collectives_of_a_forward_pass(kind: str, mode: str) -> dict[str, int]:
     rank = dist.get_rank()
-    batch = _own_hstu_batch(6, 4 + rank % 3, 30 if rank == 0 else 4, 0)
+    batch = random_hstu_batch(6, actual_batch_size=4 + rank % 3, longest=30 if rank == 0 else 4, seed=rank)
+    batch.feature_to_max_seqlen = dict.fromkeys(batch.feature_to_max_seqlen, 30)  # the same on all ranks
     hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80)
     config: Any = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
     if kind == "retrieval":

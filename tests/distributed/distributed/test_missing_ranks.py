@@ -41,8 +41,8 @@ TIMEOUT = 2.0
 LIMIT = 60.0
 
 
-def _used_shuffler(**options):
-    shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT, **options))
+def _used_shuffler():
+    shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
     shuffler.shuffle(my_batch())
     return shuffler
 

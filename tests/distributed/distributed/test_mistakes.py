@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.dispatch import exchange, redistribute_balanced
+from commons.distributed import errors
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.errors import describe_error, raise_first_error
+from commons.distributed.errors import describe_error
 from commons.distributed.exchange import verification
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.gather import schema_agreement
@@ -105,6 +106,11 @@ def _no_column(shuffler, batch, patch):
     patch(shuffler, "get_workloads", lambda each: each.features["no_such"].lengths())
 
 
+def _groups(shuffler, batch, patch):
+    patch(shuffler.engine.costs, "has_groups", True)
+    patch(shuffler, "get_groups", lambda each: torch.zeros(each.batch_size, dtype=torch.int64))
+
+
 def _checksum(number):
     """The checksum of that number, from 1, cannot be computed."""
 
@@ -124,7 +130,6 @@ def _checksum(number):
 
 NO_ROOM = "RuntimeError: rank 1: MemoryError: no room"
 MISTAKES = {
-    "too few": Mistake(_workloads(lambda right: right[:-1]), "ValueError: rank 1: workloads has 3 entries, batch_size"),
     "negative": Mistake(_workloads(lambda right: right - 10**6), r"ValueError: rank 1: workloads\[0\] is -"),
     "nan": Mistake(_workloads(lambda right: right.double() * float("nan")), "ValueError: rank 1: .*(nan|NaN)"),
     "shape": Mistake(_workloads(lambda right: right[:, None]), r"ValueError: rank 1: workloads have shape \(4, 1\)"),
@@ -147,10 +152,6 @@ MISTAKES = {
     "dtype": Mistake(
         _field(tiny=lambda batch: batch.tiny.to(torch.int16)),
         "SchemasDifferError: the batches of ranks 0 and 1 differ: field 'tiny'",
-    ),
-    "plain value": Mistake(
-        _field(note=lambda batch: {"unit": "ms"}),
-        "SchemasDifferError: the batches of ranks 0 and 1 differ: field 'note'",
     ),
     "rows": Mistake(
         _field(image=lambda batch: batch.image[:2]),
@@ -183,15 +184,15 @@ MISTAKES = {
         r"ValueError: token_features is None on rank 0 and \['user'\] on rank 1 in shuffle; all ranks pass",
         goes_on=False,
     ),
+    "groups": Mistake(
+        _groups, "ValueError: has_groups is False on rank 0 and True on rank 1 in shuffle", goes_on=False
+    ),
     "version": Mistake(
         lambda shuffler, batch, patch: patch(schema_agreement, "__version__", "9.9.9"),
         "ValueError: versions differ: rank 0 has {'evenrank'.*9.9.9",
     ),
     "plan": Mistake(_breaks(ShufflePlanner, "plan_messages", MemoryError("no room")), NO_ROOM),
     "exchange": Mistake(_breaks(RowExchange, "of", MemoryError("no room")), NO_ROOM),
-    "writing options": Mistake(
-        _breaks(ShufflerOptions, "to_json", OSError("no room")), "RuntimeError: rank 1: OSError"
-    ),
     "writing schemas": Mistake(_unreadable_text, r"ValueError: rank 1: \\ud800"),
     "reading schemas": Mistake(_breaks(BatchSchema, "from_text", KeyError("a type")), "KeyError: 'rank 1: a type'"),
     "comparing schemas": Mistake(
@@ -269,9 +270,6 @@ class Unpadded:
 
     features: KeyedJaggedTensor
 
-    def to(self, device, non_blocking=False):
-        return dataclasses.replace(self, features=self.features.to(device))
-
 
 def _unpadded():
     rows = 1 if dist.get_rank() == 0 else 0
@@ -345,13 +343,18 @@ def test_a_rank_that_has_no_room_for_dispatched_rows(own_ranks, world_size):
     assert sorted(row for _, ids in answers for row in ids) == expected
 
 
+def _told(mistakes):
+    """What all ranks raise if each has made one of these mistakes."""
+    texts = ["" if each is None else json.dumps(describe_error(each)) for each in mistakes]
+    with mock.patch.object(errors, "gather_strings", lambda text, gather: texts):
+        return raised_by(lambda: errors.raise_on_all(None, range(len(mistakes)), np.asarray))
+
+
 def test_the_same_mistake_of_many_ranks_is_told_once():
-    mistakes = [describe_error(ValueError("no column 'item'"))] * 40
-    mistakes[7], mistakes[8] = describe_error(OSError("disk")), None
+    mistakes = [ValueError("no column 'item'")] * 40
+    mistakes[7], mistakes[8] = OSError("disk"), None
     named = ", ".join(str(rank) for rank in range(1, 19) if rank not in (7, 8))
-    with pytest.raises(ValueError) as caught:
-        raise_first_error(mistakes, None)
-    assert str(caught.value) == f"rank 0: no column 'item' (and on ranks {named} and 21 more); rank 7: disk"
-    with pytest.raises(RuntimeError) as caught:
-        raise_first_error([describe_error(OSError(str(rank))) for rank in range(20)], None)
-    assert str(caught.value).endswith("rank 15: OSError: 15; and 4 other errors")
+    said = _told(mistakes)
+    assert said == f"ValueError: rank 0: no column 'item' (and on ranks {named} and 21 more); rank 7: disk"
+    said = _told([OSError(str(rank)) for rank in range(20)])
+    assert said.startswith("RuntimeError: ") and said.endswith("rank 15: OSError: 15; and 4 other errors")

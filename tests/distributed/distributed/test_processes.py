@@ -186,17 +186,16 @@ def _fails_with_one_that_joined_later(store):
         for _ in range(3):
             groups.number_channel([0, 1])
     _begin_again(store)
-    with agree.open_channel(None, 10.0, agree.ControlChannel, moves_rows=False) as channel:
+    with closing(agree.ControlChannel(None, 10.0, moves_rows=False)) as channel:
         if dist.get_rank() == 0:
             channel.post_failure(0, "gather", ValueError("no rows"))
-            return channel.generation, ""
+            return ""
         with pytest.raises(absence.RankMissingError) as error:
             channel.gather(np.array([1]), 0)
-        return channel.generation, str(error.value)
+        return str(error.value)
 
 
 def test_ranks_of_different_age_understand_one_another(own_ranks, tmp_path):
-    answers = own_ranks.run(_fails_with_one_that_joined_later, str(tmp_path / "store"))
-    assert len({generation for generation, _ in answers}) == 1
+    said = own_ranks.run(_fails_with_one_that_joined_later, str(tmp_path / "store"))
     # Tests before may have let the ranks change places.
-    assert sorted(said for _, said in answers) == ["", "rank 0 failed in the gather of step 0: ValueError: no rows"]
+    assert sorted(said) == ["", "rank 0 failed in the gather of step 0: ValueError: no rows"]

@@ -14,9 +14,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.distributed import global_mean_loss
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.sequence_batch.open_batch import row_fields
 from commons.sequence_batch.schema import register_batch_type
 
 B = TypeVar("B", bound="EasyRecBatch")
@@ -131,42 +129,3 @@ class ClicksShuffler(BaseTaskBalancedBatchShuffler):
 
     def get_workloads(self, batch: Any) -> torch.Tensor:
         return batch.sparse_features["item"].lengths().to(torch.int64) ** 2 + 10
-
-
-class EasyRecModel(torch.nn.Module):
-    """A linear model of what a row holds in every field; the loss is the global mean over the rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12))
-        self.seen: list[int] = []
-
-    def inputs(self, batch: EasyRecBatch) -> torch.Tensor:
-        """float32 `(rows, 12)`."""
-        rows = len(batch.labels["row"])
-        columns = []
-        for path, value in row_fields(batch):
-            if path[0] in ("labels", "sample_weights"):
-                continue
-            if isinstance(value, torch.Tensor):
-                columns.append(value.float().sum(dim=1))
-                continue
-            keys = value.keys() if isinstance(value, KeyedJaggedTensor) else [None]
-            lengths = value.lengths().long()
-            segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            for part in (value.values(), value.weights_or_none()):
-                if part is not None:
-                    flat = part.float().view(len(part), -1).sum(dim=1)
-                    columns += torch.zeros(len(lengths)).index_add(0, segment, flat).view(len(keys), rows).unbind()
-        return torch.stack(columns, dim=1) / 1000
-
-    def row_losses(self, batch: EasyRecBatch) -> torch.Tensor:
-        """float32 `(real rows,)`."""
-        real = getattr(batch, "actual_batch_size", None)
-        wrong = (self.inputs(batch) @ self.weight - batch.labels["ctr"].float()[:, 0] / 50) ** 2
-        return (wrong * batch.sample_weights["ctr"])[:real]
-
-    def forward(self, batch: EasyRecBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = self.row_losses(batch)
-        self.seen += batch.labels["row"][: len(losses)].tolist()
-        return global_mean_loss(losses.sum(), torch.tensor(len(losses))), losses.detach()

@@ -121,12 +121,6 @@ def test_the_host_knows_candidates_that_have_moved():
         assert on_device.num_candidates.dtype == torch.int64
 
 
-def test_nothing_is_sent_when_nobody_moves():
-    batches = [random_batch(1, 3), random_batch(2, 3, first_id=3)]
-    for exchange in exchanges_for(plan_for(batches, [0, 0, 0, 1, 1, 1]), batches):
-        assert not exchange.moves and not exchange.changes and exchange.bytes_sent == 0
-
-
 def test_only_moved_rows_are_sent():
     batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
     plan = plan_for(batches, [0] * 5 + [1] + [1] * 6)

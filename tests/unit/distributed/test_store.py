@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from commons.distributed.channel import absence
 from commons.distributed.channel import store as store_module
-from commons.distributed.channel.absence import FailedChannel
-from commons.distributed.channel.store import KeyWatch, StoreUnavailableError, call_store
+from commons.distributed.channel.absence import CollectiveWait, FailedChannel
+from commons.distributed.channel.store import StoreUnavailableError, call_store
 from commons.distributed.errors import first_line
 
 
@@ -27,27 +27,27 @@ def store():
         yield made
 
 
-def _becomes_set(watch):
+def _fails(wait):
     """Within many looks, each of which a loaded machine may cut short."""
-    return any(watch.is_set() for _ in range(100))
+    return any(wait.has_failed_elsewhere() for _ in range(100))
 
 
 def test_answers_come_from_the_default_store(store):
     store.set("key", "value")
     assert call_store(lambda each: each.get("key")) == b"value"
-    assert _becomes_set(KeyWatch("key")) and not KeyWatch("other").is_set()
+    assert _fails(CollectiveWait("gather", "key")) and not CollectiveWait("gather", "other").has_failed_elsewhere()
 
 
 def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
-    go_on, watch = threading.Event(), KeyWatch("key")
+    go_on, wait = threading.Event(), CollectiveWait("gather", "key")
     with pytest.raises(StoreUnavailableError, match="does not answer; rank 0 hosts it and has stopped"):
         call_store(lambda each: go_on.wait(), seconds=0.1)  # would never come back
-    assert not watch.is_set()  # unknown
+    assert not wait.has_failed_elsewhere()  # unknown
     go_on.set()
     store.set("key", "")
     assert call_store(lambda each: each.check(["key"]), seconds=30)
     # The first look was on its way before the key was set.
-    assert _becomes_set(watch)
+    assert _fails(wait)
 
 
 def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
@@ -55,7 +55,7 @@ def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
         asked = mock.Mock()
         with pytest.raises(StoreUnavailableError, match="cannot be reached; rank 0 hosts it and has ended"):
             call_store(asked)
-        assert _becomes_set(KeyWatch("key"))
+        assert _fails(CollectiveWait("gather", "key"))
     asked.assert_not_called()
 
 
@@ -149,7 +149,7 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     call_store(lambda store: store.set(f"{key}/2", json.dumps(["gather of step 3", 7.0, 0.0, silent])))
     call_store(lambda store: store.add(f"{key}/count of present", 1))
     with mock.patch.multiple(absence, _RECORDS_SECONDS=0.2, _READERS_SECONDS=0.2):
-        verdict = channel.who_is_missing(channel.start_wait("gather", 3))
+        verdict = channel.who_is_missing(channel.start_wait("gather of step 3"))
     assert verdict.missing == [1] and verdict.failure is None
     named = ["rank 0, which hosts the store, stalled for 5 s, in which others may have given up"]
     assert verdict.late == (named if is_named else [])
