@@ -236,13 +236,12 @@ def scatter_rows(
         assert rows is not None and split is not None  # noqa: S101  only the source calls it
         indices = split.indices[rank]
         share, windows = trim_share(split.take(rows, rank), int((indices >= 0).sum()), trims, padding)
-        return Piece(share, indices, [split.plan.imbalance, [[each.start, each.stop, each.width] for each in windows]])
+        return Piece(share, indices, [split.plan.imbalance, windows])
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
         piece = pieces[source.rank]
         assert piece is not None and piece.indices is not None  # noqa: S101  the source has one for every rank
-        imbalance, columns = piece.extra
-        windows = [Window(trim.name, *each) for trim, each in zip(trims, columns)]
+        imbalance, windows = piece.extra
         return BalancedShare(piece.rows.batch, piece.indices, imbalance, 0, source, windows, split)
 
     size, pieces = (0, None) if rows is None else (rows.nbytes, share_of)
