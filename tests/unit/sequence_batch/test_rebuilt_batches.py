@@ -276,9 +276,8 @@ def test_an_enum_that_this_rank_does_not_know(monkeypatch):
     monkeypatch.delattr(f"{__name__}.Color")
     with pytest.raises(KeyError, match="class Color of module .* is unknown on this rank; .* import"):
         schema.empty_batch()
-    assert schema.differences(BatchSchema(tuple(each for each in schema.fields if each.path != ("note",)))) == [
-        "field 'note': Color((1, 'r')) and absent"
-    ]
+    (difference,) = schema.differences(BatchSchema(tuple(each for each in schema.fields if each.path != ("note",))))
+    assert ":Color" in difference and difference.endswith(" and absent")
 
 
 # No two are the same, though Python calls some equal.
