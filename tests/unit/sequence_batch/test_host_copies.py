@@ -68,6 +68,7 @@ def test_the_host_knows_what_the_device_has(seed: int, rows: int, data: st.DataO
     host = counted_batch(seed, rows, real)
     batch: Any = host.to(META) if data.draw(st.booleans()) else host.to(META).to(META)
     assert_knows(batch, host)
+    assert batch.features.length_per_key() == host.features.length_per_key()
     chosen = data.draw(st.lists(st.integers(0, real - 1), max_size=9)) if real else []
     chosen += data.draw(st.lists(st.integers(real, rows - 1), max_size=3)) if real < rows else []
     selected = batch.index_select(chosen)
