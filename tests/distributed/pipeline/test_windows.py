@@ -44,9 +44,6 @@ def own_batches(seed, sizes):
         )
 
 
-# ------------------------------------------------------------------------------------------------ conservation
-
-
 def _windows(seed, sizes, window, options):
     batches = list(own_batches(seed, sizes))
     with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
@@ -141,12 +138,6 @@ def test_observing_says_what_a_window_gives(ranks):
         assert observed[0]["windows"][0][names] == moved[0]["windows"][0][names]
     assert moved[0]["windows"][0]["imbalance_after"] < moved[0]["windows"][0]["imbalance_before"] / 2
     assert observed[0]["windows"][0]["token_fraction_moved"] == 0 < moved[0]["windows"][0]["token_fraction_moved"]
-
-
-# ------------------------------------------------------------------------------------------------ training
-
-
-# ------------------------------------------------------------------------------------------------ errors
 
 
 def _read_by(count, condition):
