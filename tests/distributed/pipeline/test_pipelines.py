@@ -18,9 +18,8 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, balanced_iter, hooks, shuffle_stage
+from commons.pipeline import balanced, balanced_iter, hooks
 from commons.pipeline.look_ahead import LookAhead
-from tests.helpers.cuda.pretended_streams import PretendedStream
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
 from tests.helpers.pipelines.shuffled_pipelines import (
@@ -92,14 +91,6 @@ def test_the_staged_pipeline_trains_everything_to_the_end_and_the_same(ranks):
         assert len({len(seen) for seen, _ in results}) == 1
     assert [seen for seen, _ in on] != [seen for seen, _ in off]
     assert largest_difference(on[0][1], off[0][1]) < 1e-5
-
-
-def test_a_stage_without_its_iterator_says_so():
-    shuffler = CubicShuffler()
-    stage = shuffle_stage(shuffler, PretendedStream())
-    with pytest.raises(ValueError, match="wrap the iterator"):
-        stage.runnable(models.make_batch([1, 2], 2))
-    shuffler.close()
 
 
 def _reset(pipeline_class):

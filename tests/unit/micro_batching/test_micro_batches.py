@@ -53,8 +53,7 @@ def test_groups_are_packed_as_their_sums_are(packing, kind, data):
     rows_of = [[row for row, group in enumerate(groups) if group == name] for name in names]
     assert packed.groups == [sorted(row for name in each for row in rows_of[name]) for each in merged.groups]
     assert packed.num_tokens == merged.num_tokens
-    for name in ("num_micro_batches", "fill", "imbalance"):
-        assert packed.metrics.get(name) == merged.metrics.get(name)
+    assert packed.metrics | {"seconds": 0} == merged.metrics | {"seconds": 0}
 
 
 @settings(max_examples=50)
