@@ -148,19 +148,6 @@ def test_an_empty_batch_is_the_others_without_their_rows(rows):
     assert BatchSchema.of(empty) == BatchSchema.of(batch)
 
 
-@dataclass
-class NeedsRows:
-    values: torch.Tensor
-
-    def __post_init__(self) -> None:
-        if not len(self.values):
-            raise ValueError("a batch without rows makes no sense")
-
-
-def test_a_type_that_refuses_batches_without_rows():
-    assert learned(NeedsRows(torch.ones(2, 3))).empty_batch().values.shape == (0, 3)
-
-
 class Color(enum.Enum):
     RED = (1, "r")
 
