@@ -29,6 +29,7 @@ from tests.helpers.batches.any_batches import (
     count_rows,
     dense,
     everything,
+    jagged,
     kjt,
     nested,
     padded_batch,
@@ -109,6 +110,15 @@ def test_results_own_their_storage():
                 {tensor.untyped_storage().data_ptr() for tensor in tensors_of(each)} for each in (batch, result)
             )
             assert not mine & own
+
+
+def test_every_tensor_is_pinned(monkeypatch):
+    """JaggedTensor has no pin_memory of its own."""
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
+    batch = {"x": dense([1, 2]), "jagged": jagged([1, 2]), "texts": ["a", "b"], "array": np.ones(2)}
+    assert as_values(Rows.of(batch).pin().batch) == as_values(batch)
+    assert len(copied) == 4  # of the JaggedTensor values, lengths and weights
 
 
 def test_gradients_flow_through_rows():
