@@ -47,10 +47,6 @@ class DispatchChannel(ControlChannel):
         self.step += 1
         return self.agree(call, options, error, [number], self.step, CALL_NUMBERS)[:, 0].tolist()
 
-    def confirm(self, error: Exception | None) -> None:
-        """End a call: raise on all ranks the error of any rank in processing the rows that it received."""
-        self.agree("end of the call", {}, error, step=self.step)
-
     def send_bytes(self, outgoing: torch.Tensor, sizes: list[int], incoming: list[int]) -> list[torch.Tensor]:
         """Send each rank its bytes, and wait for `incoming` bytes from each rank, because the host reads them.
 
@@ -128,7 +124,7 @@ def exchange(
     result, error = capture_error(
         lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
     )
-    channel.confirm(error)
+    channel.agree("end of the call", {}, error, step=channel.step)
     return result, sum(sizes), sum(incoming)
 
 
