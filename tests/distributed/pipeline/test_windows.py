@@ -23,7 +23,7 @@ from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, ro
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, expected_ids
 from tests.helpers.ranks.faults import raised_by
 
 
@@ -235,12 +235,7 @@ def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, w
     trained = sorted(row for ids, _ in answers for batch in ids for row in batch)
     faulty = [] if where == "loader" else range(ranks.world_size) if (where, at) == ("dtype", 0) else [1]
     lost = [row for rank in faulty for row in range(1 + 100_000 * rank + 100 * at, 5 + 100_000 * rank + 100 * at)]
-    everything = [
-        int(row)
-        for rank in range(ranks.world_size)
-        for batch in models.rank_batches(rank, 8, [4])
-        for row in batch.sample_id[: batch.actual_batch_size]
-    ]
+    everything = expected_ids([8] * ranks.world_size, ranks.world_size, sizes=[4])
     assert trained == sorted(set(everything) - set(lost))
 
 
