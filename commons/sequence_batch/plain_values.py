@@ -129,7 +129,7 @@ class PlainField:
         """The text for messages."""
         try:
             text = repr(self.value()) if self.json else "a value"
-        except KeyError:  # a class that is not imported here
+        except Exception:  # a class that is not imported here, or another version of it
             text = self.json
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
