@@ -47,27 +47,14 @@ class DispatchChannel(ControlChannel):
         self.step += 1
         return self.agree(call, options, error, [number], self.step, CALL_NUMBERS)[:, 0].tolist()
 
-    def confirm(self, error: Exception | None) -> None:
-        """End a call: raise on all ranks the error of any rank in processing the rows that it received."""
-        self.agree("end of the call", {}, error, step=self.step)
-
     def send_bytes(self, outgoing: torch.Tensor, sizes: list[int], incoming: list[int]) -> list[torch.Tensor]:
-        """Send each rank its bytes and wait for the received bytes, also on a device, because the host reads them.
+        """Send each rank its bytes, and wait for `incoming` bytes from each rank, because the host reads them.
 
         On a device, a rank that failed before the exchange is detected within a second or two. If a rank exits or
         stalls during the exchange, NCCL's collective ends only after the group's timeout, and NCCL's watchdog may end
         the process before the ranks have agreed on the missing rank.
 
-        Args:
-            outgoing: uint8 `(sum(sizes),)`, by receiver; on the host, or on the payload group's device.
-            sizes: bytes for each rank.
-            incoming: bytes from each rank.
-
-        Returns:
-            For each sender uint8 `(bytes from it,)`, on the device of `outgoing`.
-
-        Raises:
-            RankMissingError: a rank is missing, or has failed, with its message.
+        `outgoing` is uint8 `(sum(sizes),)`, by receiver; on the host, or on the payload group's device.
         """
         with self.failures_posted(self.step, EXCHANGE):
             received = outgoing.new_empty(sum(incoming))
@@ -101,8 +88,8 @@ def exchange(
 
     Args:
         channel: channel of the ranks.
-        call: name of the call.
-        options: options that must be equal on all ranks; None if `error` is about the options.
+        call: name of the call, for messages.
+        options: must be equal on all ranks; None if `error` is about the options.
         error: this rank's error before the exchange; None for no error.
         pieces: makes the piece for a rank, None for no piece. It is called rank by rank, and each piece is encoded and
             released before the next call; this rank's own piece is not encoded. None on a rank without pieces.
@@ -137,7 +124,7 @@ def exchange(
     result, error = capture_error(
         lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
     )
-    channel.confirm(error)
+    channel.agree("end of the call", {}, error, step=channel.step)
     return result, sum(sizes), sum(incoming)
 
 

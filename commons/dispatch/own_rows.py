@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class OwnRows:
     columns: Mapping[str, np.ndarray | None]
     schema: BatchSchema | None = None  # must be equal on all ranks; None without a batch
     devices: Mapping[str, str] = field(default_factory=dict)  # device types of the fields; must be equal on all ranks
+    trims: Sequence[Trim] = ()  # the padded sequences to trim
     padding: Any = None  # `padding_of` the rows
     differentiable: Sequence[int] = ()  # numbers of the leaves that require gradients
 
@@ -65,11 +66,10 @@ class OwnRows:
                         f"batch is None and there are {len(values)} {name}; a rank without rows has no {name}: pass "
                         "the batch, or None for all"
                     )
-            return cls(None, dict.fromkeys(given))
+            return cls(None, dict.fromkeys(given), trims=trims)
         rows = Rows.of(batch)
         columns = columns_of(rows)
-        windows = find_windows(rows, trims)
-        cut = {path for window in windows for path in window.fields}
+        cut = {path for window in find_windows(rows, trims) for path in window.fields}
         devices = {path_name(path): device_of(leaf).type for path, leaf in rows.leaves.items() if is_moved(leaf)}
         schema = _comparable(rows.schema, cut)
         _ = schema.text  # raises here for keys that JSON cannot hold, where the error reaches all ranks
@@ -82,8 +82,7 @@ class OwnRows:
                     f"field {path_name(path)!r} requires grad and is trimmed; gradients do not follow trimmed rows: "
                     "pass detach(), or leave it out of Trim.fields"
                 )
-        padding = padding_of(rows, trims, windows) if trims else None
-        return cls(rows, real, schema, devices, padding, differentiable)
+        return cls(rows, real, schema, devices, trims, padding_of(rows, trims) if trims else None, differentiable)
 
     @property
     def count(self) -> int:
@@ -100,14 +99,16 @@ class OwnRows:
         return json.dumps([self.schema.text, self.devices, given, self.differentiable, self.padding])
 
 
-def gather_rows(
-    channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray
-) -> tuple[dict[str, np.ndarray | None], Padding, list[int]]:
-    """Gather the columns of all ranks, and compare the batches' descriptions.
+class AllRows(NamedTuple):
+    """What is gathered of the rows of all ranks."""
 
-    Returns:
-        Each column int64 `(rows of all ranks,)`, rank by rank, or None if no rank gives it; the widths and padding
-        values of padded sequences on all ranks; and the numbers of the leaves that require gradients on any rank.
+    columns: dict[str, np.ndarray | None]  # int64 `(rows of all ranks,)`, rank by rank; None if no rank gives it
+    padding: Padding  # of padded sequences
+    differentiable: list[int]  # numbers of the leaves that require gradients on any rank
+
+
+def gather_rows(channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarray) -> AllRows:
+    """Gather the columns of all ranks, and compare the batches' descriptions.
 
     Raises:
         ValueError: on all ranks: batches or given columns that differ between ranks, or a field whose padding has
@@ -134,7 +135,7 @@ def gather_rows(
     tables = gathered[:, 1:].reshape(channel.world_size, len(own.columns), most)
     is_row = np.arange(most) < rows_per_rank[:, None]
     states = next((given for _, _, given in described.values()), None) or {}
-    return (
+    return AllRows(
         {
             name: tables[:, position][is_row] if states.get(name) == _GIVEN else None
             for position, name in enumerate(own.columns)

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import differentiable_leaves, follow_gradients, result_rows
-from commons.dispatch.own_rows import OwnRows, gather_rows
+from commons.dispatch.own_rows import AllRows, OwnRows, gather_rows
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, trim_rows
-from commons.dispatch.widen import Padding, join_trimmed
+from commons.dispatch.widen import join_trimmed
 from commons.distributed.errors import capture_error
 from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
@@ -60,28 +60,25 @@ class Routes:
     ) -> Rows[R] | None:
         """Move the rows that this rank computes, in their order here, to their home ranks; None without own rows."""
         home = self.plan.gathered.home[self.plan.rows_for(self.rank)]
-        order = np.argsort(np.argsort(self.destination, kind="stable"))
-        return self._move(call, rows, home, order, options, error)
+        moved = self._move(call, rows, home, options, error)
+        return None if moved is None else moved.select(np.argsort(np.argsort(self.destination, kind="stable")))
 
     def _move(
         self,
         call: str,
         rows: Rows[R] | None,
         receiver: np.ndarray,
-        order: np.ndarray | None = None,
         options: dict[str, Any] | None = None,
         error: Exception | None = None,
     ) -> Rows[R] | None:
-        def in_order(pieces: list[Piece | None]) -> Rows[R] | None:
+        def joined(pieces: list[Piece | None]) -> Rows[R] | None:
             present = [piece.rows for piece in pieces if piece is not None]
-            if not present or order is None:
-                return Rows.concat(present) if present else None
-            return Rows.concat(present).select(order)
+            return Rows.concat(present) if present else None
 
         size = 0 if rows is None else rows.nbytes
         with closing(DispatchChannel(self.group, self.timeout)) as channel:
             moved, *_ = exchange(
-                channel, call, options or {}, error, _pieces(rows, receiver), in_order, expected_bytes=size
+                channel, call, options or {}, error, _pieces(rows, receiver), joined, expected_bytes=size
             )
         return moved
 
@@ -205,25 +202,25 @@ def redistribute_balanced(
 
     with closing(DispatchChannel(group, timeout)) as channel:
         own, options, error = None, None, None
-        trims: tuple[Trim, ...] = ()
         try:
             trims = as_trims(trim, one_sided=True)
-            shown = [repr(each) for each in trims]
-            options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": shown}
+            options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": [repr(each) for each in trims]}
             own = OwnRows.of(batch, {"workloads": workloads, "groups": groups}, columns_of, trims)
         except Exception as caught:
             error = caught
         num_own = 0 if own is None else own.count
         rows_per_rank = np.array(channel.begin(_CALL, options, error, num_own))
         assert own is not None  # noqa: S101  begin raised the error
-        columns, padding, differentiable = gather_rows(channel, own, rows_per_rank)
-        no_rows = np.empty(0, dtype=np.int64)
-        all_workloads = no_rows if columns["workloads"] is None else columns["workloads"]
+        gathered = gather_rows(channel, own, rows_per_rank)
+        columns, no_rows = gathered.columns, np.empty(0, dtype=np.int64)
         plan = plan_redistribution(
-            all_workloads, rows_per_rank, equal_size=equal_size, groups=columns["groups"], slack=slack
+            no_rows if columns["workloads"] is None else columns["workloads"],
+            rows_per_rank,
+            equal_size=equal_size,
+            groups=columns["groups"],
+            slack=slack,
         )
-        routes = Routes(plan, channel.rank, group, timeout)
-        return carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
+        return carry_out(channel, _CALL, own, Routes(plan, channel.rank, group, timeout), gathered)
 
 
 def carry_out(
@@ -231,28 +228,23 @@ def carry_out(
     call: str,
     own: OwnRows,
     routes: Routes,
-    trims: tuple[Trim, ...],
-    padding: Padding,
-    differentiable: Sequence[int],
+    gathered: AllRows,
 ) -> RedistributedRows[Any]:
-    """Move the rows as planned; all ranks call this together, and an error on any rank is raised on all.
-
-    The plan of `routes` gives every rank a row; `padding` and `differentiable` are results of `gather_rows`.
-    """
+    """Move the rows as planned, at least one to every rank; all ranks call this together."""
     plan, destination = routes.plan, routes.destination
     untrimmed = _pieces(own.rows, destination)
 
     def piece_for(rank: int) -> Piece | None:
         piece = untrimmed(rank)
-        if piece is None or not trims:
+        if piece is None or not own.trims:
             return piece
-        rows, windows = trim_rows(piece.rows, trims)
-        return Piece(rows, extra=[[window.start, window.stop, window.width, window.fields] for window in windows])
+        rows, windows = trim_rows(piece.rows, own.trims)
+        return Piece(rows, extra=windows)
 
     def join(pieces: list[Piece | None]) -> tuple[Rows[Any], list[Window]]:
         present = [piece for piece in pieces if piece is not None]
-        cut = [[Window(trim.name, *each) for trim, each in zip(trims, piece.extra or ())] for piece in present]
-        joined, windows = join_trimmed([piece.rows for piece in present], cut, trims, padding)
+        cut = [piece.extra or [] for piece in present]
+        joined, windows = join_trimmed([piece.rows for piece in present], cut, own.trims, gathered.padding)
         return joined.with_own_of(own.rows), windows
 
     share_sent = float(np.mean(destination != channel.rank)) if len(destination) else 0.0
@@ -261,7 +253,7 @@ def carry_out(
     assert result is not None  # noqa: S101  every rank has pieces, if only empty ones
     rows, windows = result
     back = functools.partial(routes.home, f"backward of {call}")
-    rows, indices = follow_gradients(rows, own.rows, differentiable, back), plan.rows_for(channel.rank)
+    rows, indices = follow_gradients(rows, own.rows, gathered.differentiable, back), plan.rows_for(channel.rank)
     return RedistributedRows(
         batch=rows.batch,
         indices=torch.from_numpy(indices),

@@ -20,7 +20,7 @@ from commons.checks import as_count
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import Split, split_rows
-from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
+from commons.dispatch.trim import Trim, Trimmed, Window, as_trims
 from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
@@ -229,20 +229,18 @@ def scatter_rows(
     @cache
     def padding() -> Padding:
         assert rows is not None  # noqa: S101  only the source calls it
-        real = rows.without_padding()
-        return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
+        return Padding.of({source.rank: padding_of(rows.without_padding(), trims)})
 
     def share_of(rank: int) -> Piece:
         assert rows is not None and split is not None  # noqa: S101  only the source calls it
         indices = split.indices[rank]
         share, windows = trim_share(split.take(rows, rank), int((indices >= 0).sum()), trims, padding)
-        return Piece(share, indices, [split.plan.imbalance, [[each.start, each.stop, each.width] for each in windows]])
+        return Piece(share, indices, [split.plan.imbalance, windows])
 
     def as_share(pieces: list[Piece | None]) -> BalancedShare[Any]:
         piece = pieces[source.rank]
         assert piece is not None and piece.indices is not None  # noqa: S101  the source has one for every rank
-        imbalance, columns = piece.extra
-        windows = [Window(trim.name, *each) for trim, each in zip(trims, columns)]
+        imbalance, windows = piece.extra
         return BalancedShare(piece.rows.batch, piece.indices, imbalance, 0, source, windows, split)
 
     size, pieces = (0, None) if rows is None else (rows.nbytes, share_of)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -73,8 +73,7 @@ class Trim:
         return stated | {as_path(key): value for key, value in self.fill.items()}
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The columns `[start, stop)` that a trim keeps."""
 
     name: str  # `Trim.name`

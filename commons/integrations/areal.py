@@ -27,14 +27,17 @@ def ffd_allocate(
     Raises:
         RuntimeError: a value above the capacity, or no such groups exist; the same type as in AReaL.
     """
-    return _allocate(values, capacity, min_groups, n_groups_divisor, False)
+    return kk_allocate(values, capacity, min_groups, n_groups_divisor)
 
 
 def kk_allocate(
     values: Any, capacity: int, min_groups: int | None = None, n_groups_divisor: int = 1, equal_size: bool = False
 ) -> list[list[int]]:
     """`ffd_allocate`; with `equal_size`, the sizes of the groups differ by one at most."""
-    return _allocate(values, capacity, min_groups, n_groups_divisor, equal_size)
+    try:
+        return allocation.refined_allocate(values, capacity, min_groups or 1, n_groups_divisor, equal_size=equal_size)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def get_allocate_fn(algorithm: str = "ffd") -> AllocateFn:
@@ -59,12 +62,3 @@ def balanced_greedy_partition(nums: Any, K: int) -> list[list[int]]:
     if len(weights) < K:
         raise ValueError(f"there are {len(weights)} values, K is {K}; no group is empty: lower K or pass more")
     return partition(weights, K).groups()
-
-
-def _allocate(
-    values: Any, capacity: int, min_groups: int | None, n_groups_divisor: int, equal_size: bool
-) -> list[list[int]]:
-    try:
-        return allocation.refined_allocate(values, capacity, min_groups or 1, n_groups_divisor, equal_size=equal_size)
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error

@@ -49,15 +49,25 @@ def balanced_scheduler(base: type) -> type:
             return super().run(*args, **kwargs)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
-            """Ids of the sequences of each micro-batch and rank, equal on the ranks of a context-parallel group."""
-            dealt = deal_sequences(
-                sample_id_seqlens,
-                dp_size=self.dp_size,
-                cp_size=self.cp_size,
-                max_tokens=self.max_seqlen_per_dp_cp_rank * self.cp_size,
-                divisor=self.microbatch_group_size_per_vp_stage or 1,
-                task=self._task,
+            """Ids of the sequences of each micro-batch and rank, equal on the ranks of a context-parallel group.
+
+            Raises:
+                ValueError: a sequence that fills more than a micro-batch, too few sequences for a sequence per rank and
+                    micro-batch, or more than `thd_max_packed_sequences` in a micro-batch.
+            """
+            cp_size, lengths = self.cp_size, np.array([length for _, length in sample_id_seqlens], np.int64)
+            spec = MicroBatchSpec(
+                max_tokens_per_mb=self.max_seqlen_per_dp_cp_rank * cp_size,
+                n_mbs_divisor=self.microbatch_group_size_per_vp_stage or 1,
+                packing_algorithm="refined",
             )
+            costs = lengths**2 if self._task is None else np.asarray(self._task.get_workloads(lengths))
+            plan = plan_unplaced(spec, lengths, costs, self.dp_size)
+            num_micro_batches, num_ranks = plan.costs.shape[1], self.dp_size * cp_size
+            dealt: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(num_micro_batches)]
+            for (number, _), rank, index in zip(sample_id_seqlens, plan.rank.tolist(), plan.micro_batch.tolist()):
+                for each in range(rank * cp_size, (rank + 1) * cp_size):
+                    dealt[index][each].append(number)
             _require_few(dealt, getattr(self, "max_num_seqs", None))
             return dealt
 
@@ -85,40 +95,3 @@ def task_of(config: Any) -> SelfAttentionTask:
         num_query_groups=config.num_query_groups,
         gated_ffn=bool(config.gated_linear_unit),
     )
-
-
-def deal_sequences(
-    sample_id_seqlens: list[tuple[int, int]],
-    *,
-    dp_size: int,
-    cp_size: int,
-    max_tokens: int,
-    divisor: int = 1,
-    task: SelfAttentionTask | None = None,
-) -> list[list[list[int]]]:
-    """Assign sequences to the fewest micro-batches that keep `max_tokens`, and evenly to the ranks of each.
-
-    Args:
-        sample_id_seqlens: id and tokens of each sequence.
-        dp_size: number of data-parallel ranks.
-        cp_size: context-parallel ranks of each data-parallel rank; they compute the same sequences.
-        max_tokens: most tokens of a micro-batch of a data-parallel rank.
-        divisor: the number of micro-batches is a multiple of it.
-        task: cost model of a sequence; None for the square of its tokens.
-
-    Returns:
-        Ids of the sequences of each micro-batch and rank; there are `dp_size · cp_size` ranks, and `cp_size` neighbours
-        have the same sequences.
-
-    Raises:
-        ValueError: a sequence above `max_tokens`, or too few sequences for a sequence per rank and micro-batch.
-    """
-    lengths = np.array([length for _, length in sample_id_seqlens], np.int64)
-    spec = MicroBatchSpec(max_tokens_per_mb=max_tokens, n_mbs_divisor=divisor, packing_algorithm="refined")
-    costs = lengths**2 if task is None else np.asarray(task.get_workloads(lengths))
-    plan = plan_unplaced(spec, lengths, costs, dp_size)
-    dealt: list[list[list[int]]] = [[[] for _ in range(dp_size * cp_size)] for _ in range(plan.costs.shape[1])]
-    for (number, _), rank, index in zip(sample_id_seqlens, plan.rank.tolist(), plan.micro_batch.tolist()):
-        for each in range(rank * cp_size, (rank + 1) * cp_size):
-            dealt[index][each].append(number)
-    return dealt

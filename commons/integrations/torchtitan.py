@@ -39,16 +39,8 @@ def assign_training_samples_to_rows(self: Any, training_samples: list[S]) -> lis
     rows = refined_allocate(tokens, self.seq_len)
     costs = [int((tokens[row] ** 2).sum()) for row in rows]
     heaviest_first = sorted(range(len(rows)), key=lambda row: (-costs[row], row))
-    return [[training_samples[sample] for sample in rows[row]] for row in in_turns(heaviest_first, _places(self, rows))]
-
-
-def _places(batcher: Any, rows: list[list[int]]) -> int:
-    """Number of micro-batches times number of ranks, computed as in the batcher."""
-    ranks = batcher._dp_degree
-    return math.ceil(len(rows) / (batcher.local_batch_size * ranks)) * ranks
-
-
-def in_turns(numbers: list[int], places: int) -> list[int]:
-    """Numbers in turns of `places` numbers, with every second turn reversed."""
-    turns = [numbers[start : start + places] for start in range(0, len(numbers), places)]
-    return [number for turn, part in enumerate(turns) for number in (part[::-1] if turn % 2 else part)]
+    ranks = self._dp_degree
+    places = math.ceil(len(rows) / (self.local_batch_size * ranks)) * ranks  # micro-batches · ranks, as in the batcher
+    turns = [heaviest_first[start : start + places] for start in range(0, len(rows), places)]
+    in_turns = [row for turn, part in enumerate(turns) for row in (part[::-1] if turn % 2 else part)]
+    return [[training_samples[sample] for sample in rows[row]] for row in in_turns]

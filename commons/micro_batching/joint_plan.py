@@ -157,9 +157,10 @@ class _Cells:
 
     def best(self, places: list[np.ndarray], number: int) -> np.ndarray:
         """Of the plans within the slack of the cheapest, the one that moves the fewest tokens."""
-        sums = [self._sum_of_largest(place, number) for place in places]
+        loads = [sum_by_rank(place, self.costs, number * self.num_ranks) for place in places]
+        sums = [int(each.reshape(number, self.num_ranks).max(axis=1).sum()) for each in loads]
         near = [place for place, cost in zip(places, sums) if cost <= min(sums) * (1 + _SLACK)]
-        return min(near, key=self._moved)
+        return min(near, key=lambda place: int(self.tokens[place % self.num_ranks != self.home].sum()))
 
     def _near_home(self, place: np.ndarray, number: int) -> np.ndarray:
         """The same bins; the bins of each micro-batch are assigned to ranks so that the most tokens stay."""
@@ -170,13 +171,6 @@ class _Cells:
             rank_of[index] = linear_sum_assignment(kept, maximize=True)[1]
         micro_batch = place // num_ranks
         return micro_batch * num_ranks + rank_of.ravel()[place]
-
-    def _sum_of_largest(self, place: np.ndarray, number: int) -> int:
-        loads = sum_by_rank(place, self.costs, number * self.num_ranks)
-        return int(loads.reshape(number, self.num_ranks).max(axis=1).sum())
-
-    def _moved(self, place: np.ndarray) -> int:
-        return int(self.tokens[place % self.num_ranks != self.home].sum())
 
 
 def _pack(

@@ -14,6 +14,7 @@ With joint=True the third step is one plan for the rows of all ranks:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -147,20 +148,22 @@ def _pack_jointly(
     with closing(DispatchChannel(group, timeout)) as channel:
         needs = _agree(channel, options, None if made is None else made[0], error)
         assert made is not None  # noqa: S101  a mistake has been raised
-        offer, own, trims = made
+        offer, own = made
         rows_per_rank = np.array([each.rows for each in needs])
         alone = all(each.micro_batches for each in needs) and _all_can_make(needs)
-        own_packing = offer.micro_batch_of_rows(_most_needed(needs)) if alone else None
+        own_packing = None
+        if alone and offer.packing is not None:
+            own_packing = offer.packing.into(_most_needed(needs))[offer.blocks.of_row]
         own = dataclasses.replace(own, columns={**own.columns, "micro_batch": own_packing})
-        gathered, padding, differentiable = gather_rows(channel, own, rows_per_rank)
-        columns = RowColumns.of_gathered(gathered)
+        gathered = gather_rows(channel, own, rows_per_rank)
+        columns = RowColumns.of_gathered(gathered.columns)
         started = time.perf_counter()
         plan = plan_jointly(
             spec,
             columns.lengths,
             columns.workloads,
             rows_per_rank,
-            gathered["micro_batch"] if alone else None,
+            gathered.columns["micro_batch"] if alone else None,
             groups=columns.groups,
         )
         seconds = offer.seconds + time.perf_counter() - started
@@ -168,7 +171,7 @@ def _pack_jointly(
         bound = -(-int(costs.sum()) // len(needs))
         shuffle = ShufflePlan.of(GatheredRows(rows_per_rank, rows_per_rank, costs, columns.lengths), plan.rank, bound)
         routes = Routes(shuffle, channel.rank, group, timeout)
-        moved = carry_out(channel, _CALL, own, routes, trims, padding, differentiable)
+        moved = carry_out(channel, _CALL, own, routes, gathered)
     here = moved.indices.numpy()
     blocks = plan.blocks.select(here)
     return MicroBatches.of(
@@ -213,37 +216,31 @@ class _Offer:
                 "trim is given and joint is False; trimming is part of the exchange of rows: set joint=True, or trim "
                 "the batch with trim_batch"
             )
-        columns = RowColumns.of(batch, Rows.of(batch).count, **given)
-        started = time.perf_counter()
-        blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)
-        packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
-        return cls(columns, blocks, packing, time.perf_counter() - started)
+        return cls.of(spec, RowColumns.of(batch, Rows.of(batch).count, **given), may_fail=False)
 
     @classmethod
     def joint(
         cls, batch: Any, spec: MicroBatchSpec, given: Mapping[str, Any], trim: Trim | Sequence[Trim] | None
-    ) -> tuple[_Offer, OwnRows, tuple[Trim, ...]]:
+    ) -> tuple[_Offer, OwnRows]:
         _require_spec(spec)
         trims = as_trims(trim, one_sided=True)
         own = OwnRows.of(batch, given, lambda rows: vars(RowColumns.of(batch, rows.count, **given)), trims)
-        columns = RowColumns.of_gathered(own.columns)
+        return cls.of(spec, RowColumns.of_gathered(own.columns), may_fail=True), own
+
+    @classmethod
+    def of(cls, spec: MicroBatchSpec, columns: RowColumns, *, may_fail: bool) -> _Offer:
+        """Pack the rows; with `may_fail`, because a packing with the rows of other ranks may exist."""
         started = time.perf_counter()
-        blocks = RowBlocks.of(spec, len(columns.lengths), columns.groups)
-        tokens_of(spec, blocks, columns.lengths, columns.workloads is not None)
-        try:
-            packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads) if len(blocks) else None
-        except ValueError:
-            packing = None  # a packing with the rows of other ranks may exist
-        return cls(columns, blocks, packing, time.perf_counter() - started), own, trims
+        blocks, packing = RowBlocks.of(spec, len(columns.lengths), columns.groups), None
+        tokens_of(spec, blocks, columns.lengths, columns.workloads is not None)  # raises what no other rank can solve
+        with contextlib.suppress(ValueError) if may_fail else contextlib.nullcontext():
+            packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
+        return cls(columns, blocks, packing, time.perf_counter() - started)
 
     def with_refined(self) -> _Offer:
         started = time.perf_counter()
         packing = None if self.packing is None else self.packing.with_refined()
         return dataclasses.replace(self, packing=packing, seconds=self.seconds + time.perf_counter() - started)
-
-    def micro_batch_of_rows(self, number: int) -> np.ndarray | None:
-        """int64 `(rows,)`: the micro-batch of each row if this rank packs its own rows into `number` micro-batches."""
-        return None if self.packing is None else self.packing.into(number)[self.blocks.of_row]
 
     @property
     def needs(self) -> _Needs:

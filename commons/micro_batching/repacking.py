@@ -77,16 +77,13 @@ def fill_groups(
     spare = capacity * num_groups + sum(minus)
     groups: list[list[int]] = []
     room: list[int] = []
-    while len(groups) < num_groups:
-        if not left:
-            groups.append([])
-            room.append(capacity)
-            continue
-        group, free = [left.pop(0)], capacity + minus.pop(0)
-        chosen = best_filling(minus, free, max(0, spare) // (num_groups - len(groups)), search)
-        for at in reversed(chosen):
-            group.append(left.pop(at))
-            free += minus.pop(at)
+    for index in range(num_groups):
+        group, free = [], capacity
+        if left:
+            group, free = [left.pop(0)], capacity + minus.pop(0)
+            for at in reversed(best_filling(minus, free, max(0, spare) // (num_groups - index), search)):
+                group.append(left.pop(at))
+                free += minus.pop(at)
         spare -= free
         groups.append(group)
         room.append(free)

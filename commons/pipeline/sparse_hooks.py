@@ -70,11 +70,8 @@ class HookInSparseDist(BalancedPipeline):
     def _after_copy(self, copied: Any, context: Any, finished: int) -> Any:
         """Finish the shuffle of the copied batch, unless the copy did.
 
-        Args:
-            copied: the batch; None at the end of the data, a Future if another thread copies.
-            context: TorchRec's context of the batch.
-            finished: number of finished and not yet trained shuffles before the copy; if it has grown, the copy
-                finished this batch's shuffle.
+        `copied` is None at the end of the data, and a Future if another thread copies. `finished` is the length of
+        `_stats` before the copy; if it has grown, the copy finished this batch's shuffle.
         """
         if copied is None or isinstance(copied, Future) or len(self._stats) > finished:
             return copied

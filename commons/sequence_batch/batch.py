@@ -20,7 +20,7 @@ from commons.checks import as_count
 from commons.sequence_batch.fields import IDENTITY, ROW_COUNT_FIELDS, Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
-from commons.sequence_batch.row_leaves import describe_leaf
+from commons.sequence_batch.row_leaves import describe_leaf, pinned
 from commons.sequence_batch.rows import select_rows
 
 B = TypeVar("B", bound="BaseBatch")
@@ -231,7 +231,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def pin_memory(self: B) -> B:
         """A copy in pinned host memory."""
-        return self._map(_pinned)
+        return self._map(pinned)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that `stream` uses every field; a host batch has no stream to wait for."""
@@ -263,9 +263,3 @@ def _to_device(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, KeyedJaggedTensor) and value.lengths().device.type == "cpu":
         value.length_per_key()  # sums on the host and caches, so that the copy never reads them from the device
     return value.to(device, non_blocking=non_blocking)
-
-
-def _pinned(path: Path, value: Any) -> Any:
-    if hasattr(value, "pin_memory"):
-        return value.pin_memory()
-    return describe_leaf(path, value).map(value, torch.Tensor.pin_memory)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -128,7 +126,7 @@ class BranchField:
     """The description of a branch: a dict, list, tuple, namedtuple, dataclass, TensorDict or KeyedTensor."""
 
     path: Path
-    json: str  # JSON text: its kind, and all that rebuilds it except its children and the number of rows
+    described: tuple[Any, ...]  # its kind, and all that rebuilds it except its children and the number of rows
     # Keys of its children in the batch's order; dicts of ranks may have different orders, and the first rank's is used.
     keys: tuple[Any, ...] = field(default=(), compare=False)
 
@@ -136,25 +134,20 @@ class BranchField:
     def of(cls, path: Path, kind: BranchKind, value: Any, keys: tuple[Any, ...]) -> BranchField:
         """Describe a branch; TypeError for a branch that another rank could not rebuild."""
         if kind == "tensordict":
-            described: list[Any] = [kind, list(value.batch_size[1:])]
+            described: tuple[Any, ...] = kind, tuple(value.batch_size[1:])
         elif kind == "keyed":
-            described = [kind, list(value.keys()), list(value.length_per_key())]
+            described = kind, tuple(value.keys()), tuple(value.length_per_key())
         elif type(value) is defaultdict:
-            described = ["defaultdict", _factory_name(value.default_factory, path)]
+            described = "defaultdict", _factory_name(value.default_factory, path)
         else:
             if kind != "dataclass":
                 _require_only_items(value, path)
-            described = [kind, type_name(type(value), path_name(path))]
-        return cls(path, json.dumps(described), keys)
-
-    @cached_property
-    def described(self) -> list[Any]:
-        """The kind ("defaultdict" is a separate kind here), and the other arguments of `made_of`."""
-        return json.loads(self.json)
+            described = kind, type_name(type(value), path_name(path))
+        return cls(path, described, keys)
 
     @property
     def kind(self) -> str:
-        """The first entry of `described`."""
+        """The kind; "defaultdict" is a separate kind here."""
         return self.described[0]
 
     @property
@@ -178,7 +171,7 @@ class BranchField:
         """The text for messages."""
         kind, *content = self.described
         if kind == "keyed":
-            return f"KeyedTensor {content[0]} of widths {content[1]}"
+            return f"KeyedTensor {list(content[0])} of widths {list(content[1])}"
         return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
 
 

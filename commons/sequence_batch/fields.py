@@ -98,6 +98,12 @@ def row_count_items(batch_type: type, rows: int, real: int | None) -> dict[str, 
     return {name: count for name, count in zip(ROW_COUNT_FIELDS, (rows, real)) if name in names}
 
 
+def changed_counts(batch: Any, rows: int, real: int | None) -> dict[str, int | None]:
+    """`row_count_items` of a batch, without a `batch_size` that states nothing."""
+    counts = row_count_items(type(batch), rows, real)
+    return {name: count for name, count in counts.items() if counts_rows(name, getattr(batch, name, None))}
+
+
 def can_state_padding(batch_type: type) -> bool:
     """Whether batches of a dataclass can state padding."""
     return "actual_batch_size" in field_names(batch_type)

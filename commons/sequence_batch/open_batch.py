@@ -24,13 +24,13 @@ from commons.sequence_batch.branches import (
 from commons.sequence_batch.fields import (
     ROW_COUNT_FIELDS,
     Path,
+    changed_counts,
     copy_batch,
     counts_rows,
     field_names,
     path_name,
     per_rank_names,
     require_dataclass,
-    row_count_items,
     stated_count,
 )
 from commons.sequence_batch.row_fields import RowField
@@ -187,9 +187,8 @@ def rebuild(tree: Tree[B], values: Mapping[Path, Any], rows: int | None = None, 
         if kind == "tensordict":
             children = {key: Constant(each) if (*path, key) in plain else each for key, each in children.items()}
         elif kind == "dataclass" and rows is not None:
-            for name, count in row_count_items(type(value), rows, real).items():
-                if counts_rows(name, children.get(name)):
-                    children[name] = plain[(*path, name)] = count
+            for name, count in changed_counts(value, rows, real).items():
+                children[name] = plain[(*path, name)] = count
         made[path] = rebuild_branch(value, kind, children, rows)
         branches[path] = Branch(made[path], kind, keys)
     return Tree(leaves, plain, dict(reversed(branches.items())))
@@ -198,9 +197,8 @@ def rebuild(tree: Tree[B], values: Mapping[Path, Any], rows: int | None = None, 
 def replace_rows(batch: Any, values: Mapping[Path, Any], rows: int | None = None, real: int | None = None) -> Any:
     """A copy of a batch with the values at some paths replaced; see `rebuild`."""
     if all(len(path) == 1 for path in values):  # a fast path for batches without branches, as most are
-        counts = {} if rows is None else row_count_items(type(batch), rows, real)
-        counted = {name: count for name, count in counts.items() if counts_rows(name, getattr(batch, name))}
-        return copy_batch(batch, {path[0]: value for path, value in values.items()} | counted)
+        counts = {} if rows is None else changed_counts(batch, rows, real)
+        return copy_batch(batch, {path[0]: value for path, value in values.items()} | counts)
     return rebuild(open_batch(batch), values, rows, real).batch
 
 

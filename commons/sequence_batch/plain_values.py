@@ -98,22 +98,6 @@ def decode_plain(data: Any) -> Any:
     return _MAKERS[kind](decode_plain(content))
 
 
-def show_plain(data: Any) -> str:
-    """The text for messages of data from `encode_plain`; classes need not be imported."""
-    if isinstance(data, list):
-        return f"[{_listed(data)}]"
-    if not isinstance(data, dict):
-        return repr(data)
-    ((kind, content),) = data.items()
-    if kind == "tuple":
-        return f"({_listed(content)}{',' * (len(content) == 1)})"
-    if kind == "dict":
-        return "{" + ", ".join(f"{show_plain(key)}: {show_plain(item)}" for key, item in content) + "}"
-    if kind in ("enum", "namedtuple"):
-        return f"{content[0].rpartition(':')[2]}({_listed(content[1:])})"
-    return f"{kind}({_listed(content) if isinstance(content, list) else content})"
-
-
 @dataclass(frozen=True, eq=False)
 class PlainField:
     """The description of a value without rows, which is equal on all ranks unless it is declared `per_rank`."""
@@ -143,7 +127,10 @@ class PlainField:
 
     def summary(self) -> str:
         """The text for messages."""
-        text = show_plain(json.loads(self.json)) if self.json else "a value"
+        try:
+            text = repr(self.value()) if self.json else "a value"
+        except Exception:  # a class that is not imported here, or another version of it
+            text = self.json
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{text} of this rank" if self.per_rank else text
 
@@ -201,7 +188,3 @@ def known_type(name: str, kinds: tuple[type, ...]) -> Any:
 def _sorted(data: dict[str, Any]) -> dict[str, Any]:
     """A result of `_parts` with the items of a dict sorted, so that equal dicts give equal results."""
     return {kind: sorted(content, key=json.dumps) if kind == "dict" else content for kind, content in data.items()}
-
-
-def _listed(items: list[Any]) -> str:
-    return ", ".join(map(show_plain, items))

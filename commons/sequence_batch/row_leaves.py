@@ -46,6 +46,13 @@ def is_moved(value: Any) -> bool:
     return _kind_of_type(type(value)) in _MOVED  # type: ignore[arg-type]
 
 
+def pinned(path: Path, value: Any) -> Any:
+    """A leaf with its tensors in pinned host memory; arrays and lists are not copied."""
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    return describe_leaf(path, value).map(value, torch.Tensor.pin_memory) if is_moved(value) else value
+
+
 def device_of(value: Any) -> torch.device:
     """Device of a tensor, or of a jagged tensor's values."""
     return value.device if isinstance(value, torch.Tensor) else value.values().device

@@ -42,7 +42,7 @@ import torch
 from commons.sequence_batch.branches import is_equal
 from commons.sequence_batch.fields import Path, can_state_padding, path_name
 from commons.sequence_batch.open_batch import Tree, count_tree, open_tree, rebuild
-from commons.sequence_batch.row_leaves import device_of, is_moved
+from commons.sequence_batch.row_leaves import device_of, is_moved, pinned
 from commons.sequence_batch.schema import BatchSchema
 
 B = TypeVar("B")
@@ -175,7 +175,7 @@ class Rows(Tree[B]):
 
     def pin(self) -> Rows[B]:
         """The same rows with their tensors in pinned host memory; arrays and lists are not copied."""
-        return self.map(lambda _, value: value.pin_memory() if hasattr(value, "pin_memory") else value)
+        return self.map(pinned)
 
     def _select(self, chosen: torch.Tensor, num_real: int) -> Rows[B]:
         def select(path: Path, value: Any) -> Any:

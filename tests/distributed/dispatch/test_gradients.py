@@ -97,19 +97,6 @@ def test_padding_rows_have_a_gradient_of_zero(two_ranks):
         assert gradient == [*numbers, 0, 0]
 
 
-def _without_gradients():
-    x = torch.ones(4, requires_grad=True)
-    with torch.no_grad():
-        moved = redistribute_balanced({"x": x}, [1, 2, 3, 4])
-        home = moved.send_home(moved.batch["x"] * 2)
-    detached = redistribute_balanced({"x": x.detach()}, [1, 2, 3, 4])
-    return moved.batch["x"].requires_grad, home.requires_grad, detached.send_home(torch.ones(4)).requires_grad
-
-
-def test_no_graph_where_nothing_requires_it(two_ranks):
-    assert two_ranks.run(_without_gradients) == [(False, False, False)] * 2
-
-
 def which_require_gradients(moves):
     rank = dist.get_rank()
     batch = {"x": torch.arange(4.0).requires_grad_() * 2, "leaf": torch.ones(4, requires_grad=True)}
@@ -118,13 +105,17 @@ def which_require_gradients(moves):
     share = scatter_balanced(*((batch, [1] * 4) if rank == 0 else (None, None)))
     results = share.gather_back(share.batch["x"].requires_grad_() * 2, to_all=True)
     assert home["score"].tolist() == [0, 6, 12, 18] and results.tolist() == [0, 4, 8, 12]
+    with torch.no_grad():
+        unfollowed = redistribute_balanced(batch, [1] * 4)
+        unfollowed_home = unfollowed.send_home(unfollowed.batch["x"])
     held = [*moved.batch.values(), home["score"], results, share.batch["leaf"]]
+    held += [*unfollowed.batch.values(), unfollowed_home, moved.send_home(torch.ones(4))]
     return moved.num_moved > 0, [each.requires_grad for each in held]
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_what_requires_gradients_does_not_depend_on_whether_rows_move(two_ranks, moves):
-    assert two_ranks.run(which_require_gradients, moves) == [(moves, [True] * 3 + [False] * 2)] * 2
+    assert two_ranks.run(which_require_gradients, moves) == [(moves, [True] * 3 + [False] * 6)] * 2
 
 
 def _micro_batches():

@@ -78,10 +78,6 @@ MICRO = MicroBatchSpec(packing_algorithm="kk")
 # By call what a rank passes to it otherwise than it should, and the error of all ranks, which is a ValueError mostly.
 MISTAKES = {
     scatter: [
-        (
-            lambda rank: {} if rank else {"batch": {"a": dense([])[:0]}, "workloads": []},
-            "rank 0: the batch has 0 real rows; at least one is needed",
-        ),
         (lambda rank: NOTHING, "rank 0: this rank is the source and passes no batch and no workloads"),
         (lambda rank: ONE_TO_THREE, "rank 1: this rank passes batch and workloads, the source is rank"),
         (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.dispatch import Trim, redistribute_balanced
+from commons.dispatch import redistribute_balanced
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, length_of, padded_batch
 
@@ -109,49 +108,3 @@ def move_with_padding():
 
 def test_padding_is_left_out(two_ranks):
     assert two_ranks.run(move_with_padding) == [(2, 2, [3, 1, 4]), (2, 2, [1])]
-
-
-LENGTHS = [[3, 9, 2, 6], [1], [], [4, 12]]
-
-
-def rollouts(rank, left):
-    """Rows as wide as the rank's own longest, plus a column for each rank before."""
-    lengths = LENGTHS[rank]
-    width = max(lengths, default=0) + rank + 1
-    mask = torch.arange(width) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
-    mask = mask.flip(1) if left else mask
-    row_ids = 10 * rank + torch.arange(len(lengths)).unsqueeze(1)
-    return {"mask": mask, "ids": torch.where(mask, row_ids, -1), "square": torch.ones(len(lengths), 2)}
-
-
-def move_rollouts(left, none_for_none):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    batch = rollouts(rank, left)
-    if none_for_none and not LENGTHS[rank]:
-        batch = None
-    side = "left" if left else "right"
-    trim = Trim("mask", fields=["ids", "mask"], side=side, fill={"ids": -1})
-    moved = redistribute_balanced(batch, None if batch is None else LENGTHS[rank], trim=trim)
-    lengths = [length for part in LENGTHS[:world_size] for length in part]
-    longest = max(lengths[row] for row in moved.indices)
-    for row, home, ids, mask in zip(moved.indices, moved.home, moved.batch["ids"], moved.batch["mask"]):
-        used = ids[-lengths[row] :] if left else ids[: lengths[row]]
-        local = int(row) - sum(map(len, LENGTHS[: int(home)]))
-        assert (used == 10 * int(home) + local).all() and int((ids != -1).sum()) == int(mask.sum()) == lengths[row]
-    assert moved.batch["ids"].shape == moved.batch["mask"].shape == (len(moved.indices), longest)
-    home = moved.send_home(moved.untrim({"ids": moved.batch["ids"]}, fill=-1))
-    if LENGTHS[rank]:
-        widest = max(max(part, default=0) + rank + 1 for rank, part in enumerate(LENGTHS[:world_size]))
-        expected = torch.full((len(LENGTHS[rank]), widest), -1)
-        own = rollouts(rank, left)["ids"]
-        expected[:, slice(widest - own.shape[1], widest) if left else slice(0, own.shape[1])] = own
-        assert torch.equal(home["ids"], expected)
-    else:
-        assert home is None
-    return moved.num_moved
-
-
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("none_for_none", [False, True])
-def test_rollouts_of_different_widths(ranks, left, none_for_none):
-    assert ranks.run(move_rollouts, left, none_for_none)[0] > 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.dispatch import Trim, scatter_balanced
+from commons.dispatch import scatter_balanced
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
 from tests.helpers.ranks.faults import missed
@@ -81,58 +80,6 @@ def test_groups_stay_whole_and_fewer_rows_than_ranks(ranks):
     results = ranks.run(scatter_and_gather, "BaseBatch", [5], 0, {"pad": True})
     assert sorted(len(rows) for rows, *_ in results) == [0] * (ranks.world_size - 1) + [1]
     assert {size for _, size, *_ in results} == {1}
-
-
-def text_batch(lengths, width, left=False):
-    """Tokens, a mask, per-token rewards and a score per row; row r has tokens of r + 1."""
-    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
-    mask = mask.flip(1) if left else mask
-    rows = torch.arange(1, len(lengths) + 1).unsqueeze(1)
-    return {
-        "input_ids": mask * rows,
-        "mask": mask,
-        "deep": [{"reward": (mask * rows).unsqueeze(-1).float().expand(-1, -1, 2).numpy()}],
-        "square": torch.ones(len(lengths), 3),
-        "length": np.array(lengths),
-    }
-
-
-LENGTHS = [3, 9, 1, 0, 4, 16, 2, 2]
-
-
-def trim_shares(left, by_lengths):
-    is_source = dist.get_rank() == 0
-    batch = text_batch(LENGTHS, 20, left)
-    side = "left" if left else "right"
-    if by_lengths:
-        trim = Trim(lengths="length", fields=["input_ids", "mask", ("deep", 0, "reward")], side=side)
-    else:
-        trim = Trim("mask", side=side)
-    share = scatter_balanced(batch if is_source else None, LENGTHS if is_source else None, trim=trim)
-    longest = max([LENGTHS[row] for row in share.indices] + [1])
-    rows = share.indices
-    columns = slice(20 - longest, 20) if left else slice(0, longest)
-    assert torch.equal(share.batch["input_ids"], batch["input_ids"][rows, columns])
-    assert torch.equal(share.batch["mask"], batch["mask"][rows, columns])
-    assert np.array_equal(share.batch["deep"][0]["reward"], batch["deep"][0]["reward"][rows][:, columns])
-    assert share.batch["square"].shape[1] == 3
-    per_token = {"double": share.batch["input_ids"] * 2}
-    back = share.gather_back(share.untrim(per_token))
-    if is_source:
-        assert torch.equal(back["double"], batch["input_ids"] * 2)
-    filled = (
-        share.untrim(share.batch["mask"], fill=1) if not by_lengths else share.untrim(per_token["double"], "length")
-    )
-    assert filled.shape == (len(rows), 20)
-    return longest, share.batch["input_ids"].shape[1]
-
-
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("by_lengths", [False, True])
-def test_shares_are_as_wide_as_their_own_longest_row(ranks, left, by_lengths):
-    widths = ranks.run(trim_shares, left, by_lengths)
-    assert all(longest == width for longest, width in widths)
-    assert len(set(widths)) > 1 and max(widths) == (16, 16)
 
 
 def received_bytes(rows, width):

@@ -5,7 +5,6 @@ Mistakes: tests/distributed/dispatch/test_mistakes.py.
 
 from __future__ import annotations
 
-import functools
 from unittest import mock
 
 import numpy as np
@@ -19,8 +18,7 @@ from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.ranks.faults import error_of, missed, raised_by
-from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.faults import error_of, raised_by
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
 
@@ -100,14 +98,6 @@ def _pack_in_pairs(lengths_of):
     lengths, spec = lengths_of[dist.get_rank()], MicroBatchSpec(max_tokens_per_mb=10)
     said = raised_by(lambda: packed.extend(pack_micro_batches(torch.tensor(lengths), spec, lengths, mine)))
     return len(packed) or said
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named():
-    pack = functools.partial(pack_micro_batches, [1], MicroBatchSpec(), [1])
-    with RankPool(2) as pool:
-        said, _ = pool.run(missed, pack, functools.partial(pack, timeout=0.5))
-    assert said.startswith("RankMissingError: rank 1 did not take part")
 
 
 def _accumulate(fewest_terms_of_a_mean, joint=False):

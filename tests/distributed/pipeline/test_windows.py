@@ -23,7 +23,7 @@ from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, ro
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, expected_ids
 from tests.helpers.ranks.faults import raised_by
 
 
@@ -42,9 +42,6 @@ def own_batches(seed, sizes):
             tiny_dtype=dtype,
             max_length=longest,
         )
-
-
-# ------------------------------------------------------------------------------------------------ conservation
 
 
 def _windows(seed, sizes, window, options):
@@ -143,12 +140,6 @@ def test_observing_says_what_a_window_gives(ranks):
     assert observed[0]["windows"][0]["token_fraction_moved"] == 0 < moved[0]["windows"][0]["token_fraction_moved"]
 
 
-# ------------------------------------------------------------------------------------------------ training
-
-
-# ------------------------------------------------------------------------------------------------ errors
-
-
 def _read_by(count, condition):
     deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
@@ -244,12 +235,7 @@ def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, w
     trained = sorted(row for ids, _ in answers for batch in ids for row in batch)
     faulty = [] if where == "loader" else range(ranks.world_size) if (where, at) == ("dtype", 0) else [1]
     lost = [row for rank in faulty for row in range(1 + 100_000 * rank + 100 * at, 5 + 100_000 * rank + 100 * at)]
-    everything = [
-        int(row)
-        for rank in range(ranks.world_size)
-        for batch in models.rank_batches(rank, 8, [4])
-        for row in batch.sample_id[: batch.actual_batch_size]
-    ]
+    everything = expected_ids([8] * ranks.world_size, ranks.world_size, sizes=[4])
     assert trained == sorted(set(everything) - set(lost))
 
 

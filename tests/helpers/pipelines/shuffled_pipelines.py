@@ -132,25 +132,36 @@ def largest_difference(first, second):
 
 
 def train(build, pipeline, kind, iterators, steps_of_first=None):
-    """Train on one iterator after the other; returns what was seen, the weights and the stats."""
+    """Train, or evaluate, on one iterator after the other; returns what was seen, the weights and the stats."""
     model, optimizer = getattr(models, build[0])(*build[1:])
-    model.train()
+    model.train(pipeline not in EVALUATIONS)
     shuffler = make_shuffler(kind)
-    pipeline_class, options = PIPELINES[pipeline]
+    pipeline_class, options = (PIPELINES | EVALUATIONS)[pipeline]
     trainer = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
-    stats = []
+    outputs, stats = [], []
     try:
         for index, (counts, first) in enumerate(iterators):
             source = itertools.islice(rank_batches(dist.get_rank() + first, counts[dist.get_rank()], SIZES), None)
-            for _ in steps_of(trainer, source, None if index else steps_of_first):
+            for output in steps_of(trainer, source, None if index else steps_of_first):
+                outputs.append(output)
                 stats.append(trainer.last_stats)
     finally:
+        if pipeline in EVALUATIONS:
+            trainer.reset()
         shuffler.close()
     return {
         "seen": head_of(model).seen,
         "weights": weights_of(model),
         "moved": sum(each is not None and each.moved for each in stats),
+        "error": sum(map(float, outputs)),
+        "steps": [each.step for each in stats if each is not None],
     }
+
+
+def evaluate(counts, kind, epochs, pipeline="eval"):
+    """Evaluate so many epochs; returns what was seen, the sum of the errors and the numbers of the steps."""
+    answer = train(("build_sharded",), pipeline, kind, [(counts, 10 * epoch) for epoch in range(epochs)])
+    return answer["seen"], answer["error"], answer["steps"]
 
 
 def one_process(counts, world_size, sizes=SIZES, accumulated=1):
@@ -178,27 +189,6 @@ def one_process_of(steps):
         loss.backward()
         optimizer.step()
     return weights_of(model)
-
-
-def evaluate(counts, kind, epochs, pipeline="eval"):
-    """Evaluation between training steps of the same ranks, in a pipeline of its own."""
-    model, optimizer = models.build_sharded()
-    model.eval()
-    shuffler = make_shuffler(kind)
-    pipeline_class, options = EVALUATIONS[pipeline]
-    evaluator = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
-    errors = 0.0
-    stats = []
-    try:
-        for epoch in range(epochs):
-            source = rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES)
-            for error in steps_of(evaluator, source):
-                errors += float(error)
-                stats.append(evaluator.last_stats)
-        return head_of(model).seen, errors, [each.step for each in stats if each is not None]
-    finally:
-        evaluator.reset()
-        shuffler.close()
 
 
 def lacking(pipeline_class: type, options: dict[str, Any]) -> str | None:

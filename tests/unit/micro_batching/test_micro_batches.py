@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of
 from commons.micro_batching.fewest_groups import groups_of
-from commons.trainer.config.load import load_config, load_config_file
-from tests.helpers.batches.any_batches import KINDS, as_values, concat_rows, padded_batch
+from tests.helpers.batches.any_batches import concat_rows, padded_batch
 
 ALGORITHMS = ("ffd", "kk", "refined")
 
@@ -55,8 +53,7 @@ def test_groups_are_packed_as_their_sums_are(packing, kind, data):
     rows_of = [[row for row, group in enumerate(groups) if group == name] for name in names]
     assert packed.groups == [sorted(row for name in each for row in rows_of[name]) for each in merged.groups]
     assert packed.num_tokens == merged.num_tokens
-    for name in ("num_micro_batches", "fill", "imbalance"):
-        assert packed.metrics.get(name) == merged.metrics.get(name)
+    assert packed.metrics | {"seconds": 0} == merged.metrics | {"seconds": 0}
 
 
 @settings(max_examples=50)
@@ -104,18 +101,6 @@ def test_what_always_holds(packing, data):
         assert tokens[: top + 1] == sorted(tokens[: top + 1])
         assert tokens[top:] == sorted(tokens[top:], reverse=True)
         assert len(set(tokens)) < len(tokens) or abs(top - (len(tokens) - 1 - top)) <= 1
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_any_batch(kind):
-    batch = KINDS[kind]([3, 1, 4, 1, 5, 9])
-    spec = MicroBatchSpec(n_mbs=3, packing_algorithm="refined")
-    micro_batches = pack_micro_batches(batch, spec, [4, 1, 2, 3, 2, 1])
-    assert len(micro_batches) == 3
-    for index, group in enumerate(micro_batches.groups):
-        expected = KINDS[kind]([[3, 1, 4, 1, 5, 9][row] for row in group])
-        assert as_values(micro_batches[index]) == as_values(expected)
-    assert as_values(micro_batches.restore(list(micro_batches))) == as_values(batch)
 
 
 def test_workloads_are_balanced_under_the_token_budget():
@@ -237,8 +222,6 @@ def test_arguments_that_do_not_match(changes, message):
 
 def test_results_that_do_not_match():
     micro_batches = pack_micro_batches({"id": torch.arange(4)}, MicroBatchSpec(n_mbs=2), [1, 1, 1, 1])
-    with pytest.raises(ValueError, match="there are 1 results for 2 micro-batches"):
-        micro_batches.restore([torch.zeros(4)])
     with pytest.raises(ValueError, match="results of micro-batch 1 have 3 rows, micro-batch 1 has 2"):
         micro_batches.restore([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(
@@ -246,27 +229,6 @@ def test_results_that_do_not_match():
         match="micro-batch 1 are a PaddedBatch with 1 rows of padding, which",
     ):
         micro_batches.restore([padded_batch([1, 2]), padded_batch([3], rows=2)])
-
-
-@dataclass
-class RunConfig:
-    micro_batches: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-
-
-def test_the_spec_in_toml_and_flags(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text('[micro_batches]\nmax_tokens_per_mb = 4096\npacking_algorithm = "refined"\n', encoding="utf-8")
-    assert load_config_file(RunConfig, path).micro_batches == MicroBatchSpec(
-        max_tokens_per_mb=4096, packing_algorithm="refined"
-    )
-    flags = "--micro-batches.n-mbs-divisor 4 --micro-batches.order light_ends --micro-batches.max-tokens-per-mb 512"
-    config = load_config(RunConfig, ["--config", str(path), *flags.split()])
-    assert config.micro_batches == MicroBatchSpec(1, 1, 512, 4, "refined", "light_ends")
-    with pytest.raises(ValueError, match="packing_algorithm is 'best'; it must be one of 'ffd', 'kk', 'refined'"):
-        load_config(RunConfig, ["--micro-batches.packing-algorithm", "best"])
-    path.write_text("[micro_batches]\nn_mbs = 0\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="run.toml: n_mbs is 0; it must be an integer of at least 1: correct it"):
-        load_config_file(RunConfig, path)
 
 
 @pytest.mark.parametrize(
@@ -323,10 +285,6 @@ def test_micro_batches_are_a_sequence_with_a_short_repr():
     micro_batches = pack_micro_batches({"row": torch.arange(6)}, MicroBatchSpec(max_tokens_per_mb=9), lengths)
     assert isinstance(micro_batches, Sequence)
     rows = [each["row"].tolist() for each in micro_batches]
-    assert rows == micro_batches.groups == [micro_batches[index]["row"].tolist() for index in range(len(micro_batches))]
-    assert micro_batches[-1]["row"].tolist() == rows[-1]
+    assert rows == micro_batches.groups and micro_batches[-1]["row"].tolist() == rows[-1]
     assert [each["row"].tolist() for each in micro_batches[1:]] == rows[1:]
-    assert [each["row"].tolist() for each in reversed(micro_batches)] == rows[::-1]
-    with pytest.raises(IndexError):
-        micro_batches[len(rows)]
     assert repr(micro_batches) == "MicroBatches(3 of 2 to 2 rows, 7 to 9 tokens)"

@@ -80,6 +80,7 @@ def test_features_and_labels_are_enough():
         assert selected.batch_size == 2 and selected.labels.tolist() == [2.0, 0.0]
         assert BatchSchema.of(batch).empty_batch().batch_size == 0
     assert PlainBatch(features).num_loss_tokens() == 0
+    assert not hasattr(BaseBatch, "__len__") and "__bool__" not in BaseBatch.__dict__
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,3 @@ def test_features_and_labels_are_enough():
 def test_a_wrong_batch_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
-
-
-def test_to_and_pin_keep_everything():
-    batch = random_batch(1, 4, 3)
-    moved = batch.to(torch.device("cpu"))
-    assert rows_as_values(moved, padding=True) == rows_as_values(batch, padding=True)
-    assert moved.features._length_per_key is not None  # carried along, so that a device is not asked for it
-    assert not hasattr(BaseBatch, "__len__") and "__bool__" not in BaseBatch.__dict__

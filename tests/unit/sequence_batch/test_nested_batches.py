@@ -192,7 +192,6 @@ def test_a_structure_that_differs_is_named(name, value, message):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ({"a": torch.tensor(1.0)}, ValueError, "field 'labels.a' is a 0-dimensional tensor"),
         ({"a": torch.zeros(3)}, ValueError, "disagree on the number of rows: .*'labels.a': 3"),
         (
             {"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)},

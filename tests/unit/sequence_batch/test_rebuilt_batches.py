@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.sequence_batch.batch import BaseBatch
@@ -150,19 +148,6 @@ def test_an_empty_batch_is_the_others_without_their_rows(rows):
     assert BatchSchema.of(empty) == BatchSchema.of(batch)
 
 
-@dataclass
-class NeedsRows:
-    values: torch.Tensor
-
-    def __post_init__(self) -> None:
-        if not len(self.values):
-            raise ValueError("a batch without rows makes no sense")
-
-
-def test_a_type_that_refuses_batches_without_rows():
-    assert learned(NeedsRows(torch.ones(2, 3))).empty_batch().values.shape == (0, 3)
-
-
 class Color(enum.Enum):
     RED = (1, "r")
 
@@ -189,36 +174,11 @@ def noted(note: Any) -> Noted:
     return Noted(torch.ones(2), note)
 
 
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False)
-    | st.text()
-    | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.integers() | st.text() | st.tuples(st.integers()), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=15)
-@given(PLAIN)
-def test_a_rank_without_data_holds_the_same_plain_values(value):
-    again = learned(noted(value)).empty_batch().note
-    assert again == value and repr(again) == repr(value)
-    assert learned(noted(value)) == BatchSchema.of(noted(value))
-
-
 @pytest.mark.parametrize(
     "value",
     [
-        {1: ("a", ["b", (2,)]), "1": {True: None}},
-        (math.inf, -math.inf),
+        {1: ("a", ["b", (2,), []]), "1": {True: None, (1,): {}}},
+        (math.inf, -math.inf, 2**70, 0.1, 1j, b"\x00\xff"),
         Color.RED,
         Level.LOW,
         [Access.READ | Access.WRITE],
@@ -231,7 +191,7 @@ def test_a_rank_without_data_holds_the_same_plain_values(value):
     ],
     ids=repr,
 )
-def test_values_of_every_kind(value):
+def test_a_rank_without_data_holds_the_same_plain_values(value):
     schema = learned(noted(value))
     again = schema.empty_batch().note
     assert again == value and type(again) is type(value) and repr(again) == repr(value)
@@ -276,9 +236,11 @@ def test_an_enum_that_this_rank_does_not_know(monkeypatch):
     monkeypatch.delattr(f"{__name__}.Color")
     with pytest.raises(KeyError, match="class Color of module .* is unknown on this rank; .* import"):
         schema.empty_batch()
-    assert schema.differences(BatchSchema(tuple(each for each in schema.fields if each.path != ("note",)))) == [
-        "field 'note': Color((1, 'r')) and absent"
-    ]
+    without = BatchSchema(tuple(each for each in schema.fields if each.path != ("note",)))
+    for _ in range(2):
+        (difference,) = schema.differences(without)
+        assert ":Color" in difference and difference.endswith(" and absent")
+        monkeypatch.setattr(f"{__name__}.Color", enum.Enum("Color", ["GREEN"]), raising=False)  # of another version
 
 
 # No two are the same, though Python calls some equal.

@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.loader import resumable as resumable_loader
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.loader.resumable import ResumableLoader, WrappedBatch, unwrap, wrap
-from commons.datasets.samplers.epoch import BatchOrderSampler
+from commons.datasets.loader.resumable import WrappedBatch, unwrap, wrap
 from commons.datasets.sids.map import SIDMap
 
 
 @dataclass
 class Noted:
-    """A batch of the user's own, with something that a message may not hold."""
+    """A batch of the user's own."""
 
     values: torch.Tensor
     note: object = None
@@ -46,20 +44,6 @@ def test_a_batch_travels_as_one_tensor_in_shared_memory():
     assert opened.features.values().any() and not opened.features.values().is_shared()
 
 
-class Notes(Dataset):
-    def __getitem__(self, index):
-        return Noted(torch.full((2,), index), note=frozenset([index]))
-
-    def __len__(self):
-        return 3
-
-
-def test_what_a_message_cannot_hold_travels_as_torch_sends_it():
-    loader = ResumableLoader(Notes(), BatchOrderSampler(3), num_workers=1)
-    assert [(batch.values.tolist(), batch.note) for batch in loader] == [([i, i], frozenset([i])) for i in range(3)]
-    assert isinstance(wrap(Noted(torch.ones(1))), WrappedBatch)
-
-
 def test_tensors_that_a_message_cannot_hold():
     variable = KeyedJaggedTensor(
         keys=["a", "b"],
@@ -72,6 +56,7 @@ def test_tensors_that_a_message_cannot_hold():
     for held in (variable, strided, sparse, torch.empty(2, device="meta")):
         batch = {"ids": torch.arange(3), "held": held}
         assert wrap(batch) is batch
+    assert isinstance(wrap(Noted(torch.ones(1))), WrappedBatch)
 
 
 def test_the_pinning_thread_unwraps(monkeypatch):
