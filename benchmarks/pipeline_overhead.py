@@ -37,7 +37,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import CONTEXT, draw, make_batch
-from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
+from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, milliseconds, run_ranks
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, NUM_IDS, SIZES, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.engine.shuffle_handle import ShuffleHandle
@@ -66,7 +66,6 @@ class _Synchronous(HSTUBalancedBatchShuffler):
 
 
 def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) -> Any:
-    """The batch of one rank and step."""
     count = rows * dist.get_world_size()
     if lengths_name == "uniform":
         lengths = np.random.default_rng(step).integers(120, 136, count)
@@ -158,7 +157,7 @@ def recorded_step(keys: int) -> float:
             recorder._reading(pipeline, lambda: batch)
             recorder._training(pipeline, lambda: None)
 
-    return min(interleaved_seconds({keys: record}, 20, show=False)[keys]) / steps * 1e6
+    return milliseconds(record, 20, clock=time.process_time, of=min) / steps * 1e3
 
 
 def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:

@@ -80,7 +80,6 @@ class Limit:
             (self._folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD_US}")
 
     def close(self) -> None:
-        """Leave the group and remove it."""
         (self._folder.parent / "cgroup.procs").write_text(str(os.getpid()))
         self._folder.rmdir()
 
@@ -107,8 +106,6 @@ def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
 
 
 class Variant:
-    """A replica of the model in its pipeline."""
-
     def __init__(self, option: str, users: np.ndarray, rows: int, rank: int) -> None:
         model, optimizer = make_model()
         self.shuffler = HSTUBalancedBatchShuffler(*SIZES, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
@@ -135,18 +132,13 @@ class Variant:
             session._speeds.to_plan_with = speeds
 
     def close(self) -> None:
-        """End the worker."""
         self._pipeline.reset()
         self.shuffler.drain()
         self.shuffler.close()
 
 
 def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...], warmup: int) -> dict[str, Any]:
-    """Steps of every variant on one rank: `phases[0]` of them, then limited, then not.
-
-    Returns:
-        Milliseconds of the steps and the speed of the slow rank, by variant; and the load of the machine.
-    """
+    """Train every variant on one rank: `phases[0]` steps, then limited, then not; returns milliseconds by variant."""
     num_ranks = dist.get_world_size()
     users = draw_users((warmup + sum(phases) + 4) * num_ranks * rows, seed=num_ranks)
     variants = {name: Variant(OPTIONS[name], users, rows, rank) for name in names}

@@ -29,7 +29,7 @@ from scipy.optimize import nnls
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, interleaved_seconds, run_ranks, with_interval
+from benchmarks.shared.report import Page, interleaved_medians, interleaved_seconds, run_ranks, with_interval
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
@@ -48,11 +48,7 @@ _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 class Variant:
     """One of `VARIANTS`: a replica of the model in its pipeline, and its batches.
 
-    Args:
-        name: the variant's name in `VARIANTS`.
-        users: int64 `(n,)`, items of all users, in the order in which they are trained.
-        rows: rows of a rank's batch.
-        rank: this rank.
+    `users` is int64 `(n,)`, items of all users, in the order in which they are trained; `rows` is a rank's batch.
     """
 
     def __init__(self, name: str, users: np.ndarray, rows: int, rank: int) -> None:
@@ -107,7 +103,6 @@ class Variant:
             self._shuffler.drain()
 
     def close(self) -> None:
-        """End the variant's threads."""
         self._settle()
         if self._windows is not None:
             self._windows.close()
@@ -145,24 +140,20 @@ def fit_cost(rows: int) -> np.ndarray:
     model, optimizer = make_model()
     generator = np.random.default_rng(0)
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
-    times = np.empty((REPEATS, MIXES))
-    for turn in range(-1, REPEATS):
-        for mix, histories in enumerate(mixes):
-            batch = make_batch(histories)
-            dist.barrier()
-            started = time.perf_counter()
-            optimizer.zero_grad()
-            model(batch)[0].sum().backward()
-            optimizer.step()
-            dist.barrier()
-            times[max(0, turn), mix] = (time.perf_counter() - started) * 1e3
-    milliseconds = np.median(times, axis=0)
+
+    def step(batch: HSTUBatch) -> None:
+        optimizer.zero_grad()
+        model(batch)[0].sum().backward()
+        optimizer.step()
+
+    steps = {mix: partial(step, make_batch(histories)) for mix, histories in enumerate(mixes)}
+    clock: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": False}
+    milliseconds = np.array(list(interleaved_medians(steps, REPEATS, **clock).values())) * 1e3
     sizes = np.array([step_size(histories) for histories in mixes], dtype=np.float64)
     return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
 
 
 def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
-    """Rounds of every variant on one rank."""
     cost = fit_cost(rows)
     per_round = ROUND * rows * dist.get_world_size()
     users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline reaches the end
@@ -189,12 +180,9 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def predicted_ms(sizes: np.ndarray, cost: np.ndarray, cores: int) -> float:
-    """Predict the time of steps from the loads of their ranks.
+    """Predict the time of steps of these sizes, int64 `(ranks, steps, 4)`, on shared cores.
 
-    Args:
-        sizes: int64 `(ranks, steps, 4)`.
-        cost: float64 `(4,)`, fitted to steps of equal ranks.
-        cores: number of cores that the ranks share.
+    `cost` is float64 `(4,)`, fitted to steps of equal ranks.
     """
     num_ranks = len(sizes)
     crowded = max(1.0, num_ranks / cores)
@@ -239,7 +227,6 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/window_steps.md."""
     cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else 16
     lines, waits = [], []
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:

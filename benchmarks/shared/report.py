@@ -124,9 +124,15 @@ def interleaved_medians(variants: Mapping[Any, Callable[[], Any]], repeats: int,
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median time of a call after one call to warm up."""
-    return interleaved_medians({"": call}, repeats, clock=clock, show=False)[""] * 1e3
+def milliseconds(
+    call: Callable[[], Any],
+    repeats: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Median time of a call after one call to warm up; `of` may be `min`."""
+    return of(interleaved_seconds({"": call}, repeats, clock=clock, show=False)[""]) * 1e3
 
 
 def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
@@ -145,9 +151,7 @@ def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
 def with_interval(statistic: Callable[[np.ndarray], Any], count: int) -> tuple[float, str]:
     """A statistic of `count` observations, and its text with the 95 % bootstrap interval.
 
-    Args:
-        statistic: takes the numbers of observations, int64 `(…, count)`, and returns `(…)`.
-        count: observations.
+    `statistic` takes the numbers of observations, int64 `(…, count)`, and returns `(…)`.
     """
     low, high = np.percentile(statistic(np.random.default_rng(0).integers(0, count, (2000, count))), [2.5, 97.5])
     value = float(statistic(np.arange(count)))
@@ -207,7 +211,6 @@ class Page:
         self._sections: list[str] = []
 
     def target(self, what: str, target: str, reached: str, met: bool) -> None:
-        """Add a target and whether it is met."""
         self._targets.append({"": what, "target": target, "reached": reached, "met": "yes" if met else "**no**"})
 
     def target_of_cases(self, what: str, limit: float, values: Sequence[float], unit: str = "") -> None:
