@@ -29,7 +29,7 @@ from scipy.optimize import nnls
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, interleaved_medians, interleaved_seconds, run_ranks, with_interval
+from benchmarks.shared.report import Page, interleaved_on_ranks, run_ranks, slowest_ms, with_interval
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
@@ -147,8 +147,7 @@ def fit_cost(rows: int) -> np.ndarray:
         optimizer.step()
 
     steps = {mix: partial(step, make_batch(histories)) for mix, histories in enumerate(mixes)}
-    clock: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": False}
-    milliseconds = np.array(list(interleaved_medians(steps, REPEATS, **clock).values())) * 1e3
+    milliseconds = np.median(list(interleaved_on_ranks(steps, REPEATS).values()), axis=1)
     sizes = np.array([step_size(histories) for histories in mixes], dtype=np.float64)
     return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
 
@@ -158,21 +157,15 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     per_round = ROUND * rows * dist.get_world_size()
     users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline reaches the end
     variants = {name: Variant(name, users, rows, rank) for name in VARIANTS}
-    seconds = interleaved_seconds(
-        {name: partial(variant.train_round, per_round) for name, variant in variants.items()},
-        rounds,
-        warmup=WARMUP,
-        clock=time.perf_counter,
-        barrier=dist.barrier,
-        show=rank == 0,
-    )
+    calls = {name: partial(variant.train_round, per_round) for name, variant in variants.items()}
+    ms = interleaved_on_ranks(calls, rounds, warmup=WARMUP)
     for variant in variants.values():
         variant.close()
     first = {name: variant.first[WARMUP] for name, variant in variants.items()}
     return {
         "cost": cost,
         "waits": variants["window"].waits,
-        "ms": {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()},
+        "ms": ms,
         "rows": {name: np.diff(variant.done[WARMUP - 1 :]) for name, variant in variants.items()},
         "processor_ms": {name: np.array(variant.processor_ms[first[name] :]) for name, variant in variants.items()},
         "sizes": {name: np.array(variant.trained[first[name] :]) for name, variant in variants.items()},
@@ -198,10 +191,10 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     cost = np.mean([each["cost"] for each in measured], axis=0)
     flops = np.array([TASK.forward_flops(1, 0), TASK.forward_flops(0, 1)], dtype=np.float64)
     base: dict[str, Any] = {}
-    for name in VARIANTS:
+    for name, ms in slowest_ms(measured).items():
         sizes = np.array([each["sizes"][name] for each in measured])
         num_rows, loads = float(sizes[..., _ROWS].sum()), sizes[..., _TOKENS:] @ flops
-        ms, rows = np.max([each["ms"][name] for each in measured], axis=0), np.array(measured[0]["rows"][name])
+        rows = np.array(measured[0]["rows"][name])
         rates = {
             "rounds": lambda chosen, ms=ms, rows=rows: rows[chosen].sum(axis=-1) / ms[chosen].sum(axis=-1),
             "predicted": num_rows / predicted_ms(sizes, cost, cores),

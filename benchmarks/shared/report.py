@@ -118,6 +118,20 @@ def interleaved_seconds(
     return seconds
 
 
+def interleaved_on_ranks(
+    variants: Mapping[Any, Callable[[], Any]], steps: int, *, warmup: int = 1
+) -> dict[Any, np.ndarray]:
+    """Milliseconds of each variant in every round, float64 `(steps,)`, from a barrier of all ranks to a barrier."""
+    options: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": dist.get_rank() == 0}
+    seconds = interleaved_seconds(variants, steps, warmup=warmup, **options)
+    return {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()}
+
+
+def slowest_ms(measured: Sequence[Mapping[str, Any]]) -> dict[Any, np.ndarray]:
+    """The largest milliseconds over the ranks, whose "ms" are those of `interleaved_on_ranks`."""
+    return {name: np.max([each["ms"][name] for each in measured], axis=0) for name in measured[0]["ms"]}
+
+
 def interleaved_medians(variants: Mapping[Any, Callable[[], Any]], repeats: int, **options: Any) -> dict[Any, float]:
     """Median seconds of each variant, see `interleaved_seconds`."""
     seconds = interleaved_seconds(variants, repeats, **options)
