@@ -30,11 +30,9 @@ class PretendedVllm(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """A stand-in for vLLM, which torchtitan's generators import but its batcher does not use."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """A package for each of its modules."""
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
 
     def create_module(self, spec: Any) -> Any:
-        """A module with every name."""
         return mock.MagicMock(__path__=[], __name__=spec.name, __spec__=spec)
 
     def exec_module(self, module: Any) -> None:
@@ -93,7 +91,6 @@ def of_torchtitan() -> dict[str, Callable[[list[int]], Groups]]:
 
 
 def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> dict[str, Any]:
-    """The groups of both functions, their balance and the time."""
     found: dict[str, dict[str, list[float]]] = {"groups": {}, "largest load ÷ mean": {}, "ms": {}}
     for seed, (name, function) in itertools.product(range(seeds), functions.items()):
         lengths = draw("rollouts", ROWS, seed).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import product
 from typing import Any
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
 from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, record_all_ranks
-from benchmarks.shared.report import Page, timed
+from benchmarks.shared.report import Page, milliseconds, timed
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 
@@ -55,14 +55,9 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
         record_all_ranks(shuffler, batches)
         worker = shuffler.engine._worker
 
-        def seconds_of(job: Callable[[], Any]) -> float:
-            started = time.perf_counter()
-            job()
-            return time.perf_counter() - started
-
-        shuffle = min(seconds_of(lambda: shuffler.start_shuffle(batches[0]).prepared()) for _ in range(30))
+        shuffle_ms = milliseconds(lambda: shuffler.start_shuffle(batches[0]).prepared(), 30, of=min)
         block = bytes(2**20)
-        hashed = bytes(int(2**20 * shuffle / min(seconds_of(lambda: hashlib.sha256(block)) for _ in range(30))))
+        hashed = bytes(int(2**20 * shuffle_ms / milliseconds(lambda: hashlib.sha256(block), 30, of=min)))
         for _ in tqdm(range(rounds), desc="rounds", leave=False):
             first = launch()
             hashing = worker.submit(lambda: hashlib.sha256(hashed))
@@ -97,7 +92,6 @@ def without_gil() -> Iterator[list[float]]:
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/exchange.md."""
     torch.set_num_threads(1)
     page = Page(
         "Exchange: what it costs beside",

@@ -10,6 +10,7 @@ rows × (longest + 0.001 · longest²).
 from __future__ import annotations
 
 import statistics
+import time
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
-from benchmarks.shared.report import Page, interleaved_seconds
+from benchmarks.shared.report import Page, milliseconds
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import padded_groups
 
@@ -65,13 +66,13 @@ def measure(strategy: str, lengths: np.ndarray, ranks: int) -> dict[str, Any]:
         slowest += int(work.max(axis=1).sum())
         ours += int(best.max(axis=1).sum())
         means += float(work.mean(axis=1).sum())
-    planning = min(interleaved_seconds({0: partial(read_by_rank, strategy, lengths, ranks, 0)}, 9, show=False)[0])
+    planning = milliseconds(partial(read_by_rank, strategy, lengths, ranks, 0), 9, clock=time.process_time, of=min)
     return {
         "strategy": strategy,
         "peak ÷ optimum": statistics.fmean(peaks),
         "max ÷ mean": slowest / means,
         "padded work of the slowest ÷ ours": slowest / ours,
-        "planning, ms per step": planning / len(steps) * 1e3,
+        "planning, ms per step": planning / len(steps),
     }
 
 

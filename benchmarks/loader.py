@@ -73,7 +73,6 @@ def _cpu_seconds(num_workers: int) -> float:
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/loader.md."""
     torch.set_num_threads(1)
     users = 600 if quick else 12_000
     with tempfile.TemporaryDirectory() as temporary:

@@ -52,7 +52,6 @@ class Case:
     milliseconds: dict[str, float]
 
     def groups(self, name: str) -> int:
-        """The number of groups of an algorithm."""
         return self.metrics[name]["n_groups"]
 
 
@@ -81,7 +80,6 @@ def by(cases: list[Case], *names: str) -> dict[tuple[Any, ...], list[Case]]:
 
 
 def mean_median(values: Iterable[float]) -> str:
-    """Mean and median, with four decimals."""
     values = list(values)
     return f"{np.mean(values):.4f} / {np.median(values):.4f}"
 
@@ -137,7 +135,6 @@ def report_groups(page: Page, cases: list[Case]) -> None:
 
 
 def report_time(page: Page, cases: list[Case]) -> None:
-    """Milliseconds by rows and lengths."""
     body = []
     for (num_rows, lengths), some in by(cases, "num_rows", "lengths").items():
         cells = by(some, "capacity", "divisor").values()
@@ -193,7 +190,6 @@ def measure_padded(page: Page, repeats: int) -> None:
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/packing.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 3) if quick else (10, 7)
     page = Page(

@@ -37,7 +37,14 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import CONTEXT, draw, make_batch
-from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
+from benchmarks.shared.report import (
+    Page,
+    interleaved_on_ranks,
+    median_with_interval,
+    milliseconds,
+    run_ranks,
+    slowest_ms,
+)
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, NUM_IDS, SIZES, make_model
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.engine.shuffle_handle import ShuffleHandle
@@ -66,7 +73,6 @@ class _Synchronous(HSTUBalancedBatchShuffler):
 
 
 def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) -> Any:
-    """The batch of one rank and step."""
     count = rows * dist.get_world_size()
     if lengths_name == "uniform":
         lengths = np.random.default_rng(step).integers(120, 136, count)
@@ -128,9 +134,7 @@ def measure(
         if variant == "two-phase":
             stats.append(trainer.last_stats)
 
-    steps_of = {variant: partial(step, variant) for variant in variants}
-    options: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": rank == 0}
-    seconds = interleaved_seconds(steps_of, steps, warmup=WARMUP, **options)
+    ms = interleaved_on_ranks({variant: partial(step, variant) for variant in variants}, steps, warmup=WARMUP)
     assert len(recorder.lengths) == (total if "observed" in variants else 0)
     for trainer, shuffler in made.values():
         if shuffler is not None:
@@ -139,7 +143,7 @@ def measure(
             shuffler.close()
     stats = stats[WARMUP:]
     return {
-        "times": {variant: np.multiply(of_variant, 1e3) for variant, of_variant in seconds.items()},
+        "ms": ms,
         "wait": [each.wait_ms for each in stats],
         "work": [each.gather_ms + each.plan_ms for each in stats],
         "exchange": [each.exchange_ms for each in stats],
@@ -158,7 +162,7 @@ def recorded_step(keys: int) -> float:
             recorder._reading(pipeline, lambda: batch)
             recorder._training(pipeline, lambda: None)
 
-    return min(interleaved_seconds({keys: record}, 20, show=False)[keys]) / steps * 1e6
+    return milliseconds(record, 20, clock=time.process_time, of=min) / steps * 1e3
 
 
 def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
@@ -167,7 +171,7 @@ def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
     measured = run_ranks(
         measure, ranks, ("stock", "observed"), "native", "uniform", *sizes, timeout=1800, device=device
     )
-    times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in ("stock", "observed")}
+    times = slowest_ms(measured)
     _, ratio = median_with_interval(times["observed"] / times["stock"])
     recorded = [{"keys": keys, "µs per step": recorded_step(keys)} for keys in (3, 20, 102)]
     slowest, fastest_ms = max(row["µs per step"] for row in recorded), float(times["stock"].min())
@@ -201,7 +205,7 @@ def main(
     for pipeline, lengths_name in itertools.product(pipelines, ("uniform", "zipf")):
         arguments = (pipeline, lengths_name, 8 if quick else steps, device)
         measured = run_ranks(measure, ranks, STAGES, *arguments, timeout=1800, device=device)
-        times = {name: np.max([each["times"][name] for each in measured], axis=0) for name in STAGES}
+        times = slowest_ms(measured)
         case = {"pipeline": pipeline, "lengths": lengths_name}
         step_rows.append(
             case

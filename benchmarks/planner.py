@@ -233,7 +233,6 @@ def measure_speeds(page: Page, seeds: int, repeats: int, quick: bool) -> None:
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/planner.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 10) if quick else (5, 50)
     page = Page(

@@ -36,7 +36,7 @@ from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import NODE, described, draw, make_batch
 from benchmarks.shared.link_model import LinkModel, connections
 from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, record_all_ranks
-from benchmarks.shared.report import ROOT, Page, interleaved_seconds, timed
+from benchmarks.shared.report import ROOT, Page, milliseconds, timed
 from commons.distributed.channel.groups import ring_sizes
 from commons.distributed.engine import shuffle_session
 from commons.distributed.options import ShufflerOptions
@@ -84,7 +84,6 @@ class OneRank:
 
     @property
     def worker_ms(self) -> float:
-        """Milliseconds of all stages of the worker."""
         return sum(self.stage_ms.values())
 
 
@@ -146,7 +145,7 @@ def _sampler_ms(workloads: np.ndarray, world_size: int, window: int, repeats: in
     """Least processor milliseconds of a sampler's plan: as many rows in each batch, in order."""
     batch_of_row = np.arange(len(workloads)) * window // len(workloads)
     plan = partial(partition_grid, workloads, world_size, window, home_step=batch_of_row)
-    return min(interleaved_seconds({"": plan}, repeats, clock=time.thread_time, show=False)[""]) * 1e3
+    return milliseconds(plan, repeats, clock=time.thread_time, of=min)
 
 
 @contextlib.contextmanager

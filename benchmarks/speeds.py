@@ -21,7 +21,6 @@ Examples:
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,7 @@ from matplotlib.figure import Figure
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, interleaved_seconds, median_with_interval, run_ranks
+from benchmarks.shared.report import Page, interleaved_on_ranks, median_with_interval, run_ranks, slowest_ms
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, SIZES, draw_users, make_batch, make_model
 from benchmarks.shared.speeds_simulated import looks_table, simulation_table
 from commons.distributed.options import ShufflerOptions
@@ -80,7 +79,6 @@ class Limit:
             (self._folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD_US}")
 
     def close(self) -> None:
-        """Leave the group and remove it."""
         (self._folder.parent / "cgroup.procs").write_text(str(os.getpid()))
         self._folder.rmdir()
 
@@ -107,8 +105,6 @@ def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
 
 
 class Variant:
-    """A replica of the model in its pipeline."""
-
     def __init__(self, option: str, users: np.ndarray, rows: int, rank: int) -> None:
         model, optimizer = make_model()
         self.shuffler = HSTUBalancedBatchShuffler(*SIZES, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
@@ -135,58 +131,39 @@ class Variant:
             session._speeds.to_plan_with = speeds
 
     def close(self) -> None:
-        """End the worker."""
         self._pipeline.reset()
         self.shuffler.drain()
         self.shuffler.close()
 
 
 def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...], warmup: int) -> dict[str, Any]:
-    """Steps of every variant on one rank: `phases[0]` of them, then limited, then not.
-
-    Returns:
-        Milliseconds of the steps and the speed of the slow rank, by variant; and the load of the machine.
-    """
+    """Train every variant on one rank: `phases[0]` steps, then limited, then not; returns milliseconds by variant."""
     num_ranks = dist.get_world_size()
     users = draw_users((warmup + sum(phases) + 4) * num_ranks * rows, seed=num_ranks)
     variants = {name: Variant(OPTIONS[name], users, rows, rank) for name in names}
     known = np.full(num_ranks, FASTEST)
     known[SLOW] *= SHARE
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    load = []
+    of_phases, load = [], []
     with pinned(rank, rank == SLOW and len(phases) > 1) as set_slow:
         for phase, steps in enumerate(phases):
             set_slow(phase == 1)
             if "known" in variants:
                 variants["known"].plan_with(known if phase == 1 else None)
-            of_phase = interleaved_seconds(
-                {name: variant.step for name, variant in variants.items()},
-                steps,
-                warmup=0 if phase else warmup,
-                clock=time.perf_counter,
-                barrier=dist.barrier,
-                show=rank == 0,
-            )
-            for name in names:
-                seconds[name] += of_phase[name]
+            calls = {name: variant.step for name, variant in variants.items()}
+            of_phases.append(interleaved_on_ranks(calls, steps, warmup=0 if phase else warmup))
             load.append(os.getloadavg()[0])
         for variant in variants.values():
             variant.close()
     return {
-        "ms": {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()},
+        "ms": {name: np.concatenate([ms[name] for ms in of_phases]) for name in names},
         "speed": {name: variant.speed[warmup:] for name, variant in variants.items()},
         "load": float(np.mean(load)),
     }
 
 
-def longest(measured: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """float64 `(steps,)` by variant: milliseconds of the slowest rank."""
-    return {name: np.max([each["ms"][name] for each in measured], axis=0) for name in measured[0]["ms"]}
-
-
 def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """Median steps by phase, the ratio to "equal", and the best possible ratio."""
-    ms, lines = longest(measured), []
+    ms, lines = slowest_ms(measured), []
     skipped = min(SETTLING, 3 * steps // 2)
     ends = np.cumsum([steps, 2 * steps, 2 * steps])
     parts = {
@@ -215,7 +192,7 @@ def draw_picture(cases: dict[int, list[dict[str, Any]]], steps: int) -> None:
         axes = figure.subplots(2, len(cases), sharex=True, squeeze=False, height_ratios=(2, 1))
         for column, (num_ranks, measured) in enumerate(cases.items()):
             above, below = axes[:, column]
-            for name, each in longest(measured).items():
+            for name, each in slowest_ms(measured).items():
                 label = {"known": "known at once: what is possible"}.get(name, f'speeds "{name}"')
                 above.plot(_smoothed(each), color=colours[name], label=label, linewidth=1.3)
             below.plot(measured[0]["speed"]["measured"], color=colours["measured"])
@@ -262,7 +239,7 @@ def main(
     phases = (steps, 2 * steps, 2 * steps)
     cases = {each: run_ranks(train, each, names, rows, phases, warmup, timeout=3600) for each in ranks}
     on_equal = run_ranks(train, ranks[0], names[:2], rows, (equal_steps,), warmup, timeout=3600)
-    ms = longest(on_equal)
+    ms = slowest_ms(on_equal)
     ratio, text = median_with_interval(ms["measured"] / ms["equal"])
     changes = int(np.count_nonzero(np.diff(on_equal[0]["speed"]["measured"])))
     load = {each: float(measured[0]["load"]) for each, measured in cases.items()}

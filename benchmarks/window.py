@@ -62,7 +62,6 @@ class Batches(NamedTuple):
 
     @classmethod
     def draw(cls, case: Case, steps: int, seed: int) -> Batches:
-        """`steps` batches of a case."""
         batch = case.ranks * case.rows
         tokens = draw(case.lengths, batch * steps, seed)
         rows = np.arange(batch * steps)
@@ -224,7 +223,6 @@ def _spreads(name: str, steps: Sequence[Any], tokens: np.ndarray, work: np.ndarr
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/window.md."""
     torch.set_num_threads(1)
     seeds, repeats = (2, 6) if quick else (5, 30)
     page = Page(

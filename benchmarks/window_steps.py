@@ -29,7 +29,7 @@ from scipy.optimize import nnls
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, interleaved_seconds, run_ranks, with_interval
+from benchmarks.shared.report import Page, interleaved_on_ranks, run_ranks, slowest_ms, with_interval
 from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
@@ -48,11 +48,7 @@ _FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
 class Variant:
     """One of `VARIANTS`: a replica of the model in its pipeline, and its batches.
 
-    Args:
-        name: the variant's name in `VARIANTS`.
-        users: int64 `(n,)`, items of all users, in the order in which they are trained.
-        rows: rows of a rank's batch.
-        rank: this rank.
+    `users` is int64 `(n,)`, items of all users, in the order in which they are trained; `rows` is a rank's batch.
     """
 
     def __init__(self, name: str, users: np.ndarray, rows: int, rank: int) -> None:
@@ -107,7 +103,6 @@ class Variant:
             self._shuffler.drain()
 
     def close(self) -> None:
-        """End the variant's threads."""
         self._settle()
         if self._windows is not None:
             self._windows.close()
@@ -145,43 +140,32 @@ def fit_cost(rows: int) -> np.ndarray:
     model, optimizer = make_model()
     generator = np.random.default_rng(0)
     mixes = [draw_users(int(generator.integers(1, 2 * rows + 1)), 100 + mix) for mix in range(MIXES)]
-    times = np.empty((REPEATS, MIXES))
-    for turn in range(-1, REPEATS):
-        for mix, histories in enumerate(mixes):
-            batch = make_batch(histories)
-            dist.barrier()
-            started = time.perf_counter()
-            optimizer.zero_grad()
-            model(batch)[0].sum().backward()
-            optimizer.step()
-            dist.barrier()
-            times[max(0, turn), mix] = (time.perf_counter() - started) * 1e3
-    milliseconds = np.median(times, axis=0)
+
+    def step(batch: HSTUBatch) -> None:
+        optimizer.zero_grad()
+        model(batch)[0].sum().backward()
+        optimizer.step()
+
+    steps = {mix: partial(step, make_batch(histories)) for mix, histories in enumerate(mixes)}
+    milliseconds = np.median(list(interleaved_on_ranks(steps, REPEATS).values()), axis=1)
     sizes = np.array([step_size(histories) for histories in mixes], dtype=np.float64)
     return nnls(sizes / milliseconds[:, None], np.ones(MIXES))[0]
 
 
 def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
-    """Rounds of every variant on one rank."""
     cost = fit_cost(rows)
     per_round = ROUND * rows * dist.get_world_size()
     users = draw_users((WARMUP + rounds + 3) * per_round, seed=rows)  # more, so that no pipeline reaches the end
     variants = {name: Variant(name, users, rows, rank) for name in VARIANTS}
-    seconds = interleaved_seconds(
-        {name: partial(variant.train_round, per_round) for name, variant in variants.items()},
-        rounds,
-        warmup=WARMUP,
-        clock=time.perf_counter,
-        barrier=dist.barrier,
-        show=rank == 0,
-    )
+    calls = {name: partial(variant.train_round, per_round) for name, variant in variants.items()}
+    ms = interleaved_on_ranks(calls, rounds, warmup=WARMUP)
     for variant in variants.values():
         variant.close()
     first = {name: variant.first[WARMUP] for name, variant in variants.items()}
     return {
         "cost": cost,
         "waits": variants["window"].waits,
-        "ms": {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()},
+        "ms": ms,
         "rows": {name: np.diff(variant.done[WARMUP - 1 :]) for name, variant in variants.items()},
         "processor_ms": {name: np.array(variant.processor_ms[first[name] :]) for name, variant in variants.items()},
         "sizes": {name: np.array(variant.trained[first[name] :]) for name, variant in variants.items()},
@@ -189,12 +173,9 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def predicted_ms(sizes: np.ndarray, cost: np.ndarray, cores: int) -> float:
-    """Predict the time of steps from the loads of their ranks.
+    """Predict the time of steps of these sizes, int64 `(ranks, steps, 4)`, on shared cores.
 
-    Args:
-        sizes: int64 `(ranks, steps, 4)`.
-        cost: float64 `(4,)`, fitted to steps of equal ranks.
-        cores: number of cores that the ranks share.
+    `cost` is float64 `(4,)`, fitted to steps of equal ranks.
     """
     num_ranks = len(sizes)
     crowded = max(1.0, num_ranks / cores)
@@ -210,10 +191,10 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
     cost = np.mean([each["cost"] for each in measured], axis=0)
     flops = np.array([TASK.forward_flops(1, 0), TASK.forward_flops(0, 1)], dtype=np.float64)
     base: dict[str, Any] = {}
-    for name in VARIANTS:
+    for name, ms in slowest_ms(measured).items():
         sizes = np.array([each["sizes"][name] for each in measured])
         num_rows, loads = float(sizes[..., _ROWS].sum()), sizes[..., _TOKENS:] @ flops
-        ms, rows = np.max([each["ms"][name] for each in measured], axis=0), np.array(measured[0]["rows"][name])
+        rows = np.array(measured[0]["rows"][name])
         rates = {
             "rounds": lambda chosen, ms=ms, rows=rows: rows[chosen].sum(axis=-1) / ms[chosen].sum(axis=-1),
             "predicted": num_rows / predicted_ms(sizes, cost, cores),
@@ -239,7 +220,6 @@ def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, An
 
 
 def main(quick: Quick = False) -> None:
-    """Measure and write benchmarks/results/window_steps.md."""
     cores, rounds = len(os.sched_getaffinity(0)), 3 if quick else 16
     lines, waits = [], []
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:

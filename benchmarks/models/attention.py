@@ -62,7 +62,6 @@ def draw_lengths(kind: str, rows: int, longest: int, generator: torch.Generator)
 
 
 def pairs_of(lengths: torch.Tensor) -> int:
-    """The number of (query, key) pairs that the mask keeps."""
     return int((lengths * (lengths + 1) // 2).sum())
 
 
@@ -314,7 +313,6 @@ def measure_windows(subject: HSTU, repeats: int) -> list[Any]:
 
 
 def main(quick: Quick = False) -> None:
-    """Measure, print and write benchmarks/results/attention.md."""
     torch.set_num_threads(1)
     shapes, batches, repeats = (4, 1, 1) if quick else (40, 5, 5)
     page = Page(

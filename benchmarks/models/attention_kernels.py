@@ -79,7 +79,6 @@ class Cost(NamedTuple):
 
 
 def cost_row(kernel: str, blocks: Blocks, layer: Layer, cost: Cost) -> dict[str, Any]:
-    """A row of the table."""
     layer_of = {"for": _ARCHITECTURES[layer.architecture], "dtype": _SHORT[layer.dtype], "width": layer.head_dim}
     of_blocks = {"queries × keys": f"{blocks.queries} × {blocks.keys}", "warps": blocks.warps, "stages": blocks.stages}
     per_score = {"instructions": f"{cost.instructions:.1f}", "sigmoids": f"{cost.sigmoids:.2f}"}
@@ -90,7 +89,6 @@ def cost_row(kernel: str, blocks: Blocks, layer: Layer, cost: Cost) -> dict[str,
 
 
 def products_of(kernel: str, head_dim: int) -> int:
-    """Products per score that a kernel needs."""
     return _PRODUCTS[outputs_of(kernel, head_dim)]
 
 
@@ -100,7 +98,6 @@ def has_repeated_products(kernel: str, layer: Layer, cost: Cost) -> bool:
 
 
 def cost_of(kernel: str, blocks: Blocks, layer: Layer) -> Cost:
-    """The cost of a kernel, compiled as for a launch on that architecture."""
     compiled = compile_kernel(kernel, blocks, layer)
     report = _assembler(compiled.asm["ptx"], _ARCHITECTURES[layer.architecture])
     loop = _hottest_loop(compiled.asm["cubin"], blocks)

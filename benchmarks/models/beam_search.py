@@ -72,7 +72,6 @@ def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int
 
 
 def main(quick: Quick = False) -> None:
-    """Measure, print and write benchmarks/results/beam_search.md."""
     torch.set_num_threads(1)
     users, repeats, histories = (4, 2, HISTORIES[:1]) if quick else (16, 5, HISTORIES)
     page = Page(

@@ -49,7 +49,6 @@ def load_target(model: str, device: torch.device) -> tuple[CostTarget, int]:
 
 
 def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> Calibration:
-    """A calibration to measured steps."""
     measured = measure_steps(
         target,
         draw_mixes(mixes, target.batch_size, longest, seed=0),

@@ -42,7 +42,6 @@ class GeneratedArchive:
 
     @property
     def mean_length(self) -> float:
-        """Interactions per user."""
         return self.num_interactions / self.num_users
 
 
@@ -85,7 +84,6 @@ def one_of(quantile: str, choices: Sequence[Any], shares: Sequence[float] | None
 
 
 def write_csv(database: duckdb.DuckDBPyConnection, path: Path, query: str) -> None:
-    """Write the result of a query with a line of its names."""
     database.execute(f"COPY ({query}) TO '{path}' (HEADER)")
 
 

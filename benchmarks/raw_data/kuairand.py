@@ -107,7 +107,6 @@ def generate_kuairand(
 
 
 def _user_feature(name: str) -> str:
-    """SQL of a column of users."""
     quantile = f"uniform('{name}', number)"
     if name in _USER_VALUES:
         return f"{one_of(quantile, _USER_VALUES[name])} AS {name}"

@@ -85,16 +85,12 @@ class LinkModel:
     def rows_ms(self, sent: np.ndarray, received: np.ndarray, peers: int) -> float:
         """Milliseconds of an all-to-all: that of the rank with most bytes to send or to receive.
 
-        Args:
-            sent: bytes that each rank sends to others; `received` likewise.
-            received: see `sent`.
-            peers: most ranks that one rank sends to or receives from.
+        `sent` and `received`: bytes of each rank; `peers`: most ranks that one rank sends to or receives from.
         """
         largest = float(max(sent.max(initial=0), received.max(initial=0)))
         return self.rows_us * 1e-3 + peers * self.peer_us * 1e-3 + largest / (self.rows_gbyte * 1e9) * 1e3
 
     def described(self) -> str:
-        """The parameters in one line."""
         return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(self).items())
 
 

@@ -43,16 +43,9 @@ def packed_rows(
     kept: np.ndarray | None = None,
     steps: int = 1,
 ) -> GatheredRows:
-    """What was gathered of rows with lengths int64 `(N, num_keys)`.
+    """What was gathered of rows with lengths int64 `(N, num_keys)` and kept numbers int64 `(N, num_kept)`.
 
-    Args:
-        rows: as in `GatheredRows`, and so are the next three.
-        real_rows: int64 `(num_places,)`.
-        workloads: int64 `(N,)`.
-        tokens: int64 `(N,)`.
-        lengths: int64 `(N, num_keys)`.
-        kept: int64 `(N, num_kept)`, what else the host keeps; None for nothing.
-        steps: batches of a rank.
+    The other arguments are those of `GatheredRows`.
     """
     kept = np.zeros((len(lengths), 0), np.int64) if kept is None else kept
     blocks, ends = [], np.cumsum(real_rows)[:-1]
@@ -119,8 +112,6 @@ def plan_batch(
 
 @dataclass(frozen=True)
 class MovedRows:
-    """The rows that a plan moves between ranks, in tokens and bytes."""
-
     tokens_crossing: float  # tokens that leave their node, as a fraction of all
     sent: np.ndarray  # float64 `(world_size,)`, bytes that each rank sends to others
     received: np.ndarray  # bytes that each rank receives
@@ -129,7 +120,6 @@ class MovedRows:
 
     @classmethod
     def of(cls, plan: ShufflePlan, layout: PayloadLayout) -> MovedRows:
-        """Count a plan's rows."""
         gathered, world_size = plan.gathered, plan.gathered.num_ranks
         row_bytes = words_of_rows(gathered, layout) * float(WORD_BYTES)
         moved = np.flatnonzero(plan.moves)
@@ -188,7 +178,6 @@ class ListedMessages:
         return self._gathered
 
     def gather_text(self, text: str, step: int) -> list[str]:
-        """Return this rank's text for every rank."""
         return [text] * self.world_size
 
     @contextlib.contextmanager
@@ -196,7 +185,6 @@ class ListedMessages:
         yield
 
     def failures_posted(self, step: int, what: str) -> contextlib.AbstractContextManager[None]:
-        """No rank waits for this one, so nothing is posted."""
         return contextlib.nullcontext()
 
     def post_failure(self, step: int, what: str, error: Exception) -> None: ...
@@ -220,12 +208,9 @@ def fake_ranks(world_size: int, rank: int) -> Iterator[None]:
 def record_all_ranks(
     shuffler: BaseTaskBalancedBatchShuffler, batches: Iterable[Any], window: int | None = None
 ) -> None:
-    """Record the messages of every rank for a shuffler; within `fake_ranks`.
+    """Record the messages of every rank for the shuffler of one rank; within `fake_ranks`.
 
-    Args:
-        shuffler: the shuffler of the one rank.
-        batches: the batch of every rank, in order; with a window, a list of batches for each rank.
-        window: most batches of a rank that are planned together; None for batch by batch.
+    `batches` has the batch of every rank, in order; with a window, a list of batches for each rank.
     """
     session = shuffler.engine._session(None) if window is None else shuffler.engine._session(None, window)
     channel: Any = session.channel

@@ -13,7 +13,6 @@ class PlainSet:
         self.total = sum(workload for _, workload in samples)
 
     def merge(self, other: PlainSet) -> None:
-        """Take all samples of `other`."""
         self.samples += other.samples
         self.total += other.total
 
@@ -30,11 +29,9 @@ class PlainState:
 
     @property
     def spread(self) -> int:
-        """Largest sum − smallest sum."""
         return self.sets[0].total - self.sets[-1].total
 
     def merge(self, other: PlainState) -> None:
-        """Join the heaviest set of one with the lightest of the other, and so on."""
         for one, two in zip(self.sets, reversed(other.sets), strict=True):
             one.merge(two)
         self.sets.sort(reverse=True)

@@ -118,15 +118,35 @@ def interleaved_seconds(
     return seconds
 
 
+def interleaved_on_ranks(
+    variants: Mapping[Any, Callable[[], Any]], steps: int, *, warmup: int = 1
+) -> dict[Any, np.ndarray]:
+    """Milliseconds of each variant in every round, float64 `(steps,)`, from a barrier of all ranks to a barrier."""
+    options: dict[str, Any] = {"clock": time.perf_counter, "barrier": dist.barrier, "show": dist.get_rank() == 0}
+    seconds = interleaved_seconds(variants, steps, warmup=warmup, **options)
+    return {name: np.multiply(of_variant, 1e3) for name, of_variant in seconds.items()}
+
+
+def slowest_ms(measured: Sequence[Mapping[str, Any]]) -> dict[Any, np.ndarray]:
+    """The largest milliseconds over the ranks, whose "ms" are those of `interleaved_on_ranks`."""
+    return {name: np.max([each["ms"][name] for each in measured], axis=0) for name in measured[0]["ms"]}
+
+
 def interleaved_medians(variants: Mapping[Any, Callable[[], Any]], repeats: int, **options: Any) -> dict[Any, float]:
     """Median seconds of each variant, see `interleaved_seconds`."""
     seconds = interleaved_seconds(variants, repeats, **options)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def milliseconds(call: Callable[[], Any], repeats: int, *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median time of a call after one call to warm up."""
-    return interleaved_medians({"": call}, repeats, clock=clock, show=False)[""] * 1e3
+def milliseconds(
+    call: Callable[[], Any],
+    repeats: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Median time of a call after one call to warm up; `of` may be `min`."""
+    return of(interleaved_seconds({"": call}, repeats, clock=clock, show=False)[""]) * 1e3
 
 
 def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
@@ -145,9 +165,7 @@ def timed(call: Callable[..., R], seconds: list[float]) -> Callable[..., R]:
 def with_interval(statistic: Callable[[np.ndarray], Any], count: int) -> tuple[float, str]:
     """A statistic of `count` observations, and its text with the 95 % bootstrap interval.
 
-    Args:
-        statistic: takes the numbers of observations, int64 `(…, count)`, and returns `(…)`.
-        count: observations.
+    `statistic` takes the numbers of observations, int64 `(…, count)`, and returns `(…)`.
     """
     low, high = np.percentile(statistic(np.random.default_rng(0).integers(0, count, (2000, count))), [2.5, 97.5])
     value = float(statistic(np.arange(count)))
@@ -207,7 +225,6 @@ class Page:
         self._sections: list[str] = []
 
     def target(self, what: str, target: str, reached: str, met: bool) -> None:
-        """Add a target and whether it is met."""
         self._targets.append({"": what, "target": target, "reached": reached, "met": "yes" if met else "**no**"})
 
     def target_of_cases(self, what: str, limit: float, values: Sequence[float], unit: str = "") -> None:

@@ -126,19 +126,11 @@ def require_output(
     may_replace: Callable[[Path], bool] = lambda path: True,
     what: str = "file",
 ) -> None:
-    """Raise unless a command can write its output without overwriting other files.
+    """Raise unless a command can write its output, named by `option`, without overwriting other files.
 
-    Args:
-        output: the file to write.
-        option: the option that names it, for messages.
-        inputs: the files that the command reads, by their option or argument.
-        may_replace: whether an existing file may be overwritten, because it is an earlier output of this kind.
-        what: name of this kind of file, for messages.
-
-    Raises:
-        ValueError: `output` is one of the inputs, also through a link.
-        FileExistsError: `output` exists and may not be overwritten.
-        OSError: `output` cannot be written.
+    ValueError if it is one of `inputs`, which are files by their option, also through a link; FileExistsError if it
+    exists and is not an earlier output of this kind (`may_replace`; `what` names the kind); OSError if it cannot be
+    written.
     """
     for name, path in inputs.items():
         if path is not None and path.exists() and output.exists() and path.samefile(output):

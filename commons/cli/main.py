@@ -53,14 +53,10 @@ _CLOSED_PIPE, _USAGE_ERROR, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
+    """Run a subcommand; `argv` is without the name of the program, None for the process's arguments.
 
-    Args:
-        argv: arguments without the name of the program; None for the process's arguments.
-
-    Returns:
-        Exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the output's pipe
-        is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C.
+    Returns the exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the
+    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C.
     """
     status = None
     accept_all_text()

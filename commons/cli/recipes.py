@@ -21,16 +21,11 @@ from commons.user_package import import_user_module
 
 
 def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTarget:
-    """Load the recipe of a model package for one process.
+    """Load RECIPE, the model's Recipe, from the module `recipe` of a package, for one process.
 
-    The package's module `recipe` must define RECIPE, the model's Recipe; its `load(config, device)` is called. The
-    package is installed or in the working directory; `model` None selects hstu or sid_gr by the config's data set. A
-    config such as `hstu/configs/random.toml` is also found in the installed package.
-
-    Raises:
-        FileNotFoundError: the config does not exist.
-        ValueError: the package does not exist, cannot be imported or has no recipe; also the recipe's errors about the
-            config.
+    The package is installed or in the working directory; `model` None selects hstu or sid_gr by the config's data set.
+    A config such as `hstu/configs/random.toml` is also found in the installed package. FileNotFoundError if there is no
+    config; ValueError if the package does not exist, cannot be imported or has no recipe, or for the config.
     """
     config = find_config(config)
     if not config.is_file():

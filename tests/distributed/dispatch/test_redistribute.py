@@ -95,7 +95,7 @@ def test_only_moved_rows_travel(two_ranks):
     (sent, received_none, *first), (sent_none, received, *second) = two_ranks.run(move_wide_rows)
     assert first == second == [8, 4]
     assert sent_none == received_none == 0
-    assert 1 < sent == received < 1.05
+    assert 1 < sent == received < 1.02
 
 
 def move_with_padding():

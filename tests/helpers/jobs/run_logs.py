@@ -8,10 +8,11 @@ import statistics
 
 import numpy as np
 
-from commons.perf_model.loads import imbalance
-from commons.perf_model.partitioner import partition
+from commons.distributed.stats import stats_of_plan
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 
 MS_PER_LOAD, FIXED_MS, EXCHANGE_MS, WAIT_MS = 2e-6, 30.0, 4.0, 0.5
+LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "speeds", "own_ms")
 CONFIG = {
     "trainer": {
         "train_batch_size": 8,
@@ -27,54 +28,25 @@ CONFIG = {
 
 
 def make_steps(count=60, ranks=4, rows=8, seed=0, balances=True, speeds=None, sigma=1.2, exchanges=True):
-    """One dictionary per step, with what ShuffleStats knows and how long the step took."""
-    rng = np.random.default_rng(seed)
-    steps = []
+    """One dictionary per step: the stats of a plan for random rows, and how long the step took."""
+    rng, sizes, steps = np.random.default_rng(seed), np.full(ranks, rows), []
     for number in range(1, count + 1):
         tokens = np.exp(rng.normal(4, sigma, (ranks, rows))).astype(np.int64) + 1
-        costs = tokens * 20_000 + tokens**2 * 40
-        plan = partition(costs.ravel().tolist(), ranks)
-        before, after = costs.sum(axis=1).tolist(), plan.loads.tolist()
-        trained = after if balances else before
-        exchanges = exchanges and balances
-        overhead = EXCHANGE_MS + WAIT_MS if exchanges else 0.0
-        steps.append(
-            {
-                "step": number,
-                "loss": 0.7 - number * 1e-3,
-                "step_ms": FIXED_MS + overhead + MS_PER_LOAD * max(trained),
-                "num_rows": ranks * rows,
-                "num_tokens": int(tokens.sum()),
-                "window": 1,
-                "imbalance_before": imbalance(before),
-                "imbalance_after": imbalance(after),
-                "largest_load_before": max(before),
-                "largest_load_after": max(after),
-                "lower_bound": plan.lower_bound,
-                "optimality_gap": plan.optimality_gap,
-                "moved": float(exchanges),
-                "gated": 0.0,
-                "tokens_moved": 100.0 * exchanges,
-                "token_fraction_moved": 0.1 * exchanges,
-                "bytes_sent": 2000.0 * exchanges,
-                "gather_ms": 1.5,
-                "plan_ms": 0.5,
-                "wait_ms": WAIT_MS if exchanges else 0.0,
-                "hidden_fraction": 0.75,
-                "exchange_ms": EXCHANGE_MS if exchanges else 0.0,
-                "lookup_imbalance_before": imbalance(tokens.sum(axis=1)),
-                "lookup_imbalance_after": imbalance(tokens.sum(axis=1)),
-                "loads_before": before,
-                "loads_after": trained,
-                "lookups_before": tokens.sum(axis=1).tolist(),
-                "lookups_after": tokens.sum(axis=1).tolist(),
-                **({} if speeds is None else {"rank_speeds": list(speeds)}),
-            }
-        )
+        plan = plan_shuffle(GatheredRows(sizes, sizes, (tokens * 20_000 + tokens**2 * 40).ravel(), tokens.ravel()))
+        lookups = np.stack([tokens.sum(axis=1)] * 2, axis=1)
+        (stats,) = stats_of_plan(plan, number, gather_ms=1.5, plan_ms=0.5, bytes_sent=2000, lookups=lookups)
+        known = stats.carried_out(WAIT_MS, EXCHANGE_MS).to_dict()
+        step = {name: value for name, value in known.items() if value not in (None, ())}
+        step |= {name: list(step[name]) for name in LISTS if name in step}
+        if not balances:
+            step["loads_after"] = step["loads_before"]
+        if not (balances and exchanges):
+            step |= dict.fromkeys(("moved", "tokens_moved", "token_fraction_moved", "bytes_sent"), 0.0)
+            step |= {"wait_ms": 0.0, "exchange_ms": 0.0}
+        overhead = step["wait_ms"] + step["exchange_ms"]
+        step |= {"loss": 0.7 - number * 1e-3, "step_ms": FIXED_MS + overhead + MS_PER_LOAD * max(step["loads_after"])}
+        steps.append(step | ({} if speeds is None else {"rank_speeds": list(speeds)}))
     return steps
-
-
-LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "speeds", "own_ms")
 
 
 def line_of(steps, knows_slope=True):

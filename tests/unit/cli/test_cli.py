@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from commons.cli.preprocess import Preprocess
 from commons.datasets.sequences.file import SequenceFile
 from commons.version import __version__
 from tests.helpers.datasets.movielens import RATINGS, write_zip
+from tests.helpers.jobs.programs import run_program
 from tests.helpers.jobs.run_logs import lines_of, make_steps, write_run, write_unlooked
 
 COMMANDS = {"calibrate", "doctor", "make-sids", "preprocess", "report", "simulate"}
@@ -126,7 +126,7 @@ sys.exit(cli.main(["preprocess", "ml-1m"]))
 
 
 def test_ctrl_c_while_modules_are_imported():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    done = run_program(sys.executable, "-c", INTERRUPTED)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -242,9 +242,8 @@ PREPARE = ["preprocess", "ml-1m", "--output", ".", "--source"]
 )
 def test_a_command_waits_for_no_library_that_it_does_not_need(here, two_runs, unneeded, arguments, status):
     write_zip(here / "ml-1m.zip")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PROGRAM, unneeded, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run_program(sys.executable, "-c", PROGRAM, unneeded, *arguments, cwd=here, env=path)
     assert done.returncode == status, done.stderr
 
 
@@ -280,15 +279,8 @@ def completion(tmp_path_factory):
     ],
 )
 def test_bash(completion, words, completions):
-    python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "--norc", "-c", PRESS_TAB, "bash", "evenrank", *words],
-        cwd=completion,
-        env={**os.environ, "PATH": python},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = run_program("bash", "--norc", "-c", PRESS_TAB, "bash", "evenrank", *words, cwd=completion, env=path)
     found = set(done.stdout.split("\n")) - {""}
     assert (done.returncode, done.stderr) == (0, "")
     assert completions <= found if words == [""] else completions == found

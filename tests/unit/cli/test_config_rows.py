@@ -331,17 +331,13 @@ def test_nothing_else_is_overwritten(mine, tmp_path, mistake, clock):
     assert "b.parquet exists and is not a map of semantic IDs of this kind" in error
 
 
-def test_a_failed_calibration_leaves_nothing(mine, tmp_path, mistake, calibrate, clock):
-    before = sorted(tmp_path.rglob("*.*"))
-    assert "there are 3 measurements" in mistake("calibrate", *mine, "--output", "new/c.toml", "--num-mixes", "3")
-    assert [path for path in sorted(tmp_path.rglob("*.*")) if path.suffix != ".pyc"] == before
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "c.toml").touch()  # what an earlier version left
+def test_a_failed_calibration_leaves_what_was_there(mine, tmp_path, mistake, calibrate, clock):
+    (tmp_path / "c.toml").touch()  # an empty file may be replaced
     calibrate()
     written = (tmp_path / "c.toml").read_bytes()
-    mistake("calibrate", *mine, "--output", "c.toml", "--num-mixes", "3")
-    assert (tmp_path / "c.toml").read_bytes() == written
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    for output in ("c.toml", "new/c.toml"):
+        assert "there are 3 measurements" in mistake("calibrate", *mine, "--output", output, "--num-mixes", "3")
+    assert (tmp_path / "c.toml").read_bytes() == written and not (tmp_path / "new").exists()
 
 
 def test_preprocess_does_not_replace_the_folder_that_holds_its_source(here, told, mistake):

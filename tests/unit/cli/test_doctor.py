@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 import types
 
@@ -13,6 +12,7 @@ import torch
 
 from commons.cli import doctor
 from commons.trainer.ranks import cuda_check
+from tests.helpers.jobs.programs import run_program
 
 CORE = types.SimpleNamespace(SOURCES="0123456789ab", COMPILER="g++")
 
@@ -168,9 +168,7 @@ sys.exit(main(["doctor"]))
     ],
 )
 def test_it_runs_without(missing, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *missing], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    done = run_program(sys.executable, "-c", WITHOUT, *missing, cwd=tmp_path)
     said = " ".join(done.stdout.split())
     assert (done.returncode, done.stderr) == (1, ""), done
     for name in missing:

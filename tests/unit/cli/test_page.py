@@ -43,12 +43,6 @@ def test_a_page_of_lengths_is_one_file_with_all_of_the_answer(here, told, asked)
     assert f"evenrank {shlex.join(LENGTHS)} --html gain.html --figure gain.png" in words
 
 
-def test_one_number_of_ranks_and_even_lengths(here, told):
-    np.save("even.npy", np.full(64, 7))
-    told("simulate", "--lengths", "even.npy", "--ranks", "2", "--batch-size", "4", "--html", "e.html")
-    assert "leave it off" in read_page(here / "e.html")[1]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

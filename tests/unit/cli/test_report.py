@@ -169,9 +169,7 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
         ([], "no run is given"),
         (["runs/none"], "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a"),
         (["runs/a", "--html", "r.txt"], "a page is an .html file"),
-        (["runs/a", "--figure", "r.txt"], "choose one of these endings"),
         (["runs/a", "--figure", "linked.png"], "no command overwrites its input"),
-        (["runs/a", "--json", "--html", "no/such\0.html"], "null"),
     ],
 )
 def test_mistakes_are_one_line(runs, mistake, arguments, message):

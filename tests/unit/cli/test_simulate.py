@@ -35,12 +35,17 @@ def as_loaded(values, num_ranks, batch_size):
 FLAGS = ["--lengths", "lengths.npy", "--batch-size", "8", "--steps", "16", "--window", "1", "2", "4"]
 
 
-def test_figures_are_those_of_the_rows(histories, asked, told):
-    answer = asked("simulate", *FLAGS, "--ranks", "4", "--in-order", "--tokens-per-item", "2", "--extra-tokens", "3")
+@pytest.mark.parametrize(
+    ("flags", "per_item", "more", "window"),
+    [(["--tokens-per-item", "2", "--extra-tokens", "3"], 2, 3, None), (["--max-attn-len", "50"], 1, 0, 50)],
+)
+def test_figures_are_those_of_the_rows(histories, asked, flags, per_item, more, window):
+    answer = asked("simulate", *FLAGS, "--ranks", "4", "--in-order", *flags)
     ways = ways_of(answer)
     assert list(ways) == WAYS and answer["ranks"][0]["steps"] == 16
-    tokens = as_loaded(histories * 2 + 3, 4, 8)
-    work = HSTUAttentionTask(256, 4, 64, 8).get_workloads(tokens)
+    assert ("4 heads × 64, attention within 50 tokens" in answer["task"]) == (window is not None)
+    tokens = as_loaded(histories * per_item + more, 4, 8)
+    work = HSTUAttentionTask(256, 4, 64, 8, max_attn_len=window).get_workloads(tokens)
     loads = work.sum(2)
     assert ways["as loaded"]["largest_to_mean"] == pytest.approx((loads.max(1) / loads.mean(1)).mean())
     assert ways["as loaded"]["tokens_to_mean"] == pytest.approx(tokens.sum(2).max() / tokens.sum(2).mean())
@@ -49,15 +54,6 @@ def test_figures_are_those_of_the_rows(histories, asked, told):
         largest = sum(partition(step.ravel(), 4, method=method).loads.max() for step in work)
         assert ways[name]["speed_up"] == pytest.approx(loads.max(1).sum() / largest, rel=1e-3)
     assert answer["lengths"]["tokens"]["max"] == tokens.max()
-
-
-def test_rows_cost_what_a_window_leaves_of_them(histories, asked, told):
-    flags = [*FLAGS, "--ranks", "4", "--in-order", "--max-attn-len", "50"]
-    ways = ways_of(asked("simulate", *flags))
-    task = HSTUAttentionTask(256, 4, 64, 8, max_attn_len=50)
-    loads = task.get_workloads(as_loaded(histories, 4, 8)).sum(2)
-    assert ways["as loaded"]["largest_to_mean"] == pytest.approx((loads.max(1) / loads.mean(1)).mean())
-    assert "4 heads × 64, attention within 50 tokens" in told("simulate", *flags)
 
 
 def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, asked, told):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commons.cli.report import answer_of
-from commons.run_log.advice import advice_of, verdict_on
+from commons.run_log.advice import advice_of, verdict_on, warning_of
 from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
@@ -21,6 +21,7 @@ from tests.helpers.jobs.run_logs import (
     MS_PER_LOAD,
     WAIT_MS,
     config_of,
+    line_of,
     lines_of,
     make_steps,
     write_run,
@@ -28,6 +29,8 @@ from tests.helpers.jobs.run_logs import (
 )
 
 SIZES = [7, 3, 10, 1, 9, 12, 8]
+BY_STEP = [1] * 60  # a line for every step
+RNG = np.random.default_rng(5)
 BALANCED, AS_LOADED = make_steps(), make_steps(balances=False)
 
 
@@ -196,7 +199,7 @@ def test_loads_of_another_speed_are_no_time_that_does_not_follow(tmp_path):
         step | {"speeds": speeds, "own_ms": [load / each for load, each in zip(step["loads_after"], speeds)]}
         for step in AS_LOADED
     ]
-    fit = report_of(tmp_path, steps, [1] * len(steps)).time_fit
+    fit = report_of(tmp_path, steps, BY_STEP).time_fit
     assert fit.of == "ranks" and fit.r_squared == pytest.approx(1.0)
 
 
@@ -298,7 +301,7 @@ def test_runs_that_log_every_step_are_compared_step_by_step(tmp_path):
         report_of(
             tmp_path / name,
             [step | {"step_ms": ratio * (100 + 10 * step["step"])} for step in steps],
-            [1] * 60,
+            BY_STEP,
             config_of(enable_balanced_shuffler=name == "b"),
         )
         for name, steps, ratio in (("a", AS_LOADED, 1.25), ("b", BALANCED, 1.0))
@@ -322,3 +325,65 @@ def test_metrics_are_compared_with_their_standard_errors(tmp_path):
     rows = rows_of(reports)
     assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == ("0.5000", "0.4000")
     assert rows["eval auc, difference"] == ("", "+5.0e-02 ± 5.0e-02") and "eval auc_se" not in rows
+
+
+def with_own(steps, own_ms):
+    return [step | {"own_ms": own_ms(step)} for step in steps]
+
+
+def of_loads(step):
+    return [2e-6 * load + RNG.uniform(-2, 2) for load in step["loads_after"]]
+
+
+def padded(step):
+    return RNG.lognormal(3, 0.5, len(step["loads_after"])).tolist()
+
+
+def test_times_that_follow_the_loads(tmp_path):
+    report = report_of(tmp_path, with_own(make_steps(), of_loads), BY_STEP)
+    fit, log = report.time_fit, report.log
+    loads, times = (np.concatenate(log.of_ranks[name][1:]) for name in ("loads_after", "own_ms"))
+    assert (fit.of, fit.points) == ("ranks", len(loads)) == ("ranks", 59 * 4)
+    assert fit.r_squared == pytest.approx(np.corrcoef(loads, times)[0, 1] ** 2) and fit.follows
+    assert warning_of(report) == "" and report.to_dict()["time_fit"]["r_squared"] == fit.r_squared
+
+
+def test_times_that_do_not_follow_the_loads(tmp_path):
+    report = report_of(tmp_path, with_own(make_steps(), padded), BY_STEP)
+    assert report.time_fit.r_squared < 0.1
+    warning = warning_of(report)
+    assert warning.startswith(f"Time does not follow the loads (R² {report.time_fit.r_squared:.2f}, ")
+    assert "the model pads to its longest row, other work" in warning
+    assert answer_of([report]).content["advice"][0] == warning
+    falling = with_own(make_steps(), lambda step: [1e3 - 1e-6 * load for load in step["loads_after"]])
+    assert report_of(tmp_path, falling, BY_STEP).time_fit.r_squared == 0
+
+
+def test_a_stall_is_left_out(tmp_path):
+    steps = with_own(make_steps(), of_loads)
+    steps[30]["own_ms"][2] = steps[40]["own_ms"][1] = 1e6
+    fit = report_of(tmp_path, steps, BY_STEP).time_fit
+    assert 59 * 4 - 3 <= fit.points <= 59 * 4 - 2 and fit.r_squared > 0.9
+
+
+def test_an_old_log_is_fitted_by_its_steps(tmp_path):
+    fit = report_of(tmp_path, make_steps(count=40), BY_STEP).time_fit
+    assert (fit.of, fit.points) == ("steps", 39) and fit.r_squared == pytest.approx(1)
+    slow = [step | {"step_ms": float(RNG.lognormal(3, 0.5))} for step in make_steps(count=40)]
+    report = report_of(tmp_path, slow, BY_STEP)
+    assert report.time_fit.r_squared < 0.3 and "most of a step does not depend on the loads" in warning_of(report)
+
+
+@pytest.mark.parametrize("steps", [make_steps(count=20), make_steps(count=60, rows=400, sigma=0.2)])
+def test_few_points_or_equal_loads_say_nothing(tmp_path, steps):
+    assert report_of(tmp_path, steps, BY_STEP).time_fit is None
+
+
+def test_ranks_and_lines_without_a_time(tmp_path):
+    lines = [line_of([step]) for step in with_own(make_steps(), of_loads)]
+    lines[10]["own_ms"] = [None] * 4
+    lines[11]["own_ms"][3] = None
+    lines[14]["own_ms"] = None
+    del lines[12]["own_ms"], lines[13]["loads_after"]
+    report = RunReport(RunLog(write_run(tmp_path, lines)))
+    assert report.time_fit.points == 59 * 4 - 4 - 1 - 4 - 4 - 4
