@@ -22,7 +22,7 @@ def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -
     """
     loads = np.asarray(loads)
     total = sum(loads.ravel().tolist())  # Python's integers do not overflow
-    largest = sum(times_of(loads, speeds).max(axis=-1, initial=0).ravel().tolist())
+    largest = sum(np.ravel(times_of(loads, speeds).max(axis=-1, initial=0)).tolist())
     return largest * ranks_of_fastest(loads.shape[-1], speeds) / total - 1.0 if total else 0.0
 
 

@@ -6,8 +6,6 @@ import html.parser
 import re
 
 VOID = {"meta", "link", "br"}
-# Of an inline SVG, as matplotlib closes them.
-SHAPES = {"path", "use"}
 
 
 class Tags(html.parser.HTMLParser):
