@@ -7,8 +7,6 @@ RELEASES = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 NEWEST_TORCH = "2.13"
 # The oldest NVIDIA driver for CUDA 13, which the builds on the package index need.
 LEAST_DRIVER = 580
-# The oldest driver for CUDA 12.6, for which all these releases have builds too.
-LEAST_OLD_DRIVER = 525
 
 
 def minor(version: str) -> str:

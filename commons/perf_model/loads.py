@@ -16,11 +16,14 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
 
 
 def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -> float:
-    """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same for `times_of`."""
+    """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same for `times_of`.
+
+    Of loads of several steps, ranks last, the sum of the largest loads is divided by that of the means.
+    """
     loads = np.asarray(loads)
-    total = sum(loads.tolist())  # Python's integers do not overflow
-    largest = max(times_of(loads, speeds).tolist(), default=0)
-    return largest * ranks_of_fastest(len(loads), speeds) / total - 1.0 if total else 0.0
+    total = sum(loads.ravel().tolist())  # Python's integers do not overflow
+    largest = sum(np.ravel(times_of(loads, speeds).max(axis=-1, initial=0)).tolist())
+    return largest * ranks_of_fastest(loads.shape[-1], speeds) / total - 1.0 if total else 0.0
 
 
 def times_of(loads: np.ndarray, speeds: np.ndarray | None) -> np.ndarray:

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-_GOLDEN = 0x9E3779B97F4A7C15
+from commons.splitmix import GOLDEN, mix64
+
 _MASK = 2**64 - 1
-
-
-def mixed(values):
-    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014), of an integer below 2**64 or of uint64."""
-    values = ((values ^ (values >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    values = ((values ^ (values >> 27)) * 0x94D049BB133111EB) & _MASK
-    return values ^ (values >> 31)
 
 
 class Draws:
     """A stream of integers, fixed by its seed."""
 
     def __init__(self, seed: int) -> None:
-        self._state = mixed((seed + _GOLDEN) & _MASK)
+        self._state = int(mix64(np.array([(seed + GOLDEN) & _MASK], np.uint64))[0])
 
     def integers(self, low: int, high: int, number: int) -> np.ndarray:
         """int64 `(number,)` in `[low, high)`."""
-        steps = np.arange(1, number + 1, dtype=np.uint64) * _GOLDEN + self._state
-        self._state = (self._state + number * _GOLDEN) & _MASK
-        return low + (mixed(steps) % (high - low)).astype(np.int64)
+        steps = np.arange(1, number + 1, dtype=np.uint64) * GOLDEN + self._state
+        self._state = (self._state + number * GOLDEN) & _MASK
+        return low + (mix64(steps) % (high - low)).astype(np.int64)
 
     def integer(self, low: int, high: int) -> int:
-        """One integer in `[low, high)`, as `integers` would draw it; numpy takes twenty times as long for one."""
-        self._state = (self._state + _GOLDEN) & _MASK
-        return low + mixed(self._state) % (high - low)
+        """One integer in `[low, high)`."""
+        return int(self.integers(low, high, 1)[0])
 
     def choice(self, values):
         """One of `values`."""

@@ -46,14 +46,6 @@ class TestWholeFolder:
             write(tmp_path / "data", "x", may_replace=lambda path: False)
         assert (tmp_path / "data").read_text() == "mine"
 
-    def test_what_an_ended_process_left_is_cleared(self, tmp_path):
-        unfinished = tmp_path / ".data.unfinished" / "deep"
-        unfinished.mkdir(parents=True)
-        (unfinished / "half").write_text("half")
-        write(tmp_path / "data", "whole")
-        assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
-        assert [entry.name for entry in (tmp_path / "data").iterdir()] == ["a.txt"]
-
     def test_ended_between_the_renames(self, tmp_path):
         write(tmp_path / "data", "before")
         (tmp_path / "data").rename(tmp_path / ".data.replaced")
@@ -142,7 +134,9 @@ class TestLinks:
         left_over.mkdir(parents=True)
         (left_over / "link").symlink_to(foreign)
         (left_over.parent / "link").symlink_to(foreign / "deep" / "precious")
+        (left_over / "half").write_text("half")
         write(tmp_path / "data", "whole")
+        assert [entry.name for entry in (tmp_path / "data").iterdir()] == ["a.txt"]
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data", "foreign"]
 
     def test_a_target_that_is_a_link_is_replaced(self, tmp_path, foreign):

@@ -18,8 +18,7 @@ from commons.perf_model.partitioner.core import METHODS
 from commons.perf_model.partitioner.grid import Grid, partition_grid
 from commons.perf_model.partitioner.inputs import as_int64_workloads
 from commons.perf_model.partitioner.padded import padded_groups
-from commons.perf_model.partitioner.partitioning import karmarkar_karp, lower_bound, partition, refine
-from commons.perf_model.partitioner.result import Partition
+from commons.perf_model.partitioner.partitioning import Partition, karmarkar_karp, lower_bound, partition, refine
 
 __all__ = [
     "METHODS",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from commons.perf_model.partitioner.arguments import CheckedArguments, plan_of
-from commons.perf_model.partitioner.result import Dealt
+from commons.perf_model.partitioner.partitioning import Dealt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

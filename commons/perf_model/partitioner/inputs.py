@@ -163,10 +163,15 @@ def as_speeds(speeds: Any, number: int, workloads: np.ndarray, parts_name: str) 
             f"speeds has shape {array.shape}, {parts_name} is {number}; each has one speed: pass {number} positive "
             "integers"
         )
-    values = array.tolist()
-    if array.dtype.kind not in "iu" or min(values) <= 0 or max(values) > MOST_SPEED:
-        _refuse_bad_speed(values)
-    slowest, fastest = int(min(values)), int(max(values))
+    for index, value in enumerate(array.tolist()):
+        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= MOST_SPEED or value != int(value):
+            raise ValueError(
+                f"speeds[{index}] is {value}; a speed is a positive integer below 2^31: scale all of them by one "
+                "factor and round"
+            )
+    values = array.astype(np.int64)
+    slowest, fastest = int(values.min()), int(values.max())
     if slowest == fastest:
         return None
     if not core.all_within(workloads, INT64_MAX, ((MOST_LOAD // 2 + 1) * slowest - 1) // fastest):
@@ -174,17 +179,7 @@ def as_speeds(speeds: Any, number: int, workloads: np.ndarray, parts_name: str) 
             f"the workloads sum up to {workloads.sum()}, speeds go from {slowest} to {fastest}; sum × largest ÷ "
             "smallest speed must be below 2^61: scale the workloads down"
         )
-    return array.astype(np.int64)
-
-
-def _refuse_bad_speed(values: list[Any]) -> None:
-    for index, value in enumerate(values):
-        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= MOST_SPEED or value != int(value):
-            raise ValueError(
-                f"speeds[{index}] is {value}; a speed is a positive integer below 2^31: scale all of them by one "
-                "factor and round"
-            )
+    return values
 
 
 def as_slack(slack: Any) -> float:

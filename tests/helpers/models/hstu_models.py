@@ -71,8 +71,8 @@ def model_of(config: RankingConfig | RetrievalConfig, **options) -> HSTURankingM
     return (HSTURankingModel if isinstance(config, RankingConfig) else HSTURetrievalModel)(config, **options)
 
 
-def plain_model(config=CONFIG, seed=0) -> HSTURankingModel | HSTURetrievalModel:
-    torch.manual_seed(seed)
+def plain_model(config=CONFIG) -> HSTURankingModel | HSTURetrievalModel:
+    torch.manual_seed(0)
     model = model_of(config, plain_embeddings=True).double()
     with torch.no_grad():  # biases and norms away from their special initial values
         for parameter in model.parameters():

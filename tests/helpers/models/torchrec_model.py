@@ -68,12 +68,12 @@ def make_batch(ids: list[int], rows: int, longest: int = 12) -> SampleBatch:
     )
 
 
-def rank_batches(rank: int, num_batches: int, sizes: list[int], rows: int = 6) -> Iterator[SampleBatch]:
-    """Batches of one rank: real rows cycle through `sizes`, padded to `rows` where they are fewer but not single."""
+def rank_batches(rank: int, num_batches: int, sizes: list[int]) -> Iterator[SampleBatch]:
+    """Batches of one rank: real rows cycle through `sizes`, padded to six where they are fewer but not single."""
     for step in range(num_batches):
         count = sizes[(step + rank) % len(sizes)]
         first = 1 + rank * 100_000 + step * 100
-        yield make_batch(list(range(first, first + count)), rows if 1 < count <= rows else count)
+        yield make_batch(list(range(first, first + count)), 6 if 1 < count <= 6 else count)
 
 
 class Head(nn.Module):

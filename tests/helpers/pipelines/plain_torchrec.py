@@ -9,13 +9,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from examples.torchrec_dlrm import DLRM, NUM_DENSE, NUM_ITEMS
+from examples.torchrec_dlrm import DLRM, NUM_DENSE, NUM_ITEMS, DLRMTrain
 
 ROWS = 8
 
@@ -36,20 +35,6 @@ def batches_of(rank: int, steps: int):
         yield Batch(dense_features=dense, sparse_features=history, labels=(dense[:, 0] > 0).int())
 
 
-class Train(torch.nn.Module):
-    """The mean loss of a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = DLRM(torch.device("cpu"))
-
-    def forward(self, batch):
-        """The loss, twice."""
-        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
-        loss = functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
-        return loss, loss.detach()
-
-
 def main() -> None:
     """Train an epoch, evaluate, and train another."""
     name, steps = sys.argv[1], int(sys.argv[2])
@@ -57,7 +42,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     device = torch.device("cpu")
-    model = DistributedModelParallel(Train(), device=device)
+    model = DistributedModelParallel(DLRMTrain(DLRM(device)), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pipeline = getattr(train_pipelines, name)(model, optimizer, device)
     for epoch in range(2):

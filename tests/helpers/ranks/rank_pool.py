@@ -74,14 +74,10 @@ def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.c
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, started on first use.
+    """`world_size` processes in one gloo group, started on first use."""
 
-    Ranks with more process groups than `most_groups` are replaced before the next call, and what they keep is lost.
-    """
-
-    def __init__(self, world_size: int, most_groups: int = _MOST_GROUPS) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._most_groups = most_groups
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -109,7 +105,7 @@ class RankPool:
         if problems:
             self.stop()
             raise RankFailure("\n".join(problems))
-        if any(num_groups > self._most_groups for _, num_groups in replies.values()):
+        if any(num_groups > _MOST_GROUPS for _, num_groups in replies.values()):
             self.stop()
         return [replies[rank][0] for rank in range(self.world_size)]
 

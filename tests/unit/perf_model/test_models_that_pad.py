@@ -17,28 +17,14 @@ from tests.helpers.documents.documented import ROOT
 
 RANKS, ROWS, STEPS, HIDDEN, HEADS = 8, 16, 10, 64, 2
 TASK = SelfAttentionTask(HIDDEN, HEADS, HIDDEN // HEADS, causal=False)
-
-
-def layer(rows, longest):
-    """A transformer layer over padded rows `(rows, longest, HIDDEN)`, on the meta device, which computes nothing."""
-
-    def weight(*shape):
-        return torch.empty(*shape, device="meta")
-
-    x = weight(rows * longest, HIDDEN)
-    q, k, v = (
-        each.view(rows, longest, HEADS, -1).transpose(1, 2).reshape(rows * HEADS, longest, -1)
-        for each in (x @ weight(HIDDEN, 3 * HIDDEN)).chunk(3, dim=1)
-    )
-    attended = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
-    x = attended.reshape(rows * longest, HIDDEN) @ weight(HIDDEN, HIDDEN)
-    return x @ weight(HIDDEN, 4 * HIDDEN) @ weight(4 * HIDDEN, HIDDEN)
+LAYER = torch.nn.TransformerEncoderLayer(HIDDEN, HEADS, 4 * HIDDEN, batch_first=True, device="meta")
 
 
 @functools.cache
 def operations(rows, longest):
+    """Of padded rows, counted on the meta device, which computes nothing."""
     with FlopCounterMode(display=False) as counter:
-        layer(rows, longest)
+        LAYER(torch.empty(rows, longest, HIDDEN, device="meta"))
     return counter.get_total_flops()
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from benchmarks.shared.one_of_many_ranks import packed_rows
@@ -38,6 +38,7 @@ def batches_of_ranks(draw):
         sizes = draw(st.lists(st.integers(0, 6), min_size=0 if window > 1 else 1, max_size=window))
         real = [draw(st.integers(0, rows)) for rows in sizes]
         brought.append([(n, k, rng.integers(0, 10**6, k), rng.integers(0, 9, (2, k))) for n, k in zip(sizes, real)])
+    assume(any(brought))
     return brought, window
 
 
@@ -71,8 +72,6 @@ def gathered_by_hand(brought):
 def test_a_plan_of_messages_is_that_of_the_rows(case, all_gather):
     """The same plan, sums and exchange, whether rows come packed in messages or as arrays."""
     brought, window = case
-    if not any(brought):
-        return
     exchange = {"parts": PARTS, "all_gather": all_gather, "allocate": allocate, "num_keys": 2}
     planner = ShufflePlanner(len(brought), window, **exchange)
     messages = np.pad(messages_of(brought, window, 200), ((0, 0), (2, 0)))[:, 2:]  # behind other numbers
@@ -93,10 +92,7 @@ def test_a_plan_of_messages_is_that_of_the_rows(case, all_gather):
 
 @given(case=batches_of_ranks(), ranks_per_node=st.integers(1, 4), data=st.data())
 def test_sums_of_a_plan_are_those_counted_by_hand(case, ranks_per_node, data):
-    brought, _ = case
-    if not any(brought):
-        return
-    known = gathered_by_hand(brought)
+    known = gathered_by_hand(case[0])
     places, rows = known.num_places, len(known.workloads)
     destination = np.array(data.draw(st.lists(st.integers(0, places - 1), min_size=rows, max_size=rows)), np.int64)
     plan = ShufflePlanner(known.num_ranks, known.steps, ranks_per_node=ranks_per_node).plan(known, destination)
@@ -135,10 +131,7 @@ def slowest(known, place, speeds):
     data=st.data(),
 )
 def test_a_plan_is_never_worse_than_staying(case, options, data):
-    brought, _ = case
-    if not any(brought):
-        return
-    known = gathered_by_hand(brought)
+    known = gathered_by_hand(case[0])
     of_ranks = st.lists(st.integers(1, 100), min_size=known.num_ranks, max_size=known.num_ranks)
     speeds = data.draw(st.none() | of_ranks)
     plan = plan_shuffle(known, **options, speeds=None if speeds is None else np.array(speeds))
@@ -156,10 +149,7 @@ def test_a_plan_is_never_worse_than_staying(case, options, data):
 
 @given(case=batches_of_ranks(), cap=st.integers(1, 300))
 def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(case, cap):
-    brought, _ = case
-    if not any(brought):
-        return
-    known = gathered_by_hand(brought)
+    known = gathered_by_hand(case[0])
     plan = plan_shuffle(known, max_tokens=cap)
     planned, home = (np.bincount(at, known.tokens, known.num_places).max() for at in (plan.destination, known.home))
     assert plan.excess_tokens == max(0, planned - cap) <= max(0, home - cap)
@@ -167,10 +157,7 @@ def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(case, cap):
 
 @given(case=batches_of_ranks(), equal_size=st.booleans(), slack=st.sampled_from([0.0, 0.01, 0.5]), gain=st.booleans())
 def test_without_padding_every_rank_has_a_row_if_there_are_enough(case, equal_size, slack, gain):
-    brought = [of_rank[:1] for of_rank in case[0] if of_rank]
-    if not brought:
-        return
-    known = gathered_by_hand(brought)
+    known = gathered_by_hand([of_rank[:1] for of_rank in case[0] if of_rank])
     options = {"equal_size": equal_size, "slack": slack, "min_gain": float(gain)}
     plan = plan_shuffle(known, **options, pads=False)
     if len(known.workloads) >= known.num_ranks:

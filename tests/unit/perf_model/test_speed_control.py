@@ -167,16 +167,6 @@ def test_the_saving_is_that_of_loads_by_these_speeds():
     assert SpeedControl(2).saving == 0.0
 
 
-def test_the_part_that_follows_loads_is_that_of_least_squares():
-    rng = np.random.default_rng(0)
-    x = rng.normal(0, 0.1, size=(100, 8)) + rng.normal(0, 0.1, size=(100, 1))
-    y = 0.8 * x + rng.normal(0, 0.02, size=(100, 8))
-    slope, error = _slope(np.array([(x * x).sum(axis=1), (x * y).sum(axis=1)]))
-    assert slope == pytest.approx(np.linalg.lstsq(x.reshape(-1, 1), y.ravel(), rcond=None)[0][0])
-    # Differences that are independent: three times the usual standard error, nearly.
-    assert error == pytest.approx(3 * 0.02 / np.sqrt((x * x).sum()), rel=0.35)
-
-
 @pytest.mark.parametrize("follows", [-0.9, 0.9])
 def test_the_error_counts_what_neighbouring_differences_share(follows):
     """Step by step, by the sums of Newey and West with one lag; neighbours that differ lower no error."""
