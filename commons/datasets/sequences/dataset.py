@@ -164,9 +164,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         num_candidates, kept = self._cut(lengths)
         tasks = [f"task_{index}" for index in range(self.num_tasks)]
         targets = dict.fromkeys(tasks, kept if self.max_num_candidates == 0 else num_candidates)
-        features = length_only_kjt(_tensors(self._feature_lengths(kept)))
-        labels = length_only_kjt(_tensors(targets), torch.float32) if tasks else None
-        return self._batch(features, labels, num_candidates, batch_size=len(kept))
+        labels = length_only_kjt(targets, torch.float32) if tasks else None
+        return self._batch(length_only_kjt(self._feature_lengths(kept)), labels, num_candidates, batch_size=len(kept))
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of candidates, and of kept items including candidates, for rows of given numbers of items."""
@@ -191,7 +190,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         if self.timestamps:
             values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // (schema.timestamps_per_second or 1)
         return self._batch(
-            padded_kjt(_tensors(values), _tensors(self._feature_lengths(kept)), batch_size),
+            padded_kjt(values, self._feature_lengths(kept), batch_size),
             self._labels(actions, kept, num_candidates, batch_size),
             num_candidates,
             batch_size=batch_size,
@@ -226,8 +225,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         if self.max_num_candidates > 0:
             actions, targets = actions[are_last(kept, num_candidates)], num_candidates
         return padded_kjt(
-            {name: torch.from_numpy((task(actions) != 0).astype(np.float32)) for name, task in tasks.items()},
-            _tensors(dict.fromkeys(tasks, targets)),
+            {name: (task(actions) != 0).astype(np.float32) for name, task in tasks.items()},
+            dict.fromkeys(tasks, targets),
             batch_size,
         )
 
@@ -236,7 +235,3 @@ def are_last(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Mask of the last `counts` entries of each row: bool `(sum(lengths),)`; arguments are int64 `(num_rows,)`."""
     from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())
     return from_end <= np.repeat(counts, lengths)
-
-
-def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

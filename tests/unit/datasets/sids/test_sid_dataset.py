@@ -46,29 +46,27 @@ def items_of(batch, key) -> list[list[int]]:
 
 @given(
     users=st.lists(st.lists(st.sampled_from(ITEMS), max_size=9), min_size=1, max_size=6),
-    longest=st.integers(1, 5),
-    most_candidates=st.integers(1, 4) | st.none(),
+    most_history=st.integers(0, 5),
+    most_candidates=st.integers(1, 4),
     data=st.data(),
 )
-def test_rows_are_those_of_a_slow_assembly(users, longest, most_candidates, data):
+def test_rows_are_those_of_a_slow_assembly(users, most_history, most_candidates, data):
     dataset = SIDDataset(
-        Users(users), SID_MAP, batch_size=4, max_history_length=longest, max_candidate_length=most_candidates
+        Users(users), SID_MAP, batch_size=4, max_history_length=most_history, max_candidate_length=most_candidates
     )
     rows = data.draw(st.lists(st.integers(0, len(users) - 1), min_size=1, max_size=4))
     batch = dataset[rows]
     for place, row in enumerate(rows):
-        kept = users[row][-longest:] if most_candidates is None else users[row]
-        count = len(kept) if most_candidates is None else min(len(kept), most_candidates)
-        history, future = kept[: len(kept) - count], kept[len(kept) - count :]
-        assert items_of(batch, "history")[place] == history[-longest:]
-        assert items_of(batch, "candidate")[place] == future
+        kept = users[row][-(most_history + most_candidates) :]
+        count = min(len(kept), most_candidates)
+        assert items_of(batch, "history")[place] == kept[: len(kept) - count]
+        assert items_of(batch, "candidate")[place] == kept[len(kept) - count :]
     assert items_of(batch, LABEL_NAME) == items_of(batch, "candidate")
     assert (batch.batch_size, batch.actual_batch_size) == (4, len(rows))
-    excess = [max(0, len(user) - longest - (most_candidates or 0)) for user in users]
+    excess = [max(0, len(user) - most_history - most_candidates) for user in users]
     assert dataset.num_cut_histories == sum(cut > 0 for cut in excess)
     assert dataset.num_cut_items == sum(excess)
-    tokens = batch.sequence_lengths()
-    assert int(tokens.max()) <= max(1, dataset.max_items * 3)
+    assert int(batch.sequence_lengths().max()) <= max(1, dataset.max_items * 3)
 
 
 class TestMistakes:
