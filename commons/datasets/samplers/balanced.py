@@ -96,10 +96,6 @@ class BalancedBatchSampler(PlannedSampler):
         )
         self._batch_size = as_count(batch_size, "batch_size", 1)
         self._window = as_count(window, "window", 1)
-        self._require_batches_of_groups()
-        self._per_step = self._num_ranks * (self._batch_size // self._unit_size)  # units of a step
-
-    def _require_batches_of_groups(self) -> None:
         if not self._unit_size:
             raise ValueError(
                 "groups have different numbers of rows; batches of equal size need groups of equal size: use a "
@@ -110,6 +106,7 @@ class BalancedBatchSampler(PlannedSampler):
                 f"batch_size is {self._batch_size}, groups have {self._unit_size} rows; a batch has whole groups: "
                 f"give a multiple of {self._unit_size}"
             )
+        self._per_step = self._num_ranks * (self._batch_size // self._unit_size)  # units of a step
 
     def __len__(self) -> int:
         """Number of batches in a whole epoch, equal for every rank."""
@@ -187,7 +184,14 @@ class BalancedBatchSampler(PlannedSampler):
             speeds=self._speeds,
         )
         if self._max_tokens is not None:
-            self._warn_above(self._max_tokens, tokens, grid.step * self._num_ranks + grid.assignment)
+            cells = grid.step * self._num_ranks + grid.assignment
+            most = int(sum_by_rank(cells, tokens, steps * self._num_ranks).max())
+            if most > self._max_tokens:
+                self._warn_once(
+                    "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is used, "
+                    "here and in later steps: raise max_tokens, or lower batch_size",
+                    *(most - self._max_tokens, self._max_tokens),
+                )
         for step in range(steps):
             chosen = np.flatnonzero(grid.step == step)
             yield self._step(units[chosen], grid.assignment[chosen])
@@ -200,12 +204,3 @@ class BalancedBatchSampler(PlannedSampler):
         for step in draw.permutation(steps):
             chosen = np.flatnonzero(step_of_row == step)
             yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[rank_of_row[chosen]])
-
-    def _warn_above(self, max_tokens: int, tokens: np.ndarray, cells: np.ndarray) -> None:
-        excess = int(sum_by_rank(cells, tokens, int(cells.max()) + 1).max()) - max_tokens
-        if excess > 0:
-            self._warn_once(
-                "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is used, here "
-                "and in later steps: raise max_tokens, or lower batch_size",
-                *(excess, max_tokens),
-            )

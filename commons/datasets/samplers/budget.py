@@ -98,7 +98,12 @@ class BudgetBatchSampler(PlannedSampler):
         )
         # At most INT64_MAX, because it is compared with int64 values.
         self._budget = min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX)
-        self._most_groups = self._as_groups(max_rows)
+        self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
+        self._most_groups = None  # groups, or rows, of a rank in a step; None for no cap
+        if self._max_rows is not None:
+            self._require_room_for_groups(self._max_rows)
+            self._max_rows = min(self._max_rows, max(1, self._num_rows))
+            self._most_groups = self._max_rows // self._unit_size
         self._most_tokens = INT64_MAX if self._max_tokens is None else self._max_tokens
         speeds = np.ones(self._num_ranks, np.int64) if self._speeds is None else self._speeds
         self._fastest_first = np.argsort(-speeds, kind="stable")
@@ -106,22 +111,16 @@ class BudgetBatchSampler(PlannedSampler):
         self._budgets = np.array([self._budget * speed // int(speeds.max()) for speed in speeds.tolist()], np.int64)
         self._require_budget()
 
-    def _as_groups(self, max_rows: int | None) -> int | None:
-        """Set `_max_rows` and return it as a number of groups; None for no cap."""
-        self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
-        if self._max_rows is None:
-            return None
+    def _require_room_for_groups(self, max_rows: int) -> None:
         if not self._unit_size:
             raise ValueError(
                 f"max_rows is {max_rows}, groups have different numbers of rows; max_rows needs groups of equal size: "
                 "leave it out, or cap memory with tokens and max_tokens"
             )
-        if self._max_rows < self._unit_size:
+        if max_rows < self._unit_size:
             raise ValueError(
                 f"max_rows is {max_rows}, groups have {self._unit_size} rows, which stay together: raise it"
             )
-        self._max_rows = min(self._max_rows, max(1, self._num_rows))
-        return self._max_rows // self._unit_size
 
     def _require_budget(self) -> None:
         budget, what, costs = self._budget, self._what, self._costs[0]

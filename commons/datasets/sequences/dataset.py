@@ -127,7 +127,13 @@ class SequenceDataset(UserDataset[HSTUBatch]):
             )
         self._file = SequenceFile(path, schema.dataset_name, list(self.feature_to_max_seqlen))
         self.metadata = self._file.metadata
-        self._require_plain(schema.contextual_feature_names)
+        columns = self.metadata.columns
+        plain = [name for name in self.metadata.vocabulary_sizes if not columns.get(name, "list").startswith("list")]
+        wrong = [name for name in schema.contextual_feature_names if name not in plain]
+        if wrong:
+            raise ValueError(
+                f"contextual_feature_names has {wrong}; a contextual feature has one id per user: choose from {plain}"
+            )
         self._rows = self._file.split_rows(split)
         if not self._rows:
             raise ValueError(
@@ -143,15 +149,6 @@ class SequenceDataset(UserDataset[HSTUBatch]):
                     f"the table of {name!r} has {size:,} rows, the vocabulary has {ids:,} ids; every id needs a row: "
                     f"give the table {ids:,} rows"
                 )
-
-    def _require_plain(self, names: Sequence[str]) -> None:
-        columns = self.metadata.columns
-        plain = [name for name in self.metadata.vocabulary_sizes if not columns.get(name, "list").startswith("list")]
-        wrong = [name for name in names if name not in plain]
-        if wrong:
-            raise ValueError(
-                f"contextual_feature_names has {wrong}; a contextual feature has one id per user: choose from {plain}"
-            )
 
     def __len__(self) -> int:
         """Number of users of the split."""
