@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 
@@ -103,14 +102,9 @@ def test_files_of_a_data_set(tmp_path, data_sets, random, name):
         ("ml-1m", {"columns": {"movie_id": 1}}, "is damaged"),
         ("ml-1m", {"splits": {"train": 99, "test": 0}}, "rows differ: shards 3, splits 99, num_users 3"),
         ("ml-1m", {"splits": {"train": 4, "test": -1}}, "a count is negative"),
-        (
-            "ml-1m",
-            {"shards": [{"file": "../x.parquet", "row_groups": [3], "num_interactions": 1}]},
-            "not a file name",
-        ),
         *(
             ("ml-1m", {"shards": [{"file": name, "row_groups": [3], "num_interactions": 1}]}, "not a file name")
-            for name in ("/etc/x.parquet", "..", "")
+            for name in ("../x.parquet", "/etc/x.parquet", "..", "")
         ),
         ("ml-1m", {"format_version": "a\nb"}, r"format version 'a\nb'"),
         ("ml-1m", {"format_version": 99}, "format version 99"),
@@ -151,15 +145,6 @@ def test_maps_of_semantic_ids(tmp_path, random):
         path.write_bytes(damaged_bytes((tmp_path / f"whole{path.suffix}").read_bytes(), random))
     is_sid_map(path)
     require_answer(lambda: SIDMap.load(path, (2, 2)))
-
-
-def test_an_array_whose_header_is_no_literal(tmp_path):
-    """numpy takes the header apart with Python's own tokenizer, whose errors are none of numpy's."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros((3, 2), np.int64))
-    path = tmp_path / "a.npy"
-    path.write_bytes(buffer.getvalue().replace(b"}", b"(", 1))
-    assert "is no array of numbers" in require_answer(lambda: SIDMap.load(path, (2, 2)))
 
 
 @pytest.mark.parametrize(
