@@ -15,6 +15,7 @@ from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import BatchOrderSampler, Place, ShardedBatchSampler
+from tests.helpers.batches.any_batches import as_values
 
 
 def make(generated, order="in turn", **arguments):
@@ -28,16 +29,8 @@ def make(generated, order="in turn", **arguments):
     return loader
 
 
-def contents(batch) -> tuple:
-    """All that a batch holds, comparable."""
-    return (
-        batch.actual_batch_size,
-        *(part.tolist() for kjt in (batch.features, batch.labels) for part in (kjt.values(), kjt.lengths())),
-    )
-
-
-def epochs(loader, number: int) -> list[list[tuple]]:
-    return [[contents(batch) for batch in loader] for _ in range(number)]
+def epochs(loader, number: int) -> list[list]:
+    return [[as_values(batch) for batch in loader] for _ in range(number)]
 
 
 @pytest.mark.parametrize("order", ["in turn", "window", "budget"])
@@ -49,9 +42,9 @@ def test_a_resumed_loader_gives_exactly_the_rest(generated, order, workers, stop
     for _ in loader:  # the state lies within the second epoch
         pass
     iterator = iter(loader)
-    assert [contents(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
+    assert [as_values(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
     state = json.loads(json.dumps(loader.state_dict()))
-    assert [contents(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
+    assert [as_values(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
     resumed = make(generated, order, num_workers=2 - workers)  # a place is one in the data, whoever reads them
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
@@ -133,7 +126,7 @@ def test_more_ranks_and_workers_than_rows(generated):
     num_users = len(make(generated, split="test").dataset)
     for rank, expected in ((num_users - 1, 1), (num_users, 0)):
         loader = make(generated, split="test", rank=rank, world_size=num_users + 2, num_workers=3)
-        assert [[batch[0] for batch in epoch] for epoch in epochs(loader, 2)] == [[1] * expected] * 2
+        assert [[batch.actual_batch_size for batch in loader] for _ in range(2)] == [[1] * expected] * 2
 
 
 def test_no_order_comes_twice(generated):
@@ -141,7 +134,7 @@ def test_no_order_comes_twice(generated):
         orders = [str(epoch) for epoch in epochs(make(generated, num_workers=workers), 6)]
         assert len(set(orders)) == 6
     abandoned = make(generated)
-    assert contents(next(iter(abandoned))) != contents(next(iter(abandoned)))
+    assert as_values(next(iter(abandoned))) != as_values(next(iter(abandoned)))
 
 
 @given(
