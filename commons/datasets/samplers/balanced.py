@@ -159,21 +159,21 @@ class BalancedBatchSampler(PlannedSampler):
         return min(begin, max(first, end - self._num_ranks))  # the last window has a unit for every rank
 
     def _plan_windows(self, epoch: int, row: int) -> Iterator[PlannedStep]:
-        order, ends = self._unit_order(epoch)
-        first = self._first_unit(row, ends)
+        order = self._unit_order(epoch)
+        first = self._first_unit(row, self._ends(order))
         total = self._num_steps(first)
         for number in range(-(-total // self._window)):
             begin, end = self._window_begin(first, number), self._window_begin(first, number + 1)
             steps = min(self._window, total - number * self._window)
-            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, int(ends[begin])])
+            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, begin * self._unit_size])
 
     def _plan_window(self, units: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
         if self._padded:
             yield from self._plan_padded(units, steps, seed)
             return
-        workloads, tokens = self._costs[:, units]
+        tokens = None if self._max_tokens is None else self._costs[1, units]
         grid = partition_grid(
-            workloads,
+            self._costs[0, units],
             self._num_ranks,
             steps,
             tokens=tokens,
@@ -183,7 +183,7 @@ class BalancedBatchSampler(PlannedSampler):
             seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
             speeds=self._speeds,
         )
-        if self._max_tokens is not None:
+        if self._max_tokens is not None and tokens is not None:
             cells = grid.step * self._num_ranks + grid.assignment
             most = int(sum_by_rank(cells, tokens, steps * self._num_ranks).max())
             if most > self._max_tokens:

@@ -109,6 +109,8 @@ class BudgetBatchSampler(PlannedSampler):
         self._fastest_first = np.argsort(-speeds, kind="stable")
         # Budget of each rank, int64 `(num_ranks,)`: proportional to its speed, all of it for the fastest.
         self._budgets = np.array([self._budget * speed // int(speeds.max()) for speed in speeds.tolist()], np.int64)
+        if self._max_tokens is None:
+            self._costs = np.pad(self._costs, ((0, 1), (0, 0)))  # tokens of 0
         self._require_budget()
 
     def _require_room_for_groups(self, max_rows: int) -> None:
@@ -158,8 +160,8 @@ class BudgetBatchSampler(PlannedSampler):
 
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """See PlannedSampler."""
-        order, ends = self._unit_order(epoch)
-        costs = self._costs[:, order]
+        order = self._unit_order(epoch)
+        costs, ends = self._costs[:, order], self._ends(order)
         limits = (self._budget, self._most_tokens)
         # A row above the budget uses the whole budget of one rank, and no more.
         running = np.pad(np.cumsum(np.minimum(costs, np.array([limits]).T), axis=1), ((0, 0), (1, 0)))
@@ -208,7 +210,7 @@ class BudgetBatchSampler(PlannedSampler):
         """See EpochSampler; plans the steps, unless they have been read."""
         row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
         # Rows that are too few for a step count as read after the last step.
-        _, ends = self._unit_order(epoch)
+        ends = self._ends(self._unit_order(epoch))
         at_end = num_steps > 0 and len(self._sizes) - int(np.searchsorted(ends, row)) < self._num_ranks
         return Place(max(start.row, self._num_rows) if at_end else row)
 
@@ -219,7 +221,7 @@ class BudgetBatchSampler(PlannedSampler):
     def _deal_longest(self, costs: np.ndarray) -> np.ndarray:
         """The ranks, int64 `(m,)`, of the longest prefix of rows that the planner can assign within the limits.
 
-        `costs` is int64 `(2, n)` as from `_sums`, with n > 0. The prefix has at least one row per rank, or all rows.
+        `costs` is int64 `(2, n)` as `_costs`, with n > 0. The prefix has at least one row per rank, or all rows.
         """
         # One row per rank keeps all limits. More than `_most_rows` rows cannot.
         low, high = min(self._num_ranks, costs.shape[1]), self._most_rows(costs[0]) + 1

@@ -80,15 +80,16 @@ class PlannedSampler(EpochSampler[list[int]]):
         known = (workloads, tokens, self._groups)
         content = b"".join(values.tobytes() for values in known if values is not None)
         self._digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-        # Workloads and tokens of the units, int64 `(2, num_units)`; tokens are 0 without a cap.
-        self._costs = np.stack([workloads, np.zeros_like(workloads) if tokens is None else tokens])
-        self._what, self._sizes, self._unit_size = "row", np.ones_like(workloads), 1
+        # Workloads and, with a cap, tokens of the units, int64 `(1 or 2, num_units)`; rows of each unit.
+        self._costs = np.stack([workloads] if tokens is None else [workloads, tokens])
+        self._what, self._sizes, self._unit_size = "row", np.broadcast_to(np.int64(1), workloads.shape), 1
         if self._groups is not None:
             _, first, group = np.unique(self._groups, return_index=True, return_inverse=True)
             unit_of_row = np.argsort(np.argsort(first))[group]
             self._costs = np.stack([sum_by_rank(unit_of_row, of_rows, len(first)) for of_rows in self._costs])
-            self._what, self._sizes = "group", np.bincount(unit_of_row, minlength=len(first))  # rows of each unit
-            self._rows = np.argsort(unit_of_row, kind="stable")  # unit after unit
+            self._what, self._sizes = "group", np.bincount(unit_of_row, minlength=len(first))
+            # The rows, unit after unit, and where each unit begins.
+            self._rows, self._begins = np.argsort(unit_of_row, kind="stable"), np.cumsum(self._sizes) - self._sizes
             if len(first):  # rows of every unit; 0 if units differ
                 self._unit_size = int(self._sizes[0]) if self._sizes.min() == self._sizes.max() else 0
         if 0 < len(self._sizes) < self._num_ranks and not self._drop_last:
@@ -128,20 +129,22 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def order(self, size: int, epoch: int) -> np.ndarray:
         """See EpochSampler; orders groups, and keeps the rows of a group together."""
-        return self._rows_of(self._unit_order(epoch)[0])
+        return self._rows_of(self._unit_order(epoch))
 
     def first_row(self, row: int, epoch: int) -> int:
         """The row at which steps from `row` on begin; earlier, with a warning, if fewer groups than ranks are left."""
-        _, ends = self._unit_order(epoch)
+        ends = self._ends(self._unit_order(epoch))
         return int(ends[self._first_unit(row, ends)])
 
-    def _unit_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The units in an epoch's order, int64 `(n,)`, and the places where they end, int64 `(n + 1,)`, the first 0."""
-        order = super().order(len(self._sizes), epoch)
-        return order, np.concatenate([[0], np.cumsum(self._sizes[order])])
+    def _unit_order(self, epoch: int) -> np.ndarray:
+        return super().order(len(self._sizes), epoch)
+
+    def _ends(self, order: np.ndarray) -> np.ndarray:
+        """The places where the units of an order end, in rows, int64 `(num_units + 1,)`, the first 0."""
+        return np.concatenate([[0], np.cumsum(self._sizes[order])])
 
     def _first_unit(self, row: int, ends: np.ndarray) -> int:
-        """As `first_row`, but the place of the unit in the order; `ends` as from `_unit_order`."""
+        """As `first_row`, but the place of the unit in the order; `ends` as from `_ends`."""
         num_units = len(self._sizes)
         unit = min(int(np.searchsorted(ends, row)), num_units)
         if self._drop_last or not 0 < num_units - unit < self._num_ranks:
@@ -159,7 +162,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         if self._groups is None:
             return units
         sizes = self._sizes[units]
-        shifts = (np.cumsum(self._sizes) - self._sizes)[units] - (np.cumsum(sizes) - sizes)
+        shifts = self._begins[units] - (np.cumsum(sizes) - sizes)
         return self._rows[np.repeat(shifts, sizes) + np.arange(sizes.sum())]
 
     def _step(self, units: np.ndarray, ranks: np.ndarray) -> PlannedStep:
