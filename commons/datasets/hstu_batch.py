@@ -7,7 +7,7 @@ action per item. Contextual features describe the user and precede the sequence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,6 +20,8 @@ from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
 
 __all__ = ["FeatureConfig", "HSTUBatch", "RandomDistribution"]
+
+_Array = torch.Tensor | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,10 @@ class HSTUBatch(BaseBatch):
                 )
 
     def _check_lengths(self) -> None:
-        items = self._lengths_of(self.item_feature_name)
+        keys, lengths = self.features.keys(), self._lengths_by_key().to(torch.int64)
+        items = lengths[keys.index(self.item_feature_name)]
         if self.action_feature_name is not None:
-            actions = self._lengths_of(self.action_feature_name)
+            actions = lengths[keys.index(self.action_feature_name)]
             if not torch.equal(actions, items):
                 row = int((actions != items).nonzero()[0])
                 raise ValueError(
@@ -138,10 +141,6 @@ class HSTUBatch(BaseBatch):
                 f"max_num_candidates is {self.max_num_candidates}; candidates are the last items of a row: give a "
                 f"number between 0 and {int(most[row])}"
             )
-
-    def _lengths_of(self, feature_name: str) -> torch.Tensor:
-        """Tokens of one feature per row, int64 `(batch_size,)`, on the batch's device."""
-        return self._lengths_by_key()[self.features.keys().index(feature_name)].to(torch.int64)
 
     def _lengths_by_key(self) -> torch.Tensor:
         return self.features.lengths().view(len(self.features.keys()), self.batch_size)
@@ -299,27 +298,28 @@ def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:
     return num_real
 
 
-def padded_kjt(values: dict[str, torch.Tensor], lengths: dict[str, torch.Tensor], batch_size: int) -> KeyedJaggedTensor:
+def padded_kjt(values: Mapping[str, _Array], lengths: Mapping[str, _Array], batch_size: int) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of `batch_size` rows, with empty rows after the given rows, and with `length_per_key` set.
 
     By key, `values` have shape `(sum of the key's lengths,)`, all of one dtype, and `lengths` are int64 `(num_rows,)`.
     """
-    padded = [torch.nn.functional.pad(row, (0, batch_size - row.numel())) for row in lengths.values()]
+    flat = [torch.as_tensor(value) for value in values.values()]
+    rows = [torch.as_tensor(row) for row in lengths.values()]
     return KeyedJaggedTensor(
         keys=list(values),
-        values=torch.cat(list(values.values())),
-        lengths=torch.cat(padded),
+        values=torch.cat(flat),
+        lengths=torch.cat([torch.nn.functional.pad(row, (0, batch_size - row.numel())) for row in rows]),
         stride=batch_size,
-        length_per_key=[value.numel() for value in values.values()],
+        length_per_key=[value.numel() for value in flat],
     )
 
 
-def length_only_kjt(lengths: dict[str, torch.Tensor], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
+def length_only_kjt(lengths: Mapping[str, _Array], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of given lengths, by key int64 `(num_rows,)`; all values are 0 and take no memory."""
     per_key = [int(row.sum()) for row in lengths.values()]
     return KeyedJaggedTensor(
         keys=list(lengths),
         values=torch.zeros(1, dtype=dtype).expand(sum(per_key)),
-        lengths=torch.cat(list(lengths.values())),
+        lengths=torch.cat([torch.as_tensor(row) for row in lengths.values()]),
         length_per_key=per_key,
     )

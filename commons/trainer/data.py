@@ -161,8 +161,7 @@ class RowsInTurn:
 
     def loads(self, epoch: int, start: Place) -> Iterator[np.ndarray]:
         """Loads of the ranks, int64 `(num_ranks,)`, with rows in turn, for each step of an epoch from a place on."""
-        order = self._sampler.order(len(self._workloads), epoch)
-        begin = self._sampler.first_row(start.row, self._sampler.first_rows(order))
+        order, begin = self._sampler.order(len(self._workloads), epoch), self._sampler.first_row(start.row, epoch)
         # The place may lie within a window: skip the rows of the window's first steps.
         for index, num_rows in enumerate(self._sampler.step_rows(epoch, Place(start.row))):
             rows = order[begin : begin + num_rows]

@@ -91,12 +91,11 @@ def _make_sids(
         )
     if num_tasks != 1:
         raise ValueError(f"num_tasks is {num_tasks}; semantic IDs have one task, the next item: leave it at 1")
-    sizes: dict[str, Any] = {
-        "batch_size": batch_size,
-        "max_history_length": max_history_seqlen,
-        # None for all items; in evaluation only the last item, so that every user is predicted once.
-        "max_candidate_length": (max_num_candidates or None) if split == "train" else 1,
-    }
+    # In evaluation only the last item is a candidate, so that every user is predicted once.
+    longest = (max_history_seqlen, max_num_candidates if split == "train" else 1)
+    if longest[1] == 0:  # all items are candidates
+        longest = (0, max_history_seqlen)
+    sizes = {"batch_size": batch_size, "max_history_length": longest[0], "max_candidate_length": longest[1]}
     if name in RANDOM_DATASETS:
         lengths = (length_distribution or LengthDistribution()).within(max_history_seqlen)
         return RandomSIDDataset(sid_map, num_batches=num_batches, history_dist=lengths, **sizes, **stream, **options)

@@ -251,18 +251,13 @@ class PublicDataset:
         self, store: EventStore, listed: Mapping[str, pa.Table], *, generated: bool, sha256: str = ""
     ) -> SequenceSource:
         """The SequenceSource of events in the store and of listings sorted by id."""
-        users = listed.get("user")
-        ids = {
-            part: listed[part].column(0).combine_chunks() if part in listed else store.values(part)
-            for part in ("user", "item")
-        }
+        columns = {part: [column.combine_chunks() for column in table.columns] for part, table in listed.items()}
+        users, *context = columns.get("user") or [store.values("user")]
         return SequenceSource(
             schema=self.schema,
-            users=ids["user"],
-            context={name: users[name].combine_chunks() for name in users.column_names[1:]}
-            if users is not None
-            else {},
-            items=ids["item"],
+            users=users,
+            context=dict(zip(listed["user"].column_names[1:], context)) if context else {},
+            items=columns["item"][0] if "item" in columns else store.values("item"),
             action_vocabulary_size=self.action_vocabulary_size,
             generated=generated,
             sha256=sha256,

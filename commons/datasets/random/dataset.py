@@ -153,9 +153,8 @@ def user_like_dataset(
 class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
     """Random batches of semantic IDs, in which every row has `max_candidate_length` candidates.
 
-    All items are equally likely. With `max_candidate_length` None, all items of a row are candidates and histories are
-    empty; `history_dist` is then the distribution of candidates. Its default is `LengthDistribution()`. `options` are
-    arguments of `RandomBatches`.
+    All items are equally likely. `history_dist`, by default `LengthDistribution()`, is the distribution of items per
+    history or, with `max_history_length` 0, of candidates per row. `options` are arguments of `RandomBatches`.
 
     >>> sid_map = SIDMap(np.arange(2), np.array([[0, 1], [1, 0]]), (2, 2))
     >>> dataset = RandomSIDDataset(sid_map, batch_size=4, num_batches=2, max_history_length=5)
@@ -170,17 +169,16 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
         *,
         batch_size: int,
         max_history_length: int,
-        max_candidate_length: int | None = 1,
+        max_candidate_length: int = 1,
         history_dist: RandomDistribution | None = None,
         **options: Any,
     ) -> None:
-        most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
-        drawn = history_dist or LengthDistribution().within(max_history_length)
+        drawn = history_dist or LengthDistribution().within(max_history_length or max_candidate_length)
         distributions = {"candidate_dist": drawn}
-        if max_candidate_length is not None:
-            fixed = RandomDistribution("uniform", low=most_candidates, high=most_candidates)
+        if max_history_length:
+            fixed = RandomDistribution("uniform", low=max_candidate_length, high=max_candidate_length)
             distributions = {"history_dist": drawn, "candidate_dist": fixed}
-        longest = (0 if max_candidate_length is None else max_history_length, most_candidates)
+        longest = (max_history_length, max_candidate_length)
         self.max_items = sum(longest)  # maximum items of a row, including candidates
         draw = partial(GPTSIDBatch.random, batch_size, sid_map.codebook_sizes, *longest, HISTORY, CANDIDATE)
         super().__init__(partial(draw, sids=torch.from_numpy(sid_map.codes), **distributions), **options)

@@ -96,23 +96,17 @@ class BalancedBatchSampler(PlannedSampler):
         )
         self._batch_size = as_count(batch_size, "batch_size", 1)
         self._window = as_count(window, "window", 1)
-        self._require_batches_of_groups()
-        self._least = self._num_ranks * max(1, self._group_size)  # rows of the smallest step: one group per rank
-        self._per_step = self._num_ranks * self._batch_size
-
-    def _require_batches_of_groups(self) -> None:
-        if self._groups is None or not len(self._groups):
-            return
-        if not self._group_size:
+        if not self._unit_size:
             raise ValueError(
                 "groups have different numbers of rows; batches of equal size need groups of equal size: use a "
                 "BudgetBatchSampler, whose batches have any number of rows"
             )
-        if self._batch_size % self._group_size:
+        if self._batch_size % self._unit_size:
             raise ValueError(
-                f"batch_size is {self._batch_size}, groups have {self._group_size} rows; a batch has whole groups: "
-                f"give a multiple of {self._group_size}"
+                f"batch_size is {self._batch_size}, groups have {self._unit_size} rows; a batch has whole groups: "
+                f"give a multiple of {self._unit_size}"
             )
+        self._per_step = self._num_ranks * (self._batch_size // self._unit_size)  # units of a step
 
     def __len__(self) -> int:
         """Number of batches in a whole epoch, equal for every rank."""
@@ -126,7 +120,7 @@ class BalancedBatchSampler(PlannedSampler):
     @property
     def num_rows(self) -> int:
         """See EpochSampler."""
-        return self._end(0)
+        return self._end(0) * self._unit_size
 
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """See PlannedSampler."""
@@ -134,87 +128,79 @@ class BalancedBatchSampler(PlannedSampler):
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler."""
-        done = start.steps + num_steps
-        if done >= self._num_steps(start.row):
-            return Place(max(start.row, len(self._workloads)))
+        done, first = start.steps + num_steps, -(-start.row // self._unit_size)
+        if done >= self._num_steps(first):
+            return Place(max(start.row, self._num_rows))
         windows, steps = divmod(done, self._window)
-        return Place(self._window_begin(start.row, windows), steps)
+        return Place(self._window_begin(first, windows) * self._unit_size, steps)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
         return super().identity() | {"batch_size": self._batch_size, "window": self._window}
 
-    def _end(self, row: int) -> int:
-        """The end of the rows that are read, if reading begins at a row."""
-        left = max(0, len(self._workloads) - row)
-        return row + left - (left % self._per_step if self._drop_last else 0)
+    def _end(self, first: int) -> int:
+        """The end of the units that are read, if reading begins at the unit `first` of the order."""
+        left = max(0, len(self._sizes) - first)
+        return first + left - (left % self._per_step if self._drop_last else 0)
 
-    def _num_steps(self, row: int) -> int:
-        """Number of steps from a row on; every step has a row for every rank."""
-        left = self._end(row) - row
-        if self._per_step == self._least and left > self._least:
-            return left // self._least
+    def _num_steps(self, first: int) -> int:
+        """Number of steps from a unit on; every step has a unit for every rank."""
+        left = self._end(first) - first
+        if self._per_step == self._num_ranks and left > self._num_ranks:
+            return left // self._num_ranks
         return -(-left // self._per_step)
 
-    def _window_begin(self, row: int, number: int) -> int:
-        """First row of window `number`, counted from the window at `row`; the end of the rows after the last window."""
-        end = self._end(row)
-        if number * self._window >= self._num_steps(row):
+    def _window_begin(self, first: int, number: int) -> int:
+        """First unit of window `number`, counted from the window at `first`; the end of the units after the last."""
+        end = self._end(first)
+        if number * self._window >= self._num_steps(first):
             return end
-        begin = row + number * self._window * self._per_step
-        return min(begin, max(row, end - self._least))  # the last window has a row for every rank
+        begin = first + number * self._window * self._per_step
+        return min(begin, max(first, end - self._num_ranks))  # the last window has a unit for every rank
 
     def _plan_windows(self, epoch: int, row: int) -> Iterator[PlannedStep]:
-        order = self.order(len(self._workloads), epoch)
-        row = self.first_row(row, self.first_rows(order))
-        total = self._num_steps(row)
+        order = self._unit_order(epoch)
+        first = self._first_unit(row, self._ends(order))
+        total = self._num_steps(first)
         for number in range(-(-total // self._window)):
-            begin, end = self._window_begin(row, number), self._window_begin(row, number + 1)
+            begin, end = self._window_begin(first, number), self._window_begin(first, number + 1)
             steps = min(self._window, total - number * self._window)
-            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, begin])
+            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, begin * self._unit_size])
 
-    def _plan_window(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
+    def _plan_window(self, units: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
         if self._padded:
-            yield from self._plan_padded(rows, steps, seed)
+            yield from self._plan_padded(units, steps, seed)
             return
+        tokens = None if self._max_tokens is None else self._costs[1, units]
         grid = partition_grid(
-            self._workloads[rows],
+            self._costs[0, units],
             self._num_ranks,
             steps,
-            tokens=None if self._tokens is None else self._tokens[rows],
+            tokens=tokens,
             max_tokens=self._max_tokens,
-            home_step=self._steps_in_order(len(rows), steps),
+            home_step=np.arange(len(units)) * steps // len(units),  # in order, evenly over the steps
             best_effort=True,
             seed=int(np.random.SeedSequence(seed).generate_state(1)[0]),
-            groups=None if self._groups is None else self._groups[rows],
             speeds=self._speeds,
         )
-        self._warn_above_cap(rows, grid.step * self._num_ranks + grid.assignment, steps * self._num_ranks)
+        if self._max_tokens is not None and tokens is not None:
+            cells = grid.step * self._num_ranks + grid.assignment
+            most = int(sum_by_rank(cells, tokens, steps * self._num_ranks).max())
+            if most > self._max_tokens:
+                self._warn_once(
+                    "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is used, "
+                    "here and in later steps: raise max_tokens, or lower batch_size",
+                    *(most - self._max_tokens, self._max_tokens),
+                )
         for step in range(steps):
             chosen = np.flatnonzero(grid.step == step)
-            yield PlannedStep(rows[chosen], grid.assignment[chosen])
-
-    def _steps_in_order(self, num_rows: int, steps: int) -> np.ndarray:
-        """The step of each row, int64 `(num_rows,)`, if groups are assigned in order, evenly over the steps."""
-        group = np.arange(num_rows) // max(1, self._group_size)
-        return group * steps // (group[-1] + 1)
+            yield self._step(units[chosen], grid.assignment[chosen])
 
     def _plan_padded(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
         """Steps with batches of similar cost, because ranks wait for the costliest; steps and ranks in random order."""
-        batches = padded_groups(self._workloads[rows], num_groups=steps * self._num_ranks, steps=steps)
+        batches = padded_groups(self._costs[0, rows], num_groups=steps * self._num_ranks, steps=steps)
         step_of_row, rank_of_row = np.divmod(batches, self._num_ranks)
         draw = np.random.default_rng(seed)
         for step in draw.permutation(steps):
             chosen = np.flatnonzero(step_of_row == step)
             yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[rank_of_row[chosen]])
-
-    def _warn_above_cap(self, rows: np.ndarray, cells: np.ndarray, num_cells: int) -> None:
-        if self._max_tokens is None or self._tokens is None:
-            return
-        excess = int(sum_by_rank(cells, self._tokens[rows], num_cells).max(initial=0)) - self._max_tokens
-        if excess > 0:
-            self._warn_once(
-                "a batch has %d tokens more than max_tokens, which is %d; the plan that exceeds it least is used, here "
-                "and in later steps: raise max_tokens, or lower batch_size",
-                *(excess, self._max_tokens),
-            )

@@ -98,41 +98,34 @@ class BudgetBatchSampler(PlannedSampler):
         )
         # At most INT64_MAX, because it is compared with int64 values.
         self._budget = min(as_count(budget_per_rank, "budget_per_rank", 1), INT64_MAX)
-        self._most_groups = self._as_groups(max_rows)
+        self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
+        self._most_groups = None  # groups, or rows, of a rank in a step; None for no cap
+        if self._max_rows is not None:
+            self._require_room_for_groups(self._max_rows)
+            self._max_rows = min(self._max_rows, max(1, self._num_rows))
+            self._most_groups = self._max_rows // self._unit_size
         self._most_tokens = INT64_MAX if self._max_tokens is None else self._max_tokens
         speeds = np.ones(self._num_ranks, np.int64) if self._speeds is None else self._speeds
         self._fastest_first = np.argsort(-speeds, kind="stable")
         # Budget of each rank, int64 `(num_ranks,)`: proportional to its speed, all of it for the fastest.
         self._budgets = np.array([self._budget * speed // int(speeds.max()) for speed in speeds.tolist()], np.int64)
-        # Workloads and tokens of the rows, int64 `(2, num_rows)`; tokens are 0 without a cap.
-        tokens = np.zeros_like(self._workloads) if self._tokens is None else self._tokens
-        self._costs = np.stack([self._workloads, tokens])
+        if self._max_tokens is None:
+            self._costs = np.pad(self._costs, ((0, 1), (0, 0)))  # tokens of 0
         self._require_budget()
 
-    def _as_groups(self, max_rows: int | None) -> int | None:
-        """Set `_max_rows` and return it as a number of groups; None for no cap."""
-        self._max_rows = None if max_rows is None else as_count(max_rows, "max_rows", 1)
-        if self._max_rows is None:
-            return None
-        if self._groups is not None and len(self._groups):
-            if not self._group_size:
-                raise ValueError(
-                    f"max_rows is {max_rows}, groups have different numbers of rows; max_rows needs groups of equal "
-                    "size: leave it out, or cap memory with tokens and max_tokens"
-                )
-            if self._max_rows < self._group_size:
-                raise ValueError(
-                    f"max_rows is {max_rows}, groups have {self._group_size} rows, which stay together: raise it"
-                )
-        self._max_rows = min(self._max_rows, max(1, len(self._workloads)))
-        return self._max_rows // max(1, self._group_size)
+    def _require_room_for_groups(self, max_rows: int) -> None:
+        if not self._unit_size:
+            raise ValueError(
+                f"max_rows is {max_rows}, groups have different numbers of rows; max_rows needs groups of equal size: "
+                "leave it out, or cap memory with tokens and max_tokens"
+            )
+        if max_rows < self._unit_size:
+            raise ValueError(
+                f"max_rows is {max_rows}, groups have {self._unit_size} rows, which stay together: raise it"
+            )
 
     def _require_budget(self) -> None:
-        budget, what, order = self._budget, self._what, np.arange(len(self._workloads))
-        if self._groups is not None:
-            order = np.argsort(self._groups, kind="stable")
-        first = self.first_rows(order)
-        costs, _ = self._sums(order, first)
+        budget, what, costs = self._budget, self._what, self._costs[0]
         alone = np.flatnonzero(costs > budget)
         if not len(alone):
             return
@@ -142,7 +135,7 @@ class BudgetBatchSampler(PlannedSampler):
                 f"several {what}s: raise it to a multiple of the mean, {int(costs.mean())}"
             )
         if self._own_ranks[0] == 0:
-            row = order[first[alone[0]]]
+            row = self._rows_of(alone[:1])[0]
             logger.warning(
                 "%s %d costs %d, budget_per_rank is %d; it is alone on a rank in its step, as are all %d %ss above the "
                 "budget, and their steps take longer than others: truncate them, or raise the budget, at best to the "
@@ -156,11 +149,6 @@ class BudgetBatchSampler(PlannedSampler):
                 costs.max(),
             )
 
-    def _sums(self, order: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Workloads and tokens of the groups, or rows, of an order, int64 `(2, num_groups)`."""
-        costs = self._costs[:, order]
-        return costs if self._groups is None or not len(first) else np.add.reduceat(costs, first, axis=1)
-
     def __len__(self) -> int:
         """Number of batches in the next epoch, equal for every rank; plans the whole epoch."""
         return sum(1 for _ in self.items(self.epoch, EPOCH_START))
@@ -168,13 +156,12 @@ class BudgetBatchSampler(PlannedSampler):
     @property
     def num_rows(self) -> int:
         """See EpochSampler; plans the next epoch with drop_last."""
-        return sum(self.step_rows(self.epoch, EPOCH_START)) if self._drop_last else len(self._workloads)
+        return sum(self.step_rows(self.epoch, EPOCH_START)) if self._drop_last else self._num_rows
 
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
         """See PlannedSampler."""
-        order = self.order(len(self._workloads), epoch)
-        first = self.first_rows(order)
-        costs = self._sums(order, first)
+        order = self._unit_order(epoch)
+        costs, ends = self._costs[:, order], self._ends(order)
         limits = (self._budget, self._most_tokens)
         # A row above the budget uses the whole budget of one rank, and no more.
         running = np.pad(np.cumsum(np.minimum(costs, np.array([limits]).T), axis=1), ((0, 0), (1, 0)))
@@ -185,22 +172,19 @@ class BudgetBatchSampler(PlannedSampler):
                 end = min(end, int(np.searchsorted(sums, most, side="right")) - 1)
             return self._deal_longest(costs[:, begin:end])
 
-        begin = int(np.searchsorted(first, self.first_row(start.row, first)))
-        ends = np.append(first, len(order))
-        while len(first) - begin >= self._num_ranks:
-            ranks = self._leave_enough(deal, begin, len(first))
+        begin = self._first_unit(start.row, ends)
+        while len(order) - begin >= self._num_ranks:
+            ranks = self._leave_enough(deal, begin, len(order))
             if ranks is None:
                 self._warn_once(
                     "the last %d rows of an epoch make no steps in which each of %d ranks has a row and keeps "
                     "budget_per_rank, max_tokens and max_rows; they become one step, here and in later epochs: raise "
                     "the limits, or leave rows out with drop_last=True",
-                    *(len(order) - ends[begin], self._num_ranks),
+                    *(self._num_rows - ends[begin], self._num_ranks),
                 )
                 ranks = self._deal_above(costs[:, begin:])
-            until = begin + len(ranks)
-            sizes = np.diff(ends[begin : until + 1])
-            yield PlannedStep(order[ends[begin] : ends[until]], np.repeat(ranks, sizes))
-            begin = until
+            yield self._step(order[begin : begin + len(ranks)], ranks)
+            begin += len(ranks)
 
     def _leave_enough(self, deal: Callable[[int, int], np.ndarray], begin: int, end: int) -> np.ndarray | None:
         """The ranks of a step's rows, such that the rest has rows for all ranks; None if the rest must be one step.
@@ -226,9 +210,9 @@ class BudgetBatchSampler(PlannedSampler):
         """See EpochSampler; plans the steps, unless they have been read."""
         row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
         # Rows that are too few for a step count as read after the last step.
-        first = self.first_rows(self.order(len(self._workloads), epoch))
-        at_end = num_steps > 0 and len(first) - int(np.searchsorted(first, row)) < self._num_ranks
-        return Place(max(start.row, len(self._workloads)) if at_end else row)
+        ends = self._ends(self._unit_order(epoch))
+        at_end = num_steps > 0 and len(self._sizes) - int(np.searchsorted(ends, row)) < self._num_ranks
+        return Place(max(start.row, self._num_rows) if at_end else row)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
@@ -237,7 +221,7 @@ class BudgetBatchSampler(PlannedSampler):
     def _deal_longest(self, costs: np.ndarray) -> np.ndarray:
         """The ranks, int64 `(m,)`, of the longest prefix of rows that the planner can assign within the limits.
 
-        `costs` is int64 `(2, n)` as from `_sums`, with n > 0. The prefix has at least one row per rank, or all rows.
+        `costs` is int64 `(2, n)` as `_costs`, with n > 0. The prefix has at least one row per rank, or all rows.
         """
         # One row per rank keeps all limits. More than `_most_rows` rows cannot.
         low, high = min(self._num_ranks, costs.shape[1]), self._most_rows(costs[0]) + 1
@@ -272,7 +256,7 @@ class BudgetBatchSampler(PlannedSampler):
         return len(size) if fits.all() else int(fits.argmin())
 
     def _deal(self, costs: np.ndarray) -> np.ndarray | None:
-        """The ranks of some rows; None if the planner finds no assignment within the limits."""
+        """The ranks of some units; None if the planner finds no assignment within the limits."""
         workloads = costs[0]
         if len(workloads) <= self._num_ranks:
             return self._one_each(workloads, self._fastest_first)

@@ -17,6 +17,7 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place, require_not_dealt_again
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.arguments import refuse_above_cap
 from commons.perf_model.partitioner.core import SOURCES
@@ -38,7 +39,8 @@ class PlannedStep(NamedTuple):
 class PlannedSampler(EpochSampler[list[int]]):
     """Rows of the batches of one rank, or of all ranks in turn, from a plan of known workloads.
 
-    Arguments and errors as for BalancedBatchSampler. The unit of a plan is a group of rows, or a row without groups.
+    Arguments and errors as for BalancedBatchSampler. The unit of a plan is a group of rows, or a row without groups;
+    units are numbered in the order of their first rows.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class PlannedSampler(EpochSampler[list[int]]):
         speeds: Any,
     ) -> None:
         super().__init__(shuffle=shuffle, seed=as_count(seed, "seed", 0))
-        self._workloads = as_int64_workloads(workloads)
+        workloads = as_int64_workloads(workloads)
+        self._num_rows = len(workloads)
         self._num_ranks = as_count(num_ranks, "num_ranks", 1)
         self._rank = None if rank is None else as_count(rank, "rank", 0)
         if self._rank is not None and self._rank >= self._num_ranks:
@@ -66,28 +69,35 @@ class PlannedSampler(EpochSampler[list[int]]):
                 "num_ranks"
             )
         self._own_ranks = range(self._num_ranks) if self._rank is None else range(self._rank, self._rank + 1)
-        given_tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", len(self._workloads))
+        tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", self._num_rows)
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
         self._drop_last, self._padded = bool(drop_last), bool(padded)
-        self._groups = None if groups is None else as_groups(groups, len(self._workloads))
-        self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, self._workloads[:0], "num_ranks")
-        self._what = "row" if self._groups is None else "group"
-        sizes = np.ones_like(self._workloads)
-        if self._groups is not None:
-            sizes = np.unique(self._groups, return_counts=True)[1]
-        # Number of rows of every group; 0 if groups differ, or the data set is empty.
-        self._group_size = 1 if self._groups is None else int(sizes[0]) if len(np.unique(sizes)) == 1 else 0
-        self._require_rows_below_cap(given_tokens)
-        if 0 < len(sizes) < self._num_ranks and not self._drop_last:
-            raise ValueError(
-                f"the data set has {len(sizes)} {self._what}s, num_ranks is {self._num_ranks}; every rank needs a "
-                f"{self._what} in every step: use fewer ranks or more {self._what}s, or leave them out with "
-                "drop_last=True"
-            )
-        self._tokens = given_tokens if self._max_tokens is not None else None  # only used for the cap
-        known = (self._workloads, self._tokens, self._groups)
+        self._groups = None if groups is None else as_groups(groups, self._num_rows)
+        self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, workloads[:0], "num_ranks")
+        self._require_rows_below_cap(tokens)
+        if self._max_tokens is None:
+            tokens = None  # only used for the cap
+        known = (workloads, tokens, self._groups)
         content = b"".join(values.tobytes() for values in known if values is not None)
         self._digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        # Workloads and, with a cap, tokens of the units, int64 `(1 or 2, num_units)`; rows of each unit.
+        self._costs = np.stack([workloads] if tokens is None else [workloads, tokens])
+        self._what, self._sizes, self._unit_size = "row", np.broadcast_to(np.int64(1), workloads.shape), 1
+        if self._groups is not None:
+            _, first, group = np.unique(self._groups, return_index=True, return_inverse=True)
+            unit_of_row = np.argsort(np.argsort(first))[group]
+            self._costs = np.stack([sum_by_rank(unit_of_row, of_rows, len(first)) for of_rows in self._costs])
+            self._what, self._sizes = "group", np.bincount(unit_of_row, minlength=len(first))
+            # The rows, unit after unit, and where each unit begins.
+            self._rows, self._begins = np.argsort(unit_of_row, kind="stable"), np.cumsum(self._sizes) - self._sizes
+            if len(first):  # rows of every unit; 0 if units differ
+                self._unit_size = int(self._sizes[0]) if self._sizes.min() == self._sizes.max() else 0
+        if 0 < len(self._sizes) < self._num_ranks and not self._drop_last:
+            raise ValueError(
+                f"the data set has {len(self._sizes)} {self._what}s, num_ranks is {self._num_ranks}; every rank needs "
+                f"a {self._what} in every step: use fewer ranks or more {self._what}s, or leave them out with "
+                "drop_last=True"
+            )
         self._warned: set[str] = set()
         self._kept: dict[tuple[int, Place], Iterator[tuple[list[np.ndarray], int]]] = {}
 
@@ -119,32 +129,44 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def order(self, size: int, epoch: int) -> np.ndarray:
         """See EpochSampler; orders groups, and keeps the rows of a group together."""
-        if self._groups is None:
-            return super().order(size, epoch)
-        _, first, group_of = np.unique(self._groups, return_index=True, return_inverse=True)
-        place = np.empty(len(first), np.int64)
-        place[np.argsort(first)[super().order(len(first), epoch)]] = np.arange(len(first))
-        return np.argsort(place[group_of], kind="stable")
+        return self._rows_of(self._unit_order(epoch))
 
-    def first_rows(self, order: np.ndarray) -> np.ndarray:
-        """Positions in an epoch's order at which its groups begin, int64 `(num_groups,)`."""
-        if self._groups is None:
-            return np.arange(len(order))
-        groups = self._groups[order]
-        return np.flatnonzero(np.concatenate([np.ones(len(groups[:1]), bool), groups[1:] != groups[:-1]]))
-
-    def first_row(self, row: int, first_rows: np.ndarray) -> int:
+    def first_row(self, row: int, epoch: int) -> int:
         """The row at which steps from `row` on begin; earlier, with a warning, if fewer groups than ranks are left."""
-        left = len(first_rows) - int(np.searchsorted(first_rows, row))
-        if self._drop_last or not 0 < left < self._num_ranks:
-            return row
-        begin = int(first_rows[-self._num_ranks])
+        ends = self._ends(self._unit_order(epoch))
+        return int(ends[self._first_unit(row, ends)])
+
+    def _unit_order(self, epoch: int) -> np.ndarray:
+        return super().order(len(self._sizes), epoch)
+
+    def _ends(self, order: np.ndarray) -> np.ndarray:
+        """The places where the units of an order end, in rows, int64 `(num_units + 1,)`, the first 0."""
+        return np.concatenate([[0], np.cumsum(self._sizes[order])])
+
+    def _first_unit(self, row: int, ends: np.ndarray) -> int:
+        """As `first_row`, but the place of the unit in the order; `ends` as from `_ends`."""
+        num_units = len(self._sizes)
+        unit = min(int(np.searchsorted(ends, row)), num_units)
+        if self._drop_last or not 0 < num_units - unit < self._num_ranks:
+            return unit
+        begin = num_units - self._num_ranks
         self._warn_once(
             "row %d leaves %d %ss for %d ranks, and every rank needs one; the %d rows before it are read a second "
             "time: to avoid it, begin at row %d, or with the next epoch",
-            *(row, left, self._what, self._num_ranks, row - begin, len(self._workloads)),
+            *(row, num_units - unit, self._what, self._num_ranks, row - int(ends[begin]), self._num_rows),
         )
         return begin
+
+    def _rows_of(self, units: np.ndarray) -> np.ndarray:
+        """The rows of some units, unit after unit."""
+        if self._groups is None:
+            return units
+        sizes = self._sizes[units]
+        shifts = self._begins[units] - (np.cumsum(sizes) - sizes)
+        return self._rows[np.repeat(shifts, sizes) + np.arange(sizes.sum())]
+
+    def _step(self, units: np.ndarray, ranks: np.ndarray) -> PlannedStep:
+        return PlannedStep(self._rows_of(units), np.repeat(ranks, self._sizes[units]))
 
     @property
     def drop_last(self) -> bool:
@@ -184,7 +206,7 @@ class PlannedSampler(EpochSampler[list[int]]):
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""
         return {
-            "num_rows": len(self._workloads),
+            "num_rows": self._num_rows,
             "rank": self._rank,
             "world_size": self._num_ranks,
             "shuffle": self._shuffle,
@@ -204,9 +226,9 @@ class PlannedSampler(EpochSampler[list[int]]):
                 f"rank is None, num_ranks is {self._num_ranks}; this loader reads the batches of one rank, and does "
                 "not distribute batches of all ranks: give this rank's number"
             )
-        if hasattr(dataset, "__len__") and len(dataset) != len(self._workloads):
+        if hasattr(dataset, "__len__") and len(dataset) != self._num_rows:
             raise ValueError(
-                f"workloads has {len(self._workloads)} entries, the data set has {len(dataset)} rows; every row has "
+                f"workloads has {self._num_rows} entries, the data set has {len(dataset)} rows; every row has "
                 "one workload: give the workloads of this data set"
             )
 

@@ -127,7 +127,13 @@ class SequenceDataset(UserDataset[HSTUBatch]):
             )
         self._file = SequenceFile(path, schema.dataset_name, list(self.feature_to_max_seqlen))
         self.metadata = self._file.metadata
-        self._require_plain(schema.contextual_feature_names)
+        columns = self.metadata.columns
+        plain = [name for name in self.metadata.vocabulary_sizes if not columns.get(name, "list").startswith("list")]
+        wrong = [name for name in schema.contextual_feature_names if name not in plain]
+        if wrong:
+            raise ValueError(
+                f"contextual_feature_names has {wrong}; a contextual feature has one id per user: choose from {plain}"
+            )
         self._rows = self._file.split_rows(split)
         if not self._rows:
             raise ValueError(
@@ -144,15 +150,6 @@ class SequenceDataset(UserDataset[HSTUBatch]):
                     f"give the table {ids:,} rows"
                 )
 
-    def _require_plain(self, names: Sequence[str]) -> None:
-        columns = self.metadata.columns
-        plain = [name for name in self.metadata.vocabulary_sizes if not columns.get(name, "list").startswith("list")]
-        wrong = [name for name in names if name not in plain]
-        if wrong:
-            raise ValueError(
-                f"contextual_feature_names has {wrong}; a contextual feature has one id per user: choose from {plain}"
-            )
-
     def __len__(self) -> int:
         """Number of users of the split."""
         return len(self._rows)
@@ -164,9 +161,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         num_candidates, kept = self._cut(lengths)
         tasks = [f"task_{index}" for index in range(self.num_tasks)]
         targets = dict.fromkeys(tasks, kept if self.max_num_candidates == 0 else num_candidates)
-        features = length_only_kjt(_tensors(self._feature_lengths(kept)))
-        labels = length_only_kjt(_tensors(targets), torch.float32) if tasks else None
-        return self._batch(features, labels, num_candidates, batch_size=len(kept))
+        labels = length_only_kjt(targets, torch.float32) if tasks else None
+        return self._batch(length_only_kjt(self._feature_lengths(kept)), labels, num_candidates, batch_size=len(kept))
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of candidates, and of kept items including candidates, for rows of given numbers of items."""
@@ -191,7 +187,7 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         if self.timestamps:
             values[TIMESTAMP] = users.tails(TIMESTAMP, kept) // (schema.timestamps_per_second or 1)
         return self._batch(
-            padded_kjt(_tensors(values), _tensors(self._feature_lengths(kept)), batch_size),
+            padded_kjt(values, self._feature_lengths(kept), batch_size),
             self._labels(actions, kept, num_candidates, batch_size),
             num_candidates,
             batch_size=batch_size,
@@ -226,8 +222,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         if self.max_num_candidates > 0:
             actions, targets = actions[are_last(kept, num_candidates)], num_candidates
         return padded_kjt(
-            {name: torch.from_numpy((task(actions) != 0).astype(np.float32)) for name, task in tasks.items()},
-            _tensors(dict.fromkeys(tasks, targets)),
+            {name: (task(actions) != 0).astype(np.float32) for name, task in tasks.items()},
+            dict.fromkeys(tasks, targets),
             batch_size,
         )
 
@@ -236,7 +232,3 @@ def are_last(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Mask of the last `counts` entries of each row: bool `(sum(lengths),)`; arguments are int64 `(num_rows,)`."""
     from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())
     return from_end <= np.repeat(counts, lengths)
-
-
-def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

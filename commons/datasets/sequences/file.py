@@ -113,16 +113,6 @@ class SequenceFile:
             lengths.append(np.diff(offsets).astype(np.int64)[max(0, rows.start - begin) : rows.stop - begin])
         return np.concatenate(lengths)
 
-    def _row_group(self, number: int) -> _RowGroup:
-        if number in self._cache:
-            self._cache.move_to_end(number)
-            return self._cache[number]
-        group = self._cache[number] = self._read_group(number)
-        self._cached_bytes += group.num_bytes
-        while self._cached_bytes > self._max_cached_bytes and len(self._cache) > 1:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
-        return group
-
     def _read_table(self, number: int, columns: list[str]) -> pa.Table:
         """Columns of a row group; ValueError unless it has the number of rows in the manifest."""
         if self._process != os.getpid():  # a worker that was forked after a shard was opened must open it again
@@ -144,7 +134,10 @@ class SequenceFile:
             )
         return table
 
-    def _read_group(self, number: int) -> _RowGroup:
+    def _row_group(self, number: int) -> _RowGroup:
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
         group = _RowGroup(self._read_table(number, self._columns))
         file = self.metadata.shards[self._groups[number][0]].file
         for name, values in (*group.plain.items(), *group.flat.items()):
@@ -155,6 +148,10 @@ class SequenceFile:
                     f"{self.path / file} has id {wrong} of {name!r}, whose vocabulary has {size}; ids must be lower: "
                     "preprocess the data again"
                 )
+        self._cache[number] = group
+        self._cached_bytes += group.num_bytes
+        while self._cached_bytes > self._max_cached_bytes and len(self._cache) > 1:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
         return group
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from commons.console import reason_of
 from commons.datasets.sequences.event_columns import ACTIONS, Action, EventColumns
 from commons.datasets.sequences.event_store import EventStore, plain_array, sql_name, sql_text
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
-from commons.datasets.sequences.metadata import SequenceFileMetadata
 from commons.datasets.sequences.writer import SequenceSource, preprocess
 
 DATASET_NAME = "parquet"
@@ -88,19 +87,11 @@ def stored_schema(path: str | Path, given: EventColumns | None = None) -> Sequen
         ValueError: it is damaged, or columns do not agree.
     """
     file = SequenceFile(path, DATASET_NAME, [])
-    made_with, timestamps_per_second = _columns_of(file.metadata)
-    return _schema_of(
-        (given or EventColumns()).chosen_from(made_with, str(file.path)), made_with, timestamps_per_second
-    )
-
-
-def _columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | None]:
-    """The columns of preprocessing and the time units per second, from a manifest; ValueError if it is damaged."""
+    options = file.metadata.options
     try:
-        stated = dict(metadata.options["columns"])
-        columns = dacite.from_dict(EventColumns, stated, dacite.Config(strict=True, cast=[tuple]))
-        per_second = metadata.options["timestamps_per_second"]
-        if not (columns.user and columns.item):
+        made_with = dacite.from_dict(EventColumns, dict(options["columns"]), dacite.Config(strict=True, cast=[tuple]))
+        per_second = options["timestamps_per_second"]
+        if not (made_with.user and made_with.item):
             raise ValueError("no column of users or of items")
         if not (per_second is None or (isinstance(per_second, int) and per_second > 0)):
             raise ValueError(f"timestamps_per_second is {per_second!r}")
@@ -108,7 +99,7 @@ def _columns_of(metadata: SequenceFileMetadata) -> tuple[EventColumns, int | Non
         raise ValueError(
             f"options of the manifest are damaged ({' '.join(str(error).split())}); preprocess the data again"
         ) from error
-    return columns, per_second
+    return _schema_of((given or EventColumns()).chosen_from(made_with, str(file.path)), made_with, per_second)
 
 
 def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSource:

@@ -112,7 +112,9 @@ def preprocess(
         raise ValueError(f"test_fraction is {test_fraction}; it is a fraction of users: give a number between 0 and 1")
     if seed < 0:
         raise ValueError(f"seed is {seed}; seeds are not negative: give 0 or more")
-    with whole_folder(target, may_replace=_has_manifest, what="preprocessed data set") as folder:
+    with whole_folder(
+        target, may_replace=lambda old: (old / MANIFEST).is_file(), what="preprocessed data set"
+    ) as folder:
         with EventStore(folder / _SCRATCH, show_progress=show_progress) as store:
             _Writer(folder, read(Path(source), store), store).write(test_fraction, seed)
         shutil.rmtree(folder / _SCRATCH)
@@ -155,10 +157,6 @@ class _Events:
             parts.append(self._rest.slice(0, count))
         self._rest = self._rest.slice(parts[-1].num_rows)
         return pa.Table.from_batches(parts, _EVENT_SCHEMA).combine_chunks()
-
-
-def _has_manifest(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
 
 
 class _Writer:

@@ -33,8 +33,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         sid_map: SIDs of all their items.
         batch_size: rows of every batch; batches of fewer rows are padded.
         max_history_length: maximum items of a history; older items are cut off.
-        max_candidate_length: maximum candidates, the last items of a user. None: a user's last `max_history_length`
-            items are candidates, and histories are empty.
+        max_candidate_length: maximum candidates, the last items of a user.
 
     Raises:
         ValueError: no users, or items without a SID; the message has their number and the first of them.
@@ -48,15 +47,13 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         *,
         batch_size: int,
         max_history_length: int,
-        max_candidate_length: int | None = 1,
+        max_candidate_length: int = 1,
     ) -> None:
-        most_candidates = max_history_length if max_candidate_length is None else max_candidate_length
         if not len(histories):
             raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
         self.sid_map = sid_map
-        self.max_history_length = 0 if max_candidate_length is None else max_history_length
-        self.max_candidate_length = most_candidates
-        self.max_items = self.max_history_length + most_candidates  # maximum items of a row, including candidates
+        self.max_history_length, self.max_candidate_length = max_history_length, max_candidate_length
+        self.max_items = max_history_length + max_candidate_length  # maximum items of a row, including candidates
         self._histories = histories
         self._batch_size = batch_size
         self._offsets = torch.tensor(codebook_offsets(sid_map.codebook_sizes))
@@ -83,12 +80,9 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         candidates = np.minimum(lengths, self.max_candidate_length)
         return candidates, np.minimum(lengths, self.max_history_length + candidates)
 
-    def _code_lengths(self, candidates: np.ndarray, kept: np.ndarray) -> dict[str, torch.Tensor]:
+    def _code_lengths(self, candidates: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
         hierarchies = self.sid_map.num_hierarchies
-        return {
-            HISTORY: torch.from_numpy((kept - candidates) * hierarchies),
-            CANDIDATE: torch.from_numpy(candidates * hierarchies),
-        }
+        return {HISTORY: (kept - candidates) * hierarchies, CANDIDATE: candidates * hierarchies}
 
     def _fields(self, features: KeyedJaggedTensor, labels: KeyedJaggedTensor, num_rows: int) -> dict[str, Any]:
         hierarchies = self.sid_map.num_hierarchies

@@ -58,7 +58,30 @@ class SIDMap:
         object.__setattr__(self, "item_ids", item_ids[order])
         object.__setattr__(self, "codes", np.ascontiguousarray(codes[order]))
         object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
-        self._check()
+        repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])
+        if repeated.size:
+            raise ValueError(
+                f"{repeated.size} items are listed more than once, the first ones {_first(repeated)}; an item has one "
+                "SID: keep one row of each item"
+            )
+        rows = np.flatnonzero(((self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))).any(axis=1))
+        if rows.size:
+            shown = [f"item {self.item_ids[row]}: {self.codes[row].tolist()}" for row in rows[:_SHOWN]]
+            raise ValueError(
+                f"{rows.size} of {self.num_items} items have a code outside its codebook, the first ones "
+                f"{_first(shown)}; codebook_sizes is {list(self.codebook_sizes)}, and codes lie in [0, size): correct "
+                "the codes or codebook_sizes"
+            )
+        _, sid_of_item, counts = np.unique(self.codes, axis=0, return_inverse=True, return_counts=True)
+        sid_of_item = sid_of_item.reshape(-1)  # numpy 2.0 gives it another shape
+        sharing = np.flatnonzero(counts[sid_of_item] > 1)
+        if sharing.size:
+            alike = np.flatnonzero(sid_of_item == sid_of_item[sharing[0]])
+            raise ValueError(
+                f"{sharing.size} of {self.num_items} items share their SID with another, the first ones "
+                f"{_first(self.item_ids[alike])} have {self.codes[alike[0]].tolist()}; a model cannot distinguish "
+                "items with equal SIDs: make the map with `evenrank make-sids`, or add a further code"
+            )
 
     @property
     def num_items(self) -> int:
@@ -125,33 +148,6 @@ class SIDMap:
         table = pa.table({"item_id": self.item_ids, "sid": sids}, metadata={_METADATA_KEY: json.dumps(footer).encode()})
         with whole_file(path) as file:
             pq.write_table(table, file, write_page_checksum=True)
-
-    def _check(self) -> None:
-        """Raise ValueError for repeated items, codes outside their codebooks, and items with equal SIDs."""
-        repeated = np.unique(self.item_ids[1:][np.diff(self.item_ids) == 0])
-        if repeated.size:
-            raise ValueError(
-                f"{repeated.size} items are listed more than once, the first ones {_first(repeated)}; an item has one "
-                "SID: keep one row of each item"
-            )
-        rows = np.flatnonzero(((self.codes < 0) | (self.codes >= np.asarray(self.codebook_sizes))).any(axis=1))
-        if rows.size:
-            shown = [f"item {self.item_ids[row]}: {self.codes[row].tolist()}" for row in rows[:_SHOWN]]
-            raise ValueError(
-                f"{rows.size} of {self.num_items} items have a code outside its codebook, the first ones "
-                f"{_first(shown)}; codebook_sizes is {list(self.codebook_sizes)}, and codes lie in [0, size): correct "
-                "the codes or codebook_sizes"
-            )
-        _, sid_of_item, counts = np.unique(self.codes, axis=0, return_inverse=True, return_counts=True)
-        sid_of_item = sid_of_item.reshape(-1)  # numpy 2.0 gives it another shape
-        sharing = np.flatnonzero(counts[sid_of_item] > 1)
-        if sharing.size:
-            alike = np.flatnonzero(sid_of_item == sid_of_item[sharing[0]])
-            raise ValueError(
-                f"{sharing.size} of {self.num_items} items share their SID with another, the first ones "
-                f"{_first(self.item_ids[alike])} have {self.codes[alike[0]].tolist()}; a model cannot distinguish "
-                "items with equal SIDs: make the map with `evenrank make-sids`, or add a further code"
-            )
 
 
 def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0) -> SIDMap:

@@ -77,19 +77,11 @@ class TestRandom:
             assert [[code + offsets[i % 3] for i, code in enumerate(row)] for row in labels] == candidates
         assert batch.num_loss_tokens() == (sum(map(len, candidates)) if with_labels else 0)
 
-    @pytest.mark.parametrize(
-        "dist",
-        [
-            RandomDistribution("zipf", low=1, alpha=1.2),
-            RandomDistribution("lognormal", low=1, mean=20, std=20),
-        ],
-    )
-    def test_histories_follow_a_distribution_and_are_clipped(self, dist):
-        batch = random_batch(batch_size=400, longest=30, history_dist=dist)
-        items = batch.code_lengths("history") // 3
+    def test_histories_follow_a_distribution_and_are_clipped(self):
+        dist = RandomDistribution("zipf", low=1, alpha=1.2)
+        items = random_batch(batch_size=400, longest=30, history_dist=dist).code_lengths("history") // 3
         drawn = dist.sample(400, generator=torch.Generator().manual_seed(0)).clamp(max=30)
-        assert items.tolist() == drawn.tolist()
-        assert items.max() == 30 and items.min() >= 1
+        assert items.tolist() == drawn.tolist() and items.max() == 30
 
     def test_items_are_drawn_from_a_table(self):
         sids = torch.tensor([[0, 1, 2], [4, 2, 6]])
@@ -100,7 +92,6 @@ class TestRandom:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"batch_size": 0}, "batch_size is 0"),
             ({"num_real": 7}, "actual_batch_size is 7"),
             ({"longest": -1}, "max_history_length is -1"),
             ({"most_candidates": -2}, "max_candidate_length is -2"),

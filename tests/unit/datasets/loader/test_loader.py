@@ -11,25 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.samplers.epoch import BatchOrderSampler, Place, ShardedBatchSampler
+from tests.helpers.batches.any_batches import as_values
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data")
-    generate_movielens(path / "ml-1m.zip", num_users=90, seed=5)
-    preprocess_movielens(path / "ml-1m.zip", path, test_fraction=0.2)
-    return path
-
-
-def make(folder, order="in turn", **arguments):
+def make(generated, order="in turn", **arguments):
     settings = {"batch_size": 4, "max_history_seqlen": 8, "shuffle": True, "rank": 1, "world_size": 2, **arguments}
-    loader = get_data_loader("ml-1m", dataset_path=folder, **settings)
+    loader = get_data_loader("ml-1m", dataset_path=generated, **settings)
     work, ranks = [20 + row**2 % 50 for row in range(len(loader.dataset))], {"num_ranks": 2, "rank": 1}
     if order == "window":
         return loader.with_sampler(BalancedBatchSampler(work, 4, window=3, **ranks))
@@ -38,31 +29,23 @@ def make(folder, order="in turn", **arguments):
     return loader
 
 
-def contents(batch) -> tuple:
-    """All that a batch holds, comparable."""
-    return (
-        batch.actual_batch_size,
-        *(part.tolist() for kjt in (batch.features, batch.labels) for part in (kjt.values(), kjt.lengths())),
-    )
-
-
-def epochs(loader, number: int) -> list[list[tuple]]:
-    return [[contents(batch) for batch in loader] for _ in range(number)]
+def epochs(loader, number: int) -> list[list]:
+    return [[as_values(batch) for batch in loader] for _ in range(number)]
 
 
 @pytest.mark.parametrize("order", ["in turn", "window", "budget"])
 @pytest.mark.parametrize(("workers", "stop"), [(0, 0), (2, 1), (0, -1)])
-def test_a_resumed_loader_gives_exactly_the_rest(folder, order, workers, stop):
-    first, second, third = epochs(make(folder, order), 3)
+def test_a_resumed_loader_gives_exactly_the_rest(generated, order, workers, stop):
+    first, second, third = epochs(make(generated, order), 3)
     stop = len(second) - 1 if stop < 0 else stop
-    loader = make(folder, order, num_workers=workers)
+    loader = make(generated, order, num_workers=workers)
     for _ in loader:  # the state lies within the second epoch
         pass
     iterator = iter(loader)
-    assert [contents(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
+    assert [as_values(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
     state = json.loads(json.dumps(loader.state_dict()))
-    assert [contents(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
-    resumed = make(folder, order, num_workers=2 - workers)  # a place is one in the data, whoever reads them
+    assert [as_values(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
+    resumed = make(generated, order, num_workers=2 - workers)  # a place is one in the data, whoever reads them
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert epochs(resumed, 2) == [second[stop:], third]
@@ -116,8 +99,8 @@ def test_a_state_behind_an_error_is_behind_its_batch(workers, error):
         assert list(read_all(iter(resumed))) == whole[done:]
 
 
-def test_a_state_of_another_loader(folder):
-    state = make(folder).state_dict()
+def test_a_state_of_another_loader(generated):
+    state = make(generated).state_dict()
     for arguments, message in (
         ({"batch_size": 8}, "state has batch_size 4, this loader has 8"),
         ({"rank": 0}, "state has rank 1, this loader has 0"),
@@ -125,38 +108,33 @@ def test_a_state_of_another_loader(folder):
         ({"split": "test"}, "state has num_rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            make(folder, **arguments).load_state_dict(state)
+            make(generated, **arguments).load_state_dict(state)
     for other_state in ({}, {"epoch": 0}, {"epoch": 0, "row": 3}, {"num_workers": 0, "iterator": {}}):
         with pytest.raises(ValueError, match="it must have epoch, row, steps and sampler"):
-            make(folder).load_state_dict(other_state)
+            make(generated).load_state_dict(other_state)
 
 
-def test_places_before_the_first_are_refused(folder):
-    sampler = make(folder).sampler
+def test_places_before_the_first_are_refused(generated):
+    sampler = make(generated).sampler
     with pytest.raises(ValueError, match="epoch is -1"):
         sampler.set_epoch(-1)
     with pytest.raises(ValueError, match="row is -3"):
         sampler.start_at(-3)
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_more_ranks_and_workers_than_rows(folder, workers):
-    num_users = len(make(folder, split="test").dataset)
-    world_size = num_users + 2
-    given = [
-        epochs(make(folder, split="test", rank=rank, world_size=world_size, num_workers=workers), 2)
-        for rank in ((0, world_size - 2, world_size - 1) if workers else range(world_size))
-    ]
-    assert [[len(epoch) for epoch in rank] for rank in given[-2:]] == [[0, 0], [0, 0]]
-    assert all(len(epoch) == 1 and epoch[0][0] == 1 for rank in given[:-2] for epoch in rank)
+def test_more_ranks_and_workers_than_rows(generated):
+    num_users = len(make(generated, split="test").dataset)
+    for rank, expected in ((num_users - 1, 1), (num_users, 0)):
+        loader = make(generated, split="test", rank=rank, world_size=num_users + 2, num_workers=3)
+        assert [[batch.actual_batch_size for batch in loader] for _ in range(2)] == [[1] * expected] * 2
 
 
-def test_no_order_comes_twice(folder):
+def test_no_order_comes_twice(generated):
     for workers in (0, 2):
-        orders = [str(epoch) for epoch in epochs(make(folder, num_workers=workers), 6)]
+        orders = [str(epoch) for epoch in epochs(make(generated, num_workers=workers), 6)]
         assert len(set(orders)) == 6
-    abandoned = make(folder)
-    assert contents(next(iter(abandoned))) != contents(next(iter(abandoned)))
+    abandoned = make(generated)
+    assert as_values(next(iter(abandoned))) != as_values(next(iter(abandoned)))
 
 
 @given(

@@ -204,13 +204,9 @@ class TestBadArchives20M:
         ("line", "message"),
         [
             ("7,50,3.5,yesterday", "line 4 has timestamp 'yesterday'; timestamp is a number of seconds since 1970"),
-            ("7,50,3.5,99999999999999999999", "line 4 has timestamp '99999999999999999999'"),
             ("7,50,3.5", "line 4 is '7,50,3.5', 3 fields; the header has 4"),
-            ("7,50,nan,1", "line 4 has rating 'nan'"),
-            ("7,50,5.5,1", "line 4 has rating '5.5'"),
             ("7,50,3.7,1", "line 4 has rating '3.7'; rating is 0.5 to 5 in steps of 0.5"),
             ("7,51,3.5,1", "line 4 has movieId 51, which movies.csv does not list"),
-            ("7,x,3.5,1", "line 4 has movieId 'x'"),
             ("100000000,50,3.5,1", "line 4 has userId '100000000'; userId is a number of 0 to 99,999,999"),
             ("1e2,50,3.5,1", "line 4 has userId '1e2'"),
         ],

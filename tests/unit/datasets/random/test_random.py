@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
+from commons.datasets.hstu_batch import FeatureConfig
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import RandomHSTUDataset, user_like_dataset
 from commons.datasets.random.distribution import LengthDistribution, RandomDistribution
 from commons.datasets.sids.dataset import HISTORY
 from commons.datasets.sids.map import random_sid_map
+from tests.helpers.batches.any_batches import as_values
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -148,20 +149,16 @@ def _dataset(**arguments) -> RandomHSTUDataset:
     )
 
 
-def _contents(batch: HSTUBatch) -> tuple:
-    return tuple(batch.features.values().tolist()), tuple(batch.features.lengths().tolist())
-
-
 class TestRandomDataset:
     def test_batches_differ_by_rank_index_and_seed_and_repeat(self):
         seen = [
-            _contents(batch)
+            str(as_values(batch))
             for seed in (0, 1)
             for rank in range(3)
             for batch in _dataset(rank=rank, world_size=3, seed=seed)
         ]
         assert len(seen) == len(set(seen)) == 2 * 3 * 5
-        again = [_contents(_dataset(rank=1, world_size=3)[index]) for index in (4, 0)]
+        again = [str(as_values(_dataset(rank=1, world_size=3)[index])) for index in (4, 0)]
         assert again == [seen[5 + 4], seen[5 + 0]]
 
     def test_last_batch_may_be_incomplete(self):
@@ -177,5 +174,5 @@ class TestRandomDataset:
 
     def test_goes_on_where_the_data_set_ends(self):
         dataset, longer = _dataset(num_batches=2), _dataset(num_batches=7)
-        streamed = [_contents(batch) for batch in itertools.islice(dataset.stream(), 7)]
-        assert streamed == [_contents(batch) for batch in longer] and len(set(streamed)) == 7
+        streamed = [str(as_values(batch)) for batch in itertools.islice(dataset.stream(), 7)]
+        assert streamed == [str(as_values(batch)) for batch in longer] and len(set(streamed)) == 7

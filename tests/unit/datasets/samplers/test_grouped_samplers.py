@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,69 +21,40 @@ def groups_of(draw, least, same_size):
     return draw(st.permutations([number for number, size in zip(numbers, sizes) for _ in range(size)]))
 
 
-def check_whole_groups(steps, groups):
-    """Every batch has whole groups, and all have every row once."""
-    sizes = Counter(groups)
-    trained = Counter(row for step in steps for batch in step for row in batch)
-    assert set(trained.values()) <= {1}
-    for batch in (batch for step in steps for batch in step):
-        assert batch and all(sizes[number] == count for number, count in Counter(groups[row] for row in batch).items())
-    return set(trained)
+def balanced(work, tokens, group_size, window, number, **options):
+    return BalancedBatchSampler(work, number * group_size, window=window, **options)
 
 
-@given(ranks=st.integers(1, 3), window=st.integers(1, 3), shuffle=st.booleans(), data=st.data())
-def test_balanced_batches_hold_whole_groups(ranks, window, shuffle, data):
-    groups = data.draw(groups_of(ranks, same_size=True))
-    size, per_batch = Counter(groups)[groups[0]], data.draw(st.integers(1, 3))
-    work = np.random.default_rng(1).integers(0, 100, len(groups))
-    drop_last = data.draw(st.booleans())
-    options = {"window": window, "shuffle": shuffle, "drop_last": drop_last, "num_ranks": ranks, "groups": groups}
-    samplers = [BalancedBatchSampler(work, size * per_batch, rank=rank, **options) for rank in range(ranks)]
-    for epoch in range(2):
-        steps = steps_of(samplers, epoch)
-        assert len(steps) == len(samplers[0])
-        rows = check_whole_groups(steps, groups)
-        assert len(rows) == samplers[0].num_rows and (drop_last or len(rows) == len(groups))
-        done = data.draw(st.integers(0, len(steps)))
-        place = samplers[0].place_after(done, epoch, EPOCH_START)
-        assert steps_of(samplers, epoch, place) == steps[done:]
-    if not drop_last:  # batches differ by one group at most, within a window
-        first = [len(batch) for step in steps[:window] for batch in step]
-        assert max(first) - min(first) in (0, size)
+def budget(work, tokens, group_size, window, number, **options):
+    """At most so many groups on a rank or, with groups of several sizes, a cap on tokens."""
+    limits = {"max_rows": number * group_size} if group_size else {"tokens": tokens, "max_tokens": 72}
+    return BudgetBatchSampler(work, budget_per_rank=60 * number, **limits, **options)
 
 
-@given(ranks=st.integers(1, 3), shuffle=st.booleans(), same_size=st.booleans(), data=st.data())
-def test_budgeted_steps_hold_whole_groups(ranks, shuffle, same_size, data):
+@given(make=st.sampled_from([balanced, budget]), ranks=st.integers(1, 3), window=st.integers(1, 3), data=st.data())
+def test_groups_are_planned_like_rows_with_their_sums(make, ranks, window, data):
+    same_size = make is balanced or data.draw(st.booleans())
     groups = data.draw(groups_of(ranks, same_size))
-    rng = np.random.default_rng(2)
-    work, tokens = rng.integers(1, 50, len(groups)), rng.integers(1, 9, len(groups))
-    of_groups = [sum(work[np.array(groups) == number].tolist()) for number in set(groups)]
-    budget = data.draw(st.integers(max(of_groups), 4 * max(of_groups)))
-    options = {"budget_per_rank": budget, "num_ranks": ranks, "shuffle": shuffle, "groups": groups}
-    if same_size and data.draw(st.booleans()):
-        options["max_rows"] = Counter(groups)[groups[0]] * data.draw(st.integers(1, 3))
-    elif data.draw(st.booleans()):
-        options |= {"tokens": tokens, "max_tokens": 72}
-    samplers = [BudgetBatchSampler(work, rank=rank, **options) for rank in range(ranks)]
+    rows_of = [np.flatnonzero(np.array(groups) == number) for number in dict.fromkeys(groups)]  # by their first rows
+    options = {"num_ranks": ranks} | {name: data.draw(st.booleans()) for name in ("shuffle", "drop_last")}
+    values = np.random.default_rng(1).integers(1, 15, (2, len(groups)))  # workloads and tokens
+    sums = np.stack([values[:, rows].sum(axis=1) for rows in rows_of], axis=1)
+    number, size = data.draw(st.integers(1, 3)), len(rows_of[0]) if same_size else 0
+    samplers = [make(*values, size, window, number, rank=rank, groups=groups, **options) for rank in range(ranks)]
+    like_rows = [make(*sums, min(size, 1), window, number, rank=rank, **options) for rank in range(ranks)]
     for epoch in range(2):
-        steps = steps_of(samplers, epoch)
-        assert check_whole_groups(steps, groups) == set(range(len(groups)))
-        for step in steps[:-1]:  # the last one may exceed the limits, with a warning
-            assert all(work[batch].sum() <= budget for batch in step)
-            assert all(len(batch) <= options.get("max_rows", 99) for batch in step)
-            assert "max_tokens" not in options or all(tokens[batch].sum() <= 72 for batch in step)
-        done = data.draw(st.integers(0, len(steps)))
-        place = samplers[0].place_after(done, epoch, EPOCH_START)
-        assert steps_of(samplers, epoch, place) == steps[done:]
-
-
-def test_one_row_per_group_is_as_without_groups():
-    work = np.random.default_rng(3).integers(1, 100, 50)
-    for make in (
-        lambda **more: BalancedBatchSampler(work, 4, num_ranks=2, rank=0, window=2, **more),
-        lambda **more: BudgetBatchSampler(work, budget_per_rank=300, num_ranks=2, rank=0, max_rows=5, **more),
-    ):
-        assert list(make(groups=np.arange(50))) == list(make())
+        steps, expected = steps_of(samplers, epoch), steps_of(like_rows, epoch)
+        expected = [[[row for group in batch for row in rows_of[group]] for batch in step] for step in expected]
+        length = window if make is balanced else 1  # the steps of a window have a random order
+        for begin in range(0, max(len(steps), len(expected)), length):
+            assert sorted(steps[begin : begin + length]) == sorted(expected[begin : begin + length])
+        counts = [sum(map(len, step)) for step in steps]
+        assert list(samplers[0].step_rows(epoch, EPOCH_START)) == counts
+        assert make is budget or (len(samplers[0]), samplers[0].num_rows) == (len(steps), sum(counts))
+        for done in range(len(steps) + 1):
+            place = samplers[0].place_after(done, epoch, EPOCH_START)
+            assert steps_of(samplers, epoch, place) == steps[done:]
+            assert samplers[0].place_after(1, epoch, place) == samplers[0].place_after(done + 1, epoch, EPOCH_START)
 
 
 def test_groups_of_a_rank_that_are_few_come_again(caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 
@@ -103,14 +102,9 @@ def test_files_of_a_data_set(tmp_path, data_sets, random, name):
         ("ml-1m", {"columns": {"movie_id": 1}}, "is damaged"),
         ("ml-1m", {"splits": {"train": 99, "test": 0}}, "rows differ: shards 3, splits 99, num_users 3"),
         ("ml-1m", {"splits": {"train": 4, "test": -1}}, "a count is negative"),
-        (
-            "ml-1m",
-            {"shards": [{"file": "../x.parquet", "row_groups": [3], "num_interactions": 1}]},
-            "not a file name",
-        ),
         *(
             ("ml-1m", {"shards": [{"file": name, "row_groups": [3], "num_interactions": 1}]}, "not a file name")
-            for name in ("/etc/x.parquet", "..", "")
+            for name in ("../x.parquet", "/etc/x.parquet", "..", "")
         ),
         ("ml-1m", {"format_version": "a\nb"}, r"format version 'a\nb'"),
         ("ml-1m", {"format_version": 99}, "format version 99"),
@@ -153,15 +147,6 @@ def test_maps_of_semantic_ids(tmp_path, random):
     require_answer(lambda: SIDMap.load(path, (2, 2)))
 
 
-def test_an_array_whose_header_is_no_literal(tmp_path):
-    """numpy takes the header apart with Python's own tokenizer, whose errors are none of numpy's."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros((3, 2), np.int64))
-    path = tmp_path / "a.npy"
-    path.write_bytes(buffer.getvalue().replace(b"}", b"(", 1))
-    assert "is no array of numbers" in require_answer(lambda: SIDMap.load(path, (2, 2)))
-
-
 @pytest.mark.parametrize(
     "footer", ["[" * 50_000, "[]", '{"codebook_sizes": 3}', '{"options": 1}', '{"codebook_sizes": ["a"]}']
 )
@@ -186,33 +171,37 @@ def test_own_parquet_files(tmp_path, random):
     require_answer(lambda: preprocess_parquet(COLUMNS, path, tmp_path / "out"))
 
 
-@fuzzed(15)
-@given(random=RANDOM, is_20m=st.booleans())
-def test_movielens_archives(tmp_path, random, is_20m):
-    write, which = (movielens.write_zip_20m, "_20M") if is_20m else (movielens.write_zip, "")
-    preprocess = preprocess_movielens_20m if is_20m else preprocess_movielens
+# Texts, writer and preprocessor of an archive.
+ARCHIVES = {
+    "ml-1m": (
+        {"ratings": movielens.RATINGS, "users": movielens.USERS, "movies": movielens.MOVIES},
+        movielens.write_zip,
+        preprocess_movielens,
+    ),
+    "ml-20m": (
+        {"ratings": movielens.RATINGS_20M, "movies": movielens.MOVIES_20M},
+        movielens.write_zip_20m,
+        preprocess_movielens_20m,
+    ),
+    "kuairand-pure": (
+        {"early": kuairand.EARLY, "late": kuairand.LATE, "users": kuairand.USERS},
+        lambda path, **texts: kuairand.write_tar(path, kuairand.files_of(**texts)),
+        kuairand.PURE.preprocess,
+    ),
+}
+
+
+@fuzzed(30)
+@given(random=RANDOM, name=st.sampled_from(sorted(ARCHIVES)))
+def test_archives(tmp_path, random, name):
+    texts, write, preprocess = ARCHIVES[name]
+    path = write(tmp_path / ("a.tar.gz" if "kuairand" in name else "a.zip"))
     if random.random() < 0.5:
-        path = write(tmp_path / "a.zip")
         path.write_bytes(damaged_bytes(path.read_bytes(), random))
     else:
-        part = random.choice(["ratings", "movies"] if is_20m else ["ratings", "users", "movies"])
-        text = damaged_text(getattr(movielens, part.upper() + which), random).decode("latin-1")
-        path = write(tmp_path / "a.zip", **{part: text})
+        part = random.choice(sorted(texts))
+        write(path, **{part: damaged_text(texts[part], random).decode("latin-1")})
     require_answer(lambda: preprocess(path, tmp_path / "out"))
-
-
-@fuzzed(15)
-@given(random=RANDOM)
-def test_kuairand_archives(tmp_path, random):
-    parts = {"early": kuairand.EARLY, "late": kuairand.LATE, "users": kuairand.USERS}
-    if random.random() < 0.4:
-        path = kuairand.write_tar(tmp_path / "a.tar.gz", kuairand.files_of())
-        path.write_bytes(damaged_bytes(path.read_bytes(), random))
-    else:
-        part = random.choice(sorted(parts))
-        contents = kuairand.files_of(**{part: damaged_text(parts[part], random).decode("latin-1")})
-        path = kuairand.write_tar(tmp_path / "a.tar.gz", contents)
-    require_answer(lambda: kuairand.PURE.preprocess(path, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("kind", ODD_PLACES)

@@ -52,7 +52,7 @@ def require_length_only_batches(loader, shuffler):
 def test_length_only_batches_have_the_lengths_of_the_rows(generated, split, candidates):
     options = {"dataset_path": generated, "max_history_seqlen": 30, "max_num_candidates": candidates, "num_tasks": 2}
     loader = get_data_loader("ml-1m", split, batch_size=7, timestamps=True, **options)
-    with mock.patch.object(sequence_file.SequenceFile, "_read_group") as read_all:  # nothing but the items' column
+    with mock.patch.object(sequence_file.SequenceFile, "_row_group") as read_all:  # nothing but the items' column
         list(loader.dataset.length_only_batches())
     assert not read_all.called
     require_length_only_batches(loader, HSTUBalancedBatchShuffler(16, 2, 8))

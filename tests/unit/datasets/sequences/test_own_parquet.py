@@ -266,12 +266,6 @@ class TestTraining:
         assert "3 (train" in capsys.readouterr().out
         assert len(self.loader(tmp_path / "data", COLUMNS).dataset) > 0
 
-    def test_nothing_there(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="run `evenrank preprocess parquet --source"):
-            self.loader(tmp_path / "none")
-        with pytest.raises(ValueError, match="dataset_path is not set; 'parquet' is read from files"):
-            self.loader(None)
-
     def test_no_times(self, tmp_path):
         table = {"uid": [1, 2], "iid": [[1, 2], [3]]}
         preprocess_parquet(EventColumns("uid", "iid"), write(tmp_path / "a.parquet", table), tmp_path, test_fraction=0)

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.trainer import DatasetArgs, TrainerArgs
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.datasets.kuairand import PURE, files_of, write_tar
-from tests.helpers.datasets.movielens import write_zip_20m
 
 
 def by_row(batch, name) -> list[list[int]]:
@@ -19,36 +16,13 @@ def by_row(batch, name) -> list[list[int]]:
     return [part.tolist() for part in feature.values().split(feature.lengths().tolist())]
 
 
-def make(path, name="ml-20m", **arguments):
-    settings = {"batch_size": 4, "max_history_seqlen": 2, "max_num_candidates": 1, "dataset_path": path, **arguments}
-    return get_data_loader(name, **settings)
-
-
-@pytest.fixture(scope="module")
-def movies(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ml-20m")
-    return preprocess_movielens_20m(write_zip_20m(folder / "a.zip"), folder, test_fraction=0)
-
-
-@pytest.fixture(scope="module")
-def videos(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kuairand")
-    return PURE.preprocess(write_tar(folder / "a.tar.gz", files_of()), folder, test_fraction=0)
-
-
-def test_milliseconds_become_seconds(videos):
-    (batch,) = make(videos, "kuairand-pure", max_history_seqlen=9, timestamps=True)
-    assert by_row(batch, "timestamp") == [
-        [1649408070, 1649408076, 1651338000, 1651338000],
-        [],  # a user without interactions
-        [1649675512],
-        [],
-    ]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-def test_all_else_is_as_it_is_without_them(movies, workers):
-    loaders = [make(movies, timestamps=wanted, num_workers=workers, shuffle=True) for wanted in (False, True)]
+def test_all_else_is_as_it_is_without_them(generated, workers):
+    options = {"batch_size": 40, "max_history_seqlen": 2, "max_num_candidates": 1, "shuffle": True}
+    loaders = [
+        get_data_loader("ml-1m", dataset_path=generated, timestamps=wanted, num_workers=workers, **options)
+        for wanted in (False, True)
+    ]
     for without, with_times in zip(*loaders):
         check_only_added(without, with_times)
     without, with_times = (loader.dataset for loader in loaders)

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.raw_data.movielens import generate_movielens
 from commons import available_memory
 from commons.cli.main import main
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences
@@ -126,12 +124,10 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
 
 
 class TestCommand:
-    def test_movielens_from_end_to_end(self, tmp_path, capsys):
-        generate_movielens(tmp_path / "ml-1m.zip", num_users=60, seed=1)
-        preprocess_movielens(tmp_path / "ml-1m.zip", tmp_path)
+    def test_movielens_from_end_to_end(self, generated, tmp_path, capsys):
         sizes = ["--codebook-sizes", "32", "32", "32"]
         output = ["--output", str(tmp_path / "sids.parquet")]
-        assert main(["make-sids", "ml-1m", "--source", str(tmp_path), *output, *sizes]) == 0
+        assert main(["make-sids", "ml-1m", "--source", str(generated), *output, *sizes]) == 0
         shown = capsys.readouterr().out
         assert "32 × 32 × 32" in shown and "3,883" in shown
         sid_map = SIDMap.load(tmp_path / "sids.parquet", [32, 32, 32])

@@ -74,6 +74,11 @@ class TestFiles:
         np.save(tmp_path / "sids.npy", np.array([object()]), allow_pickle=True)
         with pytest.raises(ValueError, match="no array of numbers"):
             SIDMap.load(tmp_path / "sids.npy", [3, 2])
+        # numpy takes the header apart with Python's own tokenizer, whose errors are none of numpy's.
+        np.save(tmp_path / "sids.npy", CODES)
+        (tmp_path / "sids.npy").write_bytes((tmp_path / "sids.npy").read_bytes().replace(b"}", b"(", 1))
+        with pytest.raises(ValueError, match="no array of numbers"):
+            SIDMap.load(tmp_path / "sids.npy", [3, 2])
         np.save(tmp_path / "sids.npy", np.ones((3, 2)))
         with pytest.raises(ValueError, match="float64"):
             SIDMap.load(tmp_path / "sids.npy", [3, 2])
