@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -156,7 +155,10 @@ class StepMeter:
         """Mean imbalance of the FLOPs since the last line, if no shuffler has planned these steps."""
         if any(stats is not None for stats in self._stats):
             return {}
-        found = step_imbalances(self._step_flops, self._device)
+        own = torch.tensor(self._step_flops, dtype=torch.float64, device=self._device)
+        per_rank = gather_numbers(own, "loads of steps", group=resolve_process_group())
+        mean = per_rank.mean(0)
+        found = (per_rank.amax(0) / mean - 1.0)[mean > 0].tolist()
         self._imbalances += found
         return _not_balanced(found)
 
@@ -248,17 +250,6 @@ def of_all_ranks(value: float | None, device: torch.device) -> list[float | None
     own = torch.tensor([value or 0.0], dtype=torch.float64, device=device)
     values = gather_numbers(own, "numbers of a line of the log", group=resolve_process_group())
     return [each if each > 0 else None for each in values[:, 0].tolist()]
-
-
-def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
-    """Largest load divided by the mean, minus 1, of every step with a load; called on all ranks together.
-
-    `loads` has this rank's load of every step; all data-parallel ranks have the same number of steps.
-    """
-    own = torch.tensor(loads, dtype=torch.float64, device=device)
-    per_rank = gather_numbers(own, "loads of steps", group=resolve_process_group())
-    mean = per_rank.mean(0)
-    return (per_rank.amax(0) / mean - 1.0)[mean > 0].tolist()
 
 
 def _not_balanced(imbalances: list[float]) -> dict[str, float]:

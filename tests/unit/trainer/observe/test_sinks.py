@@ -18,8 +18,15 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from commons.trainer import TrainerArgs
 from commons.trainer.config.sink_options import OpenTelemetryOptions, PrometheusOptions, SinkOptions
 from commons.trainer.observe import sinks as sinks_module
-from commons.trainer.observe.libraries import OPENERS
-from commons.trainer.observe.sinks import BackgroundSink, JsonLines, close_sinks, figures_of, open_sinks, require_sinks
+from commons.trainer.observe.sinks import (
+    OPENERS,
+    BackgroundSink,
+    JsonLines,
+    close_sinks,
+    figures_of,
+    open_sinks,
+    require_sinks,
+)
 
 RECORD = {
     "step": 7,
