@@ -41,13 +41,8 @@ class Epochs:
     """The epochs of a run: their batches, the rows of their steps, and the place after each step.
 
     Called on all ranks together. A sampler of commons.datasets computes the rows of every step before the epoch; with
-    another sampler every step counts as a full step.
-
-    Args:
-        loader: host batches of this rank, or with single_rank_load of all ranks; it has a length and, if epochs differ,
-            a sampler with `set_epoch`.
-        recipe: the recipe of the run.
-        shuffler: the shuffler for training.
+    another sampler every step counts as a full step. `loader` has host batches of this rank, or with single_rank_load
+    of all ranks; it has a length and, if epochs differ, a sampler with `set_epoch`.
 
     Attributes:
         loader: the loader of this rank; its sampler balances the rows with balance_sampler.
@@ -137,9 +132,10 @@ class Epochs:
             return self._windows.take_stats()
         return pipeline_stats if self._in_turn is None else self._in_turn.with_loads_before(pipeline_stats)
 
-    def details(self) -> dict[str, int]:
-        """Details for a log line: "before_in_turn" is 1 if the loads before are of rows assigned to ranks in turn."""
-        return {} if self._in_turn is None else {"before_in_turn": 1}
+    @property
+    def is_before_in_turn(self) -> bool:
+        """Whether the loads before balancing are of rows assigned to ranks in turn."""
+        return self._in_turn is not None
 
     def step_rows(self) -> Iterator[int]:
         """Rows of every step of the open epoch, over all ranks.

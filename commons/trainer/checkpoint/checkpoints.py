@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from commons.trainer.checkpoint.folder import (
     discard,
     holds_checkpoint,
     latest_whole,
-    list_checkpoints,
     make_empty,
     read_state,
     unfinished_path,
@@ -40,8 +39,6 @@ from commons.trainer.checkpoint.state import first_not_finite, load_state, read_
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.ranks.collectives import first_text, gather_values, on_all_ranks, on_rank_0
 from commons.trainer.recipe import Recipe
-
-__all__ = ["Checkpointer", "TrainProgress", "list_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +62,10 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run; `resume` and `save` are called on all ranks together.
 
     Args:
-        recipe: the run's recipe; a checkpoint must have an equal fingerprint. The loss scale is saved and loaded.
-        model: the model; sharded tables of a DistributedModelParallel are saved shard by shard.
+        recipe: a checkpoint must have an equal fingerprint. The loss scale is saved and loaded.
+        model: sharded tables of a DistributedModelParallel are saved shard by shard.
         optimizer: optimizer of the dense parameters.
-        shuffler: the shuffler, whose state is saved and loaded.
+        shuffler: its state is saved and loaded.
         order: settings that determine the order of the data, JSON-ready; a warning is logged if a checkpoint's differ.
     """
 
@@ -92,6 +89,7 @@ class Checkpointer:
         self._loaded_from: Path | None = None
         # Checkpoints that were damaged when this run tried to load them; filled on rank 0 only.
         self._damaged: list[Path] = []
+        self._digests_of = functools.partial(digests_of, rank=dist.get_rank(), ranks=dist.get_world_size())
 
     def resume(self) -> tuple[TrainProgress, str]:
         """Load the checkpoint of the settings, if any, and claim the folder for new checkpoints.
@@ -222,22 +220,15 @@ class Checkpointer:
                 f"{chosen} was written with {name} = {written!r}, this run has {here!r}{more}; a checkpoint fits only "
                 "the model that wrote it: use that config, or another checkpoint"
             )
-        self._warn_of_other_order(chosen, state)
-        return {"path": str(chosen), "state": state}
-
-    def _warn_of_other_order(self, path: Path, state: dict[str, Any]) -> None:
-        differences = list(_differences(state["order"], self._order))
-        progress = state["progress"]
-        if differences and (progress["rows_in_epoch"] or progress["window_steps"]):
-            name, written, here = differences[0]
+        other_order = next(_differences(state["order"], self._order), None)
+        if other_order and (state["progress"]["rows_in_epoch"] or state["progress"]["window_steps"]):
             logger.warning(
                 "%s is within an epoch that was read with %s = %r, this run has %r; in the rest of that epoch some "
                 "rows are trained a second time and others not at all",
-                path,
-                name,
-                written,
-                here,
+                chosen,
+                *other_order,
             )
+        return {"path": str(chosen), "state": state}
 
     def _state_of(self, progress: TrainProgress) -> dict[str, Any]:
         return {
@@ -249,12 +240,8 @@ class Checkpointer:
             "shuffler": self._shuffler.state_dict(),
         }
 
-    @staticmethod
-    def _digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-        return digests_of(folder, names, rank=dist.get_rank(), ranks=dist.get_world_size())
 
-
-def _differences(written: Any, here: Any, name: str = "") -> Any:
+def _differences(written: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The name and both values of every difference, depth first."""
     if isinstance(written, dict) and isinstance(here, dict):
         # Plain values before nested ones: nested differences often follow from a plain one.

@@ -102,12 +102,14 @@ class StepMeter:
         if not step_ms:
             return {}, {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
+        flops_per_s = sums.flops / dist.get_world_size() / total_ms * 1e3  # of a rank
         numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
             "tokens_per_s": sums.tokens / total_ms * 1e3,
             "rows_per_s": sums.rows / total_ms * 1e3,
             "step_ms": statistics.median(step_ms),
-            **self._rates(sums.flops, total_ms),
+            "tflops_per_rank": flops_per_s / 1e12,
+            **({} if self._peak_flops is None else {"mfu": flops_per_s / self._peak_flops}),
             **self._imbalance(),
             **self._shuffle(step_ms),
             **self._speeds(),
@@ -144,12 +146,6 @@ class StepMeter:
             "tokens_per_s": self._tokens / sum(self._step_ms) * 1e3,
             "shuffle": shuffle,
         }
-
-    def _rates(self, flops: float, total_ms: float) -> dict[str, float]:
-        """TFLOPS per rank and, if the device's peak is known, MFU."""
-        rate = flops / dist.get_world_size() / total_ms * 1e3
-        utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
-        return {"tflops_per_rank": rate / 1e12, **utilisation}
 
     def _imbalance(self) -> dict[str, float]:
         """Mean imbalance of the FLOPs since the last line, if no shuffler has planned these steps."""

@@ -94,12 +94,12 @@ class StepProfiler:
         self._recorder.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._path))
-        add_to_trace(self._path, self._counters, self._recorder.spans)
+        _add_to_trace(self._path, self._counters, self._recorder.spans)
         self._counters = []
         self._is_written = True
 
 
-def add_to_trace(path: Path, counters: Sequence[_Counters], spans: Sequence[RecordedSpan] = ()) -> None:
+def _add_to_trace(path: Path, counters: Sequence[_Counters], spans: Sequence[RecordedSpan]) -> None:
     """Add counter tracks, and spans of threads that torch did not record, to torch's trace file."""
     text = path.read_text(encoding="utf-8")
     begin, base = re.search(r'"traceEvents"\s*:\s*\[', text), re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', text)

@@ -50,7 +50,7 @@ class StepUpdate:
     Args:
         args: the settings.
         optimizer: optimizer of the dense parameters.
-        model: the model; learning rates of its fused optimizers, if any, are set too.
+        model: the learning rates of its fused optimizers, if any, are set too.
         total: steps of the run or, with a schedule in rows, rows of the run; for the cosine.
         device: this rank's device.
         loss_scaler: the scaler of a model that scales its loss, else None.
@@ -67,13 +67,9 @@ class StepUpdate:
         loss_scaler: torch.amp.GradScaler | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        self._args = args
-        self._optimizer = optimizer
-        self._loss_scaler = loss_scaler
+        self._args, self._total, self._schedule = args, total, schedule or Schedule()
+        self._optimizer, self._loss_scaler, self._device = optimizer, loss_scaler, device
         self._fused = getattr(model, "fused_optimizer", None)
-        self._schedule = schedule or Schedule()
-        self._total = total
-        self._device = device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scheduled = [optimizer] if self._fused is None else [optimizer, self._fused]
         self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._scheduled]

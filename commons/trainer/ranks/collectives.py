@@ -71,28 +71,22 @@ def all_reduce(
 def gather_numbers(
     own: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> torch.Tensor:
-    """Gather numbers `(n,)` of all ranks of a group (default all ranks) as `(ranks, n)` on the host; a collective call.
-
-    Arguments and errors as `all_reduce`.
-    """
+    """Gather numbers `(n,)` of all ranks of a group as `(ranks, n)` on the host; arguments as `all_reduce`."""
     table = own.new_zeros(dist.get_world_size(group), len(own))
     table[dist.get_rank(group)] = own
     all_reduce(table, what, group=group, step=step)  # the other ranks' rows are zero here
     return table.cpu()
 
 
-def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gather a text from each rank of a group (default all ranks), in the order of ranks; a collective call.
-
-    `device` is this rank's device, which the group's backend must support.
-    """
+def gather_texts(text: str, device: torch.device) -> list[str]:
+    """Gather a text from every rank, in the order of ranks; `device` must suit the backend of the group."""
     encoded = text.encode(errors="backslashreplace")
     own = torch.tensor([len(encoded)], device=device)
-    sizes = gather_numbers(own, "gather of text sizes", group=group)[:, 0].tolist()
+    sizes = gather_numbers(own, "gather of text sizes")[:, 0].tolist()
     texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    texts.split(sizes)[dist.get_rank(group)].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    texts.split(sizes)[dist.get_rank()].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
     if texts.numel():
-        all_reduce(texts, "gather of texts", group=group)
+        all_reduce(texts, "gather of texts")
     return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
 
 

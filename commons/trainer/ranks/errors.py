@@ -138,17 +138,11 @@ def _report(error: Exception) -> int:
     sys.stderr.write(f"error: {line}\n")
     if not is_user_error and log_file is None:
         traceback.print_exception(error)
-    with contextlib.suppress(OSError):
-        _TorchrunErrorFile().write(line)
-    if _hosts_store():
-        time.sleep(_SILENT_SECONDS)
+    _tell_torchrun(line)
+    started_alone = dist.is_initialized() and not dist.is_torchelastic_launched()
+    if started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1:
+        time.sleep(_SILENT_SECONDS)  # this process hosts the store in which the other ranks claim the report
     return status
-
-
-def _hosts_store() -> bool:
-    """Whether this process hosts the store in which the ranks claim the report."""
-    started_alone = not dist.is_torchelastic_launched() and dist.is_initialized()
-    return started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1
 
 
 def _claim_report() -> bool:
@@ -185,14 +179,10 @@ def _write_traceback(error: Exception) -> str | None:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-class _TorchrunErrorFile(ErrorHandler):
-    """The file from which torchrun reads the error message of a failed rank."""
-
-    def write(self, message: str) -> None:
-        """Write a message in torchrun's format; does nothing without torchrun."""
-        path = self._get_error_file_path()
-        if path is not None:
-            line = f"error: {message}"
-            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            report = {"message": {"message": line, "extraInfo": extra}}
-            Path(path).write_text(json.dumps(report), encoding="utf-8")
+def _tell_torchrun(line: str) -> None:
+    """Write the error to the file from which torchrun reads that of a failed rank; does nothing without torchrun."""
+    path = ErrorHandler()._get_error_file_path()
+    if path is not None:
+        extra = {"py_callstack": f"error: {line}", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": extra}}), "utf-8")

@@ -22,7 +22,8 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint import folder
-from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress, list_checkpoints
+from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
+from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.run import run_training
 from hstu.sharding import dense_parameters

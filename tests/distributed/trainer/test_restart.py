@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from commons.trainer.checkpoint.checkpoints import list_checkpoints
+from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.load import load_config
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
