@@ -206,7 +206,7 @@ class Soak:
         self._trained = trained = Steps()
         part, rest = 0, episode.stream().batches()
         brought, taken = [Steps()], [list[Any]()]  # of this section: sums, and the batches by the leg they were read in
-        source = _taken(brought[-1].noted(rest), taken[-1])
+        source = brought[-1].noted(rest, taken[-1])
         with contextlib.ExitStack() as stack:
 
             def begin() -> Any:
@@ -240,7 +240,7 @@ class Soak:
                 self.totals.count(_EVENTS[then])
                 brought.append(Steps())
                 taken.append([])
-                source = _taken(brought[-1].noted(rest), taken[-1])
+                source = brought[-1].noted(rest, taken[-1])
             self._progress(pipeline, source, None)
             self._compare(episode, brought, trained)
         models.head_of(self._sharded[0]).trained.clear()
@@ -373,12 +373,6 @@ def _end(pipeline: Any) -> None:
     """Drop what a pipeline has read, and give the model its own forward pass back."""
     pipeline.reset()
     _detach(pipeline)
-
-
-def _taken(batches: Iterator[Any], into: list[Any]) -> Iterator[Any]:
-    for batch in batches:
-        into.append(batch)
-        yield batch
 
 
 def _not_trained(taken: list[list[Any]], brought: list[Steps], keep: int) -> list[Any]:
