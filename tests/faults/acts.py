@@ -24,7 +24,6 @@ Act = Callable[["Injector", Any], Any]
 
 def _end_by(number: int) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         os.kill(os.getpid(), number)
         time.sleep(60)
 
@@ -33,7 +32,6 @@ def _end_by(number: int) -> Act:
 
 def _raise(make: Callable[[], BaseException]) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         raise make()
 
     return act
@@ -41,7 +39,6 @@ def _raise(make: Callable[[], BaseException]) -> Act:
 
 def _change(change: Callable[[Any], Any]) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         return change(value)
 
     return act
@@ -68,14 +65,12 @@ class AsynchronousError(Exception):
 
 
 def asynchronous(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
     main = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(AsynchronousError))
     return value
 
 
 def interrupt(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
     os.kill(os.getpid(), signal.SIGINT)
     return value
 
@@ -90,19 +85,17 @@ def _for(seconds_of: Callable[[Injector], float], pause: Callable[[Injector, flo
 
 
 def _stop(injector: Injector, seconds: float) -> None:
-    injector.say("fault", later=[[seconds, int(signal.SIGCONT), os.getpid()]])
+    injector.say("stopped", later=[[seconds, int(signal.SIGCONT), os.getpid()]])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.1)  # another thread may take the signal, and this one runs on for a moment
 
 
 def _hold(injector: Injector, seconds: float) -> None:
     """Sleep in C without giving the GIL up."""
-    injector.say("fault")
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 def _block(injector: Injector, seconds: float) -> None:
-    injector.say("fault")
     time.sleep(seconds)
 
 
@@ -121,14 +114,12 @@ block = _for(_too_long, _block)
 
 
 def other_options(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
     changes = ({"slack": 0.5}, {"partitioner": "lpt"}, {"mode": "observe"}, {"timeout": injector.trial.timeout + 1})
     return dataclasses.replace(value, **changes[injector.trial.number % len(changes)])
 
 
 def jump(injector: Injector, value: Any) -> Any:
     """The wall clock goes back and forth by days, from call to call."""
-    injector.say("fault")
     now, days = time.time, itertools.cycle((0, 3, -2, 400, -400))
     time.time = lambda: now() + 86_400 * next(days)  # type: ignore[assignment]
     return value
@@ -136,7 +127,6 @@ def jump(injector: Injector, value: Any) -> Any:
 
 def _on_store(number: int, then: Act | None = None) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         os.kill(injector.store_pid, number)
         return value if then is None else then(injector, value)
 

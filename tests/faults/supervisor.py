@@ -153,9 +153,7 @@ class _Run:
             for event in rank.listen():
                 if event["event"] == "fault":
                     self._fault_at = event["at"]
-                    self._signals += [
-                        (event["at"] + after, number, pid) for after, number, pid in event.get("later", [])
-                    ]
+                self._signals += [(event["at"] + after, number, pid) for after, number, pid in event.get("later", [])]
 
     def _ask_where(self) -> None:
         """Let those that hang print their threads."""

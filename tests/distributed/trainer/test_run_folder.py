@@ -138,8 +138,3 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     said = two_ranks.run(command, *flags[:4], "--trainer.ckpt-save-dir", empty, "--trainer.ckpt-load-dir", empty)
     assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {empty} has no checkpoint; " in said[0]
     assert (folder / "log.jsonl").read_bytes() == log
-
-
-def test_overwriting_and_going_on_exclude_each_other():
-    with pytest.raises(ValueError, match=r"overwrite is True and ckpt_load_dir is 'x'; .*: give one of the two"):
-        load_config(TrainConfig, [*RUN.split(), "--trainer.overwrite", "--trainer.ckpt-load-dir", "x"])
