@@ -143,16 +143,12 @@ class Epochs:
         An exchanged window has the loader's number of steps and of rows; the rows of each step are known after the
         window's exchange.
         """
-        if not self.in_windows:
-            return self._steps.step_rows(self._epoch, self._start)
-        loaded = self._steps.step_rows(self._epoch, Place(self._start.row))
-        return itertools.starmap(self._exchanged_rows, itertools.islice(enumerate(loaded), self._start.steps, None))
+        loaded = self._loaded_rows(self._epoch, self._start)
+        return itertools.starmap(self._exchanged_rows, enumerate(loaded, self._start.steps))
 
     def num_steps(self, epoch: int, start: Place) -> int:
         """Steps from a place to the end of an epoch."""
-        if not self.in_windows:
-            return sum(1 for _ in self._steps.step_rows(epoch, start))
-        return sum(1 for _ in self._steps.step_rows(epoch, Place(start.row))) - start.steps
+        return sum(1 for _ in self._loaded_rows(epoch, start))
 
     @property
     def num_rows(self) -> int:
@@ -189,6 +185,12 @@ class Epochs:
             "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
             **{name: options[name] for name in names},
         }
+
+    def _loaded_rows(self, epoch: int, start: Place) -> Iterator[int]:
+        """Rows of every step from a place on, as the loader reads them; it begins at the first row of a window."""
+        if not self.in_windows:
+            return self._steps.step_rows(epoch, start)
+        return itertools.islice(self._steps.step_rows(epoch, Place(start.row)), start.steps, None)
 
     def _exchanged_rows(self, step: int, loaded: int) -> int:
         """Rows of a step, counted from the first window; the loaded rows in mode "off", which moves no row."""

@@ -61,12 +61,9 @@ class TrainProgress:
 class Checkpointer:
     """Saves and loads the checkpoints of one run; `resume` and `save` are called on all ranks together.
 
-    Args:
-        recipe: a checkpoint must have an equal fingerprint. The loss scale is saved and loaded.
-        model: sharded tables of a DistributedModelParallel are saved shard by shard.
-        optimizer: optimizer of the dense parameters.
-        shuffler: its state is saved and loaded.
-        order: settings that determine the order of the data, JSON-ready; a warning is logged if a checkpoint's differ.
+    A checkpoint must have the fingerprint of the run's recipe. Sharded tables of a DistributedModelParallel are saved
+    shard by shard; the loss scale and the shuffler's state are saved too. `order` has the settings that determine the
+    order of the data, JSON-ready; a warning is logged if a checkpoint's differ.
     """
 
     def __init__(
