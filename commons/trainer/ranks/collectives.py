@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.channel.absence import FailedChannel, NamedCollectives, RankMissingError, out_of_reach
-from commons.distributed.channel.groups import number_channel
+from commons.distributed.channel.absence import NamedCollectives, RankMissingError, out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError
 from commons.distributed.errors import capture_error, first_line, name_ranks
 
@@ -150,30 +149,28 @@ def missing_ranks_named(
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
     """
-    members = list(range(dist.get_world_size()))
-    number = number_channel(members)  # runs and channels are made in the same order on all ranks
+    run = NamedCollectives(dist.group.WORLD)
     _SHUFFLERS.extend(shufflers)
     try:
         yield
     except RuntimeError as error:
         is_of_collective = isinstance(error, dist.DistBackendError) or _OF_GLOO.search(str(error)) is not None
-        if isinstance(error, RankMissingError) or not is_of_collective or len(members) == 1:
+        if isinstance(error, RankMissingError) or not is_of_collective or len(run.members) == 1:
             raise
         if (known := _failure_of(shufflers)) is not None:
             raise known from error
-        failed = FailedChannel(f"evenrank/run/{number}", members)
-        raise RankMissingError(_describe(error, step(), failed, members)) from error
+        raise RankMissingError(_describe(error, step(), run)) from error
     finally:
         _SHUFFLERS.clear()
 
 
-def _describe(error: RuntimeError, step: int, failed: FailedChannel, members: list[int]) -> str:
+def _describe(error: RuntimeError, step: int, run: NamedCollectives) -> str:
     what = f"a collective of the model failed in step {step} on rank {dist.get_rank()}"
     reason = f"({first_line(error)})"
     try:
-        verdict = failed.who_is_missing(failed.start_wait(f"step {step}"))
+        verdict = run.failed.who_is_missing(run.failed.start_wait(f"step {step}"))
     except StoreUnavailableError as unavailable:
-        return f"{what} and {unavailable}{out_of_reach(members)} {reason}"
+        return f"{what} and {unavailable}{out_of_reach(run.members)} {reason}"
     if not verdict.missing:
         return f"{what} and on all others {reason}"
     return f"{what}; {name_ranks(verdict.missing)} did not report the failure: check the log there {reason}"

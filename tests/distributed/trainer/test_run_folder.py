@@ -18,19 +18,15 @@ from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.run_folders import lines
+from tests.helpers.jobs.training_configs import TINY
 
 CPU = torch.device("cpu")
-RUN = (
-    "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 2 "
-    "--trainer.max-eval-iters 1 --trainer.device cpu --dataset.dataset-name random --dataset.num-batches 6 "
-    "--dataset.max-history-seqlen 16 --model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 "
-    "--model.kv-channels 4 --model.prediction-head-arch 1 --optimizer.sharding row_wise"
-)
+RUN = (*TINY, "--trainer.log-interval", "1", "--trainer.eval-interval", "2", "--trainer.max-eval-iters", "1")
 
 
 def command(*flags):
     """What a run of hstu.train returns on this rank: its summary, or the one line that it ends with."""
-    config = load_config(TrainConfig, [*RUN.split(), *flags])
+    config = load_config(TrainConfig, [*RUN, *flags])
     try:
         open_run_folder(config, CPU, logs_to_file=False)
     except ValueError as error:
