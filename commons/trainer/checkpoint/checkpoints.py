@@ -151,7 +151,15 @@ class Checkpointer:
             on_all_ranks(lambda: write_state(unfinished, state), device)
             own = on_all_ranks(lambda: self._digests_of(unfinished), device)
             digests = functools.reduce(operator.or_, gather_values(own, device))
-            content = self._state_of(progress) | {"digests": digests}
+            content = {
+                "progress": asdict(progress),
+                "world_size": dist.get_world_size(),
+                "fingerprint": self._fingerprint,
+                "order": self._order,
+                "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
+                "shuffler": self._shuffler.state_dict(),
+                "digests": digests,
+            }
             on_rank_0(lambda: complete_checkpoint(unfinished, final, content, self._args.ckpt_keep), device)
         except ValueError as problem:
             on_rank_0(lambda: discard(unfinished), device)
@@ -226,16 +234,6 @@ class Checkpointer:
                 *other_order,
             )
         return {"path": str(chosen), "state": state}
-
-    def _state_of(self, progress: TrainProgress) -> dict[str, Any]:
-        return {
-            "progress": asdict(progress),
-            "world_size": dist.get_world_size(),
-            "fingerprint": self._fingerprint,
-            "order": self._order,
-            "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
-            "shuffler": self._shuffler.state_dict(),
-        }
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -110,7 +110,7 @@ class TrainLog:
         if "loss" in record:
             if "imbalance_before" in record and "moved" not in record:
                 self._show(imbalance=f"{record['imbalance_before']:.2f}")
-            self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
+            self._show(loss=f"{record['loss']:.4f}", tokens=f"{tqdm.format_sizeof(record['tokens_per_s'])}/s")
 
     def _show(self, **values: str) -> None:
         self._shown.update(values)
@@ -187,15 +187,3 @@ def _saving(shuffle: Mapping[str, float]) -> str:
         if f"{kind}_saving_ms" in shuffle:
             parts.append(f"{kind} {shuffle[f'{kind}_saving_ms']:.1f} ms")
     return ", ".join(parts) + (" per step" if len(parts) > 1 else "")
-
-
-def _short(number: float) -> str:
-    """A short form of a number, with one decimal and a unit: 12.3k.
-
-    >>> [_short(number) for number in (7.0, 12345.0, 2.5e6)]
-    ['7', '12.3k', '2.5M']
-    """
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.1f}{unit}"
-    return f"{number:.0f}"

@@ -103,9 +103,18 @@ class StepUpdate:
         if self._args.accumulation_steps == 1:
             self._update()
             return
-        self._accumulate(num_loss_tokens)
+        # torch.full passes the number as a kernel argument; a copy from the host would wait for the backward pass.
+        terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
+        all_reduce(terms, "count of loss terms")
+        self._terms = terms if self._terms is None else self._terms + terms
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                # At least float32: gradient times terms overflows float16, and bfloat16 has too few digits.
+                weighted = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
+                before = self._sums[index]
+                self._sums[index] = weighted if before is None else before.add_(weighted)
         self._optimizer.zero_grad()
-        if (step + 1) % self._args.accumulation_steps == 0:
+        if self.is_whole_after(step + 1):
             self.flush()
 
     def flush(self) -> None:
@@ -117,18 +126,6 @@ class StepUpdate:
             parameter.grad = None if total is None else (total / terms).to(parameter.dtype)
         self._sums, self._terms = [None] * len(self._parameters), None
         self._update()
-
-    def _accumulate(self, num_loss_tokens: int) -> None:
-        # torch.full passes the number as a kernel argument; a copy from the host would wait for the backward pass.
-        terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
-        all_reduce(terms, "count of loss terms")
-        self._terms = terms if self._terms is None else self._terms + terms
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                # At least float32: gradient times terms overflows float16, and bfloat16 has too few digits.
-                weighted = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
-                before = self._sums[index]
-                self._sums[index] = weighted if before is None else before.add_(weighted)
 
     def _update(self) -> None:
         scaler = self._loss_scaler
