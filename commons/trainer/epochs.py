@@ -62,11 +62,11 @@ class Epochs:
         if self._args.balancing in ("sampler", "budget"):
             loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
         self.loader = loader
-        self._single_rank_loader: SingleRankLoader | None = None
+        self._source: DataLoader[Any] | SingleRankLoader = loader
         if self._args.single_rank_load:
             # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.
             get_workloads = shuffler.get_workloads if self._args.balancing == "rank 0" else None
-            self._single_rank_loader = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
+            self._source = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
         self.in_windows = self._args.balancing == "windows"
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
@@ -104,7 +104,7 @@ class Epochs:
         with kept_random_state():
             entropy = np.random.SeedSequence([self._args.seed, epoch, dist.get_rank()])
             seed_all(int(entropy.generate_state(1)[0]))
-            batches = iter(self.loader if self._single_rank_loader is None else self._single_rank_loader)
+            batches: Iterator[Any] = iter(self._source)
         if self._in_turn is not None:
             self._in_turn.open(epoch, start)
         if not self.in_windows:
@@ -123,8 +123,8 @@ class Epochs:
 
     def close(self) -> None:
         """Close the single-rank loader, after a run."""
-        if self._single_rank_loader is not None:
-            self._single_rank_loader.close()
+        if isinstance(self._source, SingleRankLoader):
+            self._source.close()
 
     def stats_of_step(self, pipeline_stats: ShuffleStats | None) -> ShuffleStats | None:
         """Stats of the next trained step; called once per step with the stats of its pipeline."""

@@ -108,22 +108,15 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
         ValueError: on all ranks, with the error of the first rank that failed.
     """
     result, error = capture_error(work)  # a damaged file may end in any error
-    if problem := first_text(_problem_of(error), device)[1]:
-        raise ValueError(problem)
+    problem = "" if error is None else str(error) or type(error).__name__
+    if first_problem := first_text(problem, device)[1]:
+        raise ValueError(first_problem)
     return cast(R, result)
 
 
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     """Call a function on rank 0 only and return its JSON-ready result on all ranks; errors as `on_all_ranks`."""
-    result, error = capture_error(work) if dist.get_rank() == 0 else (None, None)
-    result, problem = gather_values([result, _problem_of(error)], device)[0]
-    if problem:
-        raise ValueError(problem)
-    return result
-
-
-def _problem_of(error: Exception | None) -> str:
-    return "" if error is None else str(error) or type(error).__name__
+    return gather_values(on_all_ranks(lambda: work() if dist.get_rank() == 0 else None, device), device)[0]
 
 
 def limit_collectives(timeout: float) -> None:
