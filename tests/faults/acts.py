@@ -75,9 +75,12 @@ def interrupt(injector: Injector, value: Any) -> Any:
     return value
 
 
-def _for(seconds_of: Callable[[Injector], float], pause: Callable[[Injector, float], None]) -> Act:
+def _pause(pause: Callable[[Injector, float], object], *, for_long: bool) -> Act:
+    """A rank that does not answer until the others are looking for names, or have gone; or only briefly."""
+
     def act(injector: Injector, value: Any) -> Any:
-        pause(injector, seconds_of(injector))
+        timeout = injector.trial.timeout
+        pause(injector, timeout + (3.0 if injector.trial.number % 2 else 7.0) if for_long else timeout / 3)
         injector.say("resumed")
         return value
 
@@ -95,22 +98,9 @@ def _hold(injector: Injector, seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def _block(injector: Injector, seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def _too_long(injector: Injector) -> float:
-    """Seconds after which the others are looking for names, or have gone."""
-    return injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0)
-
-
-def _briefly(injector: Injector) -> float:
-    return injector.trial.timeout / 3
-
-
-stop_long, stop_briefly = _for(_too_long, _stop), _for(_briefly, _stop)
-hold_long, hold_briefly = _for(_too_long, _hold), _for(_briefly, _hold)
-block = _for(_too_long, _block)
+stop_long, stop_briefly = (_pause(_stop, for_long=for_long) for for_long in (True, False))
+hold_long, hold_briefly = (_pause(_hold, for_long=for_long) for for_long in (True, False))
+block = _pause(lambda injector, seconds: time.sleep(seconds), for_long=True)
 
 
 def other_options(injector: Injector, value: Any) -> Any:

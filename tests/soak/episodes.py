@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,14 +120,10 @@ class Totals:
 
     steps: int = 0  # trained, evaluations included
     rows: int = 0  # trained by all ranks, each compared
-    episodes: dict[str, int] = field(default_factory=dict)  # of each way
+    episodes: Counter[str] = field(default_factory=Counter)  # of each way
     # Iterator switches, resets, evaluations, resumes, windows that were left half way.
-    events: dict[str, int] = field(default_factory=dict)
+    events: Counter[str] = field(default_factory=Counter)
     moved: int = 0  # steps in which rows changed rank
-
-    def count(self, event: str) -> None:
-        """One more of them."""
-        self.events[event] = self.events.get(event, 0) + 1
 
 
 class Soak:
@@ -158,7 +154,7 @@ class Soak:
             raise
         except Exception as error:
             raise RuntimeError(f"{episode}: {type(error).__name__}: {error}") from error
-        self.totals.episodes[episode.way] = self.totals.episodes.get(episode.way, 0) + 1
+        self.totals.episodes[episode.way] += 1
         assert self.totals.steps > before or not any(episode.lengths)
 
     def _compare(self, episode: Episode, brought: list[Steps], trained: Steps, keep: int | None = None) -> None:
@@ -237,7 +233,7 @@ class Soak:
                     if then == "resume":
                         stack.close()
                         pipeline = begin()
-                self.totals.count(_EVENTS[then])
+                self.totals.events[_EVENTS[then]] += 1
                 brought.append(Steps())
                 taken.append([])
                 source = brought[-1].noted(rest, taken[-1])
@@ -271,7 +267,7 @@ class Soak:
             _end(evaluator)
         model.train()
         self._compare(episode, [brought], evaluated)
-        self.totals.count("evaluations")
+        self.totals.events["evaluations"] += 1
         if hasattr(training, "attach"):
             training.attach(model)
 
@@ -298,7 +294,7 @@ class Soak:
         if len(trained.sums) < steps:  # resumed: the unfinished window is read and exchanged again
             begin, done = first - first % window, first % window
             self._window_steps(episode, stream.batches(begin), done, steps, trained)
-            self.totals.count("windows left and resumed")
+            self.totals.events["windows left and resumed"] += 1
         brought = Steps()
         deque(brought.noted(stream.batches()), maxlen=0)
         sums = [each.over_ranks(steps, window) for each in (brought, trained)]
@@ -359,7 +355,7 @@ class Soak:
             with contextlib.closing(episode.shuffler()) as shuffler:
                 self._train_ahead(shuffler, iter(loader), 2, trained, stop)
             place = loader.sampler.place_after(len(trained.sums), 0, EPOCH_START)
-            self.totals.count("loaders resumed")
+            self.totals.events["loaders resumed"] += 1
         self._compare(episode, [brought], trained)
 
 
