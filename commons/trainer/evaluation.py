@@ -70,10 +70,8 @@ class Evaluation:
         sums = StepSums()
 
         def counted() -> Iterator[Any]:
-            batches = itertools.islice(iter(self._batches), self._most_batches)
-            while stop is None or not stop.agreed:
-                batch = next(batches, None)
-                if batch is None:
+            for batch in itertools.islice(self._batches, self._most_batches):
+                if stop is not None and stop.agreed:
                     return
                 sums.rows += real_rows(batch)
                 yield batch

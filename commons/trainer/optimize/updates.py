@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commons.distributed.errors import name_ranks
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.ranks.collectives import all_reduce, gather_numbers
@@ -189,8 +190,7 @@ class FiniteLossGuard:
         steps = gather_numbers(self._first.view(1), "check of the losses", step=self._step)[:, 0].tolist()
         if min(steps) == int(self._never):
             return
-        ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        names = name_ranks([rank for rank, step in enumerate(steps) if step == min(steps)])
         raise ArithmeticError(
             f"the loss of {names} is not finite at step {min(steps)}; training cannot recover from it: continue from "
             f"an earlier checkpoint {self._remedy}with a lower learning rate or max_grad_norm, or check that step's "
