@@ -50,19 +50,17 @@ def train_and_eval_loaders(
         # The SingleRankLoader pins this rank's rows after it has distributed them.
         train_options = options | {"rank": 0, "world_size": 1, "pin_memory": False}
         batch_size *= dist.get_world_size(group)
-    train_loader = _open(
+    train_loader = open_loader(
         "train", dataset, trainer, batch_size, shuffle=dataset.shuffle, drop_last=dataset.drop_last, **train_options
     )
     # Never shuffled, and no drop_last: every user is evaluated once, always in the same order.
-    return train_loader, _open("test", dataset, trainer, trainer.eval_batch_size, **options)
+    return train_loader, open_loader("test", dataset, trainer, trainer.eval_batch_size, **options)
 
 
-def single_process_loader(dataset: DatasetArgs, trainer: TrainerArgs, **options: Any) -> DataLoader[Any]:
-    """A loader of the training batches for a single rank; arguments and errors as `train_and_eval_loaders`."""
-    return _open("train", dataset, trainer, trainer.train_batch_size, shuffle=dataset.shuffle, **options)
-
-
-def _open(split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: int, **options: Any) -> DataLoader[Any]:
+def open_loader(
+    split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: int, **options: Any
+) -> DataLoader[Any]:
+    """Open a split of the data, by default for a single rank; errors as `train_and_eval_loaders`."""
     return get_data_loader(
         dataset.dataset_name,
         split,
@@ -86,10 +84,7 @@ def balanced_loader(
     """Replace a loader's sampler by a sampler that reads balanced batches, or balanced steps of constant cost.
 
     Every rank computes the workloads of all rows with the shuffler, from the data set's `length_only_batches`, so all
-    ranks compute the same plan.
-
-    Returns:
-        The loader, and the loads that its rows would have if they were assigned to the ranks in turn.
+    ranks compute the same plan. Also returns the loads that the rows would have, assigned to the ranks in turn.
 
     Raises:
         ValueError: the data set does not provide its lengths; a row exceeds the shuffler's cap on tokens; without
@@ -145,10 +140,7 @@ class RowsInTurn:
     A step has the same number of rows as the sampler's step. With a window above 1 the rows of a step differ from the
     sampler's, but the rows of a whole window are the same: compare sums over the window.
 
-    Args:
-        sampler: the balancing sampler.
-        workloads: int64 `(num_rows,)`, the workload of each row of the data set, in the shuffler's unit.
-        num_ranks: number of ranks that share the data.
+    `workloads`, int64 `(num_rows,)`, are those of the rows of the data set, in the shuffler's unit.
     """
 
     def __init__(self, sampler: PlannedSampler, workloads: np.ndarray, num_ranks: int) -> None:

@@ -41,13 +41,8 @@ class Epochs:
     """The epochs of a run: their batches, the rows of their steps, and the place after each step.
 
     Called on all ranks together. A sampler of commons.datasets computes the rows of every step before the epoch; with
-    another sampler every step counts as a full step.
-
-    Args:
-        loader: host batches of this rank, or with single_rank_load of all ranks; it has a length and, if epochs differ,
-            a sampler with `set_epoch`.
-        recipe: the recipe of the run.
-        shuffler: the shuffler for training.
+    another sampler every step counts as a full step. `loader` has host batches of this rank, or with single_rank_load
+    of all ranks; it has a length and, if epochs differ, a sampler with `set_epoch`.
 
     Attributes:
         loader: the loader of this rank; its sampler balances the rows with balance_sampler.
@@ -67,11 +62,11 @@ class Epochs:
         if self._args.balancing in ("sampler", "budget"):
             loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
         self.loader = loader
-        self._single_rank_loader: SingleRankLoader | None = None
+        self._source: DataLoader[Any] | SingleRankLoader = loader
         if self._args.single_rank_load:
             # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.
             get_workloads = shuffler.get_workloads if self._args.balancing == "rank 0" else None
-            self._single_rank_loader = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
+            self._source = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
         self.in_windows = self._args.balancing == "windows"
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
@@ -109,7 +104,7 @@ class Epochs:
         with kept_random_state():
             entropy = np.random.SeedSequence([self._args.seed, epoch, dist.get_rank()])
             seed_all(int(entropy.generate_state(1)[0]))
-            batches = iter(self.loader if self._single_rank_loader is None else self._single_rank_loader)
+            batches: Iterator[Any] = iter(self._source)
         if self._in_turn is not None:
             self._in_turn.open(epoch, start)
         if not self.in_windows:
@@ -128,8 +123,8 @@ class Epochs:
 
     def close(self) -> None:
         """Close the single-rank loader, after a run."""
-        if self._single_rank_loader is not None:
-            self._single_rank_loader.close()
+        if isinstance(self._source, SingleRankLoader):
+            self._source.close()
 
     def stats_of_step(self, pipeline_stats: ShuffleStats | None) -> ShuffleStats | None:
         """Stats of the next trained step; called once per step with the stats of its pipeline."""
@@ -137,9 +132,10 @@ class Epochs:
             return self._windows.take_stats()
         return pipeline_stats if self._in_turn is None else self._in_turn.with_loads_before(pipeline_stats)
 
-    def details(self) -> dict[str, int]:
-        """Details for a log line: "before_in_turn" is 1 if the loads before are of rows assigned to ranks in turn."""
-        return {} if self._in_turn is None else {"before_in_turn": 1}
+    @property
+    def is_before_in_turn(self) -> bool:
+        """Whether the loads before balancing are of rows assigned to ranks in turn."""
+        return self._in_turn is not None
 
     def step_rows(self) -> Iterator[int]:
         """Rows of every step of the open epoch, over all ranks.
@@ -147,16 +143,12 @@ class Epochs:
         An exchanged window has the loader's number of steps and of rows; the rows of each step are known after the
         window's exchange.
         """
-        if not self.in_windows:
-            return self._steps.step_rows(self._epoch, self._start)
-        loaded = self._steps.step_rows(self._epoch, Place(self._start.row))
-        return itertools.starmap(self._exchanged_rows, itertools.islice(enumerate(loaded), self._start.steps, None))
+        loaded = self._loaded_rows(self._epoch, self._start)
+        return itertools.starmap(self._exchanged_rows, enumerate(loaded, self._start.steps))
 
     def num_steps(self, epoch: int, start: Place) -> int:
         """Steps from a place to the end of an epoch."""
-        if not self.in_windows:
-            return sum(1 for _ in self._steps.step_rows(epoch, start))
-        return sum(1 for _ in self._steps.step_rows(epoch, Place(start.row))) - start.steps
+        return sum(1 for _ in self._loaded_rows(epoch, start))
 
     @property
     def num_rows(self) -> int:
@@ -193,6 +185,12 @@ class Epochs:
             "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
             **{name: options[name] for name in names},
         }
+
+    def _loaded_rows(self, epoch: int, start: Place) -> Iterator[int]:
+        """Rows of every step from a place on, as the loader reads them; it begins at the first row of a window."""
+        if not self.in_windows:
+            return self._steps.step_rows(epoch, start)
+        return itertools.islice(self._steps.step_rows(epoch, Place(start.row)), start.steps, None)
 
     def _exchanged_rows(self, step: int, loaded: int) -> int:
         """Rows of a step, counted from the first window; the loaded rows in mode "off", which moves no row."""

@@ -40,11 +40,8 @@ class Metrics(Protocol):
 class Evaluation:
     """Evaluates a model on the batches of all ranks; created and called on all ranks together.
 
-    Args:
-        recipe: the model's recipe, with its metrics.
-        model: the model, on all ranks.
-        batches: host batches of this rank, iterated once per evaluation; ranks may have different numbers of batches.
-        shuffler: a shuffler only for evaluations, in which ranks agree on the end of the evaluation data.
+    `batches` are host batches of this rank, iterated once per evaluation; ranks may have different numbers of batches.
+    `shuffler` is only for evaluations: in it ranks agree on the end of the evaluation data.
     """
 
     def __init__(
@@ -64,22 +61,17 @@ class Evaluation:
     def run(self, stop: StopSignal | None = None) -> dict[str, Any]:
         """Evaluate the model; leaves it in evaluation mode and restores the random states.
 
-        No other pipeline may be attached to the model.
-
-        Args:
-            stop: ends the evaluation early, on all ranks after the same batch.
+        No other pipeline may be attached to the model. `stop` ends the evaluation early, on all ranks after the same
+        batch; the results are then of the rows until that batch.
 
         Returns:
-            `loss`, the mean over all loss terms; `rows`, the number of real rows; and the metrics. If `stop` ended the
-            evaluation, only of the rows until then.
+            `loss`, the mean over all loss terms; `rows`, the number of real rows; and the metrics.
         """
         sums = StepSums()
 
         def counted() -> Iterator[Any]:
-            batches = itertools.islice(iter(self._batches), self._most_batches)
-            while stop is None or not stop.agreed:
-                batch = next(batches, None)
-                if batch is None:
+            for batch in itertools.islice(self._batches, self._most_batches):
+                if stop is not None and stop.agreed:
                     return
                 sums.rows += real_rows(batch)
                 yield batch

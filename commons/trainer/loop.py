@@ -85,7 +85,6 @@ class TrainingLoop:
         self._meter = StepMeter(recipe)
         self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
         self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)
-        self._schedule = Schedule(in_rows=args.schedule_in == "rows", look_back=args.optimization.accumulation_steps)
         self._step = 0
 
     def run(self) -> TrainSummary:
@@ -109,16 +108,14 @@ class TrainingLoop:
         self._progress, resumed = self._checkpoints.resume()
         self._step = self._progress.step
         start, again = self._start()
-        self._schedule.resume(self._step, self._progress.rows)
+        optimization, in_rows = self._args.optimization, self._args.schedule_in == "rows"
+        self._schedule = Schedule(
+            in_rows=in_rows, look_back=optimization.accumulation_steps, step=self._step, rows=self._progress.rows
+        )
         total_steps = self._total_steps(start)
+        total = self._total_rows() if in_rows else total_steps
         self._update = StepUpdate(
-            self._args.optimization,
-            self._optimizer,
-            self._model,
-            self._total_rows() if self._schedule.in_rows else total_steps,
-            self._device,
-            self._loss_scaler,
-            self._schedule,
+            optimization, self._optimizer, self._model, total, self._device, self._loss_scaler, self._schedule
         )
         self._log = TrainLog(self._args, total_steps, first_step=self._step)
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
@@ -243,7 +240,7 @@ class TrainingLoop:
         self._stop.after_step()
         self._log.step(stats)
         self._profiler.step(stats)
-        if self._log.should_write(self._step):
+        if self._step % self._args.log_interval == 0:
             self._write_line()
 
     def _report_forward_times(self) -> None:
@@ -258,7 +255,7 @@ class TrainingLoop:
             if self._forward_timer.is_on and "loads_after" in details:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.get_scale()}
-            details |= self._data.details()
+            details |= {"before_in_turn": 1} if self._data.is_before_in_turn else {}
             self._log.line({"step": self._step, **numbers, **scale}, details)
 
     def _save(self) -> None:

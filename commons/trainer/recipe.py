@@ -24,7 +24,7 @@ from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import AttentionTask, training_flops
 from commons.trainer.config.load import load_config_file
-from commons.trainer.data import single_process_loader, train_and_eval_loaders
+from commons.trainer.data import open_loader, train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
 from commons.trainer.optimize.optimizers import build_optimizer
 from commons.trainer.ranks.launch import seed_all
@@ -179,7 +179,9 @@ class Recipe(ABC):
     @cached_property
     def single_loader(self) -> DataLoader[Any]:
         """Training batches as a single rank would read them."""
-        return single_process_loader(self.config.dataset, self.config.trainer, **self.data_options())
+        dataset, trainer = self.config.dataset, self.config.trainer
+        options = {"shuffle": dataset.shuffle, **self.data_options()}
+        return open_loader("train", dataset, trainer, trainer.train_batch_size, **options)
 
     @property
     def draws_per_rank(self) -> bool:

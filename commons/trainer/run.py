@@ -88,7 +88,14 @@ def run_training(recipe: Recipe) -> TrainSummary:
     Raises:
         KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
-    _divide_batch(recipe)
+    args, ranks = recipe.config.trainer, dist.get_world_size(resolve_process_group())
+    if args.global_batch_size is not None:
+        if args.global_batch_size % ranks:
+            raise ValueError(
+                f"global_batch_size is {args.global_batch_size}, and {ranks} ranks share the data; each rank trains an "
+                "equal part: give a multiple of every number of ranks that the run may have"
+            )
+        args.train_batch_size = recipe.batch_size = args.global_batch_size // ranks
     return TrainingLoop(recipe).run()
 
 
@@ -151,16 +158,3 @@ def _remove_run(folder: Path) -> None:
     for pattern in (*patterns, f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"):
         for path in folder.glob(pattern):
             path.unlink()
-
-
-def _divide_batch(recipe: Recipe) -> None:
-    """Set train_batch_size to this rank's part of global_batch_size, if global_batch_size is set."""
-    args, ranks = recipe.config.trainer, dist.get_world_size(resolve_process_group())
-    if args.global_batch_size is None:
-        return
-    if args.global_batch_size % ranks:
-        raise ValueError(
-            f"global_batch_size is {args.global_batch_size}, and {ranks} ranks share the data; each rank trains an "
-            "equal part: give a multiple of every number of ranks that the run may have"
-        )
-    args.train_batch_size = recipe.batch_size = args.global_batch_size // ranks

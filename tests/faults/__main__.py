@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -83,20 +84,16 @@ def _said(trials: Sequence[Result]) -> str:
     """A real text of every role, shortened."""
     if trials[0].trial.of_kind.all_go_on and not any(end.text for end in trials[0].ranks):
         return "all go on; every row is trained"
-    by_role: dict[str, tuple[int, str]] = {}
+    by_role: dict[str, str] = {}
     for trial in sorted(trials, key=lambda each: bool(each.problems)):
         for end in trial.ranks:
             if end.text:
-                by_role.setdefault("the faulty rank" if end.faulty else "the others", (end.rank, end.text))
-    if len({text for _, text in by_role.values()}) == 1 and len(by_role) > 1:
-        by_role = {"all": next(iter(by_role.values()))}
-    return "; ".join(f"{role}: {shortened(text)}" for role, (_, text) in sorted(by_role.items()))
-
-
-def shortened(text: str) -> str:
-    """One line of a text, its beginning."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 1].rsplit(" ", 1)[0] + " …"
+                by_role.setdefault("the faulty rank" if end.faulty else "the others", end.text)
+    if len(by_role) > 1 and len(set(by_role.values())) == 1:
+        by_role = {"all": by_role["the others"]}
+    return "; ".join(
+        f"{role}: {textwrap.shorten(text, _LONGEST_TEXT, placeholder=' …')}" for role, text in sorted(by_role.items())
+    )
 
 
 def main() -> int:

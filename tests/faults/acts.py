@@ -24,7 +24,6 @@ Act = Callable[["Injector", Any], Any]
 
 def _end_by(number: int) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         os.kill(os.getpid(), number)
         time.sleep(60)
 
@@ -33,7 +32,6 @@ def _end_by(number: int) -> Act:
 
 def _raise(make: Callable[[], BaseException]) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         raise make()
 
     return act
@@ -41,7 +39,6 @@ def _raise(make: Callable[[], BaseException]) -> Act:
 
 def _change(change: Callable[[Any], Any]) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         return change(value)
 
     return act
@@ -68,21 +65,22 @@ class AsynchronousError(Exception):
 
 
 def asynchronous(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
     main = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(AsynchronousError))
     return value
 
 
 def interrupt(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
     os.kill(os.getpid(), signal.SIGINT)
     return value
 
 
-def _for(seconds_of: Callable[[Injector], float], pause: Callable[[Injector, float], None]) -> Act:
+def _pause(pause: Callable[[Injector, float], object], *, for_long: bool) -> Act:
+    """A rank that does not answer until the others are looking for names, or have gone; or only briefly."""
+
     def act(injector: Injector, value: Any) -> Any:
-        pause(injector, seconds_of(injector))
+        timeout = injector.trial.timeout
+        pause(injector, timeout + (3.0 if injector.trial.number % 2 else 7.0) if for_long else timeout / 3)
         injector.say("resumed")
         return value
 
@@ -90,45 +88,28 @@ def _for(seconds_of: Callable[[Injector], float], pause: Callable[[Injector, flo
 
 
 def _stop(injector: Injector, seconds: float) -> None:
-    injector.say("fault", later=[[seconds, int(signal.SIGCONT), os.getpid()]])
+    injector.say("stopped", later=[[seconds, int(signal.SIGCONT), os.getpid()]])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.1)  # another thread may take the signal, and this one runs on for a moment
 
 
 def _hold(injector: Injector, seconds: float) -> None:
     """Sleep in C without giving the GIL up."""
-    injector.say("fault")
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def _block(injector: Injector, seconds: float) -> None:
-    injector.say("fault")
-    time.sleep(seconds)
-
-
-def _too_long(injector: Injector) -> float:
-    """Seconds after which the others are looking for names, or have gone."""
-    return injector.trial.timeout + (3.0 if injector.trial.number % 2 else 7.0)
-
-
-def _briefly(injector: Injector) -> float:
-    return injector.trial.timeout / 3
-
-
-stop_long, stop_briefly = _for(_too_long, _stop), _for(_briefly, _stop)
-hold_long, hold_briefly = _for(_too_long, _hold), _for(_briefly, _hold)
-block = _for(_too_long, _block)
+stop_long, stop_briefly = (_pause(_stop, for_long=for_long) for for_long in (True, False))
+hold_long, hold_briefly = (_pause(_hold, for_long=for_long) for for_long in (True, False))
+block = _pause(lambda injector, seconds: time.sleep(seconds), for_long=True)
 
 
 def other_options(injector: Injector, value: Any) -> Any:
-    injector.say("fault")
     changes = ({"slack": 0.5}, {"partitioner": "lpt"}, {"mode": "observe"}, {"timeout": injector.trial.timeout + 1})
     return dataclasses.replace(value, **changes[injector.trial.number % len(changes)])
 
 
 def jump(injector: Injector, value: Any) -> Any:
     """The wall clock goes back and forth by days, from call to call."""
-    injector.say("fault")
     now, days = time.time, itertools.cycle((0, 3, -2, 400, -400))
     time.time = lambda: now() + 86_400 * next(days)  # type: ignore[assignment]
     return value
@@ -136,7 +117,6 @@ def jump(injector: Injector, value: Any) -> Any:
 
 def _on_store(number: int, then: Act | None = None) -> Act:
     def act(injector: Injector, value: Any) -> Any:
-        injector.say("fault")
         os.kill(injector.store_pid, number)
         return value if then is None else then(injector, value)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import kinds
-from tests.faults.processes import session_members, signal_session, start_process
-from tests.faults.rank import be_agent, be_rank
+from tests.faults.rank import be_agent, be_rank, session_members, signal_session, start_process
 from tests.faults.trials import Trial, own_ids
 
 # How much later than the timeout a survivor may end.
@@ -154,9 +153,7 @@ class _Run:
             for event in rank.listen():
                 if event["event"] == "fault":
                     self._fault_at = event["at"]
-                    self._signals += [
-                        (event["at"] + after, number, pid) for after, number, pid in event.get("later", [])
-                    ]
+                self._signals += [(event["at"] + after, number, pid) for after, number, pid in event.get("later", [])]
 
     def _ask_where(self) -> None:
         """Let those that hang print their threads."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from commons.pipeline import balanced, windowed_iter
@@ -100,20 +101,6 @@ def windows(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
     return model.seen
 
 
-class LoaderRows(Dataset[SampleBatch]):
-    """A rank's batches, one by one."""
-
-    def __init__(self, injector: Injector) -> None:
-        self._batches = list(made_batches(injector))
-        self._injector = injector
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> SampleBatch:
-        return self._injector.at(kinds.LOADER, self._batches[index])
-
-
 def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
     """The trainer's loop, with a checkpoint after every third step and at the end."""
     model = FaultyModel(injector)
@@ -130,7 +117,8 @@ def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
         shuffler=shuffler.options,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    loader = DataLoader(LoaderRows(injector), batch_size=None)
+    batches = list(made_batches(injector))
+    loader = DataLoader(batches, batch_size=None, collate_fn=functools.partial(injector.at, kinds.LOADER))
     limit_collectives(shuffler.options.timeout)  # as `run_training` does
     TrainingLoop(Parts(args, model, optimizer, [shuffler], loader)).run()
     return model.seen

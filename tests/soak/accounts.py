@@ -30,10 +30,12 @@ class Steps:
         digests = row_digests(batch)
         self.sums.append((len(digests), int(digests.sum(dtype=np.uint64))))
 
-    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, each one a step when it is read."""
+    def noted(self, batches: Iterator[Any], read: list[Any] | None = None) -> Iterator[Any]:
+        """The batches, each one a step when it is read, and then in the list `read`, if there is one."""
         for batch in batches:
             self.add(batch)
+            if read is not None:
+                read.append(batch)
             yield batch
 
     def over_ranks(self, num_steps: int, group_by: int = 1) -> np.ndarray:

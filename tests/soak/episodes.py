@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,14 +120,10 @@ class Totals:
 
     steps: int = 0  # trained, evaluations included
     rows: int = 0  # trained by all ranks, each compared
-    episodes: dict[str, int] = field(default_factory=dict)  # of each way
+    episodes: Counter[str] = field(default_factory=Counter)  # of each way
     # Iterator switches, resets, evaluations, resumes, windows that were left half way.
-    events: dict[str, int] = field(default_factory=dict)
+    events: Counter[str] = field(default_factory=Counter)
     moved: int = 0  # steps in which rows changed rank
-
-    def count(self, event: str) -> None:
-        """One more of them."""
-        self.events[event] = self.events.get(event, 0) + 1
 
 
 class Soak:
@@ -158,7 +154,7 @@ class Soak:
             raise
         except Exception as error:
             raise RuntimeError(f"{episode}: {type(error).__name__}: {error}") from error
-        self.totals.episodes[episode.way] = self.totals.episodes.get(episode.way, 0) + 1
+        self.totals.episodes[episode.way] += 1
         assert self.totals.steps > before or not any(episode.lengths)
 
     def _compare(self, episode: Episode, brought: list[Steps], trained: Steps, keep: int | None = None) -> None:
@@ -206,7 +202,7 @@ class Soak:
         self._trained = trained = Steps()
         part, rest = 0, episode.stream().batches()
         brought, taken = [Steps()], [list[Any]()]  # of this section: sums, and the batches by the leg they were read in
-        source = _taken(brought[-1].noted(rest), taken[-1])
+        source = brought[-1].noted(rest, taken[-1])
         with contextlib.ExitStack() as stack:
 
             def begin() -> Any:
@@ -237,10 +233,10 @@ class Soak:
                     if then == "resume":
                         stack.close()
                         pipeline = begin()
-                self.totals.count(_EVENTS[then])
+                self.totals.events[_EVENTS[then]] += 1
                 brought.append(Steps())
                 taken.append([])
-                source = _taken(brought[-1].noted(rest), taken[-1])
+                source = brought[-1].noted(rest, taken[-1])
             self._progress(pipeline, source, None)
             self._compare(episode, brought, trained)
         models.head_of(self._sharded[0]).trained.clear()
@@ -271,7 +267,7 @@ class Soak:
             _end(evaluator)
         model.train()
         self._compare(episode, [brought], evaluated)
-        self.totals.count("evaluations")
+        self.totals.events["evaluations"] += 1
         if hasattr(training, "attach"):
             training.attach(model)
 
@@ -298,7 +294,7 @@ class Soak:
         if len(trained.sums) < steps:  # resumed: the unfinished window is read and exchanged again
             begin, done = first - first % window, first % window
             self._window_steps(episode, stream.batches(begin), done, steps, trained)
-            self.totals.count("windows left and resumed")
+            self.totals.events["windows left and resumed"] += 1
         brought = Steps()
         deque(brought.noted(stream.batches()), maxlen=0)
         sums = [each.over_ranks(steps, window) for each in (brought, trained)]
@@ -359,7 +355,7 @@ class Soak:
             with contextlib.closing(episode.shuffler()) as shuffler:
                 self._train_ahead(shuffler, iter(loader), 2, trained, stop)
             place = loader.sampler.place_after(len(trained.sums), 0, EPOCH_START)
-            self.totals.count("loaders resumed")
+            self.totals.events["loaders resumed"] += 1
         self._compare(episode, [brought], trained)
 
 
@@ -373,12 +369,6 @@ def _end(pipeline: Any) -> None:
     """Drop what a pipeline has read, and give the model its own forward pass back."""
     pipeline.reset()
     _detach(pipeline)
-
-
-def _taken(batches: Iterator[Any], into: list[Any]) -> Iterator[Any]:
-    for batch in batches:
-        into.append(batch)
-        yield batch
 
 
 def _not_trained(taken: list[list[Any]], brought: list[Steps], keep: int) -> list[Any]:

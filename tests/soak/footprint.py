@@ -8,8 +8,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
+from scipy.stats import theilslopes
 
 _PROCESS = Path("/proc/self")
 COUNTS = ("threads", "descriptors", "groups")
@@ -67,11 +67,8 @@ def per_10k(looks: list[Footprint], name: str) -> float:
 
     The median of the slopes between all pairs of looks (Theil 1950, Sen 1968), which single peaks do not bend.
     """
-    steps, values = (np.array([getattr(look, each) for look in after_warm_up(looks)]) for each in ("step", name))
-    first, second = np.triu_indices(len(steps), k=1)
-    apart = steps[second] != steps[first]
-    slopes = (values[second] - values[first])[apart] / (steps[second] - steps[first])[apart]
-    return float(np.median(slopes)) * 10_000 if len(slopes) else 0.0
+    steps, values = ([getattr(look, each) for look in after_warm_up(looks)] for each in ("step", name))
+    return float(theilslopes(values, steps).slope) * 10_000 if len(set(steps)) > 1 else 0.0
 
 
 def growth(looks: list[Footprint]) -> dict[str, int]:

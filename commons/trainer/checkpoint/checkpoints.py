@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from commons.trainer.checkpoint.folder import (
     discard,
     holds_checkpoint,
     latest_whole,
-    list_checkpoints,
     make_empty,
     read_state,
     unfinished_path,
@@ -40,8 +39,6 @@ from commons.trainer.checkpoint.state import first_not_finite, load_state, read_
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.ranks.collectives import first_text, gather_values, on_all_ranks, on_rank_0
 from commons.trainer.recipe import Recipe
-
-__all__ = ["Checkpointer", "TrainProgress", "list_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +61,9 @@ class TrainProgress:
 class Checkpointer:
     """Saves and loads the checkpoints of one run; `resume` and `save` are called on all ranks together.
 
-    Args:
-        recipe: the run's recipe; a checkpoint must have an equal fingerprint. The loss scale is saved and loaded.
-        model: the model; sharded tables of a DistributedModelParallel are saved shard by shard.
-        optimizer: optimizer of the dense parameters.
-        shuffler: the shuffler, whose state is saved and loaded.
-        order: settings that determine the order of the data, JSON-ready; a warning is logged if a checkpoint's differ.
+    A checkpoint must have the fingerprint of the run's recipe. Sharded tables of a DistributedModelParallel are saved
+    shard by shard; the loss scale and the shuffler's state are saved too. `order` has the settings that determine the
+    order of the data, JSON-ready; a warning is logged if a checkpoint's differ.
     """
 
     def __init__(
@@ -92,6 +86,7 @@ class Checkpointer:
         self._loaded_from: Path | None = None
         # Checkpoints that were damaged when this run tried to load them; filled on rank 0 only.
         self._damaged: list[Path] = []
+        self._digests_of = functools.partial(digests_of, rank=dist.get_rank(), ranks=dist.get_world_size())
 
     def resume(self) -> tuple[TrainProgress, str]:
         """Load the checkpoint of the settings, if any, and claim the folder for new checkpoints.
@@ -156,7 +151,15 @@ class Checkpointer:
             on_all_ranks(lambda: write_state(unfinished, state), device)
             own = on_all_ranks(lambda: self._digests_of(unfinished), device)
             digests = functools.reduce(operator.or_, gather_values(own, device))
-            content = self._state_of(progress) | {"digests": digests}
+            content = {
+                "progress": asdict(progress),
+                "world_size": dist.get_world_size(),
+                "fingerprint": self._fingerprint,
+                "order": self._order,
+                "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
+                "shuffler": self._shuffler.state_dict(),
+                "digests": digests,
+            }
             on_rank_0(lambda: complete_checkpoint(unfinished, final, content, self._args.ckpt_keep), device)
         except ValueError as problem:
             on_rank_0(lambda: discard(unfinished), device)
@@ -222,39 +225,18 @@ class Checkpointer:
                 f"{chosen} was written with {name} = {written!r}, this run has {here!r}{more}; a checkpoint fits only "
                 "the model that wrote it: use that config, or another checkpoint"
             )
-        self._warn_of_other_order(chosen, state)
-        return {"path": str(chosen), "state": state}
-
-    def _warn_of_other_order(self, path: Path, state: dict[str, Any]) -> None:
-        differences = list(_differences(state["order"], self._order))
-        progress = state["progress"]
-        if differences and (progress["rows_in_epoch"] or progress["window_steps"]):
-            name, written, here = differences[0]
+        other_order = next(_differences(state["order"], self._order), None)
+        if other_order and (state["progress"]["rows_in_epoch"] or state["progress"]["window_steps"]):
             logger.warning(
                 "%s is within an epoch that was read with %s = %r, this run has %r; in the rest of that epoch some "
                 "rows are trained a second time and others not at all",
-                path,
-                name,
-                written,
-                here,
+                chosen,
+                *other_order,
             )
-
-    def _state_of(self, progress: TrainProgress) -> dict[str, Any]:
-        return {
-            "progress": asdict(progress),
-            "world_size": dist.get_world_size(),
-            "fingerprint": self._fingerprint,
-            "order": self._order,
-            "loss_scaler": None if self._loss_scaler is None else self._loss_scaler.state_dict(),
-            "shuffler": self._shuffler.state_dict(),
-        }
-
-    @staticmethod
-    def _digests_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-        return digests_of(folder, names, rank=dist.get_rank(), ranks=dist.get_world_size())
+        return {"path": str(chosen), "state": state}
 
 
-def _differences(written: Any, here: Any, name: str = "") -> Any:
+def _differences(written: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The name and both values of every difference, depth first."""
     if isinstance(written, dict) and isinstance(here, dict):
         # Plain values before nested ones: nested differences often follow from a plain one.

@@ -136,7 +136,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def latest_whole(folder: Path, damaged: list[Path] | None = None) -> Path:
+def latest_whole(folder: Path, damaged: list[Path]) -> Path:
     """The latest checkpoint of a folder that has all its files; logs a warning for each checkpoint that is skipped.
 
     `damaged` lists checkpoints to skip without a warning; newly found damaged ones are appended.
@@ -152,7 +152,6 @@ def latest_whole(folder: Path, damaged: list[Path] | None = None) -> Path:
             f"{folder} {problem}; it must be a checkpoint or a folder of checkpoints, which may be empty only if this "
             "run saves to it (ckpt_save_dir, ckpt_save_interval): correct the path"
         )
-    damaged = [] if damaged is None else damaged
     for path in reversed(checkpoints):
         if path in damaged:
             continue

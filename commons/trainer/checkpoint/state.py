@@ -67,13 +67,7 @@ def load_state(
 ) -> dict[str, torch.Tensor]:
     """Load the entries of `state_to_save` in place; called on all ranks together.
 
-    If reading fails midway, the model is left with a part of the values.
-
-    Args:
-        path: the checkpoint.
-        saved: the result of `read_entries`.
-        model: the model that was saved.
-        optimizer: optimizer of the dense parameters.
+    `saved` is the result of `read_entries`. If reading fails midway, the model is left with a part of the values.
 
     Returns:
         The random states that the same rank saved, by generator; empty if the saved run had fewer ranks.

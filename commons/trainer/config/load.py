@@ -229,14 +229,7 @@ def _differences(config_class: Any, content: Mapping[str, Any], prefix: str = ""
 
 
 def _field_paths(config_class: Any) -> list[str]:
-    """Paths of all fields; the fields of a nested dataclass follow its own path.
-
-    >>> @dataclasses.dataclass
-    ... class Inner:
-    ...     width: int
-    >>> _field_paths(dataclasses.make_dataclass("Outer", [("seed", int), ("model", Inner)]))
-    ['seed', 'model', 'model.width']
-    """
+    """Paths such as "model.hidden_size" of all fields; the fields of a nested dataclass follow its own path."""
     hints = typing.get_type_hints(config_class)
     paths = []
     for name in _fields(config_class):
@@ -246,11 +239,7 @@ def _field_paths(config_class: Any) -> list[str]:
 
 
 def _path_elsewhere(path: str, paths: list[str]) -> str | None:
-    """The path of the only field of this name in any section; None without one, or with several.
-
-    >>> [_path_elsewhere(path, ["trainer.seed", "model.dropout"]) for path in ("seed", "trainer.sed")]
-    ['trainer.seed', None]
-    """
+    """The path of the only field of this name in any section; None without one, or with several."""
     elsewhere = [each for each in paths if each.rpartition(".")[2] == path.rpartition(".")[2]]
     return elsewhere[0] if len(elsewhere) == 1 else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -103,12 +102,14 @@ class StepMeter:
         if not step_ms:
             return {}, {}
         sums, total_ms = self._sums.all_reduce(self._device), sum(step_ms)
+        flops_per_s = sums.flops / dist.get_world_size() / total_ms * 1e3  # of a rank
         numbers: dict[str, Any] = {
             "loss": sums.mean_loss,
             "tokens_per_s": sums.tokens / total_ms * 1e3,
             "rows_per_s": sums.rows / total_ms * 1e3,
             "step_ms": statistics.median(step_ms),
-            **self._rates(sums.flops, total_ms),
+            "tflops_per_rank": flops_per_s / 1e12,
+            **({} if self._peak_flops is None else {"mfu": flops_per_s / self._peak_flops}),
             **self._imbalance(),
             **self._shuffle(step_ms),
             **self._speeds(),
@@ -146,17 +147,14 @@ class StepMeter:
             "shuffle": shuffle,
         }
 
-    def _rates(self, flops: float, total_ms: float) -> dict[str, float]:
-        """TFLOPS per rank and, if the device's peak is known, MFU."""
-        rate = flops / dist.get_world_size() / total_ms * 1e3
-        utilisation = {} if self._peak_flops is None else {"mfu": rate / self._peak_flops}
-        return {"tflops_per_rank": rate / 1e12, **utilisation}
-
     def _imbalance(self) -> dict[str, float]:
         """Mean imbalance of the FLOPs since the last line, if no shuffler has planned these steps."""
         if any(stats is not None for stats in self._stats):
             return {}
-        found = step_imbalances(self._step_flops, self._device)
+        own = torch.tensor(self._step_flops, dtype=torch.float64, device=self._device)
+        per_rank = gather_numbers(own, "loads of steps", group=resolve_process_group())
+        mean = per_rank.mean(0)
+        found = (per_rank.amax(0) / mean - 1.0)[mean > 0].tolist()
         self._imbalances += found
         return _not_balanced(found)
 
@@ -248,17 +246,6 @@ def of_all_ranks(value: float | None, device: torch.device) -> list[float | None
     own = torch.tensor([value or 0.0], dtype=torch.float64, device=device)
     values = gather_numbers(own, "numbers of a line of the log", group=resolve_process_group())
     return [each if each > 0 else None for each in values[:, 0].tolist()]
-
-
-def step_imbalances(loads: Sequence[int], device: torch.device) -> list[float]:
-    """Largest load divided by the mean, minus 1, of every step with a load; called on all ranks together.
-
-    `loads` has this rank's load of every step; all data-parallel ranks have the same number of steps.
-    """
-    own = torch.tensor(loads, dtype=torch.float64, device=device)
-    per_rank = gather_numbers(own, "loads of steps", group=resolve_process_group())
-    mean = per_rank.mean(0)
-    return (per_rank.amax(0) / mean - 1.0)[mean > 0].tolist()
 
 
 def _not_balanced(imbalances: list[float]) -> dict[str, float]:

@@ -94,23 +94,21 @@ class StepProfiler:
         self._recorder.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._path))
-        add_to_trace(self._path, self._counters, self._recorder.spans)
+        text = self._path.read_text(encoding="utf-8")
+        begin, base = re.search(r'"traceEvents"\s*:\s*\[', text), re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', text)
+        added = _events(self._counters, self._recorder.spans, 0 if base is None else int(base[1]))
+        if begin is not None and added:
+            events = "".join(f"{json.dumps(each)},\n" for each in added)
+            write_whole(self._path, f"{text[: begin.end()]}{events}{text[begin.end() :]}")
         self._counters = []
         self._is_written = True
 
 
-def add_to_trace(path: Path, counters: Sequence[_Counters], spans: Sequence[RecordedSpan] = ()) -> None:
-    """Add counter tracks, and spans of threads that torch did not record, to torch's trace file."""
-    text = path.read_text(encoding="utf-8")
-    begin, base = re.search(r'"traceEvents"\s*:\s*\[', text), re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', text)
-    added = _events(counters, spans, 0 if base is None else int(base[1]))
-    if begin is not None and added:
-        events = "".join(f"{json.dumps(each)},\n" for each in added)
-        write_whole(path, f"{text[: begin.end()]}{events}{text[begin.end() :]}")
-
-
 def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: int) -> list[dict[str, Any]]:
-    """Trace events for the counters and spans; the trace's time begins `zero` nanoseconds after 1970."""
+    """Trace events for the counters, and for spans of threads that torch did not record; `zero` is the trace's time 0.
+
+    Times of the trace count from `zero`, in nanoseconds since 1970.
+    """
     pid = os.getpid()
     events: list[dict[str, Any]] = [
         {"ph": "C", "name": name, "pid": pid, "ts": (since - zero) / 1e3, "args": dict(values)}

@@ -1,8 +1,8 @@
 """Sinks: outputs for the numbers of a run, with one protocol for `ShuffleStats.to_dict()` and for lines of the log.
 
 A record is a mapping with `step`, numbers by name and, for some names, a list with one number per rank. log.jsonl is
-written immediately. Every other sink is opened and written by its own thread, so training never waits for it; the
-first failure of each sink is logged.
+written immediately. Every other sink writes to a library that the extra of its name installs. It is opened and written
+by its own thread, so training never waits for it; the first failure of each sink is logged.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import functools
 import importlib.util
 import json
 import logging
+import math
+import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commons.distributed.engine.worker import DaemonWorker
-from commons.run_log.files import without_nan
+from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, TRACKERS_FILE, flat, without_nan, write_whole
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.meter import AVERAGED, PER_RANK
@@ -38,6 +41,10 @@ _MOST_RANKS = 64
 _MOST_WAITING = 256
 # Seconds that the end of a run waits for all sinks.
 _CLOSE_SECONDS = 15.0
+# Timeouts: for Weights & Biases to start a run, and for an export of OpenTelemetry.
+_INIT_SECONDS, _EXPORT_SECONDS = 60, 10
+# MLflow's limits: parameters per call, and characters per value.
+_MOST_PARAMS, _MOST_CHARACTERS = 100, 6000
 
 
 class Sink(NamedTuple):
@@ -70,12 +77,10 @@ def figures_of(record: Mapping[str, Any]) -> list[Figure]:
     for name, value in record.items():
         if name == "step":
             continue
-        named = {"": value}
-        if isinstance(value, (list, tuple)):
-            named = by_rank(value)
-        figures += [
-            Figure(_tag(name), rank, float(each)) for rank, each in named.items() if isinstance(each, (int, float))
-        ]
+        kind = "shuffle" if name in AVERAGED or name in PER_RANK else "train"
+        tag = f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"{kind}/{name}"
+        named = by_rank(value) if isinstance(value, (list, tuple)) else {"": value}
+        figures += [Figure(tag, rank, float(each)) for rank, each in named.items() if isinstance(each, (int, float))]
     return figures
 
 
@@ -164,13 +169,7 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 
     `first_step` is the number of steps before a resumed run, which continues the tracker's run.
     """
-
-    def open_sink(name: SinkName) -> Sink:
-        from commons.trainer.observe.libraries import OPENERS
-
-        return OPENERS[name](args, first_step)
-
-    return [BackgroundSink(name, functools.partial(open_sink, name)) for name in args.sinks]
+    return [BackgroundSink(name, functools.partial(OPENERS[name], args, first_step)) for name in args.sinks]
 
 
 def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
@@ -180,17 +179,6 @@ def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
         sink.finish()
     for sink in sinks:
         sink.wait(until)
-
-
-def _tag(name: str) -> str:
-    """The tag of a number: its name below `eval/`, `shuffle/` or `train/`.
-
-    >>> [_tag(name) for name in ("eval_auc", "imbalance_before", "loss")]
-    ['eval/auc', 'shuffle/imbalance_before', 'train/loss']
-    """
-    if name.startswith("eval_"):
-        return f"eval/{name.removeprefix('eval_')}"
-    return f"{'shuffle' if name in AVERAGED or name in PER_RANK else 'train'}/{name}"
 
 
 def by_rank(values: Sequence[float | None]) -> dict[str, float]:
@@ -204,3 +192,169 @@ def by_rank(values: Sequence[float | None]) -> dict[str, float]:
         return known
     numbers = known.values()
     return {"smallest": min(numbers), "mean": sum(numbers) / len(numbers), "largest": max(numbers)}
+
+
+def tensorboard(args: TrainerArgs, first_step: int) -> Sink:
+    """Scalars for TensorBoard; earlier scalars of steps after `first_step` are hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = Path(args.run_dir) / TENSORBOARD_FOLDER
+    writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else 0)
+
+    def write(record: Mapping[str, Any]) -> None:
+        for figure in figures_of(record):
+            writer.add_scalar(figure.path, figure.value, record["step"])
+
+    return Sink(write, writer.close)
+
+
+def wandb(args: TrainerArgs, first_step: int) -> Sink:
+    """A run of Weights & Biases; mode "offline" writes it to `<run_dir>/wandb`, for `wandb sync`."""
+    import wandb
+
+    run_dir, options = Path(args.run_dir), args.sink_options.wandb
+    name = _known_run(run_dir, "wandb", first_step) or secrets.token_hex(8)
+    run = wandb.init(
+        project=options.project,
+        name=run_dir.name,
+        id=name,
+        resume="allow",
+        dir=str(run_dir),
+        config=_read(run_dir / CONFIG_FILE),
+        mode=options.mode,
+        settings=wandb.Settings(init_timeout=_INIT_SECONDS, silent=True, console="off"),
+    )
+    _remember(run_dir, "wandb", name)
+
+    def write(record: Mapping[str, Any]) -> None:
+        run.log({figure.path: figure.value for figure in figures_of(record)}, step=record["step"])
+
+    return Sink(write, run.finish)
+
+
+def mlflow(args: TrainerArgs, first_step: int) -> Sink:
+    """A run of MLflow; its settings become parameters."""
+    from mlflow.entities import Metric, Param
+    from mlflow.tracking import MlflowClient
+
+    run_dir, options = Path(args.run_dir), args.sink_options.mlflow
+    client = MlflowClient(tracking_uri=options.uri)
+    name = _known_run(run_dir, "mlflow", first_step)
+    if name is None:
+        experiment = client.get_experiment_by_name(options.project)
+        number = client.create_experiment(options.project) if experiment is None else experiment.experiment_id
+        name = client.create_run(number, run_name=run_dir.name).info.run_id
+        params = [
+            Param(_key(path), str(value)[:_MOST_CHARACTERS]) for path, value in flat(_read(run_dir / CONFIG_FILE))
+        ]
+        for first in range(0, len(params), _MOST_PARAMS):
+            client.log_batch(name, params=params[first : first + _MOST_PARAMS])
+        _remember(run_dir, "mlflow", name)
+    else:
+        client.update_run(name, status="RUNNING")
+
+    def write(record: Mapping[str, Any]) -> None:
+        now = time.time_ns() // 1_000_000
+        metrics = [Metric(_key(each.path), each.value, now, record["step"]) for each in figures_of(record)]
+        client.log_batch(name, metrics=metrics)
+
+    return Sink(write, lambda: client.set_terminated(name))
+
+
+def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
+    """Gauges `evenrank.train.loss`, ... over OTLP/HTTP, one export per record; with attribute `rank` per rank.
+
+    The resource has `evenrank.run_dir`.
+    """
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
+
+    class Exporter(OTLPMetricExporter):
+        has_failed = False
+
+        def export(self, *args: Any, **kwargs: Any) -> Any:
+            self.has_failed = True
+            result = super().export(*args, **kwargs)
+            self.has_failed = result is not MetricExportResult.SUCCESS
+            return result
+
+    options = args.sink_options.opentelemetry
+    exporter = Exporter(endpoint=options.endpoint, timeout=_EXPORT_SECONDS)
+    resource = Resource.create({"service.name": options.service, "evenrank.run_dir": args.run_dir})
+    # Exported with every record, not periodically.
+    reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
+    provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+    create = functools.cache(provider.get_meter("evenrank").create_gauge)
+
+    def write(record: Mapping[str, Any]) -> None:
+        for figure in _with_step(record):
+            gauge = create(re.sub(r"[^\w.]", "_", f"evenrank.{figure.tag.replace('/', '.')}"))
+            gauge.set(figure.value, {"rank": figure.rank} if figure.rank else None)
+        provider.force_flush()
+        if exporter.has_failed:
+            raise ConnectionError("the export failed; see the exporter's messages in the log")
+
+    return Sink(write, provider.shutdown)
+
+
+def prometheus(args: TrainerArgs, first_step: int) -> Sink:
+    """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; per-rank gauges have a label `rank`."""
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    registry, options = CollectorRegistry(), args.sink_options.prometheus
+    server, _ = start_http_server(options.port, options.host, registry)
+
+    @functools.cache
+    def gauge_of(tag: str, labels: tuple[str, ...]) -> Gauge:
+        return Gauge(re.sub(r"\W", "_", f"evenrank_{tag}"), tag, labels, registry=registry)
+
+    def write(record: Mapping[str, Any]) -> None:
+        for figure in _with_step(record):
+            gauge = gauge_of(figure.tag, ("rank",) if figure.rank else ())
+            (gauge.labels(figure.rank) if figure.rank else gauge).set(figure.value)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return Sink(write, close)
+
+
+# Functions that open a sink, by its name; `first_step` is the number of steps before a resumed run.
+OPENERS: dict[SinkName, Callable[[TrainerArgs, int], Sink]] = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "mlflow": mlflow,
+    "opentelemetry": opentelemetry,
+    "prometheus": prometheus,
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _known_run(run_dir: Path, tracker: str, first_step: int) -> str | None:
+    """The run's id in a tracker, if this run continues a run; None for a new run."""
+    return _read(run_dir / TRACKERS_FILE).get(tracker) if first_step else None
+
+
+def _remember(run_dir: Path, tracker: str, name: str) -> None:
+    """Save the run's id in a tracker."""
+    path = run_dir / TRACKERS_FILE
+    write_whole(path, json.dumps({**_read(path), tracker: name}) + "\n")
+
+
+def _with_step(record: Mapping[str, Any]) -> list[Figure]:
+    return [*figures_of(record), Figure("step", "", record["step"])]
+
+
+def _key(path: str) -> str:
+    """A name with only characters that MLflow allows.
+
+    >>> _key("eval/NDCG@10")
+    'eval/NDCG_10'
+    """
+    return re.sub(r"[^\w./ -]", "_", path)

@@ -67,7 +67,7 @@ class TrainLog:
 
     def __init__(self, args: TrainerArgs, total_steps: int, *, first_step: int = 0) -> None:
         self.run_dir = Path(args.run_dir)
-        self._interval, self._window = args.log_interval, args.shuffle_window
+        self._window = args.shuffle_window
         self._reads_by_work = args.balancing in ("sampler", "budget")
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
@@ -93,10 +93,6 @@ class TrainLog:
             self._sinks = open_sinks(args, first_step)
         self._has_failed = False
 
-    def should_write(self, step: int) -> bool:
-        """Whether a line is due after a step, counted from 1."""
-        return step % self._interval == 0
-
     def step(self, stats: ShuffleStats | None) -> None:
         """Advance the bar by one step."""
         if stats is not None:
@@ -104,12 +100,7 @@ class TrainLog:
         self._bar.update()
 
     def line(self, record: Mapping[str, Any], details: Mapping[str, Any] | None = None) -> None:
-        """Write a line and show its loss and rate.
-
-        Args:
-            record: numbers by name, with `step`.
-            details: further numbers for log.jsonl only, such as lists with one number per rank.
-        """
+        """Write a line, and show its loss and rate; `details`, such as a number per rank, are for log.jsonl only."""
         if self._lines is None:
             return
         with self._unless_disk_full():
@@ -119,7 +110,7 @@ class TrainLog:
         if "loss" in record:
             if "imbalance_before" in record and "moved" not in record:
                 self._show(imbalance=f"{record['imbalance_before']:.2f}")
-            self._show(loss=f"{record['loss']:.4f}", tokens=f"{_short(record['tokens_per_s'])}/s")
+            self._show(loss=f"{record['loss']:.4f}", tokens=f"{tqdm.format_sizeof(record['tokens_per_s'])}/s")
 
     def _show(self, **values: str) -> None:
         self._shown.update(values)
@@ -168,12 +159,9 @@ class TrainLog:
             rows["tokens per second"] = f"{summary.tokens_per_s:,.0f}"
         shuffle, imbalance = summary.shuffle, "imbalance (max ÷ mean − 1)"
         if "moved" not in shuffle:
-            known = (
-                {}
-                if "imbalance_before" not in shuffle
-                else {imbalance: f"{shuffle['imbalance_before']:.1%}, not balanced"}
-            )
-            return rows | known
+            if "imbalance_before" in shuffle:
+                rows[imbalance] = f"{shuffle['imbalance_before']:.1%}, not balanced"
+            return rows
         before, after = shuffle["imbalance_before"], shuffle["imbalance_after"]
         is_trained = shuffle["moved"] or before == after or self._reads_by_work
         rows[imbalance] = f"{before:.1%} → {after:.2%}{'' if is_trained else ' (observed, not carried out)'}"
@@ -199,15 +187,3 @@ def _saving(shuffle: Mapping[str, float]) -> str:
         if f"{kind}_saving_ms" in shuffle:
             parts.append(f"{kind} {shuffle[f'{kind}_saving_ms']:.1f} ms")
     return ", ".join(parts) + (" per step" if len(parts) > 1 else "")
-
-
-def _short(number: float) -> str:
-    """A short form of a number, with one decimal and a unit: 12.3k.
-
-    >>> [_short(number) for number in (7.0, 12345.0, 2.5e6)]
-    ['7', '12.3k', '2.5M']
-    """
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.1f}{unit}"
-    return f"{number:.0f}"

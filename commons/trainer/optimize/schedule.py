@@ -13,19 +13,16 @@ class Schedule:
     Args:
         in_rows: intervals count rows; otherwise steps.
         look_back: number of steps before the last one whose rows may still be needed.
+        step: steps before a resumed run.
+        rows: rows that these steps have trained.
     """
 
-    def __init__(self, *, in_rows: bool = False, look_back: int = 1) -> None:
+    def __init__(self, *, in_rows: bool = False, look_back: int = 1, step: int = 0, rows: int = 0) -> None:
         self.in_rows = in_rows
         self._look_back = look_back
         # After step `_first + i` the run has trained `_ends[i]` rows.
-        self._first = 0
-        self._ends = [0]
+        self._first, self._ends = step, [rows]
         self._counts: Iterator[int] = iter(())
-
-    def resume(self, step: int, rows: int) -> None:
-        """Begin after the first `step` steps of a run, which have trained `rows` rows."""
-        self._first, self._ends, self._counts = step, [rows], iter(())
 
     def begin_epoch(self, step: int, counts: Iterator[int]) -> None:
         """Continue after a step with an epoch; `counts` has the rows of its steps, over all ranks."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commons.distributed.errors import name_ranks
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.ranks.collectives import all_reduce, gather_numbers
@@ -50,10 +51,10 @@ class StepUpdate:
     Args:
         args: the settings.
         optimizer: optimizer of the dense parameters.
-        model: the model; learning rates of its fused optimizers, if any, are set too.
+        model: the learning rates of its fused optimizers, if any, are set too.
         total: steps of the run or, with a schedule in rows, rows of the run; for the cosine.
         device: this rank's device.
-        loss_scaler: the scaler of a model that scales its loss, else None.
+        loss_scaler: of a model that scales its loss.
         schedule: unit of the learning rates' schedule, updates or trained rows; None for updates.
     """
 
@@ -67,13 +68,9 @@ class StepUpdate:
         loss_scaler: torch.amp.GradScaler | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        self._args = args
-        self._optimizer = optimizer
-        self._loss_scaler = loss_scaler
+        self._args, self._total, self._schedule = args, total, schedule or Schedule()
+        self._optimizer, self._loss_scaler, self._device = optimizer, loss_scaler, device
         self._fused = getattr(model, "fused_optimizer", None)
-        self._schedule = schedule or Schedule()
-        self._total = total
-        self._device = device
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scheduled = [optimizer] if self._fused is None else [optimizer, self._fused]
         self._base_rates = [[group["lr"] for group in each.param_groups] for each in self._scheduled]
@@ -107,9 +104,18 @@ class StepUpdate:
         if self._args.accumulation_steps == 1:
             self._update()
             return
-        self._accumulate(num_loss_tokens)
+        # torch.full passes the number as a kernel argument; a copy from the host would wait for the backward pass.
+        terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
+        all_reduce(terms, "count of loss terms")
+        self._terms = terms if self._terms is None else self._terms + terms
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                # At least float32: gradient times terms overflows float16, and bfloat16 has too few digits.
+                weighted = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
+                before = self._sums[index]
+                self._sums[index] = weighted if before is None else before.add_(weighted)
         self._optimizer.zero_grad()
-        if (step + 1) % self._args.accumulation_steps == 0:
+        if self.is_whole_after(step + 1):
             self.flush()
 
     def flush(self) -> None:
@@ -121,18 +127,6 @@ class StepUpdate:
             parameter.grad = None if total is None else (total / terms).to(parameter.dtype)
         self._sums, self._terms = [None] * len(self._parameters), None
         self._update()
-
-    def _accumulate(self, num_loss_tokens: int) -> None:
-        # torch.full passes the number as a kernel argument; a copy from the host would wait for the backward pass.
-        terms = torch.full((), float(num_loss_tokens), dtype=torch.float64, device=self._device)
-        all_reduce(terms, "count of loss terms")
-        self._terms = terms if self._terms is None else self._terms + terms
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                # At least float32: gradient times terms overflows float16, and bfloat16 has too few digits.
-                weighted = parameter.grad.to(torch.promote_types(parameter.grad.dtype, torch.float32)) * terms
-                before = self._sums[index]
-                self._sums[index] = weighted if before is None else before.add_(weighted)
 
     def _update(self) -> None:
         scaler = self._loss_scaler
@@ -196,8 +190,7 @@ class FiniteLossGuard:
         steps = gather_numbers(self._first.view(1), "check of the losses", step=self._step)[:, 0].tolist()
         if min(steps) == int(self._never):
             return
-        ranks = [rank for rank, step in enumerate(steps) if step == min(steps)]
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        names = name_ranks([rank for rank, step in enumerate(steps) if step == min(steps)])
         raise ArithmeticError(
             f"the loss of {names} is not finite at step {min(steps)}; training cannot recover from it: continue from "
             f"an earlier checkpoint {self._remedy}with a lower learning rate or max_grad_norm, or check that step's "

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.channel.absence import FailedChannel, NamedCollectives, RankMissingError, out_of_reach
-from commons.distributed.channel.groups import number_channel
+from commons.distributed.channel.absence import NamedCollectives, RankMissingError, out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError
 from commons.distributed.errors import capture_error, first_line, name_ranks
 
@@ -71,28 +70,22 @@ def all_reduce(
 def gather_numbers(
     own: torch.Tensor, what: str, *, group: dist.ProcessGroup | None = None, step: int | None = None
 ) -> torch.Tensor:
-    """Gather numbers `(n,)` of all ranks of a group (default all ranks) as `(ranks, n)` on the host; a collective call.
-
-    Arguments and errors as `all_reduce`.
-    """
+    """Gather numbers `(n,)` of all ranks of a group as `(ranks, n)` on the host; arguments as `all_reduce`."""
     table = own.new_zeros(dist.get_world_size(group), len(own))
     table[dist.get_rank(group)] = own
     all_reduce(table, what, group=group, step=step)  # the other ranks' rows are zero here
     return table.cpu()
 
 
-def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gather a text from each rank of a group (default all ranks), in the order of ranks; a collective call.
-
-    `device` is this rank's device, which the group's backend must support.
-    """
+def gather_texts(text: str, device: torch.device) -> list[str]:
+    """Gather a text from every rank, in the order of ranks; `device` must suit the backend of the group."""
     encoded = text.encode(errors="backslashreplace")
     own = torch.tensor([len(encoded)], device=device)
-    sizes = gather_numbers(own, "gather of text sizes", group=group)[:, 0].tolist()
+    sizes = gather_numbers(own, "gather of text sizes")[:, 0].tolist()
     texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    texts.split(sizes)[dist.get_rank(group)].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    texts.split(sizes)[dist.get_rank()].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
     if texts.numel():
-        all_reduce(texts, "gather of texts", group=group)
+        all_reduce(texts, "gather of texts")
     return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
 
 
@@ -115,22 +108,15 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
         ValueError: on all ranks, with the error of the first rank that failed.
     """
     result, error = capture_error(work)  # a damaged file may end in any error
-    if problem := first_text(_problem_of(error), device)[1]:
-        raise ValueError(problem)
+    problem = "" if error is None else str(error) or type(error).__name__
+    if first_problem := first_text(problem, device)[1]:
+        raise ValueError(first_problem)
     return cast(R, result)
 
 
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     """Call a function on rank 0 only and return its JSON-ready result on all ranks; errors as `on_all_ranks`."""
-    result, error = capture_error(work) if dist.get_rank() == 0 else (None, None)
-    result, problem = gather_values([result, _problem_of(error)], device)[0]
-    if problem:
-        raise ValueError(problem)
-    return result
-
-
-def _problem_of(error: Exception | None) -> str:
-    return "" if error is None else str(error) or type(error).__name__
+    return gather_values(on_all_ranks(lambda: work() if dist.get_rank() == 0 else None, device), device)[0]
 
 
 def limit_collectives(timeout: float) -> None:
@@ -156,30 +142,28 @@ def missing_ranks_named(
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
     """
-    members = list(range(dist.get_world_size()))
-    number = number_channel(members)  # runs and channels are made in the same order on all ranks
+    run = NamedCollectives(dist.group.WORLD)
     _SHUFFLERS.extend(shufflers)
     try:
         yield
     except RuntimeError as error:
         is_of_collective = isinstance(error, dist.DistBackendError) or _OF_GLOO.search(str(error)) is not None
-        if isinstance(error, RankMissingError) or not is_of_collective or len(members) == 1:
+        if isinstance(error, RankMissingError) or not is_of_collective or len(run.members) == 1:
             raise
         if (known := _failure_of(shufflers)) is not None:
             raise known from error
-        failed = FailedChannel(f"evenrank/run/{number}", members)
-        raise RankMissingError(_describe(error, step(), failed, members)) from error
+        raise RankMissingError(_describe(error, step(), run)) from error
     finally:
         _SHUFFLERS.clear()
 
 
-def _describe(error: RuntimeError, step: int, failed: FailedChannel, members: list[int]) -> str:
+def _describe(error: RuntimeError, step: int, run: NamedCollectives) -> str:
     what = f"a collective of the model failed in step {step} on rank {dist.get_rank()}"
     reason = f"({first_line(error)})"
     try:
-        verdict = failed.who_is_missing(failed.start_wait(f"step {step}"))
+        verdict = run.failed.who_is_missing(run.failed.start_wait(f"step {step}"))
     except StoreUnavailableError as unavailable:
-        return f"{what} and {unavailable}{out_of_reach(members)} {reason}"
+        return f"{what} and {unavailable}{out_of_reach(run.members)} {reason}"
     if not verdict.missing:
         return f"{what} and on all others {reason}"
     return f"{what}; {name_ranks(verdict.missing)} did not report the failure: check the log there {reason}"

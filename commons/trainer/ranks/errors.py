@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from commons.distributed.channel.store import call_store
 from commons.distributed.engine.worker import DaemonWorker
-from commons.distributed.errors import first_line
+from commons.distributed.errors import describe_error, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +121,7 @@ def _report(error: Exception) -> int:
         return status
     # When a peer ends, torchrun sends SIGTERM to this rank, which must finish its report first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    line = " ".join(message.split()) or type(error).__name__
+    line = " ".join(describe_error(error)[1].split()) or type(error).__name__
     travelled = re.match(r"rank \d+: ", line) is not None  # an error from another rank has its rank and type already
     # torch's message about a broken group has a path of its sources, advice and up to forty lines of C++.
     in_gloo = type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
@@ -138,17 +137,11 @@ def _report(error: Exception) -> int:
     sys.stderr.write(f"error: {line}\n")
     if not is_user_error and log_file is None:
         traceback.print_exception(error)
-    with contextlib.suppress(OSError):
-        _TorchrunErrorFile().write(line)
-    if _hosts_store():
-        time.sleep(_SILENT_SECONDS)
+    _tell_torchrun(line)
+    started_alone = dist.is_initialized() and not dist.is_torchelastic_launched()
+    if started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1:
+        time.sleep(_SILENT_SECONDS)  # this process hosts the store in which the other ranks claim the report
     return status
-
-
-def _hosts_store() -> bool:
-    """Whether this process hosts the store in which the ranks claim the report."""
-    started_alone = not dist.is_torchelastic_launched() and dist.is_initialized()
-    return started_alone and dist.get_rank() == 0 and dist.get_world_size() > 1
 
 
 def _claim_report() -> bool:
@@ -185,14 +178,10 @@ def _write_traceback(error: Exception) -> str | None:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-class _TorchrunErrorFile(ErrorHandler):
-    """The file from which torchrun reads the error message of a failed rank."""
-
-    def write(self, message: str) -> None:
-        """Write a message in torchrun's format; does nothing without torchrun."""
-        path = self._get_error_file_path()
-        if path is not None:
-            line = f"error: {message}"
-            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            report = {"message": {"message": line, "extraInfo": extra}}
-            Path(path).write_text(json.dumps(report), encoding="utf-8")
+def _tell_torchrun(line: str) -> None:
+    """Write the error to the file from which torchrun reads that of a failed rank; does nothing without torchrun."""
+    path = ErrorHandler()._get_error_file_path()
+    if path is not None:
+        extra = {"py_callstack": f"error: {line}", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": extra}}), "utf-8")

@@ -20,7 +20,7 @@ from commons.run_log.advice import advice_of
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.trainer import TrainerArgs
-from commons.trainer.checkpoint.checkpoints import list_checkpoints
+from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
 from commons.trainer.observe.train_log import TrainLog

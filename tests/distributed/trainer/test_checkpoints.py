@@ -22,7 +22,8 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint import folder
-from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress, list_checkpoints
+from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
+from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.run import run_training
 from hstu.sharding import dense_parameters
@@ -364,12 +365,7 @@ def _speeds_after_resuming(folder, begin=None):
         return shuffler.last_stats.speeds
 
 
-def test_speeds_are_kept_over_a_resume(two_ranks, tmp_path):
-    assert two_ranks.run(_speeds_after_resuming, str(tmp_path), [1024, 700]) == [(1024, 700)] * 2
-    assert two_ranks.run(_speeds_after_resuming, str(tmp_path)) == [(1024, 700)] * 2
-
-
-@pytest.mark.slow
-def test_other_ranks_begin_with_speeds_anew(rank_pools, tmp_path):
-    rank_pools[2].run(_speeds_after_resuming, str(tmp_path), [1024, 700])
-    assert rank_pools[4].run(_speeds_after_resuming, str(tmp_path)) == [(1024,) * 4] * 4
+@pytest.mark.parametrize("num_ranks, speeds", [(2, (1024, 700)), pytest.param(4, (1024,) * 4, marks=pytest.mark.slow)])
+def test_speeds_are_kept_over_a_resume_on_as_many_ranks(rank_pools, tmp_path, num_ranks, speeds):
+    assert rank_pools[2].run(_speeds_after_resuming, str(tmp_path), [1024, 700]) == [(1024, 700)] * 2
+    assert rank_pools[num_ranks].run(_speeds_after_resuming, str(tmp_path)) == [speeds] * num_ranks

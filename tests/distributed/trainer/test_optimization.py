@@ -65,19 +65,14 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
     if build is build_sharded:
         optimizer = RecordingSGD(optimizer.param_groups[0]["params"], lr=LEARNING_RATE)
     shuffler = CubicShuffler() if balance else IdentityBalancedBatchShuffler()
-    batches = list(rank_batches(dist.get_rank(), steps, SIZES))
     interval = 100 * optimization.get("accumulation_steps", 1)
 
-    def source():
-        for number, batch in enumerate(batches):
-            if number == kill_at and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
+    def read(item):
+        if item[0] == kill_at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return item[1]
 
-    class Source(DataLoader):
-        def __iter__(self):
-            return source()
-
+    batches = list(enumerate(rank_batches(dist.get_rank(), steps, SIZES)))
     recipe = Parts(
         TrainerArgs(
             6,
@@ -93,7 +88,7 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
         model,
         optimizer,
         [shuffler],
-        Source(batches, batch_size=None),
+        DataLoader(batches, batch_size=None, collate_fn=read),
         loss_scaler=scaler,
     )
     try:

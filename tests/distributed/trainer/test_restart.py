@@ -14,24 +14,23 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from commons.trainer.checkpoint.checkpoints import list_checkpoints
+from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.load import load_config
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.run_folders import losses
+from tests.helpers.jobs.training_configs import TINY
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 STEPS, SAVED_EVERY = 12, 3
 FLAGS = (
-    "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 6 "
-    "--trainer.max-eval-iters 1 --trainer.device cpu --trainer.enable-balanced-shuffler --trainer.sinks "
+    "--trainer.train-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 6 --trainer.max-eval-iters 1 "
     f"--trainer.max-train-iters {STEPS} --trainer.ckpt-save-interval {SAVED_EVERY} --trainer.ckpt-keep 9 "
-    "--trainer.shuffler.timeout 60 --dataset.dataset-name ml-1m --dataset.shuffle --dataset.max-history-seqlen 24 "
-    "--model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 --model.kv-channels 4 "
-    "--model.prediction-head-arch 8 1 --optimizer.sharding row_wise"
+    "--trainer.enable-balanced-shuffler --trainer.shuffler.timeout 60 --trainer.sinks --dataset.dataset-name ml-1m "
+    "--dataset.shuffle --dataset.max-history-seqlen 24 --optimizer.sharding row_wise"
 )
 
 
@@ -39,6 +38,7 @@ def flags(data, folder):
     """One command, which starts a run in a folder and goes on with it."""
     saved = folder / "checkpoints"
     return [
+        *TINY,
         *FLAGS.split(),
         *("--dataset.dataset-path", str(data), "--trainer.run-dir", str(folder)),
         *("--trainer.ckpt-save-dir", str(saved), "--trainer.ckpt-load-dir", str(saved)),

@@ -18,19 +18,15 @@ from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.run_folders import lines
+from tests.helpers.jobs.training_configs import TINY
 
 CPU = torch.device("cpu")
-RUN = (
-    "--trainer.train-batch-size 4 --trainer.eval-batch-size 4 --trainer.log-interval 1 --trainer.eval-interval 2 "
-    "--trainer.max-eval-iters 1 --trainer.device cpu --dataset.dataset-name random --dataset.num-batches 6 "
-    "--dataset.max-history-seqlen 16 --model.hidden-size 8 --model.num-layers 1 --model.num-attention-heads 2 "
-    "--model.kv-channels 4 --model.prediction-head-arch 1 --optimizer.sharding row_wise"
-)
+RUN = (*TINY, "--trainer.log-interval", "1", "--trainer.eval-interval", "2", "--trainer.max-eval-iters", "1")
 
 
 def command(*flags):
     """What a run of hstu.train returns on this rank: its summary, or the one line that it ends with."""
-    config = load_config(TrainConfig, [*RUN.split(), *flags])
+    config = load_config(TrainConfig, [*RUN, *flags])
     try:
         open_run_folder(config, CPU, logs_to_file=False)
     except ValueError as error:
@@ -138,8 +134,3 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     said = two_ranks.run(command, *flags[:4], "--trainer.ckpt-save-dir", empty, "--trainer.ckpt-load-dir", empty)
     assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {empty} has no checkpoint; " in said[0]
     assert (folder / "log.jsonl").read_bytes() == log
-
-
-def test_overwriting_and_going_on_exclude_each_other():
-    with pytest.raises(ValueError, match=r"overwrite is True and ckpt_load_dir is 'x'; .*: give one of the two"):
-        load_config(TrainConfig, [*RUN.split(), "--trainer.overwrite", "--trainer.ckpt-load-dir", "x"])

@@ -54,9 +54,9 @@ def test_a_damaged_one_of_a_later_step_replaces_no_new_one(tmp_path):
     damage(checkpoint_path(tmp_path, 6))
     claim(tmp_path, 2)
     save(tmp_path, 4, keep=1)
-    assert latest_whole(tmp_path) == checkpoint_path(tmp_path, 4)
+    assert latest_whole(tmp_path, []) == checkpoint_path(tmp_path, 4)
     save(tmp_path, 6, keep=1)
-    assert steps(tmp_path) == [6] and latest_whole(tmp_path) == checkpoint_path(tmp_path, 6)
+    assert steps(tmp_path) == [6] and latest_whole(tmp_path, []) == checkpoint_path(tmp_path, 6)
 
 
 def test_a_folder_belongs_to_one_run(tmp_path):
@@ -115,4 +115,4 @@ def test_where_there_is_none(tmp_path):
     (tmp_path / "file").touch()
     for name, problem in (("", "has no checkpoint"), ("file", "is a file"), ("nowhere", "does not exist")):
         with pytest.raises(FileNotFoundError, match=f"{problem}; .*: correct the path"):
-            latest_whole(tmp_path / name)
+            latest_whole(tmp_path / name, [])

@@ -85,6 +85,8 @@ def test_defaults():
             "length_distribution is set and dataset_name is 'ml-1m'; .* or choose 'random' or 'sid-random'",
         ),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
+        ({"sinks": ("graphite",)}, "sinks has 'graphite'; sinks are tensorboard, wandb, mlflow, opentelemetry"),
+        ({"overwrite": True, "ckpt_load_dir": "x"}, "overwrite is True and ckpt_load_dir is 'x'; .*: give one of the"),
     ],
 )
 def test_a_wrong_argument(changes, message):

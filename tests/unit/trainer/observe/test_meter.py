@@ -135,7 +135,6 @@ def test_how_programs_end(tmp_path):
 )
 def test_a_mistake_that_has_travelled_names_its_rank_alone(monkeypatch, capsys, text, shown):
     monkeypatch.setattr(errors, "_claim_report", lambda: True)
-    monkeypatch.setattr(errors, "_hosts_store", lambda: False)
     monkeypatch.setattr(errors.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(errors.dist, "get_rank", lambda: 1)
     before = signal.getsignal(signal.SIGTERM)

@@ -34,8 +34,7 @@ def test_steps_are_due_at_multiples_whatever_rows_they_have():
 
 
 def test_a_resumed_run_counts_on():
-    schedule = Schedule(in_rows=True, look_back=2)
-    schedule.resume(6, 40)
+    schedule = Schedule(in_rows=True, look_back=2, step=6, rows=40)
     schedule.begin_epoch(6, iter([5, 6, 7]))
     assert [schedule.done_after(step) for step in (4, 6, 7, 8, 9, 12)] == [40, 40, 45, 51, 58, 58]
     assert [step for step in (7, 8, 9) if schedule.is_due(10, step)] == [8]
