@@ -74,12 +74,12 @@ class GridPlanner {
   Candidate choose(Candidate best) const {
     std::optional<Candidate> loaded = as_loaded();
     std::optional<Candidate> alone;
-    if (!request_.home_step.empty() && !(keeps_cap(best) && is_below_batches(best.total()))) alone = batches_alone();
+    Weight most = request_.home.empty() ? best.total() : with_slack(best.total(), request_.slack);
+    if (!request_.home_step.empty() && !(keeps_cap(best) && is_below_batches(most))) alone = batches_alone();
     // Separate plans of batches of different sizes break equal counts, which only a home justifies.
     if (alone && request_.home.empty() && !problem_.keeps_limits(alone->cells)) alone.reset();
     if (alone && !best.beats(*alone)) return std::move(!loaded || alone->beats(*loaded) ? *alone : *loaded);
     if (request_.home.empty()) return best;
-    Weight most = with_slack(best.total(), request_.slack);
     // The separate plans have used the slack already: a worse plan is not worth its moves.
     if (alone) most = std::min(most, std::max(alone->total(), best.total()));
     if (loaded) {

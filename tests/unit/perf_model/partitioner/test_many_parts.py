@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import COSTS, draw
 from commons.perf_model.partitioner import partition_grid
-from tests.unit.perf_model.partitioner.test_grid import MANY, check_window
+from tests.unit.perf_model.partitioner.test_grid import check_window
+
+MANY = 512  # as in native/many_parts.hpp
 
 
 def make_case(kind: str, num_parts: int, rows: int, seed: int = 0, steps: int = 1, *, uneven: bool = False):
