@@ -40,7 +40,7 @@ def hstu_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     plan: AttentionPlan,
     *,
     normalizer: float,
@@ -57,7 +57,7 @@ def hstu_attention(
         value: as `query`.
         bias: by distance i − j: `(num_heads, max_distance + 1)`, from distance 0, if no token sees later tokens; else
             (without a causal mask, or with contextual tokens in the plan) `(num_heads, 2 · max_distance + 1)`, from
-            −max_distance.
+            −max_distance. None for no bias.
         plan: the blocks of this batch, made for the same number of heads.
         normalizer: N, the divisor of the sums.
         times: timestamps and a bias for the time between two tokens; None for no such bias.
@@ -70,6 +70,8 @@ def hstu_attention(
         ValueError: a row longer than `max_distance + 1`, or another number of tokens than the plan's.
     """
     plan.require_tokens(query)
+    if bias is None:
+        bias = query.new_zeros(query.shape[1], 2 * plan.longest + 1 if plan.sees_ahead else plan.longest)
     table = _bias_table(bias.to(query.dtype), plan)
     seconds, time_table = (None, None) if times is None else (times.values, times.bias.to(query.dtype))
     # Autocast must not change the dtype of sums over many chunks.
