@@ -24,9 +24,8 @@ from sid_gr.megatron_core import (
     get_gpt_layer_with_transformer_engine_spec,
     parallel_state,
 )
-from sid_gr.model.attention import CausalRows, PatternAttention
+from sid_gr.model.attention import BeamStep, CausalRows, DecodingCache, PatternAttention
 from sid_gr.model.config import SIDGRConfig
-from sid_gr.model.decoding_cache import BeamStep, DecodingCache
 from sid_gr.model.token_layout import TokenLayout, lay_out_batch
 from sid_gr.parallel import tensor_parallel_size
 

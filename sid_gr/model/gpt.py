@@ -15,10 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, codebook_offsets
+from sid_gr.model.attention import DecodingCache
 from sid_gr.model.beam_search import GeneratedItems, NextLogits, beam_search
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.model.decoder import LossOutput, SIDDecoder, candidate_codes
-from sid_gr.model.decoding_cache import DecodingCache
 from sid_gr.model.token_layout import TokenLayout, lay_out_batch
 from sid_gr.model.trie import SIDTrie
 
