@@ -136,24 +136,6 @@ def test_what_is_no_batch_for_retrieval_is_named():
         HSTURetrievalModel(other, plain_embeddings=True).dense([], batch)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"item_feature_name": "movie"}, "item_feature_name is 'movie', the tables are"),
-        ({"num_negatives": 0}, "num_negatives is 0"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"in_batch_pool": "node"}, r"in_batch_pool is 'node'; it is one of \['rank', 'global'\]"),
-        ({"hstu": dataclasses.replace(HSTU, is_causal=False)}, "is_causal is False; retrieval predicts the next item"),
-        ({"hstu": dataclasses.replace(HSTU, contextual_mask=True)}, "contextual_mask is True; retrieval predicts"),
-        ({"embedding_dims": {"movie": 3}}, r"embedding_dims has \['movie'\], the tables are"),
-        ({"embedding_dims": {"item": 0}}, r"embedding_dims\['item'\] is 0"),
-    ],
-)
-def test_settings_are_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **change)
-
-
 # -------------------------------------------------------------------------------------------------------- negatives
 
 
