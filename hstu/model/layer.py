@@ -182,38 +182,16 @@ class HSTUEncoder(nn.Module):
             ValueError: a row longer than `max_sequence_length`, lengths that do not sum to the number of tokens, no
                 times with `time_bias`, or a device or dtype that the kernel backend does not support.
         """
-        if self.config.time_bias and times is None:
+        config = self.config
+        if config.time_bias and times is None:
             raise ValueError(
                 "time_bias is True and there are no times; the time bias needs timestamps: give the batch the feature "
-                f"{self.config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
+                f"{config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
             )
         dtype = tokens.dtype
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
-        execution = execution_of(self.config, tokens.device, dtype)
-        plan = self._plan(lengths, num_targets, num_contextual, tokens.device, uses_triton=execution.uses_triton)
-        plan.require_reach(self.config.max_sequence_length)
-        if times is not None and isinstance(plan, TritonPlan):
-            times = in_two_parts(times)
-        saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
-        # In DDP, torch.compile would split each graph at the boundaries of DDP's buckets, to overlap communication with
-        # the backward pass; graphs of half a layer are small enough for that overlap.
-        with torch._dynamo.config.patch(optimize_ddp=False) if execution.compiles else contextlib.nullcontext():
-            for layer in self.layers:
-                inputs = (tokens, plan, times, execution.compiles)
-                tokens = checkpoint(layer, *inputs, use_reentrant=False) if saves_memory else layer(*inputs)
-        return self.norm(tokens)
-
-    def _plan(
-        self,
-        lengths: torch.Tensor,
-        num_targets: torch.Tensor | None,
-        num_contextual: torch.Tensor | None,
-        device: torch.device,
-        *,
-        uses_triton: bool,
-    ) -> AttentionPlan | TritonPlan:
-        config = self.config
+        execution = execution_of(config, tokens.device, dtype)
         if not config.contextual_mask:
             num_contextual = None
         elif num_contextual is None:
@@ -223,8 +201,21 @@ class HSTUEncoder(nn.Module):
             "is_causal": config.is_causal,
             "target_group_size": config.target_group_size,
             "max_attn_len": config.max_attn_len,
-            "device": device,
+            "device": tokens.device,
         }
-        if uses_triton:
-            return plan_triton_attention(*rows, **masks)
-        return plan_attention(*rows, num_heads=config.num_attention_heads, **masks)
+        plan: AttentionPlan | TritonPlan
+        if execution.uses_triton:
+            plan = plan_triton_attention(*rows, **masks)
+        else:
+            plan = plan_attention(*rows, num_heads=config.num_attention_heads, **masks)
+        plan.require_reach(config.max_sequence_length)
+        if times is not None and isinstance(plan, TritonPlan):
+            times = in_two_parts(times)
+        saves_memory = config.execution.activation_checkpointing and torch.is_grad_enabled()
+        # In DDP, torch.compile would split each graph at the boundaries of DDP's buckets, to overlap communication with
+        # the backward pass; graphs of half a layer are small enough for that overlap.
+        with torch._dynamo.config.patch(optimize_ddp=False) if execution.compiles else contextlib.nullcontext():
+            for layer in self.layers:
+                inputs = (tokens, plan, times, execution.compiles)
+                tokens = checkpoint(layer, *inputs, use_reentrant=False) if saves_memory else layer(*inputs)
+        return self.norm(tokens)
