@@ -14,9 +14,9 @@ import torch
 
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_launch import LayerKind, choose_blocks, seconds_of, use_blocks
-from hstu.model.triton_plan import NO_WINDOW
+from hstu.model.triton_plan import NO_WINDOW, plan_triton_attention
 
 # Lengths, targets and contextual tokens of the rows of two batches, and for each the largest window, shorter than the
 # rows so that it hides tokens; the kernels' code does not depend on its width. Rows span several blocks, with targets

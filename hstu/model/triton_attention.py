@@ -21,9 +21,7 @@ from torch.autograd.function import once_differentiable
 from hstu.model.attention import TokenTimes
 from hstu.model.triton_blocks import TILE_SPAN, outputs_of
 from hstu.model.triton_launch import Inputs, Tensors, adds_up, launch
-from hstu.model.triton_plan import TritonPlan, plan_triton_attention
-
-__all__ = ["TritonPlan", "plan_triton_attention", "triton_attention"]
+from hstu.model.triton_plan import TritonPlan
 
 # For rows below this length two launches are no slower than one that also clears a buffer, by a model of the costs.
 _SHORT_ROW = 256

@@ -20,9 +20,10 @@ from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import choose_execution
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_blocks import candidate_blocks
 from hstu.model.triton_launch import uses_triton
+from hstu.model.triton_plan import plan_triton_attention
 from hstu.train_config import ModelArgs
 from tests.helpers.models.hstu_models import TABLES, random_batch
 from tests.helpers.models.torchrec_model import rank_device

@@ -18,10 +18,10 @@ from hstu.model.attention import hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
 from hstu.model.triton_agreement import attention_of, disagreement
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_blocks import KERNELS
 from hstu.model.triton_launch import LayerKind
-from hstu.model.triton_plan import NO_WINDOW
+from hstu.model.triton_plan import NO_WINDOW, plan_triton_attention
 from tests.helpers.batches.row_parts import rows_of_parts
 from tests.helpers.models.hstu_models import HSTU
 
