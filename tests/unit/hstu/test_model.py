@@ -204,19 +204,6 @@ def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_can
         torch.testing.assert_close(gradient, want, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("longest", "actual_batch_size"), [(0, 6), (9, 0)])
-def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(plain, longest, actual_batch_size):
-    model = HSTURankingModel(CONFIG, plain_embeddings=plain)
-    loss, output = model(random_batch(longest=longest, actual_batch_size=actual_batch_size))
-    assert loss.item() == 0.0 and output.logits.shape == output.labels.shape == (0, 2)
-    assert output.num_loss_tokens == 0
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
-
-
 def test_both_kinds_of_embeddings_answer_alike_and_share_their_names():
     sharded, plain = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
     for model in (sharded, plain):  # and start within the same range
