@@ -40,17 +40,10 @@ TASK = SelfAttentionTask(hidden_size=WIDTH, num_heads=HEADS, head_dim=WIDTH // H
 class Config:
     """The settings of the example."""
 
-    rows: int = 16
-    """Samples per rank and step."""
-
-    patches: int = 2048
-    """Most patches of an image."""
-
-    steps: int = 12
-    """Steps to train."""
-
-    seed: int = 0
-    """Seed of samples and weights."""
+    rows: int = 16  # samples per rank and step
+    patches: int = 2048  # most patches of an image
+    steps: int = 12  # steps to train
+    seed: int = 0  # seed of samples and weights
 
 
 class Encoder(nn.Module):

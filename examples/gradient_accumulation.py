@@ -43,22 +43,14 @@ VOCABULARY, IGNORED = 1000, -100
 class Config:
     """The settings of the example."""
 
-    rows: int = 48
-    """Rows of a rank's batch."""
-
-    longest: int = 512
-    """Most tokens of a row."""
-
-    seed: int = 0
-    """Seed of data and weights."""
-
-    joint: bool = False
-    """One plan for the micro-batches of all ranks."""
-
+    rows: int = 48  # rows of a rank's batch
+    longest: int = 512  # most tokens of a row
+    seed: int = 0  # seed of data and weights
+    joint: bool = False  # one plan for the micro-batches of all ranks
+    # How the batch is cut.
     micro_batches: MicroBatchSpec = field(
         default_factory=lambda: MicroBatchSpec(max_tokens_per_mb=1024, packing_algorithm="refined")
     )
-    """How the batch is cut."""
 
 
 class Layer(nn.Module):

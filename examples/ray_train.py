@@ -27,20 +27,13 @@ from commons.trainer.ranks.errors import run_main
 class Options:
     """The settings of the example."""
 
-    num_workers: int = 2
-    """Number of ranks; each is a Ray worker."""
-
-    steps: int = 20
-    """Steps to train."""
-
+    num_workers: int = 2  # number of ranks; each is a Ray worker
+    steps: int = 20  # steps to train
+    # Folder of the run, on a disk that all workers share; an earlier run in it is replaced.
     run_dir: Path = Path("runs/ray")
-    """Folder of the run, on a disk that all workers share; an earlier run in it is replaced."""
-
+    # Address of the Ray cluster; "local" starts a cluster for this run, "auto" uses one running on this machine.
     address: str = "local"
-    """Address of the Ray cluster; "local" starts a cluster for this run, "auto" uses one running on this machine."""
-
-    use_gpu: bool = False
-    """Give every worker a GPU."""
+    use_gpu: bool = False  # give every worker a GPU
 
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)

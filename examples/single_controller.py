@@ -43,17 +43,10 @@ TRIM = Trim("attention_mask", fields=["input_ids"])
 class Config:
     """The settings of the example."""
 
-    rows: int = 64
-    """Rollouts per step, over all ranks."""
-
-    longest: int = 512
-    """Most tokens of a rollout."""
-
-    steps: int = 3
-    """Steps to train."""
-
-    seed: int = 0
-    """Seed of rollouts and weights."""
+    rows: int = 64  # rollouts per step, over all ranks
+    longest: int = 512  # most tokens of a rollout
+    steps: int = 3  # steps to train
+    seed: int = 0  # seed of rollouts and weights
 
 
 class Policy(nn.Module):

@@ -32,20 +32,11 @@ LLAMA_7B = SelfAttentionTask(4096, 32, 128, 32, ffn_hidden_size=11008, gated_ffn
 class Config:
     """The settings of the example."""
 
-    prompts: int = 64
-    """Prompts of the batch."""
-
-    responses: int = 4
-    """Responses to each prompt."""
-
-    chunks: int = 8
-    """Number of chunks, such as one per data-parallel worker."""
-
-    longest: int = 4096
-    """Most tokens of a row."""
-
-    seed: int = 0
-    """Seed of data and weights."""
+    prompts: int = 64  # prompts of the batch
+    responses: int = 4  # responses to each prompt
+    chunks: int = 8  # number of chunks, such as one per data-parallel worker
+    longest: int = 4096  # most tokens of a row
+    seed: int = 0  # seed of data and weights
 
 
 def make_rollouts(config: Config) -> TensorDict:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -60,48 +61,30 @@ def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor)
     return copy_batch(batch, {"features": extended, "feature_to_max_seqlen": longest})
 
 
+@dataclass(eq=False)
 class NegativeSampling(Dataset[HSTUBatch]):
-    """A data set whose batches have negatives; its keys are `(epoch, key of the wrapped data set)`.
+    """A data set whose batches have negatives; its keys are `(epoch, key of the wrapped data set)`."""
 
-    Args:
-        dataset: the wrapped data set of host batches; its keys are row numbers, or the number of a ready-made batch.
-        feature_name: key of the negatives in the batch.
-        num_negatives: negatives per row; 0 for an empty feature.
-        num_items: ids are in `[0, num_items)`.
-        seed: seed of the run.
-        rank: number of this rank; used to number the rows of ready-made batches, which differ between ranks.
-        world_size: number of ranks.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[HSTUBatch],
-        feature_name: str,
-        num_negatives: int,
-        num_items: int,
-        *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.dataset = dataset
-        self._feature_name = feature_name
-        self._num_negatives = num_negatives
-        self._num_items = num_items
-        self._seed = seed
-        self._rank = rank
-        self._world_size = world_size
+    # The wrapped data set of host batches; its keys are row numbers, or the number of a ready-made batch.
+    dataset: Dataset[HSTUBatch]
+    feature_name: str  # key of the negatives in the batch
+    num_negatives: int  # negatives per row; 0 for an empty feature
+    num_items: int  # ids are in `[0, num_items)`
+    seed: int = field(kw_only=True)  # seed of the run
+    # Number of this rank; used to number the rows of ready-made batches, which differ between ranks.
+    rank: int = field(default=0, kw_only=True)
+    world_size: int = field(default=1, kw_only=True)  # number of ranks
 
     def __getitem__(self, key: tuple[int, RowKey]) -> HSTUBatch:
         epoch, rows = key
         batch = self.dataset[cast(int, rows)]
         if isinstance(rows, int):
-            first = (rows * self._world_size + self._rank) * batch.batch_size
+            first = (rows * self.world_size + self.rank) * batch.batch_size
             row_ids = np.arange(first, first + cast(int, batch.actual_batch_size))
         else:
             row_ids = np.asarray(rows, dtype=np.int64)
-        drawn = draw_negatives(row_ids, self._num_negatives, self._num_items, seed=self._seed, epoch=epoch)
-        return with_negatives(batch, self._feature_name, torch.from_numpy(drawn))
+        drawn = draw_negatives(row_ids, self.num_negatives, self.num_items, seed=self.seed, epoch=epoch)
+        return with_negatives(batch, self.feature_name, torch.from_numpy(drawn))
 
     def length_only_batches(self) -> Iterator[HSTUBatch]:
         """The data set's `length_only_batches`, with the lengths of the negatives added.
@@ -115,8 +98,8 @@ class NegativeSampling(Dataset[HSTUBatch]):
     def _with_negative_lengths(self, batch: HSTUBatch) -> HSTUBatch:
         keys = batch.features.keys()
         lengths = dict(zip(keys, batch.features.lengths().view(len(keys), -1)))
-        lengths[self._feature_name] = torch.full((batch.batch_size,), self._num_negatives)
-        longest = batch.feature_to_max_seqlen | {self._feature_name: self._num_negatives}
+        lengths[self.feature_name] = torch.full((batch.batch_size,), self.num_negatives)
+        longest = batch.feature_to_max_seqlen | {self.feature_name: self.num_negatives}
         return copy_batch(batch, {"features": length_only_kjt(lengths), "feature_to_max_seqlen": longest})
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,8 @@ def parse_metric(name: str, num_items: int) -> TopKMetric:
     return metric
 
 
-class TableRows(NamedTuple):
-    """Consecutive rows of a table: ids `[first, first + len(weight))`."""
-
-    first: int
-    weight: torch.Tensor
+# Consecutive rows of a table: the id of the first row, and the weights.
+TableRows = tuple[int, torch.Tensor]
 
 
 class RetrievalMetrics:
@@ -175,13 +172,13 @@ class RetrievalMetrics:
             table = self._table()
             if isinstance(table, ShardedTensor):
                 shards = table.local_shards()
-                self._rows = [TableRows(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
+                self._rows = [(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in shards]
             else:  # the table is whole on every rank; each rank scores a part
                 rank, world_size = 0, 1
                 if self._group is not None:
                     rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
                 first, end = (part * table.shape[0] // world_size for part in (rank, rank + 1))
-                self._rows = [TableRows(first, table[first:end].detach())]
+                self._rows = [(first, table[first:end].detach())]
         return self._rows
 
     def _table(self) -> Any:

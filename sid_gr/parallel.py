@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch.distributed as dist
 
 from sid_gr.megatron_core import parallel_state
@@ -32,21 +29,12 @@ def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
             f"tensor_model_parallel_size is {tensor_parallel_size}, there are {world_size} ranks; all decoders have "
             "the same number of ranks: choose a divisor of the number of ranks, or start another number"
         )
-    with _connected_when_used():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
-
-
-@contextlib.contextmanager
-def _connected_when_used() -> Iterator[None]:
-    """Within the block, new groups connect lazily, at their first collective.
-
-    If ranks are bound to a device, as in the trainer, torch would make an NCCL communicator for each of megatron-core's
-    two dozen groups at once, though the decoder uses two of them.
-    """
+    # Let new groups connect at their first collective: if ranks are bound to a device, as in the trainer, torch would
+    # make an NCCL communicator for each of megatron-core's two dozen groups at once, and the decoder uses two of them.
     world = dist.distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        yield
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
     finally:
         world.bound_device_id = bound
 

@@ -18,9 +18,8 @@ from torchrec.distributed.model_parallel import DataParallelWrapper, Distributed
 from torchrec.distributed.types import ShardingEnv
 
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
-from sid_gr.embedding import TABLE
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from sid_gr.model.gpt import SIDGRModel
+from sid_gr.model.gpt import TABLE, SIDGRModel
 
 __all__ = ["ParallelDecoder", "build_distributed_model", "dense_parameters"]
 

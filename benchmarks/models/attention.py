@@ -38,8 +38,9 @@ from commons.datasets.random.distribution import RandomDistribution
 from commons.perf_model.attention_pairs import attention_pairs
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig, hstu_attention, plan_attention
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_launch import keep_busy, uses_triton
+from hstu.model.triton_plan import plan_triton_attention
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model import SIDGRConfig, SIDGRModel
 from sid_gr.model.attention import CausalRows

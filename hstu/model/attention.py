@@ -40,7 +40,7 @@ def hstu_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     plan: AttentionPlan,
     *,
     normalizer: float,
@@ -57,7 +57,7 @@ def hstu_attention(
         value: as `query`.
         bias: by distance i − j: `(num_heads, max_distance + 1)`, from distance 0, if no token sees later tokens; else
             (without a causal mask, or with contextual tokens in the plan) `(num_heads, 2 · max_distance + 1)`, from
-            −max_distance.
+            −max_distance. None for no bias.
         plan: the blocks of this batch, made for the same number of heads.
         normalizer: N, the divisor of the sums.
         times: timestamps and a bias for the time between two tokens; None for no such bias.
@@ -70,8 +70,12 @@ def hstu_attention(
         ValueError: a row longer than `max_distance + 1`, or another number of tokens than the plan's.
     """
     plan.require_tokens(query)
+    if bias is None:
+        bias = query.new_zeros(query.shape[1], 2 * plan.longest + 1 if plan.sees_ahead else plan.longest)
     table = _bias_table(bias.to(query.dtype), plan)
-    seconds, time_table = (None, None) if times is None else (times.values, times.bias.to(query.dtype))
+    seconds = time_table = None
+    if times is not None:
+        seconds, time_table = torch.nn.functional.pad(times.values, (0, 1)), times.bias.to(query.dtype)
     # Autocast must not change the dtype of sums over many chunks.
     with torch.autocast(query.device.type, enabled=False):
         return _HSTUAttention.apply(query, key, value, table, time_table, seconds, plan, 1.0 / normalizer)
@@ -143,6 +147,8 @@ class _HSTUAttention(torch.autograd.Function):
         grad_outputs = _heads_first(grad_output * ctx.scale)
         grad_queries, grad_keys, grad_values = (_zeros_to_add_to(tensor) for tensor in inputs)
         bias = _Bias(ctx.plan, *biases)
+        grad_table = _zeros_to_add_to(bias.table)
+        grad_time_table = None if bias.time_table is None else _zeros_to_add_to(bias.time_table)
         for block in ctx.plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
             grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
@@ -155,64 +161,59 @@ class _HSTUAttention(torch.autograd.Function):
                 grad_v[:, chunk.place] += torch.bmm(weights.transpose(1, 2), grad)
                 grad_k[:, chunk.place] += torch.bmm(grad_scores.transpose(1, 2), q)
                 _add(grad_queries, chunk.queries, torch.bmm(grad_scores, k[:, chunk.place]))
-                bias.add_gradients(grad_scores, chunk)
+                bias.add_gradients(grad_scores, chunk, grad_table, grad_time_table)
             _add(grad_keys, block.keys, grad_k)
             _add(grad_values, block.keys, grad_v)
-        grads = (_tokens_first(grad).to(query.dtype) for grad in (grad_queries, grad_keys, grad_values))
-        return *grads, *bias.gradients(), None, None, None
+        of_tokens = map(_tokens_first, (grad_queries, grad_keys, grad_values))
+        grads = (*of_tokens, grad_table, grad_time_table)
+        return *(None if grad is None else grad.to(query.dtype) for grad in grads), None, None, None
 
 
-class _Bias:
-    """The biases of the scores, and their gradients."""
+class _Bias(NamedTuple):
+    """The biases of the scores."""
 
-    def __init__(
-        self, plan: AttentionPlan, table: torch.Tensor, time_table: torch.Tensor | None, times: torch.Tensor | None
-    ) -> None:
-        self._plan = plan
-        self._table, self._time_table = table, time_table
-        self._times = table.new_zeros(0) if times is None else torch.nn.functional.pad(times, (0, 1))  # last: padding
-        self._grad_table = _zeros_to_add_to(table)
-        self._grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
+    plan: AttentionPlan
+    table: torch.Tensor  # by distance, see `_bias_table`
+    time_table: torch.Tensor | None  # `(num_heads, num_buckets)`
+    times: torch.Tensor | None  # int64 `(num_tokens + 1,)`, the last for padding
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Scores q · k + bias of a chunk: `(num_heads · num_rows, num_queries, num_keys)`."""
-        num_heads, num_keys = self._table.shape[0], chunk.keys.shape[1]
+        num_heads, num_keys = self.table.shape[0], chunk.keys.shape[1]
         scores = query.new_empty(query.shape[0], query.shape[1], num_keys)
         # (num_heads, period, num_keys), for all rows and periods: query x and key j are in column x + j
-        bias = self._columns(self._table, chunk).unfold(1, num_keys, 1)
+        bias = self._columns(self.table, chunk).unfold(1, num_keys, 1)
         scores.view(num_heads, -1, *bias.shape[1:]).copy_(bias.unsqueeze(1))
-        if self._time_table is not None:
-            scores += self._time_table.index_select(1, self._buckets(chunk, self._time_table)).view_as(scores)
+        if self.time_table is not None:
+            scores += self.time_table.index_select(1, self._buckets(chunk, self.time_table)).view_as(scores)
         return scores.baddbmm_(query, key.transpose(1, 2))
 
-    def add_gradients(self, grad_scores: torch.Tensor, chunk: Chunk) -> None:
-        """Add the gradients of a chunk's scores to the gradients of the biases."""
-        num_heads = self._table.shape[0]
-        if self._grad_time_table is not None:
-            by_pair = grad_scores.view(num_heads, -1).to(self._grad_time_table.dtype)
-            buckets = self._buckets(chunk, self._grad_time_table)
-            self._grad_time_table.scatter_add_(1, buckets.expand_as(by_pair), by_pair)
+    def add_gradients(
+        self, grad_scores: torch.Tensor, chunk: Chunk, grad_table: torch.Tensor, grad_time_table: torch.Tensor | None
+    ) -> None:
+        """Add the gradients of a chunk's scores to the gradients of the tables."""
+        num_heads = self.table.shape[0]
+        if grad_time_table is not None:
+            by_pair = grad_scores.view(num_heads, -1).to(grad_time_table.dtype)
+            buckets = self._buckets(chunk, grad_time_table)
+            grad_time_table.scatter_add_(1, buckets.expand_as(by_pair), by_pair)
         # Sum over anti-diagonals: rows padded to width + 1 numbers and read as rows of width shift each row one more
         # column to the right, so that anti-diagonals become columns.
-        columns = self._columns(self._grad_table, chunk)
+        columns = self._columns(grad_table, chunk)
         period, width = chunk.period, columns.shape[1]
         by_distance = grad_scores.view(num_heads, -1, period, chunk.keys.shape[1]).sum(1, dtype=columns.dtype)
         skewed = torch.nn.functional.pad(by_distance, (0, period)).flatten(1)[:, : period * width]
         columns += skewed.view(num_heads, period, width).sum(1)
 
-    def gradients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients of both tables, in the tables' dtype."""
-        by_time = None if self._grad_time_table is None else self._grad_time_table.to(self._table.dtype)
-        return self._grad_table.to(self._table.dtype), by_time
-
     def _columns(self, table: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The columns of the table for a chunk: `(num_heads, period + num_keys − 1)`, by falling distance."""
-        first, is_masked = _farthest(self._plan) - chunk.distance, chunk.seen == self._plan.seen
+        first, is_masked = _farthest(self.plan) - chunk.distance, chunk.seen == self.plan.seen
         return table[:, 0 if is_masked else -1, first : first + chunk.period + chunk.keys.shape[1] - 1]
 
     def _buckets(self, chunk: Chunk, time_table: torch.Tensor) -> torch.Tensor:
         """Buckets of time differences between queries and keys: int64 `(num_rows · num_queries · num_keys,)`."""
-        apart = self._times[chunk.queries][:, :, None] - self._times[chunk.keys][:, None]
+        assert self.times is not None  # noqa: S101  given with the table
+        apart = self.times[chunk.queries][:, :, None] - self.times[chunk.keys][:, None]
         return time_buckets(apart, time_table.shape[1]).flatten()
 
 

@@ -22,7 +22,8 @@ from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import AttentionPlan, plan_attention
 from hstu.model.config import HSTUConfig
 from hstu.model.execution import execution_of
-from hstu.model.triton_attention import TritonPlan, in_two_parts, plan_triton_attention, triton_attention
+from hstu.model.triton_attention import in_two_parts, triton_attention
+from hstu.model.triton_plan import TritonPlan, plan_triton_attention
 
 
 class RelativePositionBias(nn.Module):
@@ -36,24 +37,23 @@ class RelativePositionBias(nn.Module):
         columns = distances - distances[0]
         if config.position_bias == "bucketed":
             columns = distance_buckets(distances, config.position_buckets, reach)
-        self.weight: torch.Tensor
+        self.weight: nn.Parameter | None
         self.columns: torch.Tensor | None
-        weight = torch.zeros(config.num_attention_heads, int(columns.max()) + 1)
-        self.is_learned = config.position_bias != "none"
-        if not self.is_learned:
-            self.register_buffer("weight", weight, persistent=False)
-        else:
-            self.weight = nn.Parameter(nn.init.normal_(weight, std=0.02))
+        weight = torch.empty(config.num_attention_heads, int(columns.max()) + 1)
+        is_learned = config.position_bias != "none"
+        self.register_parameter("weight", nn.Parameter(nn.init.normal_(weight, std=0.02)) if is_learned else None)
         self.register_buffer("columns", columns if config.position_bias == "bucketed" else None, persistent=False)
 
-    def forward(self) -> torch.Tensor:
-        """Bias by rising distance.
+    def forward(self) -> torch.Tensor | None:
+        """Bias by rising distance; None for no bias.
 
         Returns:
             `(num_heads, max_sequence_length)` if no token attends to later tokens, else `(num_heads,
             2 · max_sequence_length − 1)`.
         """
-        return self.weight if self.columns is None else self.weight.index_select(1, self.columns)
+        if self.weight is None or self.columns is None:
+            return self.weight
+        return self.weight.index_select(1, self.columns)
 
 
 def distance_buckets(distances: torch.Tensor, num_buckets: int, reach: int) -> torch.Tensor:
@@ -124,14 +124,9 @@ class HSTULayer(nn.Module):
         if compiles:
             project, combine = _compiled(project), _compiled(combine)
         u, v, q, k = project(self, tokens)
+        attention: Any = triton_attention if isinstance(plan, TritonPlan) else hstu_attention
         token_times = None if times is None or self.time_bias is None else TokenTimes(times, self.time_bias)
-        if isinstance(plan, TritonPlan):
-            bias = self.position_bias() if self.position_bias.is_learned else None
-            attended = triton_attention(q, k, v, bias, plan, normalizer=self._normalizer, times=token_times)
-        else:
-            attended = hstu_attention(
-                q, k, v, self.position_bias(), plan, normalizer=self._normalizer, times=token_times
-            )
+        attended = attention(q, k, v, self.position_bias(), plan, normalizer=self._normalizer, times=token_times)
         return combine(self, tokens, attended, u)
 
     def project(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -187,38 +182,16 @@ class HSTUEncoder(nn.Module):
             ValueError: a row longer than `max_sequence_length`, lengths that do not sum to the number of tokens, no
                 times with `time_bias`, or a device or dtype that the kernel backend does not support.
         """
-        if self.config.time_bias and times is None:
+        config = self.config
+        if config.time_bias and times is None:
             raise ValueError(
                 "time_bias is True and there are no times; the time bias needs timestamps: give the batch the feature "
-                f"{self.config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
+                f"{config.timestamp_feature_name!r}, one integer per item, or unset time_bias"
             )
         dtype = tokens.dtype
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
-        execution = execution_of(self.config, tokens.device, dtype)
-        plan = self._plan(lengths, num_targets, num_contextual, tokens.device, uses_triton=execution.uses_triton)
-        plan.require_reach(self.config.max_sequence_length)
-        if times is not None and isinstance(plan, TritonPlan):
-            times = in_two_parts(times)
-        saves_memory = self.config.execution.activation_checkpointing and torch.is_grad_enabled()
-        # In DDP, torch.compile would split each graph at the boundaries of DDP's buckets, to overlap communication with
-        # the backward pass; graphs of half a layer are small enough for that overlap.
-        with torch._dynamo.config.patch(optimize_ddp=False) if execution.compiles else contextlib.nullcontext():
-            for layer in self.layers:
-                inputs = (tokens, plan, times, execution.compiles)
-                tokens = checkpoint(layer, *inputs, use_reentrant=False) if saves_memory else layer(*inputs)
-        return self.norm(tokens)
-
-    def _plan(
-        self,
-        lengths: torch.Tensor,
-        num_targets: torch.Tensor | None,
-        num_contextual: torch.Tensor | None,
-        device: torch.device,
-        *,
-        uses_triton: bool,
-    ) -> AttentionPlan | TritonPlan:
-        config = self.config
+        execution = execution_of(config, tokens.device, dtype)
         if not config.contextual_mask:
             num_contextual = None
         elif num_contextual is None:
@@ -228,8 +201,21 @@ class HSTUEncoder(nn.Module):
             "is_causal": config.is_causal,
             "target_group_size": config.target_group_size,
             "max_attn_len": config.max_attn_len,
-            "device": device,
+            "device": tokens.device,
         }
-        if uses_triton:
-            return plan_triton_attention(*rows, **masks)
-        return plan_attention(*rows, num_heads=config.num_attention_heads, **masks)
+        plan: AttentionPlan | TritonPlan
+        if execution.uses_triton:
+            plan = plan_triton_attention(*rows, **masks)
+        else:
+            plan = plan_attention(*rows, num_heads=config.num_attention_heads, **masks)
+        plan.require_reach(config.max_sequence_length)
+        if times is not None and isinstance(plan, TritonPlan):
+            times = in_two_parts(times)
+        saves_memory = config.execution.activation_checkpointing and torch.is_grad_enabled()
+        # In DDP, torch.compile would split each graph at the boundaries of DDP's buckets, to overlap communication with
+        # the backward pass; graphs of half a layer are small enough for that overlap.
+        with torch._dynamo.config.patch(optimize_ddp=False) if execution.compiles else contextlib.nullcontext():
+            for layer in self.layers:
+                inputs = (tokens, plan, times, execution.compiles)
+                tokens = checkpoint(layer, *inputs, use_reentrant=False) if saves_memory else layer(*inputs)
+        return self.norm(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,7 +60,12 @@ class SequenceTower(nn.Module):
             KeyError: a feature without a table.
         """
         action = batch.action_feature_name
-        self._check_tables([*batch.contextual_feature_names, batch.item_feature_name, *([action] if action else [])])
+        names = [*batch.contextual_feature_names, batch.item_feature_name, *([action] if action else [])]
+        if missing := [name for name in names if name not in self._tables]:
+            raise KeyError(
+                f"features {missing} have no table, the model has {self._tables}; each feature of the sequence needs "
+                "a table: add them to embedding_tables"
+            )
         found = {name: jagged for part in embeddings for name, jagged in part.items()}
         items = found[batch.item_feature_name]
         sequence = interleave_tokens(
@@ -128,14 +133,6 @@ class SequenceTower(nn.Module):
                 "one timestamp: give both features the same lengths"
             )
         return sequence.token_times(times)
-
-    def _check_tables(self, features: Iterable[str]) -> None:
-        missing = [name for name in features if name not in self._tables]
-        if missing:
-            raise KeyError(
-                f"features {missing} have no table, the model has {self._tables}; each feature of the sequence needs "
-                "a table: add them to embedding_tables"
-            )
 
 
 class SequenceModel(nn.Module):

@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_launch import LayerKind, choose_blocks, seconds_of, use_blocks
-from hstu.model.triton_plan import NO_WINDOW
+from hstu.model.triton_plan import NO_WINDOW, plan_triton_attention
 
-
-class _Batch(NamedTuple):
-    """A batch whose results are compared."""
-
-    rows: tuple[tuple[int, ...], ...]  # every row's numbers of tokens, targets and contextual tokens
-    # Largest window, shorter than the rows so that it hides tokens; the kernels' code does not depend on its width.
-    window: int
-
-
-# Rows of several blocks with targets and context, an empty row, and a row of a single token. Gradients of the first
-# batch, of short rows, take other launches than those of the second, which also has blocks without masked pairs.
+# Lengths, targets and contextual tokens of the rows of two batches, and for each the largest window, shorter than the
+# rows so that it hides tokens; the kernels' code does not depend on its width. Rows span several blocks, with targets
+# and context; one is empty, and one has a single token. Gradients of the first batch, of short rows, take other
+# launches than those of the second, which also has blocks without masked pairs.
 _COMPARED = (
-    _Batch(((150, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), window=50),
-    _Batch(((300, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), window=200),
+    (((150, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), 50),
+    (((300, 0, 37, 1), (40, 0, 3, 0), (5, 0, 2, 0)), 200),
 )
 # Heavy-tailed lengths for the measurement of time.
 _TIMED_LENGTHS = (1024, 700, 500, 350, 256, 200, 150, 100, 80, 60, 50, 40, 30, 20, 10, 5)
@@ -52,10 +45,10 @@ def disagreement(device: torch.device, kind: LayerKind) -> str | None:
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            for batch in _COMPARED:
-                compared = kind if kind.window == NO_WINDOW else kind._replace(window=min(kind.window, batch.window))
+            for rows, window in _COMPARED:
+                compared = kind if kind.window == NO_WINDOW else kind._replace(window=min(kind.window, window))
                 use_blocks(device, compared, choose_blocks(device, kind))
-                run = _attention_of(device, compared, *batch.rows)
+                run = attention_of(device, compared, *rows)
                 pairs = zip(
                     ("outputs", "gradients of tokens", "gradients of biases"),
                     run(False, torch.float32),
@@ -63,7 +56,7 @@ def disagreement(device: torch.device, kind: LayerKind) -> str | None:
                 )
                 for name, expected, found in pairs:
                     largest = float(expected.abs().max())
-                    error = float((found - expected).abs().max())
+                    error = float((found.float() - expected).abs().max())
                     if not error <= _TOLERANCE[kind.dtype.itemsize] * largest:
                         return (
                             f"it computes {name} that are off by {error:.3g}, where the reference's reach {largest:.3g}"
@@ -77,7 +70,7 @@ def slowness(device: torch.device, kind: LayerKind) -> str | None:
     """A sentence with both times if PyTorch is faster than the kernels on this CUDA device; None if it is not."""
     empty = (0,) * len(_TIMED_LENGTHS)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        run = _attention_of(device, kind, _TIMED_LENGTHS, empty, empty)
+        run = attention_of(device, kind, _TIMED_LENGTHS, empty, empty)
         pytorch, kernels = (seconds_of(functools.partial(run, each, kind.dtype)) * 1e3 for each in (False, True))
     if kernels <= pytorch:
         return None
@@ -89,48 +82,45 @@ def error_in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _attention_of(
-    device: torch.device, kind: LayerKind, *rows: Sequence[int]
+def attention_of(
+    device: torch.device, kind: LayerKind, *rows: Sequence[int], num_heads: int = _NUM_HEADS, seed: int = 0
 ) -> Callable[[bool, torch.dtype], list[torch.Tensor]]:
     """A function that computes attention over a random batch with these lengths, targets and contextual tokens.
 
-    The function takes whether to use the kernels or the reference, and a dtype; it returns output and gradients,
-    float32.
+    The function takes whether to use the kernels or the reference, and a dtype; it returns the output and the
+    gradients of the tokens and of the biases.
     """
-    generator = torch.Generator().manual_seed(0)
-    tokens, longest = sum(rows[0]), max(rows[0])
-    width = 2 * longest - 1
-    shape = (4, tokens, _NUM_HEADS, kind.head_dim)
-    drawn = torch.randn(shape, generator=generator).mul_(kind.head_dim**-0.25).to(device, kind.dtype)
-    sees_ahead = kind.has_context or not kind.is_causal
-    biases = torch.randn(_NUM_HEADS, width + _NUM_BUCKETS, generator=generator).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, longest = sum(rows[0]), max([1, *rows[0]])
+    width, heads = 2 * longest - 1, (num_heads, kind.head_dim)
+    drawn = torch.randn(tokens, 4 * num_heads * kind.head_dim, generator=generator).mul_(kind.head_dim**-0.25)
+    drawn = drawn.to(device, kind.dtype)
+    biases = torch.randn(num_heads, width + _NUM_BUCKETS, generator=generator).to(device)
     seconds = torch.randint(0, _GAP, (tokens,), generator=generator).cumsum(0).to(device)
-    lengths, targets, contextual = (torch.tensor(each) for each in rows)
+    lengths, targets, contextual = (torch.tensor(each, dtype=torch.int64) for each in rows)
     masks: dict[str, Any] = {
         "is_causal": kind.is_causal,
         "target_group_size": kind.target_group_size,
         "max_attn_len": kind.window,
+        "device": device,
     }
     batch = (lengths, targets, contextual if kind.has_context else None)
 
     def run(by_kernels: bool, dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = drawn[:3].to(dtype).clone().requires_grad_()
-        query, key, value = inputs
-        leaf = biases.clone().requires_grad_()
-        position, time = leaf[:, : width if sees_ahead else longest], leaf[:, width:]
-        times = TokenTimes(seconds, time) if kind.has_time else None
+        leaves = [drawn.to(dtype).clone().requires_grad_(), biases.clone().requires_grad_()]
+        # As in a layer, tokens are parts of one projection; its first part is the gradient of the output.
+        gradient, value, query, key = (part.unflatten(1, heads) for part in leaves[0].chunk(4, dim=1))
+        position = leaves[1][:, : width if kind.has_context or not kind.is_causal else longest]
+        bias = position if kind.has_position else None
+        times = TokenTimes(seconds, leaves[1][:, width:]) if kind.has_time else None
         if by_kernels:
-            plan = plan_triton_attention(*batch, **masks, device=device)
-            output = triton_attention(
-                query, key, value, position if kind.has_position else None, plan, normalizer=_NORMALIZER, times=times
-            )
+            plan = plan_triton_attention(*batch, **masks)
+            output = triton_attention(query, key, value, bias, plan, normalizer=_NORMALIZER, times=times)
         else:
-            blocks = plan_attention(*batch, num_heads=_NUM_HEADS, **masks, device=device)
-            table = position if kind.has_position else torch.zeros_like(position)
-            output = hstu_attention(query, key, value, table, blocks, normalizer=_NORMALIZER, times=times)
-        leaves = [inputs, leaf]
-        gradients = torch.autograd.grad(output, leaves, drawn[3].to(output.dtype), allow_unused=True)
+            blocks = plan_attention(*batch, num_heads=num_heads, **masks)
+            output = hstu_attention(query, key, value, bias, blocks, normalizer=_NORMALIZER, times=times)
+        gradients = torch.autograd.grad(output, leaves, gradient.detach(), allow_unused=True)
         found = (torch.zeros_like(each) if grad is None else grad for each, grad in zip(leaves, gradients))
-        return [output.detach().float(), *(each.float() for each in found)]
+        return [output.detach(), *found]
 
     return run

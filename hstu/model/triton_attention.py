@@ -21,9 +21,7 @@ from torch.autograd.function import once_differentiable
 from hstu.model.attention import TokenTimes
 from hstu.model.triton_blocks import TILE_SPAN, outputs_of
 from hstu.model.triton_launch import Inputs, Tensors, adds_up, launch
-from hstu.model.triton_plan import TritonPlan, plan_triton_attention
-
-__all__ = ["TritonPlan", "plan_triton_attention", "triton_attention"]
+from hstu.model.triton_plan import TritonPlan
 
 # For rows below this length two launches are no slower than one that also clears a buffer, by a model of the costs.
 _SHORT_ROW = 256
@@ -41,28 +39,13 @@ def triton_attention(
     normalizer: float,
     times: TokenTimes | None = None,
 ) -> torch.Tensor:
-    """HSTU attention of a jagged batch on CUDA; equivalent to `hstu_attention`.
+    """HSTU attention of a jagged batch on CUDA; arguments, result and errors as `hstu_attention`.
+
+    Tokens are float32, bfloat16 or float16; strided tensors are not copied if the channels are contiguous. Timestamps
+    may be the result of `in_two_parts`, computed once for all layers.
 
     The gradients of the biases are sums of atomic additions in float32: their last bits may differ between two runs.
     The weights of replicas remain equal, because gradients are reduced over the ranks before use.
-
-    Args:
-        query: float32, bfloat16 or float16 `(num_tokens, num_heads, head_dim)`, row after row of the batch; strided
-            tensors are not copied if the channels are contiguous.
-        key: as `query`.
-        value: as `query`.
-        bias: by distance, as in `hstu_attention`; None for no bias.
-        plan: the tiles of this batch.
-        normalizer: N, the divisor of the sums.
-        times: timestamps and a bias for the time between two tokens; None for no such bias. The timestamps may be the
-            result of `in_two_parts`, computed once for all layers.
-
-    Returns:
-        `(num_tokens, num_heads, head_dim)`, the dtype of `query`. It can be differentiated once.
-
-    Raises:
-        ValueError: a row longer than the bias allows, or another number of tokens than the plan's.
-
     """
     plan.require_tokens(query)
     origin, position, time, seconds = 0, None, None, None

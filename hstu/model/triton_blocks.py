@@ -22,27 +22,25 @@ class Kernel(NamedTuple):
     """How a kernel is launched; names in capitals are names of its arguments."""
 
     function: str  # name of the kernel in its module
-    module: str  # module in `hstu.model.kernels`
     tiles: str  # field of the plan with the work of its programs
     side: Literal["queries", "keys"]  # the side of a block whose size the tiles are cut into
     visits: tuple[str, ...]  # arguments that are tensor descriptors if the device has these
     outputs: tuple[str, ...]  # arguments that it writes
+    module: str = "attention"  # module in `hstu.model.kernels`
 
 
+_VISITS, _GRADIENTS = ("Q", "GRAD_OUT"), ("GRAD_Q", "GRAD_K", "GRAD_V")
 # By name of a launch. The gradients of queries, keys and values take one launch ("backward") for heads of at most
 # ADDED_HEAD_DIM channels, or two, three for heads wider than 128.
 KERNELS = {
-    "forward": Kernel("forward", "forward", "query_tiles", "queries", ("K", "V"), ("OUT",)),
-    "backward": Kernel(
-        *("backward_key", "backward", "key_tiles", "keys"),
-        *(("Q", "GRAD_OUT", "GRAD_Q"), ("GRAD_Q", "GRAD_K", "GRAD_V")),
-    ),
-    "backward_key": Kernel("backward_key", "backward", "key_tiles", "keys", ("Q", "GRAD_OUT"), ("GRAD_K", "GRAD_V")),
-    "backward_value": Kernel("backward_key", "backward", "key_tiles", "keys", ("Q", "GRAD_OUT"), ("GRAD_V",)),
-    "backward_query": Kernel("backward_query", "backward", "query_tiles", "queries", ("K", "V"), ("GRAD_Q",)),
+    "forward": Kernel("forward", "query_tiles", "queries", ("K", "V"), ("OUT",)),
+    "backward": Kernel("backward_key", "key_tiles", "keys", (*_VISITS, "GRAD_Q"), _GRADIENTS),
+    "backward_key": Kernel("backward_key", "key_tiles", "keys", _VISITS, ("GRAD_K", "GRAD_V")),
+    "backward_value": Kernel("backward_key", "key_tiles", "keys", _VISITS, ("GRAD_V",)),
+    "backward_query": Kernel("backward_query", "query_tiles", "queries", ("K", "V"), ("GRAD_Q",)),
 } | {
-    name: Kernel(name, "bias_gradient", tiles, "queries", ("Q", "K", "V", "GRAD_OUT"), ("GRAD_POSITION", "GRAD_TIME"))
-    for name, tiles in (("bias_gradient", "bias_work"), ("target_bias_gradient", "target_work"))
+    name: Kernel(name, work, "queries", ("Q", "K", "V", "GRAD_OUT"), ("GRAD_POSITION", "GRAD_TIME"), "bias_gradient")
+    for name, work in (("bias_gradient", "bias_work"), ("target_bias_gradient", "target_work"))
 }
 # By bytes of an element: wider heads in float32 would not fit into registers.
 MAX_HEAD_DIM = {2: 256, 4: 128}

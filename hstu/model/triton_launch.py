@@ -303,27 +303,18 @@ def _measured_blocks(device: torch.device, kind: LayerKind) -> dict[str, Blocks]
 
 def _fastest(kernel: str, candidates: list[Blocks], inputs: Inputs) -> Blocks:
     """The blocks with which a kernel is fastest on these inputs."""
-    query = inputs.query
-    outputs = _sample_outputs(kernel, inputs)
-    seconds = {
-        blocks: _seconds(
-            functools.partial(_launch, kernel, blocks, inputs, outputs, None if kernel == "forward" else query)
-        )
-        for blocks in candidates
-    }
-    fastest = min(candidates, key=seconds.__getitem__)
-    if math.isinf(seconds[fastest]):
+    query, outputs = inputs.query, _sample_outputs(kernel, inputs)
+    gradient = None if kernel == "forward" else query
+    seconds = {}
+    for blocks in candidates:
+        # Fails for blocks that need more shared memory than the device has.
+        with contextlib.suppress(importlib.import_module("triton.runtime.errors").OutOfResources):
+            run = functools.partial(_launch, kernel, blocks, inputs, outputs, gradient)
+            seconds[blocks] = seconds_of(run, on_device=True)
+    if not seconds:
         reason = _too_little_memory(query.device, query.dtype, query.shape[2])
         raise ValueError(f"kernel_backend is 'triton' and {reason} choose 'pytorch'")
-    return fastest
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """Seconds of a launch on the device; infinite if it needs more shared memory than the device has."""
-    try:
-        return seconds_of(run, on_device=True)
-    except importlib.import_module("triton.runtime.errors").OutOfResources:
-        return math.inf
+    return min(seconds, key=seconds.__getitem__)
 
 
 def seconds_of(run: Callable[[], object], *, on_device: bool = False) -> float:

@@ -4,7 +4,7 @@ The flow of a batch, and the file of each step:
 
     embeddings ─► token_layout.py ─► decoder.py (attention.py in each layer) ─► loss
                                         │ keys and values of histories
-                                        └► decoding_cache.py ─► gpt.py, beam_search.py, trie.py ─► items
+                                        └► gpt.py, beam_search.py, trie.py ─► items
 """
 
 from sid_gr.model.config import SIDGRConfig

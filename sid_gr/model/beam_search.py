@@ -14,7 +14,7 @@ import torch
 
 from sid_gr.model.trie import SIDTrie
 
-NextLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+NextLogits = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,6 @@ class GeneratedItems:
     log_probs: torch.Tensor  # at least float32 `(num_rows, beam_width)`, descending
 
 
-def check_beam_width(beam_width: int, trie: SIDTrie) -> None:
-    """Raise ValueError unless `beam_width` is between 1 and the number of SIDs."""
-    if not 1 <= beam_width <= trie.num_sids:
-        raise ValueError(
-            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in a different SID: "
-            f"give a width between 1 and {trie.num_sids}"
-        )
-
-
 def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next_logits: NextLogits) -> GeneratedItems:
     """Find the likeliest items.
 
@@ -42,17 +33,13 @@ def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next
 
     Args:
         trie: the valid items.
-        beam_width: number of beams kept per row, and of items found.
+        beam_width: number of beams kept per row, and of items found; at most the number of valid items.
         first_logits: `(num_rows, codebook_sizes[0])`, scores of the first code.
-        next_logits: function called for every further hierarchy with the last chosen codes, int64
+        next_logits: function called for every further hierarchy with its number, the last chosen codes, int64
             `(num_rows, num_beams)`, and the numbers of the beams that they extend, of the same shape; returns the
             scores of the next code, `(num_rows, num_beams, codebook size)`. num_beams is `beam_width`, or the number
             of prefixes if that is smaller.
-
-    Raises:
-        ValueError: `beam_width` is above the number of items.
     """
-    check_beam_width(beam_width, trie)
     num_rows = first_logits.shape[0]
     nodes = torch.zeros(num_rows, 1, dtype=torch.int64, device=first_logits.device)  # node of every beam: the root
     log_probs = first_logits.new_zeros(num_rows, 1)
@@ -65,5 +52,5 @@ def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next
         log_probs, chosen = totals.topk(min(beam_width, trie.num_nodes[depth + 1]), dim=1)
         nodes = following.gather(1, chosen)
         if depth + 1 < len(trie.codebook_sizes):
-            logits = next_logits(chosen % size, chosen // size)
+            logits = next_logits(depth + 1, chosen % size, chosen // size)
     return GeneratedItems(nodes, log_probs)

@@ -24,9 +24,8 @@ from sid_gr.megatron_core import (
     get_gpt_layer_with_transformer_engine_spec,
     parallel_state,
 )
-from sid_gr.model.attention import CausalRows, PatternAttention
+from sid_gr.model.attention import BeamStep, CausalRows, DecodingCache, PatternAttention
 from sid_gr.model.config import SIDGRConfig
-from sid_gr.model.decoding_cache import BeamStep, DecodingCache
 from sid_gr.model.token_layout import TokenLayout, lay_out_batch
 from sid_gr.parallel import tensor_parallel_size
 
@@ -96,7 +95,10 @@ class SIDDecoder(nn.Module):
             TypeError: labels are no KeyedJaggedTensor.
         """
         layout = self.lay_out(batch)
-        return self.loss(self.encode(self.tokens(embeddings, batch, layout), CausalRows(layout=layout)), layout, batch)
+        history, candidates = (
+            embeddings[name].values() for name in (batch.history_feature_name, batch.candidate_feature_name)
+        )
+        return self.loss(self.encode(history, candidates, layout), layout, batch)
 
     def lay_out(self, batch: GPTSIDBatch) -> TokenLayout:
         """The token layout of a batch.
@@ -126,16 +128,22 @@ class SIDDecoder(nn.Module):
             device=self.bos.device,
         )
 
-    def tokens(self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch, layout: TokenLayout) -> torch.Tensor:
-        """Tokens of a batch, `(num_tokens, hidden_size)`: embeddings + positions."""
-        names = (batch.history_feature_name, batch.candidate_feature_name)
-        ids = [embeddings[name].values().to(self.bos.dtype) for name in names]
-        return torch.cat([self.bos, *ids]).index_select(0, layout.source) + self.positions.index_select(
-            0, layout.positions
-        )
+    def encode(
+        self,
+        history: torch.Tensor,
+        candidates: torch.Tensor,
+        layout: TokenLayout,
+        cache: DecodingCache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states `(num_tokens, hidden_size)`, from the embeddings of all history ids and all candidate ids.
 
-    def encode(self, tokens: torch.Tensor, pattern: CausalRows | BeamStep) -> torch.Tensor:
-        """Apply the layers and a final layer norm: `(num_tokens, hidden_size)`, as the tokens."""
+        `cache` receives the keys and values, for `step`.
+        """
+        ids = torch.cat([part.to(self.bos.dtype) for part in (self.bos, history, candidates)])
+        tokens = ids.index_select(0, layout.source) + self.positions.index_select(0, layout.positions)
+        return self._apply_layers(tokens, CausalRows(layout=layout, cache=cache))
+
+    def _apply_layers(self, tokens: torch.Tensor, pattern: CausalRows | BeamStep) -> torch.Tensor:
         if tokens.shape[0] == 0:
             return tokens  # still in the graph, so that the table's backward pass runs on all ranks
         layers = self.get_submodule(self._layers)
@@ -179,7 +187,7 @@ class SIDDecoder(nn.Module):
         # All codes of the generated item have the position after the history.
         items = (cache.layout.prefix_lengths - 1) // self.config.num_hierarchies + 1
         tokens = embeddings.to(self.bos.dtype) + self.positions.index_select(0, items).repeat_interleave(num_beams, 0)
-        return self.encode(tokens, BeamStep(cache=cache, num_beams=num_beams))
+        return self._apply_layers(tokens, BeamStep(cache=cache, num_beams=num_beams))
 
 
 def _drop_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,17 +10,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, codebook_offsets
-from sid_gr.embedding import CodeEmbedding
-from sid_gr.model.attention import CausalRows
-from sid_gr.model.beam_search import GeneratedItems, beam_search, check_beam_width
+from sid_gr.model.attention import DecodingCache
+from sid_gr.model.beam_search import GeneratedItems, NextLogits, beam_search
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.model.decoder import LossOutput, SIDDecoder, candidate_codes
-from sid_gr.model.decoding_cache import DecodingCache
-from sid_gr.model.token_layout import RowSpans, TokenLayout, lay_out
+from sid_gr.model.token_layout import TokenLayout, lay_out_batch
 from sid_gr.model.trie import SIDTrie
+
+TABLE = "codes"  # name of the table
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,46 @@ class GenerationOutput(LossOutput):
     # int64 `(num_candidates,)`, leaves of the true items, row after row; −1 for an SID that is not valid.
     candidates: torch.Tensor
     num_candidates: torch.Tensor  # int64 `(num_rows,)`, number of true items of each real row
+
+
+class CodeEmbedding(nn.Module):
+    """Looks up the ids of both sequences in one table.
+
+    The forward has no control flow and the collection is a TorchRec module, so DistributedModelParallel can shard the
+    table and a train pipeline can separate the lookup from the rest of the model.
+
+    Args:
+        feature_names: keys of the histories' and the candidates' ids.
+        num_codes: number of codes of all hierarchies together.
+        embedding_dim: width of an embedding.
+        device: device of the table, None for the CPU; with "meta", sharding makes and initialises the shards.
+    """
+
+    def __init__(
+        self,
+        feature_names: Sequence[str],
+        num_codes: int,
+        embedding_dim: int,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.feature_names = list(feature_names)
+        table = EmbeddingConfig(
+            name=TABLE, embedding_dim=embedding_dim, num_embeddings=num_codes, feature_names=self.feature_names
+        )
+        self.collection = EmbeddingCollection(tables=[table], device=device)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Embeddings by feature name.
+
+        Args:
+            features: int64 ids of both sequences.
+
+        Returns:
+            For each sequence a JaggedTensor with values `(num_ids, embedding_dim)` and lengths `(batch_size,)`.
+        """
+        return self.collection(features)
 
 
 class SIDGRModel(nn.Module):
@@ -71,7 +113,11 @@ class SIDGRModel(nn.Module):
                     f"codebook_sizes of the model are {list(config.codebook_sizes)}, those of the valid SIDs "
                     f"{list(trie.codebook_sizes)}; a head scores one codebook of the map: make both equal"
                 )
-            check_beam_width(beam_width, trie)
+            if not 1 <= beam_width <= trie.num_sids:
+                raise ValueError(
+                    f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in a different "
+                    f"SID: give a width between 1 and {trie.num_sids}"
+                )
         self.config = config
         self.trie = trie
         self.beam_width = beam_width
@@ -97,14 +143,9 @@ class SIDGRModel(nn.Module):
         embeddings = self.embedding(batch.features)
         if self.training or self.trie is None:
             return self.dense(embeddings, batch)
-        decoder = self.decoder
-        layout = decoder.lay_out(batch)
-        cache = DecodingCache(layout)
-        hidden = decoder.encode(decoder.tokens(embeddings, batch, layout), CausalRows(layout=layout, cache=cache))
-        loss, output = decoder.loss(hidden, layout, batch)
-        generated = self._decode(hidden, layout, cache, batch)
-        num_rows = layout.num_rows
-        lengths = batch.code_lengths(batch.candidate_feature_name)[:num_rows]
+        layout, hidden, generated = self._generate(embeddings, batch)
+        loss, output = self.decoder.loss(hidden, layout, batch)
+        lengths = batch.code_lengths(batch.candidate_feature_name)[: layout.num_rows]
         truth = self.trie.lookup(candidate_codes(batch, layout.predicting.numel()))
         return loss, GenerationOutput(
             output.loss_sum, output.num_loss_tokens, generated, truth, lengths // self.config.num_hierarchies
@@ -127,35 +168,68 @@ class SIDGRModel(nn.Module):
         """
         if self.trie is None:
             raise RuntimeError("the model has no trie; generation needs the valid SIDs: make the model with a trie")
+        return self._generate(self.embedding(batch.features), batch, use_cache=use_cache)[2]
+
+    def _generate(
+        self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch, *, use_cache: bool = True
+    ) -> tuple[TokenLayout, torch.Tensor, GeneratedItems]:
+        """The layout of a batch, its hidden states, and the items of beam search, in the order of the batch's rows."""
+        assert self.trie is not None  # noqa: S101  checked by the callers
         decoder = self.decoder
-        embeddings = self.embedding(batch.features)
         layout = decoder.lay_out(batch)
         cache = DecodingCache(layout) if use_cache else None
-        hidden = decoder.encode(decoder.tokens(embeddings, batch, layout), CausalRows(layout=layout, cache=cache))
-        return self._decode(hidden, layout, cache, batch, embeddings)
-
-    def _decode(
-        self,
-        hidden: torch.Tensor,
-        layout: TokenLayout,
-        cache: DecodingCache | None,
-        batch: GPTSIDBatch,
-        embeddings: Mapping[str, JaggedTensor] | None = None,
-    ) -> GeneratedItems:
-        """Beam search from the hidden states of the histories; results are in the order of the batch's rows."""
-        assert self.trie is not None  # noqa: S101  checked by the callers
-        first = self.decoder.logits(hidden.index_select(0, layout.last_history), 0)
-        if cache is not None:
-            steps: _CachedSteps | _RepeatedSteps = _CachedSteps(self, layout, cache, batch)
-        else:
-            assert embeddings is not None  # noqa: S101  given by `generate`
-            steps = _RepeatedSteps(self, layout, batch, embeddings)
+        history, candidates = (embeddings[name].values() for name in self.embedding.feature_names)
+        hidden = decoder.encode(history, candidates, layout, cache)
+        first = decoder.logits(hidden.index_select(0, layout.last_history), 0)
+        steps = self._repeated_steps(history, layout, batch) if cache is None else self._cached_steps(cache, batch)
         found = beam_search(self.trie, self.beam_width, first, steps)
         back = torch.empty_like(layout.order)
         back[layout.order] = torch.arange(layout.num_rows, device=back.device)
-        return GeneratedItems(found.leaves[back], found.log_probs[back])
+        return layout, hidden, GeneratedItems(found.leaves[back], found.log_probs[back])
 
-    def embed_codes(self, codes: torch.Tensor, hierarchy: int, batch: GPTSIDBatch) -> torch.Tensor:
+    def _cached_steps(self, cache: DecodingCache, batch: GPTSIDBatch) -> NextLogits:
+        """`next_logits` of `beam_search` with cached keys and values of histories and beams."""
+
+        def step(hierarchy: int, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+            cache.choose_beams(parents)
+            embeddings = self._embed_codes(codes, hierarchy - 1, batch)
+            hidden = self.decoder.step(embeddings, cache, codes.shape[1])
+            return self.decoder.logits(hidden, hierarchy).unflatten(0, codes.shape)
+
+        return step
+
+    def _repeated_steps(self, history: torch.Tensor, layout: TokenLayout, batch: GPTSIDBatch) -> NextLogits:
+        """`next_logits` of `beam_search` that recomputes the whole sequence of every beam."""
+        (lengths,) = batch.host_lengths(batch.history_feature_name)
+        histories, order = history.split(lengths.tolist()), layout.order.tolist()
+        generated = history.new_empty(len(order), 1, 0, history.shape[1])  # (num_rows, num_beams, codes so far, width)
+
+        def step(hierarchy: int, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+            nonlocal generated
+            new = self._embed_codes(codes, hierarchy - 1, batch).unflatten(0, (*codes.shape, 1))
+            rows = torch.arange(len(order), device=codes.device)[:, None]
+            generated = torch.cat([generated[rows, parents], new], dim=2)
+            beams, num_beams = codes.numel(), codes.shape[1]
+            repeated = lay_out_batch(
+                np.repeat(lengths[order], num_beams),
+                np.full(beams, hierarchy + 1),
+                num_rows=beams,
+                num_hierarchies=self.config.num_hierarchies,
+                num_heads=self.decoder.heads_per_rank,
+                device=codes.device,
+            )
+            hidden = self.decoder.encode(
+                torch.cat([history[:0], *(histories[row] for row in order for _ in range(num_beams))]),
+                # The last candidate code of a row is predicted and no token.
+                torch.nn.functional.pad(generated, (0, 0, 0, 1)).flatten(0, 2),
+                repeated,
+            )
+            last = repeated.predicting.view(beams, hierarchy + 1)[:, -1]
+            return self.decoder.logits(hidden.index_select(0, last), hierarchy).unflatten(0, codes.shape)
+
+        return step
+
+    def _embed_codes(self, codes: torch.Tensor, hierarchy: int, batch: GPTSIDBatch) -> torch.Tensor:
         """Embeddings of generated codes: a lookup in the sharded table, so a collective call.
 
         Args:
@@ -177,67 +251,3 @@ class SIDGRModel(nn.Module):
             length_per_key=[0, num_rows * num_beams],
         )
         return self.embedding(features)[self.embedding.feature_names[1]].values()
-
-
-class _CachedSteps:
-    """`next_logits` of `beam_search` with cached keys and values of histories and beams."""
-
-    def __init__(self, model: SIDGRModel, layout: TokenLayout, cache: DecodingCache, batch: GPTSIDBatch) -> None:
-        self._model, self._layout, self._cache, self._batch = model, layout, cache, batch
-        self._hierarchy = 0
-
-    def __call__(self, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        """See `beam_search`."""
-        self._cache.choose_beams(parents)
-        embeddings = self._model.embed_codes(codes, self._hierarchy, self._batch)
-        hidden = self._model.decoder.step(embeddings, self._cache, codes.shape[1])
-        self._hierarchy += 1
-        return self._model.decoder.logits(hidden, self._hierarchy).unflatten(0, codes.shape)
-
-
-class _RepeatedSteps:
-    """`next_logits` of `beam_search` that recomputes the whole sequence of every beam."""
-
-    def __init__(
-        self, model: SIDGRModel, layout: TokenLayout, batch: GPTSIDBatch, embeddings: Mapping[str, JaggedTensor]
-    ) -> None:
-        self._model, self._batch = model, batch
-        self._history = embeddings[batch.history_feature_name].values()
-        (lengths,) = batch.host_lengths(batch.history_feature_name)
-        rows = layout.order.cpu().numpy()
-        self._starts, self._lengths = (np.cumsum(lengths) - lengths)[rows], lengths[rows]
-        self._generated: torch.Tensor | None = None  # (num_rows, num_beams, codes so far, hidden_size)
-        self._hierarchy = 0
-
-    def __call__(self, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        """See `beam_search`."""
-        decoder = self._model.decoder
-        num_rows, num_beams = codes.shape
-        new = self._model.embed_codes(codes, self._hierarchy, self._batch).unflatten(0, (num_rows, num_beams, 1))
-        if self._generated is not None:
-            rows = torch.arange(num_rows, device=codes.device)[:, None]
-            new = torch.cat([self._generated[rows, parents], new], dim=2)
-        self._generated = new
-        self._hierarchy += 1
-        sequences = num_rows * num_beams
-        spans = RowSpans(
-            np.repeat(self._starts, num_beams),
-            np.repeat(self._lengths, num_beams),
-            np.arange(sequences) * self._hierarchy,
-            np.full(sequences, self._hierarchy),
-        )
-        layout = lay_out(
-            spans,
-            num_history_ids=self._history.shape[0],
-            predicted=np.zeros(sequences, np.int64),
-            num_hierarchies=self._model.config.num_hierarchies,
-            num_heads=decoder.heads_per_rank,
-            device=codes.device,
-        )
-        source = torch.cat([decoder.bos, self._history.to(decoder.bos.dtype), new.flatten(0, 2).to(decoder.bos.dtype)])
-        tokens = source.index_select(0, layout.source) + decoder.positions.index_select(0, layout.positions)
-        hidden = decoder.encode(tokens, CausalRows(layout=layout))
-        # The last token of every sequence, in the order of the sequences.
-        last = torch.empty_like(layout.order)
-        last[layout.order] = layout.last_history + self._hierarchy
-        return decoder.logits(hidden.index_select(0, last), self._hierarchy).unflatten(0, codes.shape)

@@ -14,6 +14,7 @@ a block of them attends as one dense batch.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,15 +61,6 @@ class TokenLayout:
         return self.order.numel()
 
 
-class RowSpans(NamedTuple):
-    """The ranges of each row's codes in all history ids and in all candidate ids; int64 `(num_rows,)` arrays."""
-
-    history_start: np.ndarray  # index of the first history id
-    history_length: np.ndarray  # number of codes of the history
-    candidate_start: np.ndarray  # index of the first candidate id
-    candidate_length: np.ndarray  # number of codes of the candidates that are tokens
-
-
 def lay_out_batch(
     history: np.ndarray,
     candidates: np.ndarray,
@@ -88,42 +80,11 @@ def lay_out_batch(
         num_heads: number of attention heads of this rank.
         device: device of the index tensors.
     """
-    spans = RowSpans(
-        (np.cumsum(history) - history)[:num_rows],
-        history[:num_rows],
-        (np.cumsum(candidates) - candidates)[:num_rows],
-        np.maximum(candidates - 1, 0)[:num_rows],
-    )
-    return lay_out(
-        spans,
-        num_history_ids=int(history.sum()),
-        predicted=candidates[:num_rows],
-        num_hierarchies=num_hierarchies,
-        num_heads=num_heads,
-        device=device,
-    )
-
-
-def lay_out(
-    spans: RowSpans,
-    *,
-    num_history_ids: int,
-    predicted: np.ndarray,
-    num_hierarchies: int,
-    num_heads: int,
-    device: torch.device,
-) -> TokenLayout:
-    """The layout of rows with given ranges of codes; several rows may share a history.
-
-    Args:
-        spans: the ranges of every row's codes.
-        num_history_ids: number of history ids, which come before the candidate ids.
-        predicted: int64 `(num_rows,)`, number of predicted codes after the history of every row.
-        num_hierarchies: number of codes of an item.
-        num_heads: number of attention heads of this rank.
-        device: device of the index tensors.
-    """
-    lengths = 1 + spans.history_length + spans.candidate_length
+    history_start = (np.cumsum(history) - history)[:num_rows]
+    candidate_start = (np.cumsum(candidates) - candidates)[:num_rows]
+    num_history_ids = int(history.sum())
+    history, candidates = history[:num_rows], candidates[:num_rows]
+    lengths = 1 + history + np.maximum(candidates - 1, 0)
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
     sorted_starts = np.cumsum(sorted_lengths) - sorted_lengths
@@ -132,25 +93,26 @@ def lay_out(
 
     row = np.repeat(order, sorted_lengths)  # (num_tokens,)
     place = _places(sorted_lengths)
-    behind_history = place - 1 - spans.history_length[row]
+    behind_history = place - 1 - history[row]
     source = np.where(
         behind_history < 0,
-        1 + spans.history_start[row] + place - 1,
-        1 + num_history_ids + spans.candidate_start[row] + behind_history,
+        1 + history_start[row] + place - 1,
+        1 + num_history_ids + candidate_start[row] + behind_history,
     )
     source[place == 0] = 0
-    prefix = 1 + spans.history_length
-    predicting = np.repeat(starts + spans.history_length, predicted) + _places(predicted)
-    blocks = _cut_blocks(sorted_lengths, num_heads, device)
-    slots = [_slots(sorted_lengths, block) for block in blocks if block.slots is not None]
+    predicting = np.repeat(starts + history, candidates) + _places(candidates)
+    first_rows = _first_rows_of_blocks(sorted_lengths, num_heads, device)
+    parts = np.split(sorted_lengths, first_rows[1:])[: len(first_rows)]
+    is_padded = [part[0] > part[-1] for part in parts]
+    slots = (np.repeat(np.arange(part.size) * part[0], part) + _places(part) for part in parts)
     indices = [
         source,
         (place + num_hierarchies - 1) // num_hierarchies,
         predicting,
-        (starts + prefix - 1)[order],
-        prefix[order],
+        (starts + history)[order],
+        (1 + history)[order],
         order,
-        *slots,
+        *itertools.compress(slots, is_padded),
     ]
     source_index, positions, tokens, last, prefixes, rows, *slot_parts = to_device(indices, device)
     remaining = iter(slot_parts)
@@ -161,36 +123,28 @@ def lay_out(
         last_history=last,
         prefix_lengths=prefixes,
         order=rows,
-        blocks=[block if block.slots is None else block._replace(slots=next(remaining)) for block in blocks],
+        blocks=[
+            DenseBlock(first_row, part.size, int(part.sum()), int(part[0]), next(remaining) if padded else None)
+            for first_row, part, padded in zip(first_rows, parts, is_padded)
+        ],
     )
 
 
-def _cut_blocks(sorted_lengths: np.ndarray, num_heads: int, device: torch.device) -> list[DenseBlock]:
-    """Cut rows, longest first, into blocks; in a block with padding, `slots` is an empty tensor for now.
+def _first_rows_of_blocks(sorted_lengths: np.ndarray, num_heads: int, device: torch.device) -> list[int]:
+    """Cut rows, longest first, into blocks.
 
     A block takes rows until its padding costs as much as another block: short rows of any lengths share a block, and
     long rows get little padding.
     """
     dispatch = _DISPATCH_PAIRS["cpu" if device.type == "cpu" else "accelerator"]
-    pending = torch.empty(0, dtype=torch.int64)
-    blocks: list[DenseBlock] = []
-    wasted = 0
+    first_rows: list[int] = []
+    longest = wasted = 0
     for row, length in enumerate(sorted_lengths.tolist()):
-        if blocks:
-            first_row, num_rows, num_tokens, longest, _ = blocks[-1]
-            wasted += (longest * (longest + 1) - length * (length + 1)) // 2 * num_heads
-            if wasted <= dispatch:
-                slots = None if length == longest else pending
-                blocks[-1] = DenseBlock(first_row, num_rows + 1, num_tokens + length, longest, slots)
-                continue
-        blocks.append(DenseBlock(row, 1, length, length, None))
-        wasted = 0
-    return blocks
-
-
-def _slots(sorted_lengths: np.ndarray, block: DenseBlock) -> np.ndarray:
-    lengths = sorted_lengths[block.first_row : block.first_row + block.num_rows]
-    return np.repeat(np.arange(block.num_rows) * block.length, lengths) + _places(lengths)
+        wasted += (longest * (longest + 1) - length * (length + 1)) // 2 * num_heads
+        if not first_rows or wasted > dispatch:
+            first_rows.append(row)
+            longest, wasted = length, 0
+    return first_rows
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:

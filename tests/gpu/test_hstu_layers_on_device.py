@@ -20,9 +20,10 @@ from hstu.model import triton_attention as triton_attention_module
 from hstu.model.attention import TokenTimes, hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import choose_execution
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_blocks import candidate_blocks
 from hstu.model.triton_launch import uses_triton
+from hstu.model.triton_plan import plan_triton_attention
 from hstu.train_config import ModelArgs
 from tests.helpers.models.hstu_models import TABLES, random_batch
 from tests.helpers.models.torchrec_model import rank_device
@@ -34,38 +35,56 @@ CONFIGS = {
 MODELS = {"ranking": HSTURankingModel, "retrieval": HSTURetrievalModel}
 
 
-@pytest.mark.parametrize("with_times", [False, True])
+ROWS = [300, 0, 41, 7, 7], [90, 0, 0, 7, 2], [2, 0, 1, 0, 1]  # lengths, targets and contextual tokens
+
+
+def random_tensors(head_dim, dtype, *, sees_ahead):
+    """A projection of the tokens of ROWS in a dtype, biases by distance and by time, and times."""
+    generator = torch.Generator().manual_seed(0)
+    projection = torch.randn(355, 4 * 2 * head_dim, generator=generator).mul_(0.3).to(dtype)
+    position = torch.randn(2, 599 if sees_ahead else 300, generator=generator) * 0.3
+    time_bias = torch.randn(2, 20, generator=generator)
+    return projection, position, time_bias, torch.randint(100, (355,), generator=generator)  # none on a bucket's edge
+
+
+def plan_of(make_plan, with_context, **options):
+    lengths, targets, contextual = map(torch.tensor, ROWS)
+    return make_plan(lengths, targets, contextual if with_context else None, **options)
+
+
+def attend(where, dtype, tensors, attention, plan, bias):
+    """The output of attention on a device, and the gradients of what it uses."""
+    projection, position, time_bias, seconds = tensors
+    leaves = [each.detach().to(where).requires_grad_() for each in (projection.to(dtype), position, time_bias)]
+    _, v, q, k = (part.unflatten(1, (2, -1)) for part in leaves[0].chunk(4, dim=1))
+    times = TokenTimes(seconds.to(where), leaves[2]) if bias == "both" else None
+    output = attention(q, k, v, None if bias == "none" else leaves[1], plan, normalizer=300.0, times=times)
+    (output * torch.linspace(-1, 1, output.numel()).view(output.shape).to(where, dtype)).sum().backward()
+    used = [True, bias != "none", bias == "both"]
+    return [output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)]
+
+
+@pytest.mark.parametrize("bias", ["position", "both"])
 @pytest.mark.parametrize("with_context", [False, True])
 @pytest.mark.parametrize(("is_causal", "group"), [(True, 1), (True, 3), (False, 1)])
-def test_attention_is_that_of_the_host(device, is_causal, group, with_context, with_times):
-    generator = torch.Generator().manual_seed(0)
-    lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [9, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
-    tensors = [torch.randn(355, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
-    sees_ahead = with_context or not is_causal
-    tensors += [torch.randn(2, 599 if sees_ahead else 300, dtype=torch.float64, generator=generator)]
-    tensors += [torch.randn(2, 20, dtype=torch.float64, generator=generator)]
-    seconds = torch.randint(100, (355,), generator=generator)  # no difference is on the edge of a bucket
-
-    def attend(where, dtype):
-        leaves = [tensor.to(where, dtype).requires_grad_() for tensor in tensors]
-        plan = plan_attention(
-            lengths,
-            targets,
-            contextual if with_context else None,
-            num_heads=2,
-            is_causal=is_causal,
-            target_group_size=group,
-            device=where,
+def test_attention_is_that_of_the_host(device, is_causal, group, with_context, bias):
+    tensors = random_tensors(8, torch.float32, sees_ahead=with_context or not is_causal)
+    found, expected = (
+        attend(
+            where,
+            dtype,
+            tensors,
+            hstu_attention,
+            plan_of(
+                plan_attention, with_context, num_heads=2, is_causal=is_causal, target_group_size=group, device=where
+            ),
+            bias,
         )
-        times = TokenTimes(seconds.to(where), leaves[4]) if with_times else None
-        output = hstu_attention(*leaves[:4], plan, normalizer=16.0, times=times)
-        (output * torch.linspace(-1, 1, output.numel()).view(output.shape).to(where, dtype)).sum().backward()
-        return [output.detach(), *(leaf.grad for leaf in leaves[: 4 + with_times])]
-
-    found = attend(rank_device(device), torch.float32)
-    for value, expected in zip(found, attend(torch.device("cpu"), torch.float64)):
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(value.cpu().double(), expected, rtol=0, atol=1e-4 * scale)
+        for where, dtype in ((rank_device(device), torch.float32), (torch.device("cpu"), torch.float64))
+    )
+    for value, wanted in zip(found, expected):
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(value.cpu().double(), wanted.double(), rtol=0, atol=1e-4 * scale)
 
 
 def one_of(candidates, number):
@@ -102,33 +121,14 @@ def test_triton_attention_is_that_of_the_host(
         pytest.skip(f"kernels of Triton cannot run on {where} or for {head_dim} channels of {dtype}")
     if torch.cuda.get_device_capability(where) >= (9, 0):
         monkeypatch.setattr(triton_launch, "candidate_blocks", lambda *kind: one_of(candidate_blocks(*kind), number))
-    generator = torch.Generator().manual_seed(0)
-    lengths, targets, contextual = map(torch.tensor, ([300, 0, 41, 7, 7], [90, 0, 0, 7, 2], [2, 0, 1, 0, 1]))
-    contextual = contextual if with_context else None
-    projection = torch.randn(355, 4 * 2 * head_dim, generator=generator).mul_(0.3).to(dtype)
-    position = torch.randn(2, 599 if with_context or not is_causal else 300, generator=generator) * 0.3
-    time_bias, seconds = torch.randn(2, 20, generator=generator), torch.randint(100, (355,), generator=generator)
     masks = {"is_causal": is_causal, "target_group_size": group, "max_attn_len": max_attn_len}
-
-    def attend(where, dtype, attention, plan):
-        inputs = (projection.to(dtype), position, time_bias)
-        leaves = [tensor.detach().to(where).requires_grad_() for tensor in inputs]
-        _, v, q, k = (part.unflatten(1, (2, head_dim)) for part in leaves[0].chunk(4, dim=1))
-        table = leaves[1] * (bias != "none")
-        if bias == "none" and attention is triton_attention:
-            table = None
-        times = TokenTimes(seconds.to(where), leaves[2]) if bias == "both" else None
-        output = attention(q, k, v, table, plan, normalizer=300.0, times=times)
-        (output * torch.linspace(-1, 1, output.numel()).view(output.shape).to(where, dtype)).sum().backward()
-        used = [True, bias != "none", bias == "both"]
-        return [output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)]
-
-    plan = plan_attention(lengths, targets, contextual, num_heads=2, **masks)
-    of_host = attend(torch.device("cpu"), torch.float32, hstu_attention, plan)
-    plan = plan_triton_attention(lengths, targets, contextual, device=where, **masks)
+    tensors = random_tensors(head_dim, dtype, sees_ahead=with_context or not is_causal)
+    plan = plan_of(plan_attention, with_context, num_heads=2, **masks)
+    of_host = attend(torch.device("cpu"), torch.float32, tensors, hstu_attention, plan, bias)
+    plan = plan_of(plan_triton_attention, with_context, device=where, **masks)
     for short_row in (0, 1000):
         monkeypatch.setattr(triton_attention_module, "_SHORT_ROW", short_row)
-        for value, expected in zip(attend(where, dtype, triton_attention, plan), of_host):
+        for value, expected in zip(attend(where, dtype, tensors, triton_attention, plan, bias), of_host):
             scale = float(expected.abs().max())
             torch.testing.assert_close(value.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 

@@ -23,7 +23,7 @@ from hstu.negatives import draw_negatives, with_negatives
 from hstu.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models.hstu_models import model_of, with_timestamps
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
-from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
+from tests.helpers.pipelines.shuffled_pipelines import before_a_commit, train_steps
 
 STEPS = 7
 TABLES = {"user": 30, "item": 50, "action": 6}
@@ -71,10 +71,10 @@ def random_batches(candidates):
 
 
 def _train_both_ways(task, candidates, sharding):
-    """Weights before, and of the shuffler on and off the weights behind and the loss; and the rows that moved."""
-    before, on, moved, loss_on = _train("hstu", task, candidates, sharding)
-    _, off, _, loss_off = _train("identity", task, candidates, sharding)
-    return before, on, off, moved, loss_on, loss_off
+    """Weights before; with the shuffler on and off the weights behind; the rows that moved; and the losses of both."""
+    before, on, losses_on, moved = _train("hstu", task, candidates, sharding)
+    _, off, losses_off, _ = _train("identity", task, candidates, sharding)
+    return before, on, off, moved, losses_on, losses_off
 
 
 def _train(kind, task, candidates, sharding):
@@ -101,18 +101,8 @@ def _train(kind, task, candidates, sharding):
         shuffler = IdentityBalancedBatchShuffler()
     before = weights_of(model)
     pipeline = balanced(pipeline_class)(model, optimizer, device, batch_shuffler=shuffler)
-    source = batches(config, candidates)
-    moved = losses = 0
-    try:
-        for _ in range(STEPS):
-            output = pipeline.progress(source)
-            losses += float(output.loss_sum)
-            moved += pipeline.last_stats is not None and pipeline.last_stats.moved
-    finally:
-        shuffler.close()
-    total = torch.tensor(losses, dtype=torch.float64)
-    dist.all_reduce(total)
-    return before, weights_of(model), moved, float(total)
+    losses, moved = train_steps(pipeline, shuffler, batches(config, candidates), STEPS)
+    return before, weights_of(model), losses, moved
 
 
 @pytest.mark.parametrize(
@@ -120,12 +110,12 @@ def _train(kind, task, candidates, sharding):
     before_a_commit([("ranking by time", 3), ("windows", 3), ("drawn", 0), ("global", 0)], [("ranking", 0)]),
 )
 def test_plain_tables_in_float64(ranks, task, candidates):
-    before, on, off, moved, loss_on, loss_off = ranks.run(_train_both_ways, task, candidates, None)[0]
+    before, on, off, moved, losses_on, losses_off = ranks.run(_train_both_ways, task, candidates, None)[0]
     assert moved > 5
     for name in on:
         assert float((on[name] - off[name]).abs().max()) < 1e-10
     assert any(float((on[name] - before[name]).abs().max()) > 1e-2 for name in on)  # it did train
-    assert loss_on == pytest.approx(loss_off, rel=1e-12)
+    assert losses_on == pytest.approx(losses_off, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +125,18 @@ def test_plain_tables_in_float64(ranks, task, candidates):
     ),
 )
 def test_sharded_tables_in_float32(ranks, task, sharding):
-    _, on, off, moved, loss_on, loss_off = ranks.run(_train_both_ways, task, 0, sharding)[0]
+    _, on, off, moved, losses_on, losses_off = ranks.run(_train_both_ways, task, 0, sharding)[0]
     assert moved > 5
     for name in on:
         # A small weight, such as a bias, is the sum of terms of order 1, which float32 rounds.
         atol = max(1e-6, 1e-5 * float(off[name].abs().max()))
         torch.testing.assert_close(on[name], off[name], rtol=1e-5, atol=atol)
-    assert loss_on == pytest.approx(loss_off, rel=1e-5)
+    assert losses_on == pytest.approx(losses_off, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_negatives_of_neighbours_change_with_the_neighbours(two_ranks):
     """What the docs say cannot be avoided; and that the tests above would notice."""
-    *_, moved, loss_on, loss_off = two_ranks.run(_train_both_ways, "neighbours", 0, None)[0]
+    *_, moved, losses_on, losses_off = two_ranks.run(_train_both_ways, "neighbours", 0, None)[0]
     assert moved > 5
-    assert abs(loss_on - loss_off) > 1e-4 * loss_off
+    assert abs(sum(losses_on) - sum(losses_off)) > 1e-4 * sum(losses_off)

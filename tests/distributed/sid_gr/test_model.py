@@ -238,6 +238,7 @@ def _mistakes():
         calls = {
             "groups of another size": lambda: make_model(tensor_model_parallel_size=2),
             "beam": lambda: make_model(beam_width=24),
+            "no beam": lambda: make_model(beam_width=0),
             "codebooks": lambda: SIDGRModel(model.config, trie=trie),
             "no trie": lambda: SIDGRModel(model.config).generate(make_batch(0)),
             "no labels": lambda: model(make_batch(0, with_labels=False)),
@@ -261,6 +262,7 @@ def test_mistakes(two_ranks):
             "world": "ValueError: tensor_model_parallel_size is 3, there are 2 ranks",
             "groups of another size": "ValueError: tensor_model_parallel_size is 2, the groups were made for 1",
             "beam": "ValueError: beam width is 24, there are 23 valid SIDs",
+            "no beam": "ValueError: beam width is 0, there are 23 valid SIDs",
             "codebooks": "ValueError: codebook_sizes of the model are [5, 3, 4], those of the valid SIDs [5, 3, 6]",
             "no trie": "RuntimeError: the model has no trie",
             "no labels": "TypeError: labels are NoneType",

@@ -26,6 +26,7 @@ from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
 from tests.helpers.jobs.programs import ROOT, run_program
 from tests.helpers.models.sid_models import CPU, build_sharded, heavy_tailed_batches, make_pipeline, model_parallel
 from tests.helpers.models.torchrec_model import weights_of
+from tests.helpers.pipelines.shuffled_pipelines import train_steps
 
 
 def _train(folder, tensor_parallel_size, **changes):
@@ -156,17 +157,7 @@ def _train_steps(balances, pipeline, sharding, tensor_parallel_size=1):
         model = build_sharded(sharding, tensor_model_parallel_size=tensor_parallel_size)
         before = weights(model)
         pipeline, shuffler = make_pipeline(pipeline, model, balances)
-        source = iter(heavy_tailed_batches(STEPS))
-        losses, moved = [], 0
-        try:
-            for _ in range(STEPS):
-                output = pipeline.progress(source)
-                terms = torch.tensor([float(output.loss_sum), output.num_loss_tokens], dtype=torch.float64)
-                dist.all_reduce(terms, group=resolve_process_group())
-                losses.append(float(terms[0] / terms[1]))
-                moved += pipeline.last_stats is not None and pipeline.last_stats.moved
-        finally:
-            shuffler.close()
+        losses, moved = train_steps(pipeline, shuffler, iter(heavy_tailed_batches(STEPS)), STEPS)
         return losses, before, weights(model), moved
 
 

@@ -18,6 +18,7 @@ from torchrec.distributed.train_pipeline import train_pipelines as stock
 from commons.dispatch import SingleRankLoader, redistribute_balanced
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import balanced, shuffle_stage, windowed_iter
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.cuda.pretended_streams import (
@@ -125,6 +126,21 @@ def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> 
             yield pipeline.progress(source)
         except StopIteration:
             return
+
+
+def train_steps(
+    pipeline: Any, shuffler: BaseTaskBalancedBatchShuffler, source: Iterator[Any], steps: int
+) -> tuple[list[float], int]:
+    """The mean loss of every step over all ranks, and the number of steps that moved rows; closes the shuffler."""
+    losses, moved = [], 0
+    with closing(shuffler):
+        for _ in range(steps):
+            output = pipeline.progress(source)
+            terms = torch.tensor([float(output.loss_sum), output.num_loss_tokens], dtype=torch.float64)
+            dist.all_reduce(terms, group=resolve_process_group())
+            losses.append(float(terms[0] / terms[1]))
+            moved += pipeline.last_stats is not None and pipeline.last_stats.moved
+    return losses, moved
 
 
 def largest_difference(first, second):

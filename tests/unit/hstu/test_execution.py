@@ -109,7 +109,7 @@ def test_what_is_compared_runs_in_the_blocks_that_were_chosen(monkeypatch):
 
     monkeypatch.setattr(triton_launch, "_BLOCKS", {(GPU, kind): BLOCKS})
     monkeypatch.setattr(triton_launch, "_measured_blocks", lambda *_: pytest.fail("blocks are measured again"))
-    monkeypatch.setattr(triton_agreement, "_attention_of", attention_of)
+    monkeypatch.setattr(triton_agreement, "attention_of", attention_of)
     assert triton_agreement.disagreement.__wrapped__(GPU, kind) is None
     assert [each.window for each in compared] == [50, 200]
     assert all(triton_launch.choose_blocks(GPU, each) is BLOCKS for each in compared)

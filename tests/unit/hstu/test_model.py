@@ -204,19 +204,6 @@ def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_can
         torch.testing.assert_close(gradient, want, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("longest", "actual_batch_size"), [(0, 6), (9, 0)])
-def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(plain, longest, actual_batch_size):
-    model = HSTURankingModel(CONFIG, plain_embeddings=plain)
-    loss, output = model(random_batch(longest=longest, actual_batch_size=actual_batch_size))
-    assert loss.item() == 0.0 and output.logits.shape == output.labels.shape == (0, 2)
-    assert output.num_loss_tokens == 0
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
-
-
 def test_both_kinds_of_embeddings_answer_alike_and_share_their_names():
     sharded, plain = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
     for model in (sharded, plain):  # and start within the same range
@@ -288,12 +275,13 @@ def test_position_bias_by_rising_distance(kind, is_causal):
     config = dataclasses.replace(HSTU, position_bias=kind, is_causal=is_causal, position_buckets=6)
     module = RelativePositionBias(config)
     bias = module()
+    if kind == "none":
+        assert bias is None and not list(module.parameters())
+        return
     reach = config.max_sequence_length
     assert bias.shape == (2, reach if is_causal else 2 * reach - 1)
     if kind == "direct":
         assert torch.equal(bias, module.weight)
-    if kind == "none":
-        assert not bias.any() and not list(module.parameters())
     if kind == "bucketed":
         assert module.weight.shape == (2, 6 if is_causal else 12)
         present = bias[:, -reach:]  # distances from 0 on
@@ -315,44 +303,3 @@ def test_an_encoder_without_tokens_keeps_its_graph(kind):
     encoder = HSTUEncoder(dataclasses.replace(HSTU, position_bias=kind))
     encoder(torch.empty(0, 8), torch.zeros(3, dtype=torch.int64)).sum().backward()
     assert all(parameter.grad is not None for parameter in encoder.parameters())
-
-
-# ------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"kv_channels": 2.5}, "kv_channels is 2.5"),
-        ({"target_group_size": 0}, "target_group_size is 0"),
-        ({"max_attn_len": 0}, "max_attn_len is 0; it must be an integer of at least 1: correct it, or leave it out"),
-        ({"max_attn_len": -1}, "max_attn_len is -1; .*, or leave it out"),
-        ({"max_attn_len": 2.5}, r"max_attn_len is 2\.5; .*, or leave it out"),
-        ({"max_attn_len": "x"}, "max_attn_len is 'x'; .*, or leave it out"),
-        ({"max_attn_len": True}, "max_attn_len is True; .*, or leave it out"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"position_bias": "sine"}, "position_bias is 'sine'"),
-        ({"position_buckets": 1}, "position_buckets is 1"),
-        ({"layer_norm_eps": 0.0}, "layer_norm_eps is 0.0"),
-    ],
-)
-def test_layer_settings_are_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(HSTU, **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_tasks": 0}, "num_tasks is 0"),
-        ({"num_tasks": 3}, r"prediction_head_arch is \[6, 2\], num_tasks is 3"),
-        ({"prediction_head_arch": ()}, r"prediction_head_arch is \[\]"),
-        ({"prediction_head_arch": (0, 2)}, "a width in prediction_head_arch is 0"),
-        ({"embedding_tables": {}}, "embedding_tables is empty"),
-        ({"embedding_tables": {"item": 0}}, r"embedding_tables\['item'\] is 0"),
-    ],
-)
-def test_ranking_settings_are_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **change)

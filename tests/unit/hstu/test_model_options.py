@@ -14,18 +14,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.load import load_config_file
-from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, execution, layer
+from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, RetrievalConfig, execution, layer
 from hstu.model.execution import choose_execution
 from hstu.recipe import HSTURecipe, require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
 from tests.helpers.models.hstu_models import (
     CONFIG,
     HSTU,
+    TABLES,
     random_batch,
     with_execution,
     with_timestamps,
 )
 
+RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item")
+RUN = TrainConfig(TrainerArgs(1, 1), DatasetArgs("random", 5, max_num_candidates=3))
 TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
 
 
@@ -122,18 +125,6 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(compiling):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"compute_dtype": "fp8"}, r"compute_dtype is 'fp8'; it is one of \['fp32', 'bf16', 'fp16'\]"),
-        ({"kernel_backend": "hstu_attn"}, r"'hstu_attn'; it is one of \['auto', 'pytorch', 'triton'\]"),
-    ],
-)
-def test_execution_settings_are_checked(change, message):
-    with pytest.raises(ValueError, match=message):
-        ExecutionConfig(**change)
-
-
-@pytest.mark.parametrize(
     ("asked", "device", "compiles"),
     [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True)],
 )
@@ -216,12 +207,50 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
     assert options < {field.name for field in dataclasses.fields(ModelArgs)}
 
 
-def test_a_config_that_cannot_be_is_named():
-    trainer = TrainerArgs(1, 1)
-    with pytest.raises(ValueError, match="task is 'retrieval' and max_num_candidates is 3"):
-        TrainConfig(trainer, DatasetArgs("random", 5, max_num_candidates=3), task="retrieval")
-    with pytest.raises(ValueError, match="time_buckets is 0"):
-        dataclasses.replace(HSTU, time_buckets=0)
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (HSTU, {"hidden_size": 0}, "hidden_size is 0"),
+        (HSTU, {"kv_channels": 2.5}, "kv_channels is 2.5"),
+        (HSTU, {"target_group_size": 0}, "target_group_size is 0"),
+        (HSTU, {"time_buckets": 0}, "time_buckets is 0"),
+        (
+            HSTU,
+            {"max_attn_len": 0},
+            "max_attn_len is 0; it must be an integer of at least 1: .*, or leave it out",
+        ),
+        *((HSTU, {"max_attn_len": each}, "max_attn_len is .*, or leave it out") for each in (-1, 2.5, "x", True)),
+        (HSTU, {"dropout": 1.0}, "dropout is 1.0"),
+        (HSTU, {"position_bias": "sine"}, "position_bias is 'sine'"),
+        (HSTU, {"position_buckets": 1}, "position_buckets is 1"),
+        (HSTU, {"layer_norm_eps": 0.0}, "layer_norm_eps is 0.0"),
+        (CONFIG, {"num_tasks": 0}, "num_tasks is 0"),
+        (CONFIG, {"num_tasks": 3}, r"prediction_head_arch is \[6, 2\], num_tasks is 3"),
+        (CONFIG, {"prediction_head_arch": ()}, r"prediction_head_arch is \[\]"),
+        (CONFIG, {"prediction_head_arch": (0, 2)}, "a width in prediction_head_arch is 0"),
+        (CONFIG, {"embedding_tables": {}}, "embedding_tables is empty"),
+        (CONFIG, {"embedding_tables": {"item": 0}}, r"embedding_tables\['item'\] is 0"),
+        (CONFIG, {"embedding_dims": {"movie": 3}}, r"embedding_dims has \['movie'\], the tables are"),
+        (CONFIG, {"embedding_dims": {"item": 0}}, r"embedding_dims\['item'\] is 0"),
+        (RETRIEVAL, {"item_feature_name": "movie"}, "item_feature_name is 'movie', the tables are"),
+        (RETRIEVAL, {"num_negatives": 0}, "num_negatives is 0"),
+        (RETRIEVAL, {"temperature": 0.0}, "temperature is 0.0"),
+        (RETRIEVAL, {"in_batch_pool": "node"}, r"in_batch_pool is 'node'; it is one of \['rank', 'global'\]"),
+        (RETRIEVAL, {"hstu": dataclasses.replace(HSTU, is_causal=False)}, "is_causal is False; retrieval predicts"),
+        (RETRIEVAL, {"hstu": dataclasses.replace(HSTU, contextual_mask=True)}, "contextual_mask is True; retrieval"),
+        (RETRIEVAL, {"embedding_tables": {}}, "embedding_tables is empty"),
+        (ExecutionConfig(), {"compute_dtype": "fp8"}, r"'fp8'; it is one of \['fp32', 'bf16', 'fp16'\]"),
+        (
+            ExecutionConfig(),
+            {"kernel_backend": "hstu_attn"},
+            r"it is one of \['auto', 'pytorch', 'triton'\]",
+        ),
+        (RUN, {"task": "retrieval"}, "task is 'retrieval' and max_num_candidates is 3"),
+    ],
+)
+def test_settings_are_checked(config, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
 
 
 def test_a_checkpoint_fits_however_the_model_is_executed():

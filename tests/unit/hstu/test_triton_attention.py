@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hstu.model import HSTUEncoder, layer, triton_launch
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks, candidate_blocks
 from hstu.model.triton_launch import TILE_SPAN, LayerKind, uses_triton
+from hstu.model.triton_plan import plan_triton_attention
 from tests.helpers.batches.row_parts import rows_of_parts
 from tests.helpers.models.hstu_models import HSTU
 

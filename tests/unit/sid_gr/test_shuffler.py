@@ -55,57 +55,45 @@ def config(**changes) -> SIDGRConfig:
     return SIDGRConfig(**sizes | changes)
 
 
-class TestModelConfig:
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"codebook_sizes": ()}, "codebook_sizes is empty"),
-            ({"codebook_sizes": (4, 0)}, "a size in codebook_sizes is 0"),
-            ({"max_items": 0}, "max_items is 0"),
-            ({"num_attention_heads": 3}, "hidden_size is 8, num_attention_heads is 3"),
-            ({"kv_channels": 0}, "kv_channels is 0"),
-            ({"heads": "tied"}, "heads is 'tied'"),
-            ({"dropout": 1.0}, "dropout is 1.0"),
-            ({"init_method_std": 0.0}, "init_method_std is 0.0"),
-            ({"tensor_model_parallel_size": 8}, "num_attention_heads is 4, tensor_model_parallel_size is 8"),
-            ({"ffn_hidden_size": 7, "tensor_model_parallel_size": 2}, "ffn_hidden_size is 7"),
-        ],
-    )
-    def test_mistakes(self, changes, message):
-        with pytest.raises(ValueError) as caught:
-            config(**changes)
-        assert message in str(caught.value)
-
-    def test_derived_dimensions(self):
-        made = config(kv_channels=3, codebook_sizes=[4, 4, 4])
-        assert (made.head_dim, made.ffn_width, made.max_sequence_length, made.num_hierarchies) == (3, 32, 15, 3)
-        assert made.codebook_sizes == (4, 4, 4)
-
-
 def train_config(trainer=(), **parts):
     return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs("sid-random", 8), **parts)
 
 
 CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}
+HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
 
 
 @pytest.mark.parametrize(
-    ("trainer", "parts", "message"),
+    ("make", "message"),
     [
-        ({"top_k_for_generation": 5}, {}, "has 'NDCG@10', the beam has 5 items"),
-        ({"top_k_for_generation": 0}, {}, "top_k_for_generation is 0"),
+        (lambda: config(codebook_sizes=()), "codebook_sizes is empty"),
+        (lambda: config(codebook_sizes=(4, 0)), "a size in codebook_sizes is 0"),
+        (lambda: config(max_items=0), "max_items is 0"),
+        (lambda: config(num_attention_heads=3), "hidden_size is 8, num_attention_heads is 3"),
+        (lambda: config(kv_channels=0), "kv_channels is 0"),
+        (lambda: config(heads="tied"), "heads is 'tied'"),
+        (lambda: config(dropout=1.0), "dropout is 1.0"),
+        (lambda: config(init_method_std=0.0), "init_method_std is 0.0"),
+        (lambda: config(ffn_hidden_size=7, tensor_model_parallel_size=2), "ffn_hidden_size is 7"),
         (
-            {},
-            {"model": ModelArgs(tensor_model_parallel_size=3)},
+            lambda: train_config(model=ModelArgs(tensor_model_parallel_size=3)),
             "num_attention_heads is 4, tensor_model_parallel_size is 3",
         ),
-        (CLIPPED, {"model": ModelArgs(tensor_model_parallel_size=2)}, "computes only the norm of its own part"),
-        ({}, {"shuffler_type": "sidgr"}, "shuffler_type is 'sidgr'; registered are"),
+        (lambda: train_config({"top_k_for_generation": 5}), "has 'NDCG@10', the beam has 5 items"),
+        (lambda: train_config({"top_k_for_generation": 0}), "top_k_for_generation is 0"),
+        (lambda: train_config(CLIPPED, **HALVES), "computes only the norm of its own part"),
+        (lambda: train_config(shuffler_type="sidgr"), "shuffler_type is 'sidgr'; registered are"),
     ],
 )
-def test_a_config_that_cannot_be(trainer, parts, message):
+def test_settings_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
-        train_config(trainer, **parts)
+        make()
+
+
+def test_derived_dimensions():
+    made = config(kv_channels=3, codebook_sizes=[4, 4, 4])
+    assert (made.head_dim, made.ffn_width, made.max_sequence_length, made.num_hierarchies) == (3, 32, 15, 3)
+    assert made.codebook_sizes == (4, 4, 4)
 
 
 def test_defaults_of_generation():

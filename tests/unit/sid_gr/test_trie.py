@@ -57,19 +57,17 @@ class Prefixes:
     def __init__(self, seed, sizes, num_rows):
         self.seed, self.sizes = seed, sizes
         self.beams = [[()] for _ in range(num_rows)]
-        self.depth = 0
 
     def first(self):
         rows = [logits_of(self.seed, row, (), self.sizes[0]) for row in range(len(self.beams))]
         return torch.stack(rows) if rows else torch.zeros(0, self.sizes[0], dtype=torch.float64)
 
-    def __call__(self, codes, parents):
+    def __call__(self, hierarchy, codes, parents):
         self.beams = [
             [(*beams[parent], code) for code, parent in zip(row_codes, row_parents)]
             for beams, row_codes, row_parents in zip(self.beams, codes.tolist(), parents.tolist())
         ]
-        self.depth += 1
-        size = self.sizes[self.depth]
+        size = self.sizes[hierarchy]
         rows = [
             torch.stack([logits_of(self.seed, row, beam, size) for beam in beams])
             for row, beams in enumerate(self.beams)
@@ -98,7 +96,7 @@ def test_a_narrow_beam_can_miss_what_a_wide_one_finds():
     trie = SIDTrie(np.array([[0, 0], [0, 1], [1, 0]]), [2, 2])
     first = torch.tensor([[0.6, 0.4]]).log()
 
-    def steps(codes, parents):
+    def steps(hierarchy, codes, parents):
         # Code 0 is likelier, but what follows it is shared by two; code 1 leads to one item alone.
         following = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
         return following[codes].log().clamp(min=-1e9)
@@ -107,13 +105,6 @@ def test_a_narrow_beam_can_miss_what_a_wide_one_finds():
     wide = beam_search(trie, 3, first, steps)
     assert wide.leaves[0, 0] == 2
     assert wide.log_probs.exp().tolist()[0] == pytest.approx([0.4, 0.3, 0.3])
-
-
-@pytest.mark.parametrize("width", [0, 4])
-def test_a_beam_wider_than_the_valid_sids(width):
-    trie = SIDTrie(np.array([[0, 0], [0, 1], [1, 0]]), [2, 2])
-    with pytest.raises(ValueError, match=f"beam width is {width}, there are 3 valid SIDs"):
-        beam_search(trie, width, torch.zeros(1, 2), lambda codes, parents: codes)
 
 
 @pytest.mark.parametrize(

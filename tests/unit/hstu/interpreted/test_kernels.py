@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from hstu.model import ExecutionConfig, HSTUEncoder, layer, triton_launch
 from hstu.model import triton_attention as triton_attention_module
-from hstu.model.attention import TokenTimes, hstu_attention
+from hstu.model.attention import hstu_attention
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
-from hstu.model.triton_agreement import disagreement
-from hstu.model.triton_attention import plan_triton_attention, triton_attention
+from hstu.model.triton_agreement import attention_of, disagreement
+from hstu.model.triton_attention import triton_attention
 from hstu.model.triton_blocks import KERNELS
 from hstu.model.triton_launch import LayerKind
+from hstu.model.triton_plan import NO_WINDOW, plan_triton_attention
 from tests.helpers.batches.row_parts import rows_of_parts
 from tests.helpers.models.hstu_models import HSTU
 
@@ -35,47 +36,20 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 
 
 def agree(
-    lengths, targets, context, *, dtype=torch.float32, bias="none", contextual=False, num_heads=1, head_dim=16,
-    is_causal=True, target_group_size=1, max_attn_len=None, seed=0, size=0.5,
+    *rows, dtype=torch.float32, bias="none", contextual=False, head_dim=16, is_causal=True, target_group_size=1,
+    max_attn_len=NO_WINDOW, **options,
 ):  # fmt: skip
-    """Both of them on the parts of one projection; the reference in float32, from the same numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens, longest = sum(lengths), max(lengths, default=0) + 1
-    shape = (num_heads, head_dim)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    projection = (random(num_tokens, 4 * num_heads * head_dim) * size).to(dtype)
-    reach = 2 * longest - 1 if contextual or not is_causal else longest
-    position = random(num_heads, reach) * 0.3 * (bias in ("position", "both"))
-    time_bias = random(num_heads, 9) * 0.3
-    seconds = torch.randint(0, 2000, (num_tokens,), generator=generator)
-    weights = random(num_tokens, *shape).to(dtype)
-    masks = {"is_causal": is_causal, "target_group_size": target_group_size, "max_attn_len": max_attn_len}
-    rows = [torch.tensor(part, dtype=torch.int64) for part in (lengths, targets)]
-    rows.append(torch.tensor(context, dtype=torch.int64) if contextual else None)
-    plans = plan_attention(*rows, num_heads=num_heads, **masks), plan_triton_attention(*rows, **masks)
-    found = []
-    for attend, plan in zip((hstu_attention, triton_attention), plans):
-        is_reference = attend is hstu_attention
-        leaves = [tensor.clone().requires_grad_() for tensor in (projection, position, time_bias)]
-        _, v, q, k = (leaves[0].float() if is_reference else leaves[0]).chunk(4, dim=1)
-        output = attend(
-            *(part.unflatten(1, shape) for part in (q, k, v)),
-            leaves[1] if is_reference or bias in ("position", "both") else None,
-            plan,
-            normalizer=float(longest),
-            times=TokenTimes(seconds, leaves[2]) if bias in ("time", "both") else None,
-        )
-        (output.float() * weights.float()).sum().backward()
-        used = [projection.numel() > 0, bias in ("position", "both"), bias in ("time", "both")]
-        found.append([output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)])
-    assert found[1][0].dtype == dtype
-    for expected, value in zip(*found):
+    """Kernels and reference on the parts of one projection; the reference in float32, from the same numbers."""
+    biases = {"has_position": bias in ("position", "both"), "has_time": bias in ("time", "both")}
+    masks = {"is_causal": is_causal, "has_context": contextual, "target_group_size": target_group_size}
+    kind = LayerKind(dtype, head_dim, **masks, **biases, window=max_attn_len)
+    run = attention_of(torch.device("cpu"), kind, *rows, **options)
+    expected, found = run(False, torch.float32), run(True, dtype)
+    assert found[0].dtype == dtype
+    for wanted, value in zip(expected, found):
         assert torch.isfinite(value).all()
-        scale = float(expected.float().abs().max()) if expected.numel() else 0.0
-        torch.testing.assert_close(value.float(), expected.float(), rtol=0, atol=TOLERANCE[dtype] * scale)
+        scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+        torch.testing.assert_close(value.float(), wanted, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -102,7 +76,7 @@ def test_blocks_may_have_more_keys_than_queries_where_there_is_no_bias_by_positi
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 3), (1, 24), (3, 48), (1, 256)])
 def test_heads_of_any_width_are_padded_within_the_kernel(num_heads, head_dim):
-    agree([19, 4], [3, 0], [0, 0], bias="position", num_heads=num_heads, head_dim=head_dim, size=0.3)
+    agree([19, 4], [3, 0], [0, 0], bias="position", num_heads=num_heads, head_dim=head_dim)
 
 
 @settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # seconds each: nothing is shrunk
