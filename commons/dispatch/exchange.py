@@ -54,7 +54,8 @@ class DispatchChannel(ControlChannel):
         stalls during the exchange, NCCL's collective ends only after the group's timeout, and NCCL's watchdog may end
         the process before the ranks have agreed on the missing rank.
 
-        `outgoing` is uint8 `(sum(sizes),)`, by receiver; on the host, or on the payload group's device.
+        `outgoing` is uint8 `(sum(sizes),)`, by receiver; on the host, or on the payload group's device. The result is
+        for each sender uint8 `(bytes from it,)`, on the same device. RankMissingError if a rank is missing or failed.
         """
         with self.failures_posted(self.step, EXCHANGE):
             received = outgoing.new_empty(sum(incoming))

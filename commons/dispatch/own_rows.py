@@ -69,7 +69,8 @@ class OwnRows:
             return cls(None, dict.fromkeys(given), trims=trims)
         rows = Rows.of(batch)
         columns = columns_of(rows)
-        cut = {path for window in find_windows(rows, trims) for path in window.fields}
+        windows = find_windows(rows, trims)
+        cut = {path for window in windows for path in window.fields}
         devices = {path_name(path): device_of(leaf).type for path, leaf in rows.leaves.items() if is_moved(leaf)}
         schema = _comparable(rows.schema, cut)
         _ = schema.text  # raises here for keys that JSON cannot hold, where the error reaches all ranks
@@ -82,7 +83,8 @@ class OwnRows:
                     f"field {path_name(path)!r} requires grad and is trimmed; gradients do not follow trimmed rows: "
                     "pass detach(), or leave it out of Trim.fields"
                 )
-        return cls(rows, real, schema, devices, trims, padding_of(rows, trims) if trims else None, differentiable)
+        padding = padding_of(rows, trims, windows) if trims else None
+        return cls(rows, real, schema, devices, trims, padding, differentiable)
 
     @property
     def count(self) -> int:

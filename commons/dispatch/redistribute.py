@@ -60,25 +60,28 @@ class Routes:
     ) -> Rows[R] | None:
         """Move the rows that this rank computes, in their order here, to their home ranks; None without own rows."""
         home = self.plan.gathered.home[self.plan.rows_for(self.rank)]
-        moved = self._move(call, rows, home, options, error)
-        return None if moved is None else moved.select(np.argsort(np.argsort(self.destination, kind="stable")))
+        order = np.argsort(np.argsort(self.destination, kind="stable"))
+        return self._move(call, rows, home, order, options, error)
 
     def _move(
         self,
         call: str,
         rows: Rows[R] | None,
         receiver: np.ndarray,
+        order: np.ndarray | None = None,
         options: dict[str, Any] | None = None,
         error: Exception | None = None,
     ) -> Rows[R] | None:
-        def joined(pieces: list[Piece | None]) -> Rows[R] | None:
+        def in_order(pieces: list[Piece | None]) -> Rows[R] | None:
             present = [piece.rows for piece in pieces if piece is not None]
-            return Rows.concat(present) if present else None
+            if not present or order is None:
+                return Rows.concat(present) if present else None
+            return Rows.concat(present).select(order)
 
         size = 0 if rows is None else rows.nbytes
         with closing(DispatchChannel(self.group, self.timeout)) as channel:
             moved, *_ = exchange(
-                channel, call, options or {}, error, _pieces(rows, receiver), joined, expected_bytes=size
+                channel, call, options or {}, error, _pieces(rows, receiver), in_order, expected_bytes=size
             )
         return moved
 

@@ -20,7 +20,7 @@ from commons.checks import as_count
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import Split, split_rows
-from commons.dispatch.trim import Trim, Trimmed, Window, as_trims
+from commons.dispatch.trim import Trim, Trimmed, Window, as_trims, find_windows
 from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
@@ -229,7 +229,8 @@ def scatter_rows(
     @cache
     def padding() -> Padding:
         assert rows is not None  # noqa: S101  only the source calls it
-        return Padding.of({source.rank: padding_of(rows.without_padding(), trims)})
+        real = rows.without_padding()
+        return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
 
     def share_of(rank: int) -> Piece:
         assert rows is not None and split is not None  # noqa: S101  only the source calls it

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from commons.dispatch.trim import Trim, Window, find_windows, pad_columns, tokens_of, trim_rows
+from commons.dispatch.trim import Trim, Window, pad_columns, tokens_of, trim_rows
 from commons.sequence_batch.fields import Path
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
 from commons.sequence_batch.rows import Rows
@@ -53,15 +53,14 @@ class Padding:
         return cls(widths, {key: decode_plain(value) for key, (_, value) in agreed.items()})
 
 
-def padding_of(rows: Rows[Any], trims: Sequence[Trim]) -> tuple[list[int], dict[str, Any]]:
+def padding_of(rows: Rows[Any], trims: Sequence[Trim], windows: Sequence[Window]) -> tuple[list[int], dict[str, Any]]:
     """Widths and padding values of a rank's padded sequences, as data for JSON.
 
     The width of each trim, and for each field, as Trim.fill names it, the first padding value and the first that
-    differs from it, if any; fields in `Trim.stated` are left out. `rows` has only real rows. TypeError for values that
-    JSON cannot hold.
+    differs from it, if any; fields in `Trim.stated` are left out. `rows` has only real rows, and `windows` are those
+    that `find_windows` finds in them. TypeError for values that JSON cannot hold.
     """
     found: dict[str, Any] = {}
-    windows = find_windows(rows, trims)
     for trim, window in zip(trims, windows):
         unknown = [path for path in window.fields if path not in trim.stated]
         if unknown:

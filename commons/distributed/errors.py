@@ -48,7 +48,10 @@ def first_line(error: BaseException) -> str:
 
 
 def gather_strings(text: str, gather: Callable[[np.ndarray], np.ndarray]) -> list[str]:
-    """Gather one string from each rank; `gather` gathers int64 `(n,)` of every rank into `(world_size, n)`."""
+    """Gather one string from each rank.
+
+    `gather` is called twice, and gathers int64 `(n,)` of every rank into `(world_size, n)`.
+    """
     encoded = text.encode(errors="backslashreplace")  # a lone surrogate cannot be encoded as UTF-8
     sizes = gather(np.array([len(encoded)]))[:, 0]
     words = max(-(-int(sizes.max()) // _WORD), 1)
@@ -62,7 +65,8 @@ def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable
 
     It is a ValueError, TypeError or KeyError if the first rank's error is one. An error that this function has raised
     on all ranks before, such as the error of a window, is raised unchanged. The attribute `failed_ranks` of a new error
-    lists the ranks with an error; its cause is this rank's own error. Messages call the ranks by `names`.
+    lists the ranks with an error; its cause is this rank's own error. Messages call the ranks by `names`; for `gather`
+    see `gather_strings`.
     """
     texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
     ranks_with: dict[tuple[str, str], list[int]] = {}

@@ -217,9 +217,9 @@ def _count_error(name: str, count: Any) -> Exception | None:
 
 
 def _number_error(name: str, value: Any, what: str, remedies: tuple[str, str]) -> Exception | None:
-    """ValueError for a value that is not a scalar, TypeError for one that is not a number `what`, else None.
+    """ValueError for a value that is not a scalar, TypeError for one that is not a number, else None.
 
-    Each of the two has a remedy.
+    `what` is the end of "it must be a number …"; `remedies` are for the first and for the second.
     """
     shape = tuple(getattr(value, "shape", ()))
     if shape:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -102,10 +100,6 @@ class ShufflerOptions:
             "max_tokens": self.max_tokens_per_rank,
             "min_gain": self.min_gain,
         }
-
-    def to_json(self) -> str:
-        """The options as sorted JSON, for the comparison between ranks."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
 def timeout_error(timeout: Any) -> ValueError | None:

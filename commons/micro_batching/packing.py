@@ -229,10 +229,11 @@ class _Offer:
 
     @classmethod
     def of(cls, spec: MicroBatchSpec, columns: RowColumns, *, may_fail: bool) -> _Offer:
-        """Pack the rows; with `may_fail`, because a packing with the rows of other ranks may exist."""
+        """Pack the rows; `packing` is None if that fails and `may_fail`, as where other ranks may take some rows."""
         started = time.perf_counter()
         blocks, packing = RowBlocks.of(spec, len(columns.lengths), columns.groups), None
-        tokens_of(spec, blocks, columns.lengths, columns.workloads is not None)  # raises what no other rank can solve
+        if may_fail:
+            tokens_of(spec, blocks, columns.lengths, columns.workloads is not None)  # raises what no rank can solve
         with contextlib.suppress(ValueError) if may_fail else contextlib.nullcontext():
             packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
         return cls(columns, blocks, packing, time.perf_counter() - started)

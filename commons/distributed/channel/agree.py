@@ -216,7 +216,7 @@ class ControlChannel(NamedCollectives):
         return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts"))
 
     def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
-        """Raise the errors of all ranks on every rank, if any rank has one; called by all ranks together."""
+        """Raise the errors of all ranks on every rank, if any rank has one; all call this; `on_main` as in `gather`."""
         gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
         raise_on_all(error, self.names, gather)
 

@@ -107,8 +107,8 @@ def number_channel(members: Sequence[int]) -> int:
 class MakingOfGroups:
     """Makes or connects groups on a thread of its own, because torch waits for its store's host without a limit.
 
-    Has the methods of a collective's work. All ranks submit `make`, which calls functions of this
-    module, in the same order. It may take a little longer than `timeout`, so that torch's own error comes first.
+    Has the methods of a collective's work that `absence.Awaited` needs. All ranks submit `make`, which calls functions
+    of this module, in the same order. It may take a bit longer than `timeout`, so that torch's own error comes first.
     """
 
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -231,7 +230,7 @@ class ShuffleSession:
         own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
 
         settings = {
-            "options": json.loads(options.to_json()),
+            "options": dataclasses.asdict(options),
             "calibrations": calibration,
             "shuffler": self._shuffler_type,
             "window": self._window or 1,

@@ -59,7 +59,7 @@ class WindowReader:
         self._fits = False
 
     def fill(self, describe: Callable[[Any], LocalRows]) -> list[LocalRows]:
-        """Read batches until the window is full or the iterator ends.
+        """Read batches until the window is full or the iterator ends; `describe` puts its error into its result.
 
         Returns:
             LocalRows of every batch; an error comes last. A single one without a schema if there is no batch.

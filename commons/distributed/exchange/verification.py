@@ -77,6 +77,8 @@ def require_same_rows(
 ) -> None:
     """Compare the checksums `before` the exchange, or their `error`, with those of its results, over all ranks.
 
+    All ranks call this together; it waits for the device.
+
     Raises:
         RuntimeError: the shuffle has changed or mixed rows, or a checksum failed on any rank; on all ranks.
         RankMissingError: a rank did not join in time.

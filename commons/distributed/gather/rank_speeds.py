@@ -86,8 +86,8 @@ class RankSpeeds:
     `settle` is called with this rank's speed and the step, and returns the speed to use on all tensor-parallel peers.
 
     Attributes:
-        to_plan_with: int64 `(num_ranks,)`, from the last step; None if all are equal, and unless `option` is
-            "measured".
+        to_plan_with: int64 `(num_ranks,)`, from the last step; None if all are equal, and unless
+            `ShufflerOptions.speeds` is "measured".
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class RankSpeeds:
 def over_explained(time: np.ndarray, load: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Each rank's time divided by the longest time that its load explains, by the other ranks' times.
 
-    All arrays are `(n,)`, of which at least two ranks are known; the result is NaN for the others.
+    All arrays are `(n,)`, times in any unit, of which at least two ranks are known; the result is NaN for the others.
 
     >>> times, loads = np.array([2.0, 3.0, 2.0, 4.0, 0.0]), np.array([5.0, 5.0, 5.0, 10.0, 0.0])
     >>> over_explained(times, loads, times > 0).round(2).tolist()

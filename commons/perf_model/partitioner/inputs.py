@@ -163,7 +163,8 @@ def as_speeds(speeds: Any, number: int, workloads: np.ndarray, parts_name: str) 
             f"speeds has shape {array.shape}, {parts_name} is {number}; each has one speed: pass {number} positive "
             "integers"
         )
-    for index, value in enumerate(array.tolist()):
+    is_checked = array.dtype.kind in "iu" and array.min(initial=1) > 0 and array.max(initial=1) <= MOST_SPEED
+    for index, value in enumerate(() if is_checked else array.tolist()):
         is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not is_number or not 0 < value <= MOST_SPEED or value != int(value):
             raise ValueError(

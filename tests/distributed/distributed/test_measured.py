@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
-from commons.pipeline import windowed_iter
+from commons.pipeline import balanced, windowed_iter
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.batches.square_shuffler import my_batch as rich_batch
+from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.models.sid_models import model_parallel
+from tests.helpers.models.torchrec_model import rank_batches, weights_of
+from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
 from tests.helpers.ranks.faults import my_batch, on_rank, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
 
@@ -217,6 +221,34 @@ def _capped(state):
             result = shuffler.shuffle(rich_batch(2, [16] * 4, max_length=20))
             report(shuffler, shuffler.last_stats, 2.0)
         return result.features.values().numel(), cap, shuffler.last_stats.excess_tokens
+
+
+def _train_with(option, counts):
+    """Weights after training with times of which one rank's are longer, the least speed, and the loads of the steps."""
+    torch.manual_seed(0)
+    model, optimizer = models.build_plain()
+    least, loads = FASTEST, []
+    with closing(CubicShuffler(ShufflerOptions(speeds=option, slack=0.0))) as shuffler:
+        shuffler.load_state_dict({"speeds": [FASTEST, 600, FASTEST, FASTEST][: dist.get_world_size()]})
+        pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        for _ in steps_of(pipeline, rank_batches(dist.get_rank(), counts[dist.get_rank()], SIZES)):
+            stats = pipeline.last_stats
+            loads.append(stats.loads_after)
+            report(shuffler, stats, 1.7)
+            least = min([least, *stats.speeds])
+        return weights_of(model), least, np.array(loads)
+
+
+def test_the_training_is_the_same(ranks):
+    """Float64 weights are those of one process over the global batch, with speeds and without."""
+    counts = [10, 7, 10, 4][: ranks.world_size]
+    reference, trained = one_process(counts, ranks.world_size), {}
+    for option in ("equal", "measured"):
+        answers = ranks.run(_train_with, option, counts)
+        assert all(largest_difference(weights, reference) < 1e-10 for weights, _, _ in answers)
+        trained[option] = answers[0]
+    assert trained["measured"][1] == 600
+    assert trained["measured"][2][:, SLOW].sum() < trained["equal"][2][:, SLOW].sum()
 
 
 def _reported_windows():

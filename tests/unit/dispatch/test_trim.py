@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from commons.dispatch import Trim, redistribute_balanced, scatter_balanced, trim_batch
-from commons.dispatch.trim import untrim
+from commons.dispatch.trim import find_windows, untrim
 from commons.dispatch.widen import Padding, join_trimmed, padding_of
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.any_batches import as_values, concat_rows
@@ -132,7 +132,9 @@ def texts(lengths, width):
 def joined(batches, trim):
     """What a rank makes of its own rows and those of others."""
     trimmed, cut = zip(*(trim_batch(batch, trim) for batch in batches))
-    padding = Padding.of({rank: padding_of(Rows.of(batch), [trim]) for rank, batch in enumerate(batches)})
+    rows = [Rows.of(batch) for batch in batches]
+    found = {rank: padding_of(each, [trim], find_windows(each, [trim])) for rank, each in enumerate(rows)}
+    padding = Padding.of(found)
     assert padding.widths == [max(batch["ids"].shape[1] for batch in batches)]
     return join_trimmed([Rows.of(batch) for batch in trimmed], cut, [trim], padding)[0].batch
 

@@ -128,6 +128,8 @@ def test_only_moved_rows_are_sent():
     words = int(words_of_rows(plan.gathered, first.layout)[5])
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
     assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]])[1]) == words
+    for still in exchanges_for(plan_for(batches, [0] * 6 + [1] * 6), batches):
+        assert not still.moves and not still.changes and still.bytes_sent == 0
 
 
 def test_a_batch_that_has_changed_since_the_start_is_refused():

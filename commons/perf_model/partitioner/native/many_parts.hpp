@@ -32,8 +32,8 @@ struct LoadedParts {
 // lightest partition of the rank, then of the node, then up to kMostTried of the lightest of all. If none of them can
 // swap, for example because two rows each fill a partition, the lightest of all may rise above the limit, once per heavy
 // partition, and swaps the excess on. First of all, while there is room, a partition with a row that almost fills it swaps
-// its other rows for the lightest rows of all. Last of all, when most partitions are within the limit and have little room,
-// the others swap a row for one that is lighter by little more than their excess.
+// its other rows for the lightest rows of all. Last of all, partitions that are left above the limit swap a row for one that is
+// lighter by little more than their excess, on whichever partition that is.
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, const Indices& parts, const Weights& sizes,
@@ -78,7 +78,8 @@ class HeaviestLowered {
       leave_lightest(heavy);
     }
     Index may_fail = static_cast<Index>(loads_.size());
-    for (std::size_t swaps = kMostSwaps * parts_.size(); swaps > 0;) {
+    std::size_t swaps = kMostSwaps * parts_.size();
+    while (swaps > 0) {
       const Index heavy = heaviest_.winner();
       if (heavy == kNone || loads_[heavy] <= limit_) break;
       const Swap found = find_swap(heavy);
@@ -91,7 +92,7 @@ class HeaviestLowered {
         --swaps;
       }
     }
-    if (request_.num_steps == 1) swap_for_lighter_rows();  // in a grid it would move more rows than a repair
+    if (request_.num_steps == 1) swap_for_lighter_rows(swaps);  // in a grid it would move more rows than a repair
     return {std::move(held_.parts), std::move(held_.loads)};
   }
 
@@ -181,9 +182,10 @@ class HeaviestLowered {
     }
     return swap;
   }
-  void swap_for_lighter_rows() {
+  // Lowers the partitions that are left above the limit, by at most `swaps` swaps.
+  void swap_for_lighter_rows(std::size_t swaps) {
     for (Index heavy = 0; heavy < static_cast<Index>(loads_.size()); ++heavy) {
-      while (loads_[heavy] > limit_) {
+      for (; swaps > 0 && loads_[heavy] > limit_; --swaps) {
         const Swap swap = find_lighter_row(heavy);
         if (swap.efficiency < 0) break;
         carry_out(heavy, swap);

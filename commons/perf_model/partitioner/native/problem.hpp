@@ -112,7 +112,7 @@ inline Indices range(Index size) {
 }
 
 // Sorts keys by their bits [first, last): a stable radix sort, lowest digit first. One pass counts the values of all
-// digits.
+// digits. Keys have no bits from `last` on.
 inline void radix_sort(std::vector<std::uint64_t>& keys, int first, int last) {
   const int most = keys.size() < 4096 ? 8 : 11;  // bits of a digit: few keys should not need many counters
   const int num_digits = (last - first + most - 1) / most;
