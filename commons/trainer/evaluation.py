@@ -70,8 +70,10 @@ class Evaluation:
         sums = StepSums()
 
         def counted() -> Iterator[Any]:
-            for batch in itertools.islice(self._batches, self._most_batches):
-                if stop is not None and stop.agreed:
+            batches = itertools.islice(self._batches, self._most_batches)
+            while stop is None or not stop.agreed:  # looks before it reads
+                batch = next(batches, None)
+                if batch is None:
                     return
                 sums.rows += real_rows(batch)
                 yield batch

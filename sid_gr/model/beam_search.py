@@ -25,6 +25,15 @@ class GeneratedItems:
     log_probs: torch.Tensor  # at least float32 `(num_rows, beam_width)`, descending
 
 
+def require_beam_width(beam_width: int, trie: SIDTrie) -> None:
+    """Raise ValueError unless `beam_width` is between 1 and the number of SIDs."""
+    if not 1 <= beam_width <= trie.num_sids:
+        raise ValueError(
+            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in a different SID: "
+            f"give a width between 1 and {trie.num_sids}"
+        )
+
+
 def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next_logits: NextLogits) -> GeneratedItems:
     """Find the likeliest items.
 
@@ -33,13 +42,17 @@ def beam_search(trie: SIDTrie, beam_width: int, first_logits: torch.Tensor, next
 
     Args:
         trie: the valid items.
-        beam_width: number of beams kept per row, and of items found; at most the number of valid items.
+        beam_width: number of beams kept per row, and of items found.
         first_logits: `(num_rows, codebook_sizes[0])`, scores of the first code.
         next_logits: function called for every further hierarchy with its number, the last chosen codes, int64
             `(num_rows, num_beams)`, and the numbers of the beams that they extend, of the same shape; returns the
             scores of the next code, `(num_rows, num_beams, codebook size)`. num_beams is `beam_width`, or the number
             of prefixes if that is smaller.
+
+    Raises:
+        ValueError: `beam_width` is not between 1 and the number of valid items.
     """
+    require_beam_width(beam_width, trie)
     num_rows = first_logits.shape[0]
     nodes = torch.zeros(num_rows, 1, dtype=torch.int64, device=first_logits.device)  # node of every beam: the root
     log_probs = first_logits.new_zeros(num_rows, 1)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, codebook_offsets
 from sid_gr.model.attention import DecodingCache
-from sid_gr.model.beam_search import GeneratedItems, NextLogits, beam_search
+from sid_gr.model.beam_search import GeneratedItems, NextLogits, beam_search, require_beam_width
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.model.decoder import LossOutput, SIDDecoder, candidate_codes
 from sid_gr.model.token_layout import TokenLayout, lay_out_batch
@@ -113,11 +113,7 @@ class SIDGRModel(nn.Module):
                     f"codebook_sizes of the model are {list(config.codebook_sizes)}, those of the valid SIDs "
                     f"{list(trie.codebook_sizes)}; a head scores one codebook of the map: make both equal"
                 )
-            if not 1 <= beam_width <= trie.num_sids:
-                raise ValueError(
-                    f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in a different "
-                    f"SID: give a width between 1 and {trie.num_sids}"
-                )
+            require_beam_width(beam_width, trie)
         self.config = config
         self.trie = trie
         self.beam_width = beam_width
@@ -178,7 +174,9 @@ class SIDGRModel(nn.Module):
         decoder = self.decoder
         layout = decoder.lay_out(batch)
         cache = DecodingCache(layout) if use_cache else None
-        history, candidates = (embeddings[name].values() for name in self.embedding.feature_names)
+        history, candidates = (
+            embeddings[name].values() for name in (batch.history_feature_name, batch.candidate_feature_name)
+        )
         hidden = decoder.encode(history, candidates, layout, cache)
         first = decoder.logits(hidden.index_select(0, layout.last_history), 0)
         steps = self._repeated_steps(history, layout, batch) if cache is None else self._cached_steps(cache, batch)

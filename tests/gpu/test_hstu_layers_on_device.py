@@ -64,7 +64,7 @@ def attend(where, dtype, tensors, attention, plan, bias):
     return [output.detach(), *(leaf.grad for leaf, has in zip(leaves, used) if has)]
 
 
-@pytest.mark.parametrize("bias", ["position", "both"])
+@pytest.mark.parametrize("bias", ["none", "position", "both"])
 @pytest.mark.parametrize("with_context", [False, True])
 @pytest.mark.parametrize(("is_causal", "group"), [(True, 1), (True, 3), (False, 1)])
 def test_attention_is_that_of_the_host(device, is_causal, group, with_context, bias):

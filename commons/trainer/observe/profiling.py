@@ -105,9 +105,9 @@ class StepProfiler:
 
 
 def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: int) -> list[dict[str, Any]]:
-    """Trace events for the counters, and for spans of threads that torch did not record; `zero` is the trace's time 0.
+    """Trace events for the counters, and for spans of threads that torch did not record.
 
-    Times of the trace count from `zero`, in nanoseconds since 1970.
+    `zero` is the trace's time 0, in nanoseconds since 1970.
     """
     pid = os.getpid()
     events: list[dict[str, Any]] = [

@@ -51,10 +51,10 @@ class StepUpdate:
     Args:
         args: the settings.
         optimizer: optimizer of the dense parameters.
-        model: the learning rates of its fused optimizers, if any, are set too.
+        model: the model; learning rates of its fused optimizers, if any, are set too.
         total: steps of the run or, with a schedule in rows, rows of the run; for the cosine.
         device: this rank's device.
-        loss_scaler: of a model that scales its loss.
+        loss_scaler: the scaler of a model that scales its loss, else None.
         schedule: unit of the learning rates' schedule, updates or trained rows; None for updates.
     """
 

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from commons.distributed.channel.store import call_store
 from commons.distributed.engine.worker import DaemonWorker
-from commons.distributed.errors import describe_error, first_line
+from commons.distributed.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,8 @@ def _report(error: Exception) -> int:
         return status
     # When a peer ends, torchrun sends SIGTERM to this rank, which must finish its report first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    line = " ".join(describe_error(error)[1].split()) or type(error).__name__
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    line = " ".join(message.split()) or type(error).__name__
     travelled = re.match(r"rank \d+: ", line) is not None  # an error from another rank has its rank and type already
     # torch's message about a broken group has a path of its sources, advice and up to forty lines of C++.
     in_gloo = type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None

@@ -338,6 +338,7 @@ def test_a_failed_calibration_leaves_what_was_there(mine, tmp_path, mistake, cal
     for output in ("c.toml", "new/c.toml"):
         assert "there are 3 measurements" in mistake("calibrate", *mine, "--output", output, "--num-mixes", "3")
     assert (tmp_path / "c.toml").read_bytes() == written and not (tmp_path / "new").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_preprocess_does_not_replace_the_folder_that_holds_its_source(here, told, mistake):

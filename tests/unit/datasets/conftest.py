@@ -1,4 +1,4 @@
-"""Generated users in several shards, for batches and for length_only_batches."""
+"""Generated users in several shards, for the tests of data sets and loaders."""
 
 from __future__ import annotations
 

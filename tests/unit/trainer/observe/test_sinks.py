@@ -176,13 +176,13 @@ def test_a_sink_that_hangs_is_not_waited_for(monkeypatch, caplog):
 
 
 def test_sinks_are_closed_side_by_side(caplog):
-    written, all_close = [], threading.Barrier(4)
-    sink = Sink(lambda record: written.append(record["step"]), lambda: all_close.wait(30))
+    written, closed, all_close = [], [], threading.Barrier(4)
+    sink = Sink(lambda record: written.append(record["step"]), lambda: closed.append(all_close.wait(30)))
     opened = [BackgroundSink(f"sink {index}", lambda: sink) for index in range(4)]
     for each in opened:
         each.write(RECORD)
     close_sinks(opened)
-    assert written == [7] * 4 and not all_close.broken and not caplog.records
+    assert written == [7] * 4 and sorted(closed) == [0, 1, 2, 3] and not caplog.records
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
