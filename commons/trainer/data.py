@@ -153,11 +153,10 @@ class RowsInTurn:
 
     def loads(self, epoch: int, start: Place) -> Iterator[np.ndarray]:
         """Loads of the ranks, int64 `(num_ranks,)`, with rows in turn, for each step of an epoch from a place on."""
-        order, begin = self._sampler.order(len(self._workloads), epoch), self._sampler.first_row(start.row, epoch)
+        left = self._sampler.rows_from(start.row, epoch)
         # The place may lie within a window: skip the rows of the window's first steps.
         for index, num_rows in enumerate(self._sampler.step_rows(epoch, Place(start.row))):
-            rows = order[begin : begin + num_rows]
-            begin += num_rows
+            rows, left = left[:num_rows], left[num_rows:]
             if index >= start.steps:
                 ranks = np.arange(num_rows) % self._num_ranks
                 yield sum_by_rank(ranks, self._workloads[rows], self._num_ranks)

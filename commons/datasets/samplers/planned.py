@@ -131,10 +131,10 @@ class PlannedSampler(EpochSampler[list[int]]):
         """See EpochSampler; orders groups, and keeps the rows of a group together."""
         return self._rows_of(self._unit_order(epoch))
 
-    def first_row(self, row: int, epoch: int) -> int:
-        """The row at which steps from `row` on begin; earlier, with a warning, if fewer groups than ranks are left."""
-        ends = self._ends(self._unit_order(epoch))
-        return int(ends[self._first_unit(row, ends)])
+    def rows_from(self, row: int, epoch: int) -> np.ndarray:
+        """Rows of an epoch's steps from `row` on, int64; from an earlier one, with a warning, if too few are left."""
+        order = self._unit_order(epoch)
+        return self._rows_of(order[self._first_unit(row, self._ends(order)) :])
 
     def _unit_order(self, epoch: int) -> np.ndarray:
         return super().order(len(self._sizes), epoch)
@@ -144,7 +144,10 @@ class PlannedSampler(EpochSampler[list[int]]):
         return np.concatenate([[0], np.cumsum(self._sizes[order])])
 
     def _first_unit(self, row: int, ends: np.ndarray) -> int:
-        """As `first_row`, but the place of the unit in the order; `ends` as from `_ends`."""
+        """The place in the order of the unit with which steps from `row` on begin; `ends` as from `_ends`.
+
+        It is earlier, with a warning, if fewer units than ranks are left.
+        """
         num_units = len(self._sizes)
         unit = min(int(np.searchsorted(ends, row)), num_units)
         if self._drop_last or not 0 < num_units - unit < self._num_ranks:

@@ -266,8 +266,8 @@ class ShuffleEngine:
         """See `BaseTaskBalancedBatchShuffler.abort`."""
         self.require_own_process()
         self._aborted_for = self._aborted_for or ShufflerAbortedError(
-            f"the shuffler of rank {_own_rank()} was aborted; whatever waits in it ends, and it cannot be used again: "
-            "make a new one when the process groups are there"
+            f"the shuffler of rank {_own_rank()} was aborted; calls that wait in it raise this, and it cannot be used "
+            "again: make a new one when the process groups are there"
         )
         for channel in list(self._channels.values()):
             channel.abort(self._aborted_for)

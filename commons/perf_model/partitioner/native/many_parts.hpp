@@ -32,8 +32,8 @@ struct LoadedParts {
 // lightest partition of the rank, then of the node, then up to kMostTried of the lightest of all. If none of them can
 // swap, for example because two rows each fill a partition, the lightest of all may rise above the limit, once per heavy
 // partition, and swaps the excess on. First of all, while there is room, a partition with a row that almost fills it swaps
-// its other rows for the lightest rows of all. Last of all, partitions that are left above the limit swap a row for one that is
-// lighter by little more than their excess, on whichever partition that is.
+// its other rows for the lightest rows of all. Last of all, partitions that are left above the limit swap a row for one that
+// is lighter by little more than their excess, in whichever partition that is.
 class HeaviestLowered {
  public:
   HeaviestLowered(const Problem& problem, const Request& request, const Indices& parts, const Weights& sizes,
@@ -192,7 +192,8 @@ class HeaviestLowered {
       }
     }
   }
-  // A swap with a partition that has a row just light enough to take the excess from a row of `heavy`, the lightest first.
+  // A swap with a partition that has a row just light enough to take the excess from a row of `heavy`. The lightest of its
+  // rows are tried first, because they move the fewest tokens.
   Swap find_lighter_row(Index heavy) {
     const Weight excess = loads_[heavy] - limit_;
     const std::vector<SortedRows::Row>& rows = rows_.of(heavy);

@@ -79,8 +79,12 @@ class ShufflePlanner {
 
   // Writes an assignment of the request's samples, by row.
   void write(const Indices& assignment, Weight* planned) const {
-    if (groups_) return void(std::copy_n(groups_->by_row(assignment).data(), rows_.num_rows, planned));
-    std::copy(assignment.begin(), assignment.end(), planned);
+    const auto copy = [&](const Indices& by_row) { std::copy(by_row.begin(), by_row.end(), planned); };
+    if (groups_) {
+      copy(groups_->by_row(assignment));
+    } else {
+      copy(assignment);
+    }
   }
 
   Request request(bool equal_size, bool near_home) const {

@@ -45,7 +45,8 @@ def test_a_resumed_loader_gives_exactly_the_rest(generated, order, workers, stop
     assert [as_values(batch) for batch in itertools.islice(iterator, stop)] == second[:stop]
     state = json.loads(json.dumps(loader.state_dict()))
     assert [as_values(batch) for batch in iterator] == second[stop:]  # saving disturbs nothing
-    resumed = make(generated, order, num_workers=2 - workers)  # a place is one in the data, whoever reads them
+    # A place counts rows of the data, with any number of workers.
+    resumed = make(generated, order, num_workers=2 - workers)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert epochs(resumed, 2) == [second[stop:], third]
