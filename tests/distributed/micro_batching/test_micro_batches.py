@@ -5,6 +5,7 @@ Mistakes: tests/distributed/dispatch/test_mistakes.py.
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -18,7 +19,8 @@ from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.ranks.faults import error_of, raised_by
+from tests.helpers.ranks.faults import error_of, missed, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
 
@@ -215,3 +217,12 @@ def test_groups_come_together_and_go_home(ranks):
     ]
     assert sorted(number for ids, *_ in packed for each in ids for number in each) == sorted(of_row)
     assert len({name for *_, name in places}) == len(set(places)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_rank_that_does_not_come_is_named(joint):
+    pack = functools.partial(pack_micro_batches, {"row": torch.ones(1)}, MicroBatchSpec(), [1], joint=joint)
+    with RankPool(2) as pool:
+        said, _ = pool.run(missed, pack, functools.partial(pack, timeout=0.5))
+    assert said.startswith("RankMissingError: rank 1 did not take part")
