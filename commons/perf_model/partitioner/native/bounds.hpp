@@ -17,6 +17,9 @@ struct Split {
   Weight num_fill;
 };
 
+// Candidates of the counting bound to exclude together.
+constexpr Weight kTogether = 32;
+
 struct Bound {
   Weight load;
   std::optional<Split> split;  // nothing if the bound is the mean load
@@ -96,21 +99,30 @@ inline Bound counting_bound(const Weights& weights, Index num_parts, const Limit
     Group group;
   };
   std::vector<Candidate> candidates;
-  Weight quotient = 0;
-  Weight remainder = 0;
-  for (Weight tops = 1; tops <= num_rows; ++tops) {
-    if (++remainder == num_parts) {
-      remainder = 0;
-      ++quotient;
-      continue;
-    }
-    const Group group(sums, tops, quotient, remainder, limits);
-    if (!group.is_above(bound.load)) continue;
+  const auto consider = [&](Weight quotient, Weight remainder) {
+    const Group group(sums, quotient * num_parts + remainder, quotient, remainder, limits);
+    if (!group.is_above(bound.load)) return;
     Weight ceiling = group.mean_load(0);
     if (group.may_hold(2)) {
       ceiling = std::min({ceiling, group.mean_load(remainder / 2), group.mean_load(remainder / 4)});
     }
     candidates.push_back({std::min(ceiling, group.load_of_three()), group});
+  };
+  // Whether no group with a remainder up to `most` is above the mean load: not even if all its top rows weigh as much as
+  // the heaviest row that one of them can have, and so for its fillers. This excludes most candidates at once.
+  const auto excludes = [&](Weight quotient, Weight most) {
+    const Weight num_fill = std::max<Weight>(limits.min_count - quotient - 1, 0);
+    const Weight fill = num_fill > 0 ? weights[num_rows - num_fill * most] : 0;
+    const __int128 top = weights[quotient * (num_parts - most)];
+    return top * (quotient + 1) + static_cast<__int128>(fill) * num_fill <= bound.load;
+  };
+  for (Weight quotient = 0; quotient * num_parts < num_rows; ++quotient) {
+    const Weight end = std::min<Weight>(num_parts, num_rows - quotient * num_parts + 1);
+    for (Weight first = 1; first < end; first += kTogether) {
+      const Weight last = std::min(first + kTogether, end);
+      if (excludes(quotient, last - 1)) continue;
+      for (Weight remainder = first; remainder < last; ++remainder) consider(quotient, remainder);
+    }
   }
   std::vector<const Candidate*> best_first;
   best_first.reserve(candidates.size());

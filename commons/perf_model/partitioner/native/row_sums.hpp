@@ -41,25 +41,29 @@ inline void sum_at(const Weight* place, const Weight* values, Weight num_rows, W
 // the number of rows of each place.
 inline void count_moves(const GatheredRows& rows, const Weight* destination, Weight ranks_per_node, Weight* rows_at,
                         Weight* counts) {
-  std::fill_n(counts, 6 * rows.steps, 0);
-  Weights tokens_at(rows.num_places);
-  sum_at(destination, nullptr, rows.num_rows, rows.num_places, rows_at);
-  sum_at(destination, rows.tokens, rows.num_rows, rows.num_places, tokens_at.data());
+  const Weight steps = rows.steps;
+  std::fill_n(counts, 6 * steps, 0);
+  std::copy_n(rows.real_rows, rows.num_places, rows_at);
+  const Weight* tokens = rows.tokens;
   for (Weight place = 0; place < rows.num_places; ++place) {
-    counts[place % rows.steps] += rows_at[place];
-    counts[rows.steps + place % rows.steps] += tokens_at[place];
+    counts[place % steps] += rows_at[place];
+    counts[steps + place % steps] += std::accumulate(tokens, tokens + rows_at[place], Weight{0});
+    tokens += rows_at[place];
   }
+  const auto count = [&](Weight kind, Weight step, Weight row, Weight sign) {
+    counts[2 * kind * steps + step] += sign;
+    counts[(2 * kind + 1) * steps + step] += sign * rows.tokens[row];
+  };
   for (Weight row = 0; row < rows.num_rows; ++row) {
     const Weight home = rows.home[row], place = destination[row];
     if (home == place) continue;
+    --rows_at[home];
+    ++rows_at[place];
     const Weight from = rows.rank_of(home), to = rows.rank_of(place);
-    if (from == to) continue;
-    const Weight step = place - to * rows.steps;
-    const Weight kinds = from / ranks_per_node == to / ranks_per_node ? 1 : 2;
-    for (Weight kind = 1; kind <= kinds; ++kind) {
-      ++counts[2 * kind * rows.steps + step];
-      counts[(2 * kind + 1) * rows.steps + step] += rows.tokens[row];
-    }
+    count(0, home - from * steps, row, -1);
+    count(0, place - to * steps, row, 1);
+    if (from != to) count(1, place - to * steps, row, 1);
+    if (from / ranks_per_node != to / ranks_per_node) count(2, place - to * steps, row, 1);
   }
 }
 
