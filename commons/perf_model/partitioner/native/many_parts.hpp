@@ -350,8 +350,14 @@ inline std::optional<Indices> near_home_of_many(const Request& request, Problem&
     repaired = redeal_heaviest(problem, swapped, home, limit, cap_by_row);
     if (repaired && home.cost(*repaired) - home.cost(swapped) > total / kFewMoved) repaired.reset();
   }
-  if (!repaired) repaired = repair_start(problem, swapped, home, limit, cap_by_row);
-  if (!repaired || home.cost(*repaired) > total / 2) return std::nullopt;
+  if (!repaired) {
+    // Where swaps have moved many rows, a repair from the start moves fewer.
+    const bool many_moved = home.cost(swapped) > total / 2;
+    repaired = repair_start(problem, many_moved ? take(start, problem.order) : swapped, home, limit, cap_by_row);
+  }
+  // Else a plan made without regard to home, with its partitions renamed, may move fewer tokens.
+  const Weight of_all = request.ranks_per_node < num_parts ? kNodeCost * total : total;
+  if (!repaired || home.cost(*repaired) > of_all / 2) return std::nullopt;
   return problem.by_sample(*repaired);
 }
 
