@@ -126,7 +126,8 @@ class TrainingLoop:
         self._profiler = StepProfiler(self._args, self._device, self._step)
         try:
             epochs = self._train(start)
-            self._update.flush()
+            if self._update.flush():
+                self._evaluated_at = -1  # an evaluation after the last step had the weights before this update
             self._write_line()
             self._save()
             if self._evaluated_at != self._step:
@@ -196,7 +197,8 @@ class TrainingLoop:
                 )
             if trained and self._saves_after(self._step):
                 self._save()
-            if trained and self._evaluates_after(self._step):
+            # After the last step, the evaluation follows the last update.
+            if trained and self._evaluates_after(self._step) and not self._has_trained_all(self._step):
                 self._evaluate()
             # `trained` is equal on all ranks: they train together until the data of the last rank end.
             if not trained or not self._pauses_after(self._step):

@@ -118,15 +118,16 @@ class StepUpdate:
         if self.is_whole_after(step + 1):
             self.flush()
 
-    def flush(self) -> None:
-        """Update with the accumulated gradients, if there are any."""
+    def flush(self) -> bool:
+        """Update with the accumulated gradients, if there are any; returns whether there were."""
         if self._terms is None:
-            return
+            return False
         terms = self._terms.clamp(min=1)
         for parameter, total in zip(self._parameters, self._sums):
             parameter.grad = None if total is None else (total / terms).to(parameter.dtype)
         self._sums, self._terms = [None] * len(self._parameters), None
         self._update()
+        return True
 
     def _update(self) -> None:
         scaler = self._loss_scaler

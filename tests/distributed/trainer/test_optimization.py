@@ -58,7 +58,9 @@ class RecordingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=None, scaler=None, **optimization):
+def run_loop(
+    run_dir, build, steps, broken_from=10**9, balance=True, kill_at=None, scaler=None, evaluates=None, **optimization
+):
     model, optimizer = build()
     head_of(model).__class__ = NoisyHead
     head_of(model).broken_from, head_of(model).scaler = broken_from, scaler
@@ -73,6 +75,8 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
         return item[1]
 
     batches = list(enumerate(rank_batches(dist.get_rank(), steps, SIZES)))
+    loader = DataLoader(batches, batch_size=None, collate_fn=read)
+    evaluation = None if evaluates is None else DataLoader(batches[:2], batch_size=None, collate_fn=read)
     recipe = Parts(
         TrainerArgs(
             6,
@@ -84,11 +88,12 @@ def run_loop(run_dir, build, steps, broken_from=10**9, balance=True, kill_at=Non
             ckpt_save_interval=interval if kill_at is not None else -1,
             pipeline_type="native" if build is build_sharded else "none",
             optimization=OptimizationArgs(**optimization),
+            **(evaluates or {}),
         ),
         model,
         optimizer,
-        [shuffler],
-        DataLoader(batches, batch_size=None, collate_fn=read),
+        [shuffler, IdentityBalancedBatchShuffler()],
+        (loader, evaluation),
         loss_scaler=scaler,
     )
     try:
@@ -104,6 +109,18 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(ranks, tmp_path, bal
     answers = ranks.run(run_loop, str(tmp_path), build_plain, steps, balance=balance, accumulation_steps=accumulation)
     expected = one_process([steps] * ranks.world_size, ranks.world_size, SIZES, accumulation)
     assert all(largest_difference(weights, expected) < 1e-12 for _, weights, _, _ in answers) and len(expected) == 4
+
+
+@pytest.mark.parametrize("ends", [{"max_train_iters": 7}, {"num_epochs": 1}])
+def test_the_last_evaluation_has_the_last_update(two_ranks, tmp_path, ends):
+    losses = []
+    for interval in (7, 100):  # due after the last step; or only at the end
+        run_dir = tmp_path / str(interval)
+        evaluates = {"eval_interval": interval, **ends}
+        two_ranks.run(run_loop, str(run_dir), build_plain, 7, accumulation_steps=4, evaluates=evaluates)
+        losses.append([line["eval_loss"] for line in lines(run_dir) if "eval_loss" in line])
+    assert losses[0][-1] == losses[1][-1]
+    assert (len(losses[0]), len(losses[1])) == (1 if "max_train_iters" in ends else 2, 1)
 
 
 def _accumulated(dtype: torch.dtype, largest: float, terms: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
