@@ -18,6 +18,8 @@ import torch
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from commons.pipeline.look_ahead import ShufflingBatch
+
 # Pipelines that define a method to read batches, which their subclasses call.
 _READERS = (
     train_pipelines.TrainPipelineBase,
@@ -110,6 +112,8 @@ def _lengths_of(batch: Any) -> np.ndarray | None:
 
     None if lengths are on a device, or if there is no jagged tensor or several with different numbers of rows.
     """
+    if isinstance(batch, ShufflingBatch):  # its handle has the same rows again
+        batch = batch.batch
     total: torch.Tensor | None = None
     for value in _jagged_tensors(batch):
         lengths = value.lengths()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.cli.observe import main, step_cost
 from commons.perf_model.gain import LoadedRows
+from commons.pipeline.look_ahead import ShufflingBatch
 from commons.pipeline.recording import Recorder, _lengths_of
 from tests.helpers.documents.pages import read_page
 
@@ -81,6 +83,8 @@ def test_lengths_of_any_batch():
         == _lengths_of(kjt).tolist()
         == _lengths_of((kjt, torch.ones(3))).tolist()
     )
+    # The handle of a batch in an evenrank pipeline has the batch again.
+    assert _lengths_of(ShufflingBatch(batch, SimpleNamespace(host_batch=batch))).tolist() == [4, 3, 2]
     assert _lengths_of({"x": JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2])), "labels": kjt}).tolist() == [
         1,
         2,
