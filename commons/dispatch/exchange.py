@@ -113,13 +113,13 @@ def exchange(
     states = channel.begin(call, options, error, state)
     if max(states) == _NO_PIECES:
         return None, 0, 0
-    messages, incoming = [torch.empty(0)] * channel.world_size, sizes
+    messages, incoming = [torch.empty(0, device="cpu")] * channel.world_size, sizes
     if max(states) > _NOTHING_TO_SEND:
         own_sizes = np.array(sizes, dtype=np.int64).reshape(-1, 1)
         incoming = channel.swap(own_sizes, channel.step, "exchange of sizes")[:, 0].tolist()
         on_device = _ON_DEVICE in states and _ON_HOST not in states  # all ranks must use the same group
         with channel.failures_posted(channel.step, EXCHANGE):
-            source = torch.empty(0, dtype=torch.uint8) if outgoing is None else outgoing.bytes
+            source = torch.empty(0, dtype=torch.uint8, device="cpu") if outgoing is None else outgoing.bytes
             source = source.to("cuda" if on_device else "cpu")
         messages = channel.send_bytes(source, sizes, incoming)
     result, error = capture_error(

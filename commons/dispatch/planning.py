@@ -37,7 +37,7 @@ class Split:
         """
         parts = plan.groups()
         size = max(*map(len, parts), -(-rows.count // len(parts))) if pad else 0
-        padded = [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64) for part in parts]
+        padded = [torch.tensor(part + [-1] * (size - len(part)), dtype=torch.int64, device="cpu") for part in parts]
         return cls(padded, plan, rows.count)
 
     def take(self, rows: Rows[B], part: int) -> Rows[B]:

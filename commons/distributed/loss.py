@@ -170,7 +170,7 @@ def _sum_over_ranks(
 
 def _gather(values: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
     """Gather `values` of all ranks, int64 `(world_size, n)`."""
-    gathered = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64)
+    gathered = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64, device="cpu")
     all_gather_single(gathered, torch.from_numpy(values), group=group)
     return gathered.numpy().reshape(-1, len(values))
 

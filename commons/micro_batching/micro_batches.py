@@ -155,7 +155,7 @@ class MicroBatches(Sequence[B]):
     @property
     def forward_indices(self) -> torch.Tensor:
         """int64 `(rows,)`: for each row of the concatenated micro-batches, its row in the batch."""
-        return torch.tensor([row for group in self.groups for row in group], dtype=torch.int64)
+        return torch.tensor([row for group in self.groups for row in group], dtype=torch.int64, device="cpu")
 
     @property
     def backward_indices(self) -> torch.Tensor:
@@ -174,7 +174,9 @@ class MicroBatches(Sequence[B]):
         Raises:
             ValueError: the number of results or of their rows is wrong, or results cannot be joined or have padding.
         """
-        return restore(results, [torch.tensor(group) for group in self.groups], "micro-batch", "micro-batches")
+        return restore(
+            results, [torch.tensor(group, device="cpu") for group in self.groups], "micro-batch", "micro-batches"
+        )
 
     def send_home(self, results: Sequence[R]) -> R | None:
         """Send the results of all micro-batches to the ranks that their rows are from, in the order of these rows.

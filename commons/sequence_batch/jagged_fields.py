@@ -236,7 +236,7 @@ class NestedField(RowField):
         return [value.values(), _nested_lengths(value)]
 
     def content(self, value: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        return None, self.tensors(self.select(value, torch.arange(value.size(0))))
+        return None, self.tensors(self.select(value, torch.arange(value.size(0), device="cpu")))
 
     def empty(self, rows: int, device: torch.device | None = None) -> torch.Tensor:
         values = torch.empty([max(0, size) for size in self.row_shape], dtype=self.dtype, device=device)

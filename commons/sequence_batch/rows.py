@@ -87,8 +87,8 @@ class Rows(Tree[B]):
         count, real = sum(part.count for part in parts), sum(part.real for part in parts)
         if count > real:
             # Padding must come last: join all real rows, then all padding.
-            kept = [part._select(torch.arange(part.real), part.real) for part in parts]
-            parts = kept + [part._select(torch.arange(part.real, part.count), 0) for part in parts]
+            kept = [part._select(_positions(part.real), part.real) for part in parts]
+            parts = kept + [part._select(_positions(part.real, part.count), 0) for part in parts]
         first = parts[0]
         return first._made(lambda path, _: first.fields[path].join([part.leaves[path] for part in parts]), count, real)
 
@@ -140,7 +140,7 @@ class Rows(Tree[B]):
 
     def without_padding(self) -> Rows[B]:
         """The real rows."""
-        return self if self.real == self.count else self._select(torch.arange(self.real), self.real)
+        return self if self.real == self.count else self._select(_positions(self.real), self.real)
 
     def pad(self, num_rows: int) -> Rows[B]:
         """Pad to `num_rows` rows, padding last: empty jagged rows, zeros in dense fields, None for Python objects.
@@ -256,10 +256,16 @@ def _shown(tree: Tree[Any], path: Path) -> str:
     return type(value).__name__
 
 
+def _positions(*bounds: int) -> torch.Tensor:
+    """`torch.arange` on the CPU, whatever torch's default device is."""
+    return torch.arange(*bounds, device="cpu")
+
+
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:
     """int64 `(N,)` on the CPU; ValueError unless all are rows of the batch."""
     try:
-        chosen = torch.as_tensor(np.asarray(indices) if isinstance(indices, (list, tuple, range)) else indices)
+        listed = np.asarray(indices) if isinstance(indices, (list, tuple, range)) else indices
+        chosen = torch.as_tensor(listed, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"indices are a {type(indices).__name__} and not an array of integers ({error}); rows are chosen by a "
@@ -272,7 +278,7 @@ def _as_indices(indices: Any, rows: int) -> torch.Tensor:
             f"indices have dtype {chosen.dtype} and shape {tuple(chosen.shape)}; rows are chosen by a one-dimensional "
             "list of integers: pass the positions of the rows"
         )
-    chosen = chosen.to(device="cpu", dtype=torch.int64)
+    chosen = chosen.to(torch.int64)
     outside = chosen[(chosen < 0) | (chosen >= rows)]
     if outside.numel():
         raise ValueError(

@@ -223,7 +223,8 @@ class BatchSchema:
             for name, count in row_count_items(branch.batch_type, rows, 0).items()
             if (*branch.path, name) not in stated  # a batch_size below 0 states nothing
         }
-        return self.made_of(values | {each.path: each.empty(rows) for each in self.rows}, lambda _: (rows, None))
+        host = torch.device("cpu")  # not torch's default device, which a script may have set
+        return self.made_of(values | {each.path: each.empty(rows, host) for each in self.rows}, lambda _: (rows, None))
 
     def made_of(self, values: Mapping[Path, Any], size_of: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
         """Make a batch of this schema without its constructor; KeyError for a class that is not imported here.

@@ -51,8 +51,8 @@ class PreparedShuffle:
         In mode "off" they are those of its own batch: `real_rows`, and `workloads`, int64 `(batch_size,)`.
         """
         if self.plan is None:
-            own = None if workloads is None else torch.as_tensor(workloads)[:real_rows].cpu()
-            return self.rows_before + torch.arange(real_rows), own
+            own = None if workloads is None else torch.as_tensor(workloads, device="cpu")[:real_rows]
+            return self.rows_before + torch.arange(real_rows, device="cpu"), own
         rows, gathered = self.plan.rows_for(self.rank), self.plan.gathered
         return torch.from_numpy(gathered.global_id[rows]), torch.from_numpy(gathered.workloads[rows])
 

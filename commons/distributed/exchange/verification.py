@@ -54,7 +54,7 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
 
 def checksums(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:
     """int64 `(parts + 1,)` on the host: for each part the sum of its hashes over real rows, then that of whole rows."""
-    total = torch.zeros(len(layout.parts) + 1, dtype=torch.int64)
+    total = torch.zeros(len(layout.parts) + 1, dtype=torch.int64, device="cpu")
     for batch in batches:
         rows, real = row_counts(batch)
         if layout.parts and real:

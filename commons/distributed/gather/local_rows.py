@@ -270,7 +270,7 @@ def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
     if device is None:
         return values, None
     host = [
-        torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
         if isinstance(value, torch.Tensor)
         else value
         for value in values

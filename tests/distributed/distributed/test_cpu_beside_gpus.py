@@ -1,4 +1,4 @@
-"""Ranks that train on the CPU of a machine with GPUs: nothing of CUDA is touched.
+"""Ranks that train on the CPU of a machine with GPUs: nothing of CUDA is touched; and torch's default device.
 
 A GPU is pretended: torch says that CUDA is available, and whoever then uses it, or pins memory, fails.
 """
@@ -10,14 +10,18 @@ from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
+from commons.dispatch import redistribute_balanced, split_balanced
+from commons.distributed import global_mean_loss
 from commons.distributed.channel.groups import numbers_device, only_device
 from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
+from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.models.torchrec_model import build_sharded, head_of, make_batch, rank_batches
@@ -111,6 +115,40 @@ def test_a_single_process_on_the_cpu(tmp_path):
             shuffler = MeasuredShuffler(ShufflerOptions(calibration=write_calibration(tmp_path / "c.toml", **options)))
             with closing(shuffler), pytest.raises(ValueError, match="another pr") if options else nullcontext():
                 assert shuffler.shuffle(batch) is batch
+
+
+def _with_another_default_device():
+    """What calls on the host return in a script that has called torch.set_default_device; no data is on this one."""
+    rank, rows = dist.get_rank(), {"ids": torch.arange(4), "names": np.array(["a", "b", "c", "d"])}
+    batches = [my_batch(), make_batch([7], 1)] if rank == 0 else [make_batch([9], 1)]
+    loss, work = torch.ones(()), [9, 1, 1, 1]
+    checked, off = (CubicShuffler(ShufflerOptions(**each)) for each in ({"verify": True}, {"mode": "off"}))
+    with closing(checked), closing(off), torch.device("meta"):
+        _, indices, own = off.shuffle(batches[0], return_indices=True, return_workloads=True)
+        trained = []
+        for batch in [*batches, None][:2]:
+            handle = checked.start_shuffle(batch)
+            result = checked.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
+            trained += result.sample_id[: result.actual_batch_size].tolist()
+        split, moved = split_balanced(rows, 2, work, pad=True), redistribute_balanced(rows, work)
+        packed = pack_micro_batches(rows, MicroBatchSpec(max_tokens_per_mb=9), work)
+        return (
+            trained,
+            [indices.tolist(), own.tolist()],
+            raised_by(lambda: global_mean_loss(loss, -rank)),
+            split.restore([each["ids"] for each in split.chunks]).tolist(),
+            moved.send_home(moved.batch)["ids"].tolist(),
+            sorted(row for each in packed for row in each["ids"].tolist()),
+        )
+
+
+def test_the_default_device_of_a_script_does_not_matter(two_ranks):
+    answers = two_ranks.run(_with_another_default_device)
+    assert sorted(row for trained, *_ in answers for row in trained) == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert [len(own) for _, (_, own), *_ in answers] == [6, 1]
+    assert [ids for _, (ids, _), *_ in answers] == [[0, 1, 2, 3, 4, 5], [6]]
+    for _, _, said, *rows in answers:
+        assert "rank 1: local_count is -1.0" in said and rows == [[0, 1, 2, 3]] * 3
 
 
 def _group(*kinds):
