@@ -21,7 +21,7 @@ class SIDGRConfig:
 
     # Number of codes of each hierarchy, the coarsest first; an item has one code per hierarchy.
     codebook_sizes: tuple[int, ...]
-    max_items: int  # most items of a row, history and candidates together
+    max_items: int  # most items of a row: history and candidates, or history and the generated item
     hidden_size: int  # width of a token between layers, and of every embedding
     num_layers: int  # number of transformer layers
     num_attention_heads: int  # attention heads per layer

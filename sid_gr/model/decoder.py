@@ -100,8 +100,8 @@ class SIDDecoder(nn.Module):
         )
         return self.loss(self.encode(history, candidates, layout), layout, batch)
 
-    def lay_out(self, batch: GPTSIDBatch) -> TokenLayout:
-        """The token layout of a batch.
+    def lay_out(self, batch: GPTSIDBatch, *, generates: bool = False) -> TokenLayout:
+        """The token layout of a batch; with `generates` an item is generated after every history.
 
         Raises:
             ValueError: another number of hierarchies than the model's, or a row with too many items.
@@ -117,6 +117,13 @@ class SIDDecoder(nn.Module):
             raise ValueError(
                 f"row {int(items.argmax())} has {int(items.max())} items, max_items is {self.config.max_items}; "
                 "the model has no more positions: raise max_items or cut the histories"
+            )
+        # The first code is predicted by the history's last token; only the codes after it need the item's position.
+        longest = history.max(initial=0) // self.config.num_hierarchies
+        if generates and self.config.num_hierarchies > 1 and longest >= self.config.max_items:
+            raise ValueError(
+                f"row {int(history.argmax())} has a history of {longest} items, max_items is {self.config.max_items}; "
+                "the generated item needs a position too: raise max_items or cut the histories"
             )
         assert batch.actual_batch_size is not None  # noqa: S101  set in __post_init__
         return lay_out_batch(

@@ -172,7 +172,7 @@ class SIDGRModel(nn.Module):
         """The layout of a batch, its hidden states, and the items of beam search, in the order of the batch's rows."""
         assert self.trie is not None  # noqa: S101  checked by the callers
         decoder = self.decoder
-        layout = decoder.lay_out(batch)
+        layout = decoder.lay_out(batch, generates=True)
         cache = DecodingCache(layout) if use_cache else None
         history, candidates = (
             embeddings[name].values() for name in (batch.history_feature_name, batch.candidate_feature_name)

@@ -18,6 +18,8 @@ from sid_gr.parallel import initialize_model_parallel
 from sid_gr.sharding import build_distributed_model, cpu_in_place_of_cuda, dense_parameters
 from tests.helpers.models.sid_models import (
     CPU,
+    MAX_CANDIDATES,
+    MAX_HISTORY,
     SID_MAP,
     SIZES,
     PlainDecoder,
@@ -244,6 +246,7 @@ def _mistakes():
             "no labels": lambda: model(make_batch(0, with_labels=False)),
             "hierarchies": lambda: model(other),
             "long row": lambda: model(_long_batch()),
+            "full history": lambda: model.generate(_full_batch()),
             "sharding": lambda: build_distributed_model(model, device=CPU, sharding="data_parallel"),
         }
         return found | {name: raised_by(call) for name, call in calls.items()}
@@ -253,6 +256,11 @@ def _long_batch():
     return GPTSIDBatch.random(
         3, SIZES, 40, 1, history_dist=None, device=CPU, generator=torch.Generator().manual_seed(1)
     )
+
+
+def _full_batch():
+    most = MAX_HISTORY + MAX_CANDIDATES
+    return GPTSIDBatch.random_of_lengths(torch.tensor([most - 1, most]), torch.tensor([1, 0]), SIZES)
 
 
 def test_mistakes(two_ranks):
@@ -268,6 +276,7 @@ def test_mistakes(two_ranks):
             "no labels": "TypeError: labels are NoneType",
             "hierarchies": "ValueError: the batch has 1 hierarchies, the model 3",
             "long row": "max_items is 15; the model has no more positions",
+            "full history": "ValueError: row 1 has a history of 15 items, max_items is 15; the generated item needs",
             "sharding": "ValueError: sharding is 'data_parallel'",
         }
         assert found.keys() == expected.keys()
