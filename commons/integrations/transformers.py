@@ -91,7 +91,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     cost = cost or model_cost(trainer.accelerator.unwrap_model(trainer.model))
     sampler = BalancedBatchSampler(
         cost(tokens),
-        args.train_batch_size,
+        trainer._train_batch_size,  # not that of args: auto_find_batch_size lowers it
         num_ranks=args.world_size,
         rank=args.process_index,
         window=window * args.gradient_accumulation_steps,

@@ -110,6 +110,28 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, name, batches_before):
         assert rank[name]["weight"] == pytest.approx(rank["padded"]["weight"], rel=1e-6)
 
 
+def test_a_batch_size_that_does_not_fit_is_halved(tmp_path):
+    from transformers import TrainingArguments
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import BATCH, Recorder, make_model, make_rows, pad
+
+    class Full(Recorder):
+        def training_step(self, model, inputs, *args, **kwargs):
+            if self._train_batch_size > BATCH:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    options = {"per_device_train_batch_size": 8, "num_train_epochs": 1, "auto_find_batch_size": True}
+    switches = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **options, **switches)
+    trainer = balanced(Full(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad))
+    trainer.seen = []
+    trainer.train()
+    assert sorted(row for batch in trainer.seen for row in batch) == list(range(90))
+    assert len(trainer.seen) == trainer.state.max_steps == -(-90 // trainer._train_batch_size)
+
+
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
         "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
