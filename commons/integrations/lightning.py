@@ -36,6 +36,7 @@ class BalancedBatches(Callback):
                 "make one of these, and a DataLoader with it as batch_sampler"
             )
         self._sampler = sampler
+        self._sampler.epoch_of_len = sampler.epoch  # a loader with workers draws the epoch before Lightning counts it
         self._epoch, self._start, self._num_batches = -1, EPOCH_START, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,6 +61,13 @@ class BalancedBatches(Callback):
             self._epoch, self._start = trainer.current_epoch, EPOCH_START
         self._num_batches = 0
         self._begin()
+        # Lightning counts the batches of the first epoch only; those of a BudgetBatchSampler vary between epochs.
+        loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
+        number = min(number, limit) if isinstance(limit, int) else int(number * limit)
+        if number != loop.max_batches and loop._combined_loader is not None:
+            loop.max_batches, loop._combined_loader.limits = number, [number]
+            if isinstance(trainer.val_check_interval, float):
+                trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Count a trained batch; the loader may have read further."""
@@ -79,5 +87,6 @@ class BalancedBatches(Callback):
         self._begin()
 
     def _begin(self) -> None:
+        self._sampler.epoch_of_len = self._epoch
         self._sampler.set_epoch(self._epoch)
         self._sampler.start_at(*self._start)

@@ -63,6 +63,36 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, kind, step):
         assert resumed["weight"] == pytest.approx(whole["weight"], rel=1e-12)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_of_different_numbers_of_batches_are_trained_whole(workers):
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+
+    from commons.datasets import BudgetBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import LENGTHS, NUM_ROWS, Rows
+
+    class Validated(Rows):
+        def validation_step(self, rows, index):
+            self.seen.append("validated")
+
+    def make():
+        return BudgetBatchSampler(LENGTHS, budget_per_rank=int(LENGTHS.sum()) // 8, num_ranks=1, rank=0, seed=0)
+
+    expected, drawn = [], make()
+    epochs = [list(drawn) for _ in range(4)]
+    for batches in epochs:
+        expected += [*batches, "validated"]
+    counts = [len(batches) for batches in epochs]
+    assert counts[0] < max(counts[1:]) and counts[0] > min(counts[1:])
+    module, sampler = Validated(), make()
+    options = {"accelerator": "cpu", "max_epochs": 4, "logger": False, "enable_checkpointing": False}
+    shown = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = Trainer(callbacks=[BalancedBatches(sampler)], use_distributed_sampler=False, **options, **shown)
+    trainer.fit(module, DataLoader(range(NUM_ROWS), batch_sampler=sampler, num_workers=workers), DataLoader([0]))
+    assert module.seen == expected
+
+
 def test_a_sampler_of_another_rank_is_refused(of_ranks):
     for rank, answer in enumerate(of_ranks):
         assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is rank {rank} of 2")
