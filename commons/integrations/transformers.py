@@ -108,8 +108,10 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
 def _require_counted_loss(trainer: Trainer) -> None:
     """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is False:  # as in TRL's DPOTrainer and RewardTrainer
+        counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
     if not counts or not trainer.args.average_tokens_across_devices:
-        what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
         raise ValueError(
             f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
             "must not weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass "

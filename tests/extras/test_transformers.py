@@ -132,6 +132,22 @@ def test_a_batch_size_that_does_not_fit_is_halved(tmp_path):
     assert len(trainer.seen) == trainer.state.max_steps == -(-90 // trainer._train_batch_size)
 
 
+def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_model, make_rows, pad
+
+    class MeanTrainer(Trainer):
+        loss_is_scaled_for_ga = False
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    options = {"model": make_model(), "args": arguments, "train_dataset": make_rows(), "data_collator": pad}
+    with pytest.raises(ValueError, match="its loss is a mean over a micro-batch .*; micro-batches of MeanTrainer have"):
+        balanced(MeanTrainer(**options)).get_train_dataloader()
+    balanced(MeanTrainer(**options), padded=False).get_train_dataloader()
+
+
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
         "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
