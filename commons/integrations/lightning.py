@@ -37,7 +37,7 @@ class BalancedBatches(Callback):
             )
         self._sampler = sampler
         self._sampler.epoch_of_len = sampler.epoch  # a loader with workers draws the epoch before Lightning counts it
-        self._epoch, self._start, self._num_batches = -1, EPOCH_START, 0
+        self._epoch, self._start, self._num_batches, self._has_ended = -1, EPOCH_START, 0, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the loader uses the sampler, and that the sampler is for this rank."""
@@ -59,7 +59,7 @@ class BalancedBatches(Callback):
         """Continue within the epoch of a checkpoint, or begin an epoch."""
         if trainer.current_epoch != self._epoch:
             self._epoch, self._start = trainer.current_epoch, EPOCH_START
-        self._num_batches = 0
+        self._num_batches, self._has_ended = 0, False
         self._begin()
         # Lightning counts the batches of the first epoch only; those of a BudgetBatchSampler vary between epochs.
         loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
@@ -69,15 +69,18 @@ class BalancedBatches(Callback):
             if isinstance(trainer.val_check_interval, float):
                 trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count a trained batch; the loader may have read further."""
         self._num_batches += 1
+        self._has_ended = batch_idx + 1 >= trainer.num_training_batches  # limit_train_batches may leave rows
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last trained batch; after the last batch of an epoch, the start of the next epoch."""
         epoch = max(0, self._epoch)
         place = self._sampler.place_after(self._num_batches, epoch, self._start)
-        if next(self._sampler.step_rows(epoch, place), None) is None:
+        if self._has_ended or next(self._sampler.step_rows(epoch, place), None) is None:
             epoch, place = epoch + 1, EPOCH_START
         return {"epoch": epoch, "row": place.row, "steps": place.steps}
 

@@ -93,6 +93,30 @@ def test_epochs_of_different_numbers_of_batches_are_trained_whole(workers):
     assert module.seen == expected
 
 
+def test_a_resumed_run_of_limited_epochs_begins_the_next_epoch(tmp_path):
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+
+    from commons.datasets import BalancedBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import LENGTHS, NUM_ROWS, Rows
+
+    options = {"accelerator": "cpu", "max_epochs": 3, "limit_train_batches": 3, "logger": False}
+    shown = {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+
+    def train(resume):
+        sampler = BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0, window=2)
+        saved = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        module, trainer = Rows(), Trainer(callbacks=[BalancedBatches(sampler), saved], **options, **shown)
+        trainer.fit(module, DataLoader(range(NUM_ROWS), batch_sampler=sampler), ckpt_path=resume)
+        return module.seen
+
+    whole, epochs = train(None), BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0, window=2)
+    assert whole == [batch for _ in range(3) for batch in list(epochs)[:3]]
+    assert train(tmp_path / "step=3.ckpt") == whole[3:]
+
+
 def test_a_sampler_of_another_rank_is_refused(of_ranks):
     for rank, answer in enumerate(of_ranks):
         assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is rank {rank} of 2")
