@@ -72,10 +72,10 @@ def hstu_attention(
     plan.require_tokens(query)
     if bias is None:
         bias = query.new_zeros(query.shape[1], 2 * plan.longest + 1 if plan.sees_ahead else plan.longest)
-    table = _bias_table(bias.to(query.dtype), plan)
+    table = _bias_table(bias, plan, query.dtype)
     seconds = time_table = None
     if times is not None:
-        seconds, time_table = torch.nn.functional.pad(times.values, (0, 1)), times.bias.to(query.dtype)
+        seconds, time_table = torch.nn.functional.pad(times.values, (0, 1)), times.bias
     # Autocast must not change the dtype of sums over many chunks.
     with torch.autocast(query.device.type, enabled=False):
         return _HSTUAttention.apply(query, key, value, table, time_table, seconds, plan, 1.0 / normalizer)
@@ -90,8 +90,10 @@ def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
     return (apart.abs().clamp_(min=1).float().log_() / _LOG_TIME_STEP).long().clamp_(max=num_buckets - 1)
 
 
-def _bias_table(bias: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+def _bias_table(bias: torch.Tensor, plan: AttentionPlan, dtype: torch.dtype) -> torch.Tensor:
     """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask and, if there is context, also without it.
+
+    `dtype` is that of the scores.
 
     Distance d is in column `_farthest(plan) − d`. The outermost columns are for padding.
     """
@@ -99,7 +101,7 @@ def _bias_table(bias: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     bare = torch.nn.functional.pad(bias.flip(1), (farthest + zero + 1 - bias.shape[1], farthest - zero))
     distance = torch.arange(farthest, -farthest - 1, -1, device=bias.device)
     hidden = (distance < plan.seen[0]) | (distance > plan.seen[1])
-    masked = bare.masked_fill(hidden, torch.finfo(bias.dtype).min / 2)
+    masked = bare.masked_fill(hidden, torch.finfo(dtype).min / 2)
     return torch.stack([masked, bare] if plan.has_context else [masked], dim=1)
 
 
@@ -129,7 +131,7 @@ class _HSTUAttention(torch.autograd.Function):
         # values; the first divisor is a power of two, so that it causes no rounding.
         before = 2.0 ** round(math.log2(scale) / 2)
         queries, keys, values = (_heads_first(tensor) for tensor in (query, key, value * before))
-        bias = _Bias(plan, table, time_table, times)
+        bias = _Bias.of(plan, table, time_table, times, query.dtype)
         outputs = torch.zeros_like(queries)
         for block in plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
@@ -142,11 +144,11 @@ class _HSTUAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *biases = ctx.saved_tensors
+        query, key, value, table, time_table, times = ctx.saved_tensors
         queries, keys, values = inputs = [_heads_first(tensor) for tensor in (query, key, value)]
         grad_outputs = _heads_first(grad_output * ctx.scale)
         grad_queries, grad_keys, grad_values = (_zeros_to_add_to(tensor) for tensor in inputs)
-        bias = _Bias(ctx.plan, *biases)
+        bias = _Bias.of(ctx.plan, table, time_table, times, query.dtype)
         grad_table = _zeros_to_add_to(bias.table)
         grad_time_table = None if bias.time_table is None else _zeros_to_add_to(bias.time_table)
         for block in ctx.plan.blocks:
@@ -164,18 +166,31 @@ class _HSTUAttention(torch.autograd.Function):
                 bias.add_gradients(grad_scores, chunk, grad_table, grad_time_table)
             _add(grad_keys, block.keys, grad_k)
             _add(grad_values, block.keys, grad_v)
-        of_tokens = map(_tokens_first, (grad_queries, grad_keys, grad_values))
-        grads = (*of_tokens, grad_table, grad_time_table)
-        return *(None if grad is None else grad.to(query.dtype) for grad in grads), None, None, None
+        of_tokens = (_tokens_first(grad).to(query.dtype) for grad in (grad_queries, grad_keys, grad_values))
+        # In the tables' own dtype: a sum over many pairs may overflow in float16.
+        of_time = None if time_table is None or grad_time_table is None else grad_time_table.to(time_table.dtype)
+        return *of_tokens, grad_table.to(table.dtype), of_time, None, None, None
 
 
 class _Bias(NamedTuple):
-    """The biases of the scores."""
+    """The biases of the scores, in the dtype of the scores."""
 
     plan: AttentionPlan
     table: torch.Tensor  # by distance, see `_bias_table`
     time_table: torch.Tensor | None  # `(num_heads, num_buckets)`
     times: torch.Tensor | None  # int64 `(num_tokens + 1,)`, the last for padding
+
+    @classmethod
+    def of(
+        cls,
+        plan: AttentionPlan,
+        table: torch.Tensor,
+        time_table: torch.Tensor | None,
+        times: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> _Bias:
+        """The biases in the dtype of the scores."""
+        return cls(plan, table.to(dtype), None if time_table is None else time_table.to(dtype), times)
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Scores q · k + bias of a chunk: `(num_heads · num_rows, num_queries, num_keys)`."""

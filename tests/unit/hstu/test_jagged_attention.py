@@ -175,6 +175,20 @@ def test_sums_over_long_rows_do_not_overflow_in_float16():
     torch.testing.assert_close(output[:, 0, 0].float(), expected, rtol=0.01, atol=0)
 
 
+def test_gradients_of_biases_do_not_overflow_in_float16():
+    """10,000 pairs of distance 0 have a gradient of 8 times the slope each, beyond the largest float16."""
+    rows, length = 100, 100
+    tokens = torch.zeros(rows * length, 1, 2, dtype=torch.float16)
+    bias, by_time = torch.ones(1, length, requires_grad=True), torch.zeros(1, 1, requires_grad=True)
+    times = TokenTimes(torch.zeros(rows * length, dtype=torch.int64), by_time)
+    plan = make_plan([length] * rows, [0] * rows, 1)
+    hstu_attention(tokens, tokens, tokens + 4, bias, plan, normalizer=1.0, times=times).sum().backward()
+    slope = torch.autograd.functional.jacobian(torch.nn.functional.silu, torch.ones(()))
+    expected = 8 * slope * rows * torch.arange(length, 0, -1.0)
+    torch.testing.assert_close(bias.grad[0], expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(by_time.grad[0, 0], expected.sum(), rtol=0.01, atol=0)
+
+
 def test_inference_then_training_on_one_plan():
     inputs = random_inputs(9, False, seed=5)
     plan = make_plan([9], [0])
