@@ -29,6 +29,7 @@ class WindowedBatches(Iterator[Any]):
 
     Attributes:
         last_window: stats of the current window; None before the first window, and in mode "off".
+        speeds: speeds of the ranks in the plan of the current window; None if they are equal.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class WindowedBatches(Iterator[Any]):
         pg_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.last_window: WindowStats | None = None
+        self.speeds: list[int] | None = None
         self._shuffler = shuffler
         self._pg_group = pg_group
         self._reader = WindowReader(iterator, window)
@@ -137,6 +139,7 @@ class WindowedBatches(Iterator[Any]):
         self._stats.extend(stats)
         if shuffled.whole is not None:
             self.last_window = replace(shuffled.whole, wait_ms=wait_ms)
+            self.speeds = shuffled.speeds
             planned = [each for each in stats if each is not None]
             self._shuffler.engine.note(planned[0].step, lambda: planned[-1], planned[0].excess_tokens)
 

@@ -174,7 +174,7 @@ class Epochs:
         if not self.in_windows:
             return self._identity() if self._steps.window > 1 else {}
         options = asdict(self._shuffler.options)
-        names = ("mode", "partitioner", "equal_size", "slack", "ranks_per_node", "max_tokens_per_rank")
+        names = ("mode", "partitioner", "equal_size", "slack", "min_gain", "ranks_per_node", "max_tokens_per_rank")
         calibration = options["calibration"]
         return {
             **self._identity(),
@@ -183,6 +183,8 @@ class Epochs:
             "window": self._args.shuffle_window,
             "shuffler": type(self._shuffler).__name__,
             "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
+            # Measured speeds of the current window; a resumed run plans its first window with equal ones.
+            "speeds": None if self._windows is None or options["mode"] != "balance" else self._windows.speeds,
             **{name: options[name] for name in names},
         }
 

@@ -37,6 +37,7 @@ class ShuffledWindow:
     batches: list[Any]  # one for each step, equally many on every rank; none if no rank has data any more
     stats: list[ShuffleStats | None]  # of every step; None in mode "off"
     whole: WindowStats | None = None  # of the window, without `wait_ms`; None in mode "off", and without batches
+    speeds: list[int] | None = None  # of the ranks, in the plan; None if they are equal
 
 
 class WindowReader:
@@ -160,7 +161,8 @@ def shuffle_window(
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
     stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.describe()]
     speeds = None if prepared.plan is None else prepared.plan.speeds
-    return ShuffledWindow(results, list(stats), WindowStats.of(step, stats, read_ms, speeds))
+    whole = WindowStats.of(step, stats, read_ms, speeds)
+    return ShuffledWindow(results, list(stats), whole, None if speeds is None else speeds.tolist())
 
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
+from commons.distributed.gather import rank_speeds
 from commons.distributed.options import ShufflerOptions
+from commons.perf_model.speed_control import SpeedControl
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
@@ -121,6 +123,27 @@ def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ran
     assert trained - again + rest == Counter(dict.fromkeys(rest | trained, 1)) and len(rest | trained) == ROWS
     line = "saved 2 steps into a window .*: the window is read again, and 16 rows are trained a second time"
     assert bool(re.search(line, " ".join(result[0][3]))) == bool(again)
+
+
+def train_on_ranks_of_unequal_speeds(*args, **changes):
+    begin = lambda num_ranks, speeds: SpeedControl(num_ranks, speeds or [1024, 600])  # noqa: E731
+    with mock.patch.object(rank_speeds, "SpeedControl", begin):
+        return train(*args, **changes)
+
+
+def test_a_window_of_measured_speeds_is_read_again(two_ranks, data, tmp_path):
+    """A resumed run cannot repeat a plan that used the speeds of its time, so its steps would have other rows."""
+    folder = str(tmp_path / "checkpoints")
+    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": folder, "ckpt_load_dir": folder, **STAGE}
+    saving["shuffler"] = ShufflerOptions(speeds="measured")
+    first, rest = (
+        two_ranks.run(train_on_ranks_of_unequal_speeds, data, str(tmp_path / "run"), max_train_iters=stop, **saving)
+        for stop in (5, None)
+    )
+    assert users_of(rest) == Counter(dict.fromkeys(users_of(rest), 1))
+    assert users_of(first, slice(3)) + users_of(rest) == users_of(first) | users_of(rest)
+    assert len(users_of(first) | users_of(rest)) == ROWS
+    assert re.search("2 steps into a window .* 16 rows are trained a second time", " ".join(rest[0][3]))
 
 
 # With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
