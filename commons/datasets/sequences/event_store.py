@@ -157,15 +157,17 @@ def plain_array(column: pa.ChunkedArray) -> pa.Array:
 def _errors_named(folder: Path, *, of_files: bool = False) -> Iterator[None]:
     """Raise an OSError for DuckDB's errors about a full disk, or about too little memory.
 
-    With `of_files`, while files are read, other input/output errors are about these files and raised unchanged.
+    Other errors are raised unchanged; with `of_files`, while files are read, also input/output errors, which are about
+    these files.
     """
     try:
         yield
-    except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
+    except duckdb.Error as error:  # of several kinds: a full disk may also show when a transaction is committed
         text = " ".join(str(error).split())
         for number in NO_ROOM:
             if os.strerror(number) in text or "max_temp_directory_size" in text:
                 raise OSError(number, os.strerror(number), str(folder)) from error
-        if of_files and not isinstance(error, duckdb.OutOfMemoryException):
+        is_of_memory = isinstance(error, duckdb.OutOfMemoryException)
+        if not is_of_memory and (of_files or not isinstance(error, duckdb.IOException)):
             raise
         raise OSError(f"events cannot be sorted in {folder} ({text}): give an output on a disk with room") from error
