@@ -48,7 +48,7 @@ def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor)
     `negatives` are integers `(real rows, num_negatives)`; padding rows have no negatives.
     """
     features, num_negatives = batch.features, negatives.shape[1]
-    lengths = torch.zeros(batch.batch_size, dtype=features.lengths().dtype)
+    lengths = features.lengths().new_zeros(batch.batch_size)
     lengths[: negatives.shape[0]] = num_negatives
     extended = KeyedJaggedTensor(
         keys=[*features.keys(), feature_name],
@@ -98,7 +98,7 @@ class NegativeSampling(Dataset[HSTUBatch]):
     def _with_negative_lengths(self, batch: HSTUBatch) -> HSTUBatch:
         keys = batch.features.keys()
         lengths = dict(zip(keys, batch.features.lengths().view(len(keys), -1)))
-        lengths[self.feature_name] = torch.full((batch.batch_size,), self.num_negatives)
+        lengths[self.feature_name] = torch.full((batch.batch_size,), self.num_negatives, device="cpu")
         longest = batch.feature_to_max_seqlen | {self.feature_name: self.num_negatives}
         return copy_batch(batch, {"features": length_only_kjt(lengths), "feature_to_max_seqlen": longest})
 

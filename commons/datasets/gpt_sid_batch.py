@@ -111,8 +111,8 @@ class GPTSIDBatch(BaseBatch):
         ids = self.features[name].values()
         if self.codebook_sizes is None or ids.device.type != "cpu":
             return
-        sizes = torch.tensor(self.codebook_sizes)
-        codes = ids.view(-1, self.num_hierarchies) - torch.tensor(codebook_offsets(self.codebook_sizes))
+        sizes = torch.tensor(self.codebook_sizes, device="cpu")
+        codes = ids.view(-1, self.num_hierarchies) - torch.tensor(codebook_offsets(self.codebook_sizes), device="cpu")
         outside = (codes < 0) | (codes >= sizes)
         if bool(outside.any()):
             item, hierarchy = (int(index) for index in outside.nonzero()[0])

@@ -57,7 +57,7 @@ class FeatureConfig:
         """Draw lengths of rows, int64 `(num_rows,)`, on the generator's device."""
         longest = self.max_sequence_length
         if not self.is_jagged:
-            return torch.full((num_rows,), longest, device=None if generator is None else generator.device)
+            return torch.full((num_rows,), longest, device="cpu" if generator is None else generator.device)
         distribution = self.seqlen_dist or RandomDistribution("uniform", high=longest)
         return distribution.sample(num_rows, generator=generator).clamp_(max=longest)
 
@@ -298,13 +298,18 @@ def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:
     return num_real
 
 
+def _as_tensor(values: _Array) -> torch.Tensor:
+    """The values where they are; an array is on the host, whatever torch's default device is."""
+    return values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
+
+
 def padded_kjt(values: Mapping[str, _Array], lengths: Mapping[str, _Array], batch_size: int) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of `batch_size` rows, with empty rows after the given rows, and with `length_per_key` set.
 
     By key, `values` have shape `(sum of the key's lengths,)`, all of one dtype, and `lengths` are int64 `(num_rows,)`.
     """
-    flat = [torch.as_tensor(value) for value in values.values()]
-    rows = [torch.as_tensor(row) for row in lengths.values()]
+    flat = [_as_tensor(value) for value in values.values()]
+    rows = [_as_tensor(row) for row in lengths.values()]
     return KeyedJaggedTensor(
         keys=list(values),
         values=torch.cat(flat),
@@ -316,10 +321,11 @@ def padded_kjt(values: Mapping[str, _Array], lengths: Mapping[str, _Array], batc
 
 def length_only_kjt(lengths: Mapping[str, _Array], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
     """A KeyedJaggedTensor of given lengths, by key int64 `(num_rows,)`; all values are 0 and take no memory."""
+    rows = torch.cat([_as_tensor(row) for row in lengths.values()])
     per_key = [int(row.sum()) for row in lengths.values()]
     return KeyedJaggedTensor(
         keys=list(lengths),
-        values=torch.zeros(1, dtype=dtype).expand(sum(per_key)),
-        lengths=torch.cat([torch.as_tensor(row) for row in lengths.values()]),
+        values=torch.zeros(1, dtype=dtype, device=rows.device).expand(sum(per_key)),
+        lengths=rows,
         length_per_key=per_key,
     )

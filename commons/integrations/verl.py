@@ -50,7 +50,7 @@ def get_group_balanced_partitions(seqlen_list: Any, uid_list: Any, k_partitions:
     Raises:
         ValueError: fewer groups than partitions, or not one uid per sample.
     """
-    costs = _workloads(torch.as_tensor(seqlen_list))
+    costs = _workloads(torch.as_tensor(seqlen_list, device="cpu"))
     groups = as_int64_ids(uid_list, len(costs))
     _, sizes = torch.from_numpy(groups).unique(return_counts=True)
     _require_enough(len(sizes), "groups of samples", k_partitions)
@@ -103,7 +103,7 @@ def rearrange_micro_batches(
         order="light_ends" if use_dynamic_bsz_balance else "heaviest_first",
     )
     if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
-        rows = torch.arange(len(lengths))
+        rows = torch.arange(len(lengths), device="cpu")
         groups = pack_micro_batches(rows, spec, lengths, dp_group, workloads=workloads).groups
     else:
         blocks = RowBlocks.of(spec, len(lengths))

@@ -115,7 +115,7 @@ def wrap(batch: Any) -> Any:
     """
     try:
         message = encode(batch)
-        shared = torch.empty(message.nbytes, dtype=torch.uint8).share_memory_()
+        shared = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu").share_memory_()
         message.write(shared)
     except UnsendableError:
         raise

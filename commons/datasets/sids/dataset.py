@@ -56,7 +56,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         self.max_items = max_history_length + max_candidate_length  # maximum items of a row, including candidates
         self._histories = histories
         self._batch_size = batch_size
-        self._offsets = torch.tensor(codebook_offsets(sid_map.codebook_sizes))
+        self._offsets = torch.tensor(codebook_offsets(sid_map.codebook_sizes), device="cpu")
         self._lengths = self._scan()  # (num_users,)
         excess = np.maximum(self._lengths - self.max_items, 0)
         # Number of users with more than `max_items` items, and number of items that are cut off, the oldest.

@@ -46,4 +46,4 @@ def kept_random_state() -> Iterator[None]:
 
 
 def _as_bytes(state: Any) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8, device="cpu")

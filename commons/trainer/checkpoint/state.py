@@ -92,7 +92,7 @@ def load_state(
     }
     random = {name: found for name, found in saved.items() if name in _own_random_state()}
     for name, found in (dense | random).items():
-        state[name] = torch.empty(found.size, dtype=found.properties.dtype)
+        state[name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:  # a failure of any rank is raised on every rank

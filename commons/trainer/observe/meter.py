@@ -233,7 +233,7 @@ class StepSums:
             counts[0] = self.loss_sum
         gathered = gather_numbers(counts, "sums of a line of the log", group=resolve_process_group())
         loss_sum, *others = gathered.sum(0).tolist()
-        return StepSums(torch.tensor(loss_sum, dtype=torch.float64), *map(int, others))
+        return StepSums(torch.tensor(loss_sum, dtype=torch.float64, device="cpu"), *map(int, others))
 
     @property
     def mean_loss(self) -> float:

@@ -83,7 +83,7 @@ def gather_texts(text: str, device: torch.device) -> list[str]:
     own = torch.tensor([len(encoded)], device=device)
     sizes = gather_numbers(own, "gather of text sizes")[:, 0].tolist()
     texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    texts.split(sizes)[dist.get_rank()].copy_(torch.tensor(list(encoded), dtype=torch.uint8))
+    texts.split(sizes)[dist.get_rank()].copy_(torch.tensor(list(encoded), dtype=torch.uint8, device="cpu"))
     if texts.numel():
         all_reduce(texts, "gather of texts")
     return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]

@@ -69,7 +69,7 @@ class StopSignal:
         if self._channel is None:
             return
         self._take_result()
-        received, group = torch.tensor([int(self._received)]), self._channel.control_group
+        received, group = torch.tensor([int(self._received)], device="cpu"), self._channel.control_group
         if group is None:  # a single rank
             self.agreed = self._received
             return

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.loader.resumable import ResumableLoader, wrap
 from commons.datasets.samplers.epoch import BatchOrderSampler, Place, ShardedBatchSampler
+from commons.datasets.sids.map import random_sid_map
 from tests.helpers.batches.any_batches import as_values
 
 
@@ -51,6 +52,24 @@ def test_a_resumed_loader_gives_exactly_the_rest(generated, order, workers, stop
     assert resumed.state_dict() == state
     assert epochs(resumed, 2) == [second[stop:], third]
     assert first
+
+
+@pytest.mark.parametrize("name", ["ml-1m", "random", "sid-ml-1m", "sid-random"])
+def test_batches_are_on_the_host_whatever_the_default_device_is(generated, name):
+    """In a script that has called torch.set_default_device; no data is on this one."""
+    path = {} if name.endswith("random") else {"dataset_path": generated}
+    sizes = {"num_batches": 2} if name.endswith("random") else {}
+    sids = {"sid_map": random_sid_map(5000, (20, 20, 20))} if name.startswith("sid-") else {}
+    options = {"batch_size": 4, "max_history_seqlen": 8, **path, **sizes, **sids}
+
+    def read():
+        loader = get_data_loader(name, **options)
+        return [wrap(loader.dataset[key]).unwrap() for key in itertools.islice(loader.sampler, 2)]
+
+    expected = [as_values(batch) for batch in read()]
+    with torch.device("meta"):
+        found = read()
+    assert [as_values(batch) for batch in found] == expected
 
 
 class DamagedRows(torch.utils.data.Dataset):

@@ -27,6 +27,13 @@ def test_a_state_is_set_again(drawn_before):
     assert [draw(), draw()] == expected
 
 
+def test_states_are_on_the_host_whatever_the_default_device_is():
+    expected = random_state()
+    with torch.device("meta"), kept_random_state():
+        pass
+    assert all(torch.equal(value, expected[name]) for name, value in random_state().items())
+
+
 def test_draws_inside_change_nothing():
     torch.manual_seed(5)
     expected = random_state()
