@@ -6,6 +6,9 @@ trainer.train()
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from functools import partial
 from typing import Any, TypeVar
 
@@ -109,6 +112,13 @@ def _require_counted_loss(trainer: Trainer) -> None:
     """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
+    if counts and trainer.compute_loss_func is None and type(trainer).compute_loss is Trainer.compute_loss:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # as the Trainer, with PEFT
+        if trainer.label_names and "labels" not in trainer.label_names:
+            counts, what = False, f"the labels are {', '.join(trainer.label_names)}, and the Trainer counts only labels"
+        elif _has_mean_loss(model.forward):
+            counts, what = False, f"the loss of {type(model).__name__} is a mean over a micro-batch"
     if getattr(trainer, "loss_is_scaled_for_ga", None) is False:  # as in TRL's DPOTrainer and RewardTrainer
         counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
     if not counts or not trainer.args.average_tokens_across_devices:
@@ -117,6 +127,21 @@ def _require_counted_loss(trainer: Trainer) -> None:
             "must not weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass "
             "padded=False"
         )
+
+
+_LOSSES = ("loss", "loss_function", "loss_fct", "cross_entropy")  # ends of the names of what computes a loss
+
+
+def _has_mean_loss(forward: Any) -> bool:
+    """Whether a model takes num_items_in_batch without using it, as most models with another head than a causal one."""
+    try:
+        source = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False  # no source, nothing known
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    losses = [call for call in calls if ast.unparse(call.func).lower().endswith(_LOSSES)]
+    passed_on = any(keyword.arg is None for call in losses for keyword in call.keywords)
+    return bool(losses) and not passed_on and "num_items_in_batch" not in ast.unparse(source)
 
 
 def _input_name(trainer: Trainer) -> str:

@@ -148,6 +148,38 @@ def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(tmp_path):
     balanced(MeanTrainer(**options), padded=False).get_train_dataloader()
 
 
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        ("BertForSequenceClassification", "the loss of BertForSequenceClassification is a mean over a micro-batch"),
+        ("BertForMaskedLM", "the loss of BertForMaskedLM is a mean"),
+        (
+            "BertForQuestionAnswering",
+            "the labels are start_positions, end_positions, and the",
+        ),
+        ("LlamaForSequenceClassification", "the loss of LlamaForSequenceClassification is a mean"),
+    ],
+)
+def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(tmp_path, head, why):
+    import transformers
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_rows, pad
+
+    model = getattr(transformers, head)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    options = {"args": arguments, "train_dataset": make_rows(), "data_collator": pad}
+    trainer = transformers.Trainer(model=model(model.config_class(vocab_size=256, **sizes)), **options)
+    if not trainer.model_accepts_loss_kwargs:  # as in older releases
+        why = "the model takes no num_items_in_batch"
+    with pytest.raises(ValueError, match=why):
+        balanced(trainer).get_train_dataloader()
+    balanced(trainer, padded=False).get_train_dataloader()
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
+    balanced(trainer).get_train_dataloader()
+
+
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
         "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
