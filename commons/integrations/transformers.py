@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import transformers
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from commons.checks import as_count
 from commons.console import progress_bar
@@ -98,6 +99,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
         num_ranks=args.world_size,
         rank=args.process_index,
         window=window * args.gradient_accumulation_steps,
+        shuffle=_is_shuffled(trainer, stock),
         seed=args.seed if args.data_seed is None else args.data_seed,
         drop_last=args.dataloader_drop_last,
         padded=pads,
@@ -106,6 +108,20 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     kept = ("collate_fn", "num_workers", "pin_memory", "persistent_workers", "worker_init_fn", "prefetch_factor")
     options = {name: getattr(stock, name) for name in (*kept, "multiprocessing_context")}
     return _EpochLoader(stock.dataset, batch_sampler=sampler, **options)
+
+
+def _is_shuffled(trainer: Trainer, stock: DataLoader) -> bool:
+    """Whether the Trainer's own loader reads rows in random order; ValueError if it chooses them in another way."""
+    batches = getattr(stock.batch_sampler, "batch_sampler", stock.batch_sampler)  # Accelerate may wrap it
+    order = getattr(batches, "sampler", None)
+    if order is None or isinstance(order, (RandomSampler, LengthGroupedSampler)):
+        return True
+    if isinstance(order, SequentialSampler):  # train_sampling_strategy="sequential"
+        return False
+    raise ValueError(
+        f"{type(trainer).__name__} chooses its rows by a {type(order).__name__}, which balancing would replace by a "
+        "random order of all rows: use this trainer without balanced(), or a Trainer with its own sampler"
+    )
 
 
 def _require_counted_loss(trainer: Trainer) -> None:

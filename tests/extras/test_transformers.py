@@ -148,6 +148,32 @@ def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(tmp_path):
     balanced(MeanTrainer(**options), padded=False).get_train_dataloader()
 
 
+def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(tmp_path):
+    from torch.utils.data import SequentialSampler, WeightedRandomSampler
+    from transformers import Trainer, TrainingArguments
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_model, make_rows, pad
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args):
+            return SequentialSampler(self.train_dataset)
+
+    class Weighted(Trainer):
+        def _get_train_sampler(self, *args):
+            return WeightedRandomSampler([1.0] * 90, 90)
+
+    switches = {"use_cpu": True, "report_to": [], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **switches)
+    options = {"model": make_model(), "args": arguments, "train_dataset": make_rows(), "data_collator": pad}
+    batches = list(balanced(InOrder(**options)).get_train_dataloader().batch_sampler)
+    assert [sorted(batches[at] + batches[at + 1]) for at in range(0, 30, 2)] == [
+        list(range(begin, begin + 6)) for begin in range(0, 90, 6)
+    ]
+    with pytest.raises(ValueError, match="Weighted chooses its rows by a WeightedRandomSampler, which balancing would"):
+        balanced(Weighted(**options)).get_train_dataloader()
+
+
 @pytest.mark.parametrize(
     ("head", "why"),
     [
