@@ -85,6 +85,12 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
             f"train_dataset is a {type(dataset).__name__} without a length; balancing needs the lengths of all rows "
             "before training: use a map-style data set"
         )
+    sizes = {kind: getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")}
+    if max(sizes.values()) > 1:
+        raise ValueError(
+            f"tensor, context and sequence parallel sizes are {list(sizes.values())}; balanced() gives every process "
+            "its own rows, but those that share a sample need the same rows: use data parallelism alone"
+        )
     stock = type(trainer).get_train_dataloader(trainer)  # for its collator, columns and workers
     collator = trainer.data_collator
     is_flat = getattr(collator, "padding_free", False) or type(collator).__name__ == "DataCollatorWithFlattening"

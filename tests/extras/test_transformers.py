@@ -148,6 +148,19 @@ def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(tmp_path):
     balanced(MeanTrainer(**options), padded=False).get_train_dataloader()
 
 
+def test_processes_that_share_a_sample_are_refused(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_model, make_rows, pad
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad)
+    trainer.get_tp_size = lambda: 2
+    with pytest.raises(ValueError, match=r"tensor, context and sequence parallel sizes are \[2, 1, 1\]; balanced"):
+        balanced(trainer).get_train_dataloader()
+
+
 def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(tmp_path):
     from torch.utils.data import SequentialSampler, WeightedRandomSampler
     from transformers import Trainer, TrainingArguments
