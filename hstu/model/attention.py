@@ -72,7 +72,7 @@ def hstu_attention(
     plan.require_tokens(query)
     if bias is None:
         bias = query.new_zeros(query.shape[1], 2 * plan.longest + 1 if plan.sees_ahead else plan.longest)
-    table = _bias_table(bias, plan, query.dtype)
+    table = _bias_table(bias.to(torch.promote_types(bias.dtype, query.dtype)), plan, query.dtype)
     seconds = time_table = None
     if times is not None:
         seconds, time_table = torch.nn.functional.pad(times.values, (0, 1)), times.bias
@@ -93,7 +93,7 @@ def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
 def _bias_table(bias: torch.Tensor, plan: AttentionPlan, dtype: torch.dtype) -> torch.Tensor:
     """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask and, if there is context, also without it.
 
-    `dtype` is that of the scores.
+    `dtype` is that of the scores, whose range the bias's own includes.
 
     Distance d is in column `_farthest(plan) − d`. The outermost columns are for padding.
     """

@@ -189,6 +189,17 @@ def test_gradients_of_biases_do_not_overflow_in_float16():
     torch.testing.assert_close(by_time.grad[0, 0], expected.sum(), rtol=0.01, atol=0)
 
 
+def test_a_bias_of_fewer_digits_than_the_queries():
+    query, key, value, bias = random_inputs(9, False, seed=7)
+    plan, narrow = make_plan([9], [2]), bias.detach().float().requires_grad_()
+    wide = narrow.detach().double().requires_grad_()
+    results = [hstu_attention(query, key, value, each, plan, normalizer=LONGEST) for each in (narrow, wide)]
+    assert query.dtype == torch.float64 and torch.equal(*results)
+    for result in results:
+        result.square().sum().backward()
+    assert narrow.grad.dtype == torch.float32 and torch.equal(narrow.grad, wide.grad.float())
+
+
 def test_inference_then_training_on_one_plan():
     inputs = random_inputs(9, False, seed=5)
     plan = make_plan([9], [0])
