@@ -27,6 +27,7 @@ from commons.perf_model.partitioner import as_int64_workloads
 
 T = TypeVar("T", bound=Trainer)
 _HOOKS = ("get_train_dataloader", "model_accepts_loss_kwargs", "compute_loss_func")
+_LOSSES = ("loss", "loss_function", "loss_fct", "cross_entropy")  # ends of the names of what computes a loss
 
 
 def balanced(
@@ -92,6 +93,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
             "its own rows, but those that share a sample need the same rows: use data parallelism alone"
         )
     stock = type(trainer).get_train_dataloader(trainer)  # for its collator, columns and workers
+    shuffles = _is_shuffled(trainer, stock)
     collator = trainer.data_collator
     is_flat = getattr(collator, "padding_free", False) or type(collator).__name__ == "DataCollatorWithFlattening"
     pads = not is_flat if padded is None else padded
@@ -105,7 +107,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
         num_ranks=args.world_size,
         rank=args.process_index,
         window=window * args.gradient_accumulation_steps,
-        shuffle=_is_shuffled(trainer, stock),
+        shuffle=shuffles,
         seed=args.seed if args.data_seed is None else args.data_seed,
         drop_last=args.dataloader_drop_last,
         padded=pads,
@@ -149,9 +151,6 @@ def _require_counted_loss(trainer: Trainer) -> None:
             "must not weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass "
             "padded=False"
         )
-
-
-_LOSSES = ("loss", "loss_function", "loss_fct", "cross_entropy")  # ends of the names of what computes a loss
 
 
 def _has_mean_loss(forward: Any) -> bool:

@@ -79,7 +79,7 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
     explained = _r2(predicted, times)
     if not explained >= _LEAST_R2:
         raise ValueError(
-            f"rows, tokens and pairs explain {explained:.0%} of the variation of the times; a fit needs "
+            f"rows, tokens and pairs explain {max(explained, 0.0):.0%} of the variation of the times; a fit needs "
             f"{_LEAST_R2:.0%}: measure with nothing else running, longer rows or larger batches"
         )
     quality = FitQuality(
