@@ -120,7 +120,7 @@ def count_items(batches: Iterable[HSTUBatch], num_items: int, *, device: torch.d
     `batches` are this rank's host batches and are read to the end; ids are in `[0, num_items)`; the collective runs on
     `device`. Returns int64 `(num_items,)` on the host, equal on every rank.
     """
-    counts = torch.zeros(num_items, dtype=torch.int64)
+    counts = torch.zeros(num_items, dtype=torch.int64, device="cpu")
     for batch in batches:
         items = batch.features[batch.item_feature_name].values()
         counts += torch.bincount(items.long(), minlength=num_items)

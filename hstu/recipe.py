@@ -180,7 +180,7 @@ class HSTURecipe(Recipe):
     def make_batch(self, lengths: Sequence[int]) -> HSTUBatch:
         """A random batch on the device; rows have the most candidates that leave at least one item of history."""
         example, ids = self._example, self._measured_config.embedding_tables
-        items = torch.as_tensor(lengths, dtype=torch.int64)
+        items = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         candidates = None
         if example.max_num_candidates:
             candidates = (items - 1).clamp(0, example.max_num_candidates)
@@ -189,13 +189,15 @@ class HSTURecipe(Recipe):
             for name in example.features.keys()
         }
         values = {
-            name: random_times(count) if name == TIMESTAMP else torch.randint(ids[name], (int(count.sum()),))
+            name: random_times(count)
+            if name == TIMESTAMP
+            else torch.randint(ids[name], (int(count.sum()),), device="cpu")
             for name, count in row_lengths.items()
         }
         predicted = items if candidates is None else candidates
         tasks = [f"task_{task}" for task in range(self.config.dataset.num_tasks)]
         labels = padded_kjt(
-            {task: torch.randint(2, (int(predicted.sum()),)).float() for task in tasks},
+            {task: torch.randint(2, (int(predicted.sum()),), device="cpu").float() for task in tasks},
             dict.fromkeys(tasks, predicted),
             len(items),
         )
@@ -239,7 +241,7 @@ class HSTURecipe(Recipe):
         if not (isinstance(config, RetrievalConfig) and config.negatives_feature_name):
             return batch
         shape = (batch.batch_size, config.num_negatives)
-        drawn = torch.randint(config.embedding_tables[config.item_feature_name], shape)
+        drawn = torch.randint(config.embedding_tables[config.item_feature_name], shape, device="cpu")
         return with_negatives(batch, config.negatives_feature_name, drawn)
 
     def _item_popularity(self) -> torch.Tensor:

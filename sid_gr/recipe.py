@@ -172,7 +172,7 @@ class SIDGRRecipe(Recipe):
 
     def make_batch(self, lengths: Sequence[int]) -> GPTSIDBatch:
         """A random batch on the device, with as many candidates per row as in training."""
-        items = torch.as_tensor(lengths, dtype=torch.int64)
+        items = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         candidates = items.clamp(max=self.config.dataset.max_num_candidates or int(items.max()))
         batch = GPTSIDBatch.random_of_lengths(
             items - candidates,

@@ -63,7 +63,7 @@ class BalancedBatches(Callback):
         self._begin()
         # Lightning counts the batches of the first epoch only; those of a BudgetBatchSampler vary between epochs.
         loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
-        number = min(number, limit) if isinstance(limit, int) else int(number * limit)
+        number = min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))
         if number != loop.max_batches and loop._combined_loader is not None:
             loop.max_batches, loop._combined_loader.limits = number, [number]
             if isinstance(trainer.val_check_interval, float):
@@ -75,6 +75,10 @@ class BalancedBatches(Callback):
         """Count a trained batch; the loader may have read further."""
         self._num_batches += 1
         self._has_ended = batch_idx + 1 >= trainer.num_training_batches  # limit_train_batches may leave rows
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the sampler's length be that of its next epoch again."""
+        self._sampler.epoch_of_len = None
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last trained batch; after the last batch of an epoch, the start of the next epoch."""

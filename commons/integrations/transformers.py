@@ -86,7 +86,11 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
             f"train_dataset is a {type(dataset).__name__} without a length; balancing needs the lengths of all rows "
             "before training: use a map-style data set"
         )
-    sizes = {kind: getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")}
+    config = getattr(trainer.accelerator, "parallelism_config", None)  # has cp_size before the Trainer has get_cp_size
+    sizes = {
+        kind: max(getattr(trainer, f"get_{kind}_size", lambda: 1)(), getattr(config, f"{kind}_size", None) or 1)
+        for kind in ("tp", "cp", "sp")
+    }
     if max(sizes.values()) > 1:
         raise ValueError(
             f"tensor, context and sequence parallel sizes are {list(sizes.values())}; balanced() gives every process "
@@ -122,13 +126,15 @@ def _is_shuffled(trainer: Trainer, stock: DataLoader) -> bool:
     """Whether the Trainer's own loader reads rows in random order; ValueError if it chooses them in another way."""
     batches = getattr(stock.batch_sampler, "batch_sampler", stock.batch_sampler)  # Accelerate may wrap it
     order = getattr(batches, "sampler", None)
-    if order is None or isinstance(order, (RandomSampler, LengthGroupedSampler)):
+    of_all = isinstance(order, RandomSampler) and not order.replacement and len(order) == len(order.data_source)
+    if of_all or isinstance(order, LengthGroupedSampler) or type(batches).__name__ == "BatchRebalanceSampler":
         return True
     if isinstance(order, SequentialSampler):  # train_sampling_strategy="sequential"
         return False
+    own = type(batches if order is None else order).__name__
     raise ValueError(
-        f"{type(trainer).__name__} chooses its rows by a {type(order).__name__}, which balancing would replace by a "
-        "random order of all rows: use this trainer without balanced(), or a Trainer with its own sampler"
+        f"{type(trainer).__name__} chooses its rows by a {own}, which balancing would replace by a random order of all "
+        "rows: use this trainer without balanced(), or a Trainer with its own sampler"
     )
 
 
@@ -136,7 +142,11 @@ def _require_counted_loss(trainer: Trainer) -> None:
     """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
-    if counts and trainer.compute_loss_func is None and type(trainer).compute_loss is Trainer.compute_loss:
+    smoother = trainer.label_smoother
+    if counts and trainer.compute_loss_func is None and smoother is not None:
+        if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
+            counts, what = False, "the loss of label_smoothing_factor is a mean over a micro-batch"
+    elif counts and trainer.compute_loss_func is None and type(trainer).compute_loss is Trainer.compute_loss:
         model = trainer.accelerator.unwrap_model(trainer.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # as the Trainer, with PEFT
         if trainer.label_names and "labels" not in trainer.label_names:
@@ -161,7 +171,10 @@ def _has_mean_loss(forward: Any) -> bool:
         return False  # no source, nothing known
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
     losses = [call for call in calls if ast.unparse(call.func).lower().endswith(_LOSSES)]
-    passed_on = any(keyword.arg is None for call in losses for keyword in call.keywords)
+    others = next((node.args.kwarg for node in ast.walk(source) if isinstance(node, ast.FunctionDef)), None)
+    passed_on = others is not None and any(
+        isinstance(node, ast.Name) and node.id == others.arg for call in losses for node in ast.walk(call)
+    )
     return bool(losses) and not passed_on and "num_items_in_batch" not in ast.unparse(source)
 
 

@@ -184,7 +184,7 @@ class Epochs:
             "shuffler": type(self._shuffler).__name__,
             "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
             # Measured speeds of the current window; a resumed run plans its first window with equal ones.
-            "speeds": None if self._windows is None or options["mode"] != "balance" else self._windows.speeds,
+            "measured_speeds": None if self._windows is None or options["mode"] != "balance" else self._windows.speeds,
             **{name: options[name] for name in names},
         }
 

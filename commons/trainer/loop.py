@@ -120,14 +120,17 @@ class TrainingLoop:
         self._log = TrainLog(self._args, total_steps, first_step=self._step)
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
             self._log.print_line(line)
-        # A run that was complete is not evaluated a second time.
-        self._results = on_rank_0(lambda: self._log.evaluated, self._device)
+        # A run that was complete is not evaluated a second time, unless its last update came after an evaluation.
+        evaluated = on_rank_0(lambda: self._log.evaluated, self._device)
+        self._results = evaluated if self._update.is_whole_after(self._step) else {}
         self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
         try:
             epochs = self._train(start)
             if self._update.flush():
-                self._evaluated_at = -1  # an evaluation after the last step had the weights before this update
+                # An evaluation after the last step had the weights before this update; the log keeps it, and the last
+                # evaluation of a step counts.
+                self._evaluated_at, self._results = -1, {}
             self._write_line()
             self._save()
             if self._evaluated_at != self._step:

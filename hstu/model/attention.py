@@ -93,7 +93,7 @@ def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:
 def _bias_table(bias: torch.Tensor, plan: AttentionPlan, dtype: torch.dtype) -> torch.Tensor:
     """Bias by falling distance `(num_heads, 1 or 2, width)`: with the mask and, if there is context, also without it.
 
-    `dtype` is that of the scores, whose range the bias's own includes.
+    `dtype` is that of the scores; the bias has at least its range.
 
     Distance d is in column `_farthest(plan) − d`. The outermost columns are for padding.
     """

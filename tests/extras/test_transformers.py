@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -157,12 +159,16 @@ def test_processes_that_share_a_sample_are_refused(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     trainer = Trainer(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad)
     trainer.get_tp_size = lambda: 2
-    with pytest.raises(ValueError, match=r"tensor, context and sequence parallel sizes are \[2, 1, 1\]; balanced"):
+    config = SimpleNamespace(cp_size=4, sp_size=1)
+    with (
+        mock.patch.object(type(trainer.accelerator), "parallelism_config", config),
+        pytest.raises(ValueError, match=r"tensor, context and sequence parallel sizes are \[2, 4, 1\]; balanced"),
+    ):
         balanced(trainer).get_train_dataloader()
 
 
 def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(tmp_path):
-    from torch.utils.data import SequentialSampler, WeightedRandomSampler
+    from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
     from transformers import Trainer, TrainingArguments
 
     from evenrank.integrations.transformers import balanced
@@ -176,6 +182,10 @@ def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(tmp_path):
         def _get_train_sampler(self, *args):
             return WeightedRandomSampler([1.0] * 90, 90)
 
+    class Repeating(Trainer):
+        def _get_train_sampler(self, *args):
+            return RandomSampler(self.train_dataset, replacement=True, num_samples=90)
+
     switches = {"use_cpu": True, "report_to": [], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}
     arguments = TrainingArguments(output_dir=str(tmp_path), **switches)
     options = {"model": make_model(), "args": arguments, "train_dataset": make_rows(), "data_collator": pad}
@@ -185,6 +195,29 @@ def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(tmp_path):
     ]
     with pytest.raises(ValueError, match="Weighted chooses its rows by a WeightedRandomSampler, which balancing would"):
         balanced(Weighted(**options)).get_train_dataloader()
+    with pytest.raises(ValueError, match="Repeating chooses its rows by a"):
+        balanced(Repeating(**options)).get_train_dataloader()
+
+
+def test_what_computes_the_loss_decides_whether_rows_are_counted(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from commons.integrations.transformers import _has_mean_loss
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_model, make_rows, pad
+
+    def passes_on(self, logits, labels, **kwargs):
+        return self.helper_loss(logits, labels, kwargs)
+
+    def ignores(self, logits, labels, **kwargs):
+        return self.helper_loss(logits, labels)
+
+    assert not _has_mean_loss(passes_on) and _has_mean_loss(ignores)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1)
+    trainer = Trainer(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad)
+    trainer.label_smoother = lambda outputs, labels, shift_labels=False: outputs.loss  # as in older releases
+    with pytest.raises(ValueError, match="the loss of label_smoothing_factor is a mean over a micro-batch"):
+        balanced(trainer).get_train_dataloader()
 
 
 @pytest.mark.parametrize(

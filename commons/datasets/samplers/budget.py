@@ -150,7 +150,7 @@ class BudgetBatchSampler(PlannedSampler):
             )
 
     def __len__(self) -> int:
-        """Number of batches in the next epoch, equal for every rank; plans the whole epoch."""
+        """Number of batches in the next epoch, or in `epoch_of_len`; equal for every rank; plans the whole epoch."""
         epoch = self.epoch if self.epoch_of_len is None else self.epoch_of_len
         return sum(1 for _ in self.items(epoch, EPOCH_START))
 

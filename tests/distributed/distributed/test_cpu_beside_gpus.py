@@ -147,8 +147,8 @@ def test_the_default_device_of_a_script_does_not_matter(two_ranks):
     assert sorted(row for trained, *_ in answers for row in trained) == [1, 2, 3, 4, 5, 6, 7, 9]
     assert [len(own) for _, (_, own), *_ in answers] == [6, 1]
     assert [ids for _, (ids, _), *_ in answers] == [[0, 1, 2, 3, 4, 5], [6]]
-    for _, _, said, *rows in answers:
-        assert "rank 1: local_count is -1.0" in said and rows == [[0, 1, 2, 3]] * 3
+    for _, _, error, *rows in answers:
+        assert "rank 1: local_count is -1.0" in error and rows == [[0, 1, 2, 3]] * 3
 
 
 def _group(*kinds):

@@ -108,8 +108,8 @@ inline Bound counting_bound(const Weights& weights, Index num_parts, const Limit
     }
     candidates.push_back({std::min(ceiling, group.load_of_three()), group});
   };
-  // Whether no group with a remainder up to `most` is above the mean load: not even if all its top rows weigh as much as
-  // the heaviest row that one of them can have, and so for its fillers. This excludes most candidates at once.
+  // Whether every group with a remainder of at most `most` is within the mean load, even if each of its top rows weighs
+  // as much as the heaviest possible one, and each filler too. This excludes most candidates at once.
   const auto excludes = [&](Weight quotient, Weight most) {
     const Weight num_fill = std::max<Weight>(limits.min_count - quotient - 1, 0);
     const Weight fill = num_fill > 0 ? weights[num_rows - num_fill * most] : 0;

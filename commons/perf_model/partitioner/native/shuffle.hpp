@@ -99,7 +99,8 @@ class ShufflePlanner {
                     options_.slack,
                     static_cast<Index>(rows_.steps)};
     request.speeds = speeds_of(options_).by_part();
-    for (Indices* of_rows : {&request.home, &request.home_step}) of_rows->reserve(near_home ? rows_.num_rows : 0);
+    request.home.reserve(near_home ? rows_.num_rows : 0);
+    request.home_step.reserve(near_home && rows_.steps > 1 ? rows_.num_rows : 0);
     for (Weight place = 0; near_home && place < rows_.num_places; ++place) {  // by place, to avoid a division per row
       const auto rank = static_cast<Index>(place / rows_.steps), step = static_cast<Index>(place % rows_.steps);
       request.home.insert(request.home.end(), rows_.real_rows[place], rank);
