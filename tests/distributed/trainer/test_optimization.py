@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.config.args import OptimizationArgs
@@ -75,7 +76,8 @@ def run_loop(
         return item[1]
 
     batches = list(enumerate(rank_batches(dist.get_rank(), steps, SIZES)))
-    loader = DataLoader(batches, batch_size=None, collate_fn=read)
+    order = BatchOrderSampler(steps, rows_per_step=6 * dist.get_world_size())
+    loader = DataLoader(batches, batch_size=None, sampler=order, collate_fn=read)
     evaluation = None if evaluates is None else DataLoader(batches[:2], batch_size=None, collate_fn=read)
     recipe = Parts(
         TrainerArgs(
@@ -121,6 +123,20 @@ def test_the_last_evaluation_has_the_last_update(two_ranks, tmp_path, ends):
         losses.append([line["eval_loss"] for line in lines(run_dir) if "eval_loss" in line])
     assert losses[0][-1] == losses[1][-1]
     assert (len(losses[0]), len(losses[1])) == (1 if "max_train_iters" in ends else 2, 1)
+
+
+def test_a_run_that_ended_within_its_last_evaluation_makes_it_up(two_ranks, tmp_path):
+    """It leaves the evaluation before the last update in the log."""
+    evaluates = {"eval_interval": 7, "num_epochs": 1, "ckpt_load_dir": str(tmp_path / "checkpoints")}
+
+    def run():
+        two_ranks.run(run_loop, str(tmp_path), build_plain, 7, kill_at=99, accumulation_steps=4, evaluates=evaluates)
+        return [line["eval_loss"] for line in lines(tmp_path) if "eval_loss" in line]
+
+    before, after = run()
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    assert run() == [before, after] and before != after
 
 
 def _accumulated(dtype: torch.dtype, largest: float, terms: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
