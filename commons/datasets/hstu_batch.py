@@ -299,7 +299,7 @@ def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:
 
 
 def _as_tensor(values: _Array) -> torch.Tensor:
-    """The values where they are; an array is on the host, whatever torch's default device is."""
+    """A tensor unchanged; an array as a tensor on the CPU, not on torch's default device."""
     return values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
 
 

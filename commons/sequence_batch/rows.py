@@ -257,7 +257,7 @@ def _shown(tree: Tree[Any], path: Path) -> str:
 
 
 def _positions(*bounds: int) -> torch.Tensor:
-    """`torch.arange` on the CPU, whatever torch's default device is."""
+    """`torch.arange` on the CPU, not on torch's default device."""
     return torch.arange(*bounds, device="cpu")
 
 

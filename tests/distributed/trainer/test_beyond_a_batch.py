@@ -126,7 +126,9 @@ def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ran
 
 
 def train_on_ranks_of_unequal_speeds(*args, **changes):
-    begin = lambda num_ranks, speeds: SpeedControl(num_ranks, speeds or [1024, 600])  # noqa: E731
+    def begin(num_ranks, speeds):
+        return SpeedControl(num_ranks, speeds or [1024, 600])
+
     with mock.patch.object(rank_speeds, "SpeedControl", begin):
         return train(*args, **changes)
 
