@@ -106,7 +106,8 @@ class ShufflePlanner {
       request.home.insert(request.home.end(), rows_.real_rows[place], rank);
       if (rows_.steps > 1) request.home_step.insert(request.home_step.end(), rows_.real_rows[place], step);
     }
-    return groups_ ? groups_->merged(std::move(request)) : request;
+    if (groups_) return groups_->merged(std::move(request));
+    return request;
   }
 
   // Plans a window; its steps are in a random order that depends only on the workloads.
