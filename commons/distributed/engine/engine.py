@@ -229,21 +229,27 @@ class ShuffleEngine:
         """Wait for a window that will not be trained, and ignore its result or error; raises as `drain`."""
         self.require_own_process()
         if not concurrent.futures.wait([window], self._longest_read).done:
-            raise self._blocked("close()")
+            raise self._blocked("close()", _own_rank())
 
     def realign(self, pg_group: dist.ProcessGroup | None = None, until: Callable[[], bool] = lambda: True) -> None:
         """Bring all ranks to the same step, after their loading threads have started different numbers of shuffles.
 
         Ranks that are behind start the missing shuffles without a batch. All ranks call this together. `until` returns
         whether this rank's loading threads have stopped starting shuffles.
+
+        Raises:
+            RuntimeError: a loading thread still reads ten seconds after the timeout; on all ranks.
         """
-        session = self._session(pg_group)
+        session, deadline = self._session(pg_group), time.monotonic() + self._longest_read
         while True:
-            quiet = until()
-            own = np.array([session.steps, quiet], dtype=np.int64)
+            busy = not until()
+            own = np.array([session.steps, busy, busy and time.monotonic() > deadline], dtype=np.int64)
             states = session.channel.gather(own, session.steps, "realignment", on_main=True)
-            furthest = max(steps for steps, _ in states)
-            if all(quiet for _, quiet in states) and all(steps == furthest for steps, _ in states):
+            steps, reads, is_late = states.T
+            if is_late.any():
+                raise self._blocked("reset()", session.channel.members[is_late.argmax()])
+            furthest = steps.max()
+            if not reads.any() and (steps == furthest).all():
                 return
             while session.steps < furthest:
                 self.start(None, pg_group)
@@ -260,7 +266,7 @@ class ShuffleEngine:
         self.require_own_process()
         limit = self._longest_read
         if self._aborted_for is None and not (self._worker.drain(limit) and self._window_worker.drain(limit)):
-            raise self._blocked("drain()")
+            raise self._blocked("drain()", _own_rank())
 
     def abort(self) -> None:
         """See `BaseTaskBalancedBatchShuffler.abort`."""
@@ -288,14 +294,14 @@ class ShuffleEngine:
 
     @property
     def _longest_read(self) -> float:
-        """Seconds after which an iterator of windows counts as blocked."""
+        """Seconds after which an iterator that a thread reads counts as blocked."""
         return self._options.timeout + GRACE_SECONDS
 
-    def _blocked(self, call: str) -> RuntimeError:
-        """The error if the window thread has not ended in time, which only the user's iterator can cause."""
+    def _blocked(self, call: str, rank: int) -> RuntimeError:
+        """The error if a thread that reads has not ended in time, which only the user's iterator can cause."""
         return RuntimeError(
-            f"{call} has waited {self._longest_read:g} s for the iterator of rank {_own_rank()}, whose next() has not "
-            "returned; the thread that reads windows cannot be ended within it: fix the loader, or end the program"
+            f"{call} has waited {self._longest_read:g} s for the iterator of rank {rank}, whose next() has not "
+            "returned; the thread that reads it cannot be ended meanwhile: fix the loader, or end the program"
         )
 
     def _require_open(self) -> None:

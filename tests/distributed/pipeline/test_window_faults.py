@@ -1,4 +1,4 @@
-"""What goes wrong while a window is made ends, on every rank, with an error that names who."""
+"""What goes wrong while a thread reads ahead ends, on every rank, with an error that names who."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, TrainPipelineBase
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.engine import engine
@@ -125,4 +125,27 @@ def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(ca
     finally:
         go_on.set()
     windowed.close()
+    shuffler.close()
+
+
+def test_reset_names_the_rank_whose_loader_blocks_its_thread():
+    blocks, go_on = threading.Event(), threading.Event()
+
+    def source():
+        yield from models.rank_batches(0, 3, [6])
+        blocks.set()
+        go_on.wait(60)
+
+    shuffler = CubicShuffler(ShufflerOptions(timeout=0.5))
+    model, optimizer = models.build_plain()
+    evaluator = balanced(EvalPipelineSparseDist)(model.eval(), optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+    evaluator.progress(source())
+    assert blocks.wait(60)
+    said = r"^reset\(\) has waited 1 s for the iterator of rank 0, whose next\(\) has not returned"
+    try:
+        with mock.patch.object(engine, "GRACE_SECONDS", 0.5), pytest.raises(RuntimeError, match=said):
+            evaluator.reset()
+    finally:
+        go_on.set()
+    evaluator.reset()
     shuffler.close()
