@@ -37,6 +37,7 @@ class _Flight:
         self.lengths: deque[np.ndarray | None] = deque()
         self.ended: float | None = None  # time at the end of the last step; None before the first step of an epoch
         self.depth = 0  # number of nested calls of `progress`
+        self.is_returned = False  # whether the caller of a staged pipeline has a batch to train
 
 
 class Recorder:
@@ -60,7 +61,8 @@ class Recorder:
             self._wrap(reader, "_next_batch", self._reading)
         for pipeline in _subclasses(train_pipelines.TrainPipeline):
             if "progress" in vars(pipeline) and not pipeline.__name__.startswith("Eval"):
-                self._wrap(pipeline, "progress", self._training)
+                is_staged = issubclass(pipeline, train_pipelines.StagedTrainPipeline)
+                self._wrap(pipeline, "progress", self._staging if is_staged else self._training)
 
     @staticmethod
     def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -94,6 +96,21 @@ class Recorder:
         if flight.depth == 0 and flight.lengths:
             self._trained(pipeline, flight)
         return result
+
+    def _staging(self, pipeline: Any, advance: Callable[[], Any]) -> Any:
+        """Call `progress` of a staged pipeline, whose caller trains the batch that it returns until the next call."""
+        flight = self._flight(pipeline)
+        if flight.depth == 0 and flight.is_returned and flight.lengths:
+            self._trained(pipeline, flight)
+        flight.depth += 1
+        try:
+            batch = advance()
+        finally:
+            flight.depth -= 1
+        flight.is_returned = batch is not None
+        if batch is None:  # the end of an epoch
+            flight.ended = None
+        return batch
 
     def _trained(self, pipeline: Any, flight: _Flight) -> None:
         lengths, now, began = flight.lengths.popleft(), time.perf_counter(), flight.ended

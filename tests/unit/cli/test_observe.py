@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage, StagedTrainPipeline
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.cli.observe import main, step_cost
 from commons.perf_model.gain import LoadedRows
+from commons.pipeline import recording
 from commons.pipeline.look_ahead import ShufflingBatch
 from commons.pipeline.recording import Recorder, _lengths_of
+from tests.helpers.cuda.pretended_streams import DEFAULT_STREAM, PretendedStream, on_stream, pretended_streams
 from tests.helpers.documents.pages import read_page
+from tests.helpers.models.torchrec_model import rank_batches
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +115,24 @@ def test_ranks_with_other_rows_and_steps_are_reported(tmp_path, capsys):
     assert main(["--report", "--folder", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
     note = json.loads(capsys.readouterr().out)["notes"][0]
     assert note.startswith("0 steps have times") and note in read_page(tmp_path / "o.html")[1]
+
+
+def test_a_staged_pipeline_returns_a_batch_whose_training_takes_the_time_until_the_next_call(monkeypatch):
+    recorder, clock, tokens = Recorder(), [0.0], []
+    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for name, around in (("_next_batch", recorder._reading), ("progress", recorder._staging)):
+        monkeypatch.setattr(StagedTrainPipeline, name, getattr(StagedTrainPipeline, name))  # restored afterwards
+        recorder._wrap(StagedTrainPipeline, name, around)
+    with pretended_streams():
+        stages = [PipelineStage(f"stage {number}", lambda batch: batch, PretendedStream()) for number in (0, 1)]
+        for epoch in (0, 1):
+            source = rank_batches(epoch, 5, [3, 6])
+            pipeline = StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
+            pipeline._stream_context = on_stream
+            while (batch := pipeline.progress(source)) is not None:
+                tokens.append(int(batch.features.lengths().sum()))
+                clock[0] += tokens[-1]  # this batch is trained
+            clock[0] += 1000.0  # an evaluation
+    assert [int(lengths.sum()) for lengths in recorder.lengths] == tokens
+    expected = [np.nan, *tokens[1:5], np.nan, *tokens[6:]]
+    np.testing.assert_array_equal(recorder.seconds, expected)
