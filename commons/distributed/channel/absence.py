@@ -96,16 +96,21 @@ class CollectiveWait:
         self._check = None
         return found
 
-    def record(self) -> str:
-        """JSON for the other ranks: the collective, seconds waited, seconds stopped, seconds without the store."""
-        return json.dumps([self.place, time.monotonic() - self._entered, self._still, self._silent])
+    def record(self, places: Sequence[str]) -> str:
+        """JSON for the other ranks: the rank's collectives, seconds waited, seconds stopped, seconds without the store.
+
+        `places` are the collectives that other threads of this rank wait in.
+        """
+        places = [self.place, *(place for place in places if place != self.place)]
+        return json.dumps([places, time.monotonic() - self._entered, self._still, self._silent])
 
 
 class Verdict(NamedTuple):
     """Why a channel has failed."""
 
     missing: list[int]  # global ranks without a record
-    # A sentence about each rank that came late or was stopped; where ranks are missing, only about the store's host.
+    # A sentence about each rank that came late, was stopped or waited in another collective; where ranks are missing,
+    # only about the store's host.
     late: list[str]
     failure: str | None  # the message of a rank that failed with an error of its own, if any did
 
@@ -144,14 +149,16 @@ class FailedChannel:
             submit_call(lambda store: store.set(self._failure_key, text))
             submit_call(lambda store: store.set(self._failed_key, "1"))
 
-    def who_is_missing(self, own_wait: CollectiveWait) -> Verdict:
+    def who_is_missing(self, own_wait: CollectiveWait, places: Sequence[str] = ()) -> Verdict:
         """Write this rank's record, wait for the others' and read them; takes a few seconds at most.
+
+        `places` are the collectives that other threads of this rank wait in.
 
         Raises:
             StoreUnavailableError: the store does not answer, or has ended.
         """
         call_store(lambda store: store.set(self._failed_key, "1"))
-        call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record()))
+        call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record(places)))
         self._count("present")
         missing: list[int] = []
         late: list[str] = []
@@ -163,7 +170,8 @@ class FailedChannel:
             if failure is None:
                 present = [rank for rank in self._members if rank not in missing]
                 texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in present]))
-                late = _late({rank: json.loads(text) for rank, text in zip(present, texts)}, bool(missing))
+                records = {rank: json.loads(text) for rank, text in zip(present, texts)}
+                late = _late(records, own_wait.place, bool(missing))
             self._count("read")
             # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
             if ends_with_rank() in (None, dist.get_rank()):
@@ -196,8 +204,8 @@ class FailedChannel:
         return list(ranks) if half == 0 else self._without_record(ranks[:half]) + self._without_record(ranks[half:])
 
 
-def _late(records: Mapping[int, list[Any]], some_are_missing: bool) -> list[str]:
-    """A sentence about each rank whose record explains the failure."""
+def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bool) -> list[str]:
+    """A sentence about each rank whose record explains the failure in `own_place`."""
     if some_are_missing:
         host, silent = ends_with_rank(), max(silent for *_, silent in records.values())
         if host not in records or silent < _STILL_SECONDS:
@@ -205,15 +213,24 @@ def _late(records: Mapping[int, list[Any]], some_are_missing: bool) -> list[str]
         return [f"rank {host}, which hosts the store, stalled for {silent:.0f} s, in which others may have given up"]
     longest = max(waited for _, waited, _, _ in records.values())
     stood_still = [
-        f"rank {rank} stalled for {still:.0f} s in the {place}, until the others gave up"
-        for rank, (place, _, still, _) in records.items()
+        f"rank {rank} stalled for {still:.0f} s in the {places[0]}, until the others gave up"
+        for rank, (places, _, still, _) in records.items()
         if still >= max(_STILL_SECONDS, longest / 4)
     ]
-    return stood_still or [
-        f"rank {rank} reached the {place} only after the others gave up"
-        for rank, (place, waited, _, _) in records.items()
+    came_late = [
+        f"rank {rank} reached the {places[0]} only after the others gave up"
+        for rank, (places, waited, _, _) in records.items()
         if waited < min(_LATE_SECONDS, longest / 2)
     ]
+    return (
+        stood_still
+        or came_late
+        or [
+            f"rank {rank} waited in the {' and the '.join(places)}, not in the {own_place}"
+            for rank, (places, *_) in records.items()
+            if own_place not in places
+        ]
+    )
 
 
 class NamedCollectives:
@@ -237,6 +254,7 @@ class NamedCollectives:
         self._intact = True
         self._failing = threading.Lock()
         self._is_issuing = False
+        self._places: list[str] = []  # the collectives that threads of this rank wait in
 
     def wait(self, work: Awaited, step: int | None, what: str, *, on_host: bool = True) -> None:
         """Wait for a collective, and check the store once per second for a failure on another rank.
@@ -250,8 +268,7 @@ class NamedCollectives:
         Raises:
             RankMissingError: a rank did not join in time (the message names it), or raised an error (quoted).
         """
-        own_wait = self.failed.start_wait(_place(step, what))
-        try:
+        with self._failures_named(step, what) as own_wait:
             self._raise_known()
             while True:
                 try:
@@ -267,14 +284,11 @@ class NamedCollectives:
                         return
                     if failed or self._known_failure() is not None:
                         raise _FailedElsewhereError from None
-        except BaseException as error:
-            raise self._failure_after(own_wait, error) from None  # torch's text may have forty lines of C++
 
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """A context for the call of a collective: if the call fails, the error names the missing ranks."""
-        own_wait = self.failed.start_wait(_place(step, what))
-        try:
+        with self._failures_named(step, what):
             self._is_issuing = True
             try:
                 self._raise_known()  # set by another thread before `_is_issuing`, so that it aborted nothing
@@ -282,8 +296,18 @@ class NamedCollectives:
             finally:
                 self._is_issuing = False
             self._raise_known()  # an aborted collective may return without an error
+
+    @contextlib.contextmanager
+    def _failures_named(self, step: int | None, what: str) -> Iterator[CollectiveWait]:
+        """A context for a collective, in which an error names the missing ranks."""
+        own_wait = self.failed.start_wait(_place(step, what))
+        self._places.append(own_wait.place)
+        try:
+            yield own_wait
         except BaseException as error:
             raise self._failure_after(own_wait, error) from None  # torch's text may have forty lines of C++
+        finally:
+            self._places.remove(own_wait.place)
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
@@ -332,7 +356,7 @@ class NamedCollectives:
         place, rank = own_wait.place, dist.get_rank()
         cause = "" if isinstance(error, _FailedElsewhereError) else f" ({first_line(error)})"
         try:
-            missing, late, failure = self.failed.who_is_missing(own_wait)
+            missing, late, failure = self.failed.who_is_missing(own_wait, self._places)
         except StoreUnavailableError as unavailable:
             return RankMissingError(
                 f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"

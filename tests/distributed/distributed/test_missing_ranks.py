@@ -31,6 +31,7 @@ from commons.trainer.optimize.updates import FiniteLossGuard
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, on_rank, raised_by
+from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault, wait_for
 
 # Survivors learn of a death by their connections, and end long before a timeout.
@@ -369,3 +370,24 @@ def test_a_rank_that_fails_alone_is_quoted_by_the_others(ranks):
         assert text.startswith(
             "RankMissingError: rank 1 failed in the exchange of step 0: ValueError: the handle of st"
         )
+
+
+def _leaves_an_exchange_out():
+    """Rank 1 starts the next shuffle and never finishes this one, as after a failed step of its model."""
+    shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
+    handle = shuffler.start_shuffle(batch := my_batch())
+    handle.prepared()
+    dist.barrier()
+    limit_waits(4.0)
+    if dist.get_rank() == 1:
+        return raised_by(shuffler.start_shuffle(my_batch(1)).prepared)
+    return raised_by(lambda: shuffler.finish_shuffle(batch, handle))
+
+
+def test_ranks_that_wait_in_different_collectives_say_so():
+    with RankPool(2) as pool:
+        answers = pool.run(_leaves_an_exchange_out, timeout=100)
+    places = ["exchange of step 0", "gather of step 1"]
+    for rank, text in enumerate(answers):
+        said = f"rank {1 - rank} waited in the {places[1 - rank]}, not in the {places[rank]} (ranks [0, 1]); every"
+        assert text.startswith(f"RankMissingError: {said} rank must call the shuffler for every step")
