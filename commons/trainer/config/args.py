@@ -235,11 +235,12 @@ class TrainerArgs:
                     "shuffle: set one of them"
                 )
         self._check_balancing_beyond_a_batch()
+        least_rows = min(self.train_batch_size, self.global_batch_size or self.train_batch_size)
         for name in ("eval_interval", "ckpt_save_interval"):
-            if self.schedule_in == "rows" and 0 < getattr(self, name) < self.train_batch_size:
+            if self.schedule_in == "rows" and 0 < getattr(self, name) < least_rows:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, schedule_in is 'rows' and train_batch_size is "
-                    f"{self.train_batch_size}; it would be due after every step: give a number of rows over all ranks"
+                    f"{name} is {getattr(self, name)}, schedule_in is 'rows' and a step has {least_rows} rows or more; "
+                    "it would be due after every step: give a number of rows over all ranks"
                 )
 
     @property

@@ -69,7 +69,7 @@ def test_defaults():
         ),
         (
             {"schedule_in": "rows", "eval_interval": 3},
-            "eval_interval is 3, schedule_in is 'rows' and train_batch_size is 4; it would be due after every step",
+            "eval_interval is 3, schedule_in is 'rows' and a step has 4 rows or more; it would be due after every step",
         ),
         ({"schedule_in": "rows", "ckpt_save_interval": 2}, "ckpt_save_interval is 2, schedule_in is 'rows'"),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it must be an integer of at least 1"),
@@ -98,3 +98,8 @@ def test_a_wrong_argument(changes, message):
         else:
             TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
     assert "\n" not in str(caught.value)
+
+
+def test_a_global_batch_replaces_the_batch_of_a_rank():
+    args = TrainerArgs(512, 4, global_batch_size=8, schedule_in="rows", eval_interval=64)
+    assert args.eval_interval == 64
