@@ -173,6 +173,8 @@ def warn_of_damage(problem: object) -> None:
 def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
     """Create the folder for the checkpoints of a run that starts after `step` steps; ignores `damaged` checkpoints.
 
+    Removes the unfinished checkpoints of a run that ended while it wrote.
+
     Raises:
         ValueError: the folder cannot be created or written, or has complete checkpoints of later steps of another run.
     """
@@ -197,6 +199,9 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             f"{f'after step {step}' if step else 'from the beginning'}; a folder has the checkpoints of one run: "
             f"choose another ckpt_save_dir, or continue that run with --trainer.ckpt-load-dir {folder}"
         )
+    for path in folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
+        if path.stem.removeprefix(_PREFIX).isdigit():
+            discard(path)
 
 
 def _step_of(path: Path) -> int:

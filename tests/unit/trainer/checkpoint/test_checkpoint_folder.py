@@ -75,6 +75,15 @@ def test_a_folder_belongs_to_one_run(tmp_path):
         claim(tmp_path / "file", 0)
 
 
+def test_an_unfinished_checkpoint_of_an_ended_run_is_removed(tmp_path):
+    save(tmp_path, 4)
+    for name in ("step_00000003.tmp", "step_00000007.tmp", "step_mine.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").touch()
+    claim(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_mine.tmp"]
+
+
 def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     final = checkpoint_path(tmp_path, 3)
     make_empty(unfinished_path(final))
