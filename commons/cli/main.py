@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; `argv` is without the name of the program, None for the process's arguments.
 
     Returns the exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the
-    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C.
+    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand.
     """
     status = None
     accept_all_text()
@@ -66,11 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments == ["--version"]:
             sys.stdout.write(f"evenrank {__version__}\n")
         else:
-            with _ended_by_ctrl_c():
+            # Some modules treat KeyboardInterrupt as a failed import, so it is raised only while a subcommand runs.
+            with _on_ctrl_c(signal.SIG_DFL):
                 command = _parse(arguments)
-            if command is not None:
                 _quiet_torch()
-                status = command.run()
+            if command is not None:
+                with _on_ctrl_c(signal.default_int_handler):
+                    status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:
         # Discard the rest of the output, because the interpreter would flush it at exit and print an error.
@@ -99,16 +101,17 @@ def _quiet_torch() -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once, because some modules treat KeyboardInterrupt as a failed import."""
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def _on_ctrl_c(handler: Any) -> Iterator[None]:
+    """Let Ctrl-C do this, unless it is ignored or has a handler of the user."""
+    before = signal.getsignal(signal.SIGINT)
+    is_ours = before in (signal.SIG_DFL, signal.default_int_handler)
     if is_ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         if is_ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, before)
 
 
 def _load(name: str) -> Callable[..., Any]:

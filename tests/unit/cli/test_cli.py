@@ -130,6 +130,28 @@ def test_ctrl_c_while_modules_are_imported():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+# The console script, with Ctrl-C as it imports the command, or behind the command.
+STARTED = """
+import os, signal, sys, types
+def interrupt(name="commons.cli.main", *rest):
+    if name == "commons.cli.main":
+        os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if sys.argv[1] == "before":
+    sys.meta_path.insert(0, types.SimpleNamespace(find_spec=interrupt))
+sys.argv[1:] = ["--version"]
+from commons.cli.start import main
+status = main()
+interrupt()
+"""
+
+
+@pytest.mark.parametrize(("when", "printed"), [("before", ""), ("behind", f"evenrank {__version__}\n")])
+def test_ctrl_c_outside_of_a_subcommand_prints_no_traceback(when, printed):
+    done = run_program(sys.executable, "-c", STARTED, when)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, printed, "")
+
+
 def test_boolean_options_may_have_a_value(told):
     command = _parse(
         ["simulate", "--lengths", "x.csv", "--json", "False", "--in-order", "true", "--shuffler.equal-size=False"]
