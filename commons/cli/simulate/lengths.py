@@ -156,7 +156,7 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
             f"events of each id by --group-by {shlex.quote(names[0])}, name the column of lengths by --column, or, if "
             "these are lengths, save only the numbers by numpy.save"
         )
-    if len(rows.columns) == 1 and path.suffix in (".csv", ".jsonl"):  # skip empty lines
+    if len(rows.columns) == 1 and path.suffix.lower() in (".csv", ".jsonl"):  # skip empty lines
         rows = rows.filter(f"{sql_name(names[0])} IS NOT NULL")
     # Cast through text, because DuckDB casts booleans to numbers; trim, because otherwise the csv reader casts and
     # raises.
@@ -218,9 +218,11 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
         delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
         has_names = not all(map(_is_number, names))
-        if not has_names:
-            is_histogram = len(names) == len(_HISTOGRAM)
-            names = _HISTOGRAM if is_histogram else [f"column {number}" for number in range(1, len(names) + 1)]
+        numbered = [f"column {number}" for number in range(1, len(names) + 1)]
+        if has_names:  # a column may have no name, such as the index that pandas writes
+            names = [name or number for name, number in zip(names, numbered)]
+        else:
+            names = _HISTOGRAM if len(names) == len(_HISTOGRAM) else numbered
         # Read as text, so that users 7 and 007 differ and errors show the text of the file.
         columns = dict.fromkeys(names, "VARCHAR")
         return database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
@@ -234,7 +236,7 @@ def _readable(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         what = "is compressed: unpack it" if error.object[:2] == b"\x1f\x8b" else "is not UTF-8 text: convert it"
         raise ValueError(f"{path} {what}") from error
-    except (duckdb.Error, ValueError, EOFError, csv.Error) as error:  # ValueError: from numpy and Arrow
+    except (duckdb.Error, pa.ArrowException, ValueError, EOFError, csv.Error) as error:  # ValueError: from numpy
         reason = " ".join(str(error).splitlines()[0].rpartition("Error: ")[2].split())
         raise ValueError(f"{path} cannot be read ({reason}): check the file") from error
 

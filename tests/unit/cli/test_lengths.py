@@ -55,6 +55,8 @@ def test_every_kind_of_file_reads_alike(here):
         ("tabs.csv", "user\tn\na\t5\nb\t0\nc\t17\nd\t300\n", "n"),
         ("marked.csv", "\ufeffn\r\n5\r\n0\r\n17\r\n300\r\n", None),
         ("bare.csv", "\ufeff5\n0\n17\n300\n", None),
+        ("pandas.csv", ",n\n0,5\n1,0\n2,17\n3,300\n", "n"),
+        ("CAPITALS.CSV", "n\n5\n\n0\n17\n300\n", None),
         ("quotes.csv", '"a, b","n"\n"1","5"\n"1","0"\n"1","17"\n"1","300"', "n"),
     ],
 )
@@ -163,6 +165,7 @@ def test_arrays_and_columns_of_another_kind(here, refused):
     for values, message in (
         (np.array([np.nan]), "holds nan in row 1"),
         (np.ones((2, 2), np.int64), "a.npy cannot be read"),
+        (np.zeros(3, [("n", np.int64)]), "a.npy cannot be read"),
         (np.array([-3]), "column 'lengths' of a.npy holds -3 in row 1"),
     ):
         np.save("a.npy", values)
