@@ -95,10 +95,18 @@ class AnswerOutputs:
 
     def give(self, answer: Answer) -> None:
         """Print an answer, and write its page and its pictures."""
-        if self.json:
-            sys.stdout.write(json.dumps(answer.content, indent=2) + "\n")
-        else:
-            _print(answer)
+        try:
+            if self.json:
+                sys.stdout.write(json.dumps(answer.content, indent=2) + "\n")
+            else:
+                _print(answer)
+        finally:  # also if the reader of the output has ended (`| head`)
+            self._write(answer)
+        for path in (self.html, self.figure):
+            if path is not None and not self.json:
+                make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
+
+    def _write(self, answer: Answer) -> None:
         if self.html is not None or self.figure is not None:
             from commons.cli.pictures import write_page, write_pictures
 
@@ -106,9 +114,6 @@ class AnswerOutputs:
                 write_page(answer, self.html, command_line.get())
             if self.figure is not None:
                 write_pictures([each for section in answer.sections for each in section.pictures()], self.figure)
-        for path in (self.html, self.figure):
-            if path is not None and not self.json:
-                make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
 
 
 ON_TERMINAL = AnswerOutputs()

@@ -171,9 +171,11 @@ def test_the_version(told):
 SIMULATE = ["simulate", "--lengths", "zipf:1.2:99", "--ranks", "2", "--steps", "2"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], SIMULATE, [*SIMULATE, "--json"]])
-def test_a_closed_pipe_is_no_error(monkeypatch, capsys, arguments):
-    """The reader has gone before anything is written, as `| head` has after its lines."""
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], [*SIMULATE, "--html", "gain.html"], [*SIMULATE, "--json"]]
+)
+def test_a_closed_pipe_is_no_error(here, monkeypatch, capsys, arguments):
+    """The reader has gone before anything is written, as `| head` has after its lines; a page is written anyway."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", encoding="utf-8") as closed:
@@ -184,6 +186,7 @@ def test_a_closed_pipe_is_no_error(monkeypatch, capsys, arguments):
             status = stop.code
         assert status == 1
     assert capsys.readouterr().err == ""
+    assert (here / "gain.html").exists() == ("--html" in arguments)
 
 
 def test_no_color(monkeypatch, told):
