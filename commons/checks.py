@@ -1,8 +1,9 @@
-"""Checks of integers and names from users."""
+"""Checks of integers, names and files from users."""
 
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,14 @@ def require_name(name: Any, what: str, example: str) -> None:
     if not isinstance(name, str) or not name:
         kind = ValueError if isinstance(name, str) else TypeError
         raise kind(f"the name of a {what} is {name!r}; it must be a string that is not empty: use, e.g., {example!r}")
+
+
+def require_file(path: Path, rule: str) -> None:
+    """Raise IsADirectoryError or FileNotFoundError unless `path` is a file; `rule` is the rest of the message."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; {rule}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; {rule}")
 
 
 def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from commons.checks import require_file
 from commons.cli.simulate.simulation import OF_LAYERS, Source
 from commons.datasets.loader.data_loader import SID_DATASETS
 from commons.distributed.options import ShufflerOptions
@@ -24,12 +25,11 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     """Load RECIPE, the model's Recipe, from the module `recipe` of a package, for one process.
 
     The package is installed or in the working directory; `model` None selects hstu or sid_gr by the config's data set.
-    A config such as `hstu/configs/random.toml` is also found in the installed package. FileNotFoundError if there is no
-    config; ValueError if the package does not exist, cannot be imported or has no recipe, or for the config.
+    A config such as `hstu/configs/random.toml` is also found in the installed package. OSError if there is no config;
+    ValueError if the package does not exist, cannot be imported or has no recipe, or for the config.
     """
     config = find_config(config)
-    if not config.is_file():
-        raise FileNotFoundError(f"{config} does not exist; --config names the TOML or YAML file of a training run")
+    require_file(config, "--config names the TOML or YAML file of a training run: correct the path")
     if model is None:
         dataset = read_config_file(config).get("dataset")
         name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from commons.checks import require_file
 from commons.perf_model.task_estimator import AttentionTask, on_host
 from commons.whole_folder import whole_file
 
@@ -169,13 +170,10 @@ def load_calibration(path: str | Path) -> Calibration:
     """Read a file that `Calibration.save` wrote.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        OSError: no file, or it cannot be read.
         ValueError: not TOML, another format, or a missing or wrong value.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist; `evenrank calibrate` writes calibrations: run it, or correct the path"
-        )
+    require_file(Path(path), "`evenrank calibrate` writes calibrations, which are files: run it, or correct the path")
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -14,6 +14,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from commons.checks import require_file
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -46,15 +48,14 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     """The content of a config file, not yet checked.
 
     Raises:
-        FileNotFoundError: no file.
+        OSError: no file.
         ValueError: a file of another type, or one that cannot be parsed.
     """
     if path.suffix == ".gin":
         raise ValueError(f"{path} is a gin file; configs are .toml, .yaml, .yml or .json files here, and {GIN_REMEDY}")
+    require_file(path, "--config is a TOML, YAML or JSON file: correct the path")
     if path.suffix not in _PARSERS:
         raise ValueError(f"{path} ends in {path.suffix!r}; a config is a .toml, .yaml, .yml or .json file: rename it")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; --config is a TOML, YAML or JSON file: correct the path")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

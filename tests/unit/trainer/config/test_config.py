@@ -177,6 +177,8 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text, message):
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="none.toml does not exist"):
         load_config_file(TrainConfig, tmp_path / "none.toml")
+    with pytest.raises(IsADirectoryError, match="is a folder; --config is a TOML"):  # such as that of a run
+        load_config_file(TrainConfig, tmp_path)
     for name, text, message in (
         ("run.txt", "{}", r"run.txt ends in '.txt'; a config is a .toml, .yaml, .yml or .json file"),
         ("run.yaml", "a: [", "run.yaml is no valid YAML"),
