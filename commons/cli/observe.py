@@ -6,10 +6,12 @@ When its script has ended, every rank writes `rank<r>.npz` into a folder; rank 0
 from __future__ import annotations
 
 import itertools
+import os
 import runpy
 import shlex
 import sys
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +97,7 @@ def _observe(options: Observe, script: list[str]) -> int:
 
     from commons.pipeline.recording import Recorder
 
-    recorder = Recorder()
+    recorder, here = Recorder(), Path.cwd()
     recorder.install()
     status: Any = 0
     try:
@@ -103,6 +105,7 @@ def _observe(options: Observe, script: list[str]) -> int:
     except SystemExit as stop:
         status = stop.code
     finally:
+        os.chdir(here)  # our paths are relative to it, and scripts may leave it, as Hydra does
         with whole_file(own) as file:
             np.savez_compressed(
                 file,
@@ -189,8 +192,11 @@ def _read(folder: Path, patience: float) -> list[dict[str, np.ndarray]]:
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return dict(file)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in ("world_size", "unknown", "rows", "lengths", "seconds")}
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no record of a rank, or damaged ({error}): run the script again") from None
 
 
 def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[LoadedRows, np.ndarray]:

@@ -78,6 +78,23 @@ def test_the_status_of_the_script_is_ours(leaves, status, tmp_path, monkeypatch,
     assert main(["script.py"]) == status
 
 
+def test_a_script_may_leave_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "script.py").write_text("import os; os.chdir('elsewhere')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["script.py"]) == 2  # it trained nothing
+    assert (tmp_path / "observed" / "rank0.npz").is_file() and not [*(tmp_path / "elsewhere").iterdir()]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", None])
+def test_what_is_no_record_is_named(tmp_path, capsys, content):
+    record = tmp_path / "rank0.npz"
+    np.savez(record, weights=np.ones(3)) if content is None else record.write_bytes(content)
+    assert main(["--report", "--folder", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{record} is no record of a rank, or damaged (" in error and error.count("\n") == 1
+
+
 def test_lengths_of_any_batch():
     kjt = KeyedJaggedTensor(["a", "b"], torch.arange(9), lengths=torch.tensor([1, 2, 0, 3, 1, 2]))
     batch = Batch(dense_features=torch.ones(3, 2), sparse_features=kjt, labels=torch.ones(3))
