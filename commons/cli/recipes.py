@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -115,4 +117,15 @@ def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions,
         of_what=OF_LAYERS if calibrated is None else "of a whole step, by the calibration",
         cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
         plan_options=shuffler.plan_arguments(),
+        flags=" ".join(_flags(shuffler)),
     )
+
+
+def _flags(shuffler: ShufflerOptions) -> Iterator[str]:
+    """Yield the flags of our trainers for the options that are not the default."""
+    for option in fields(shuffler):
+        value, name = getattr(shuffler, option.name), option.name.replace("_", "-")
+        if isinstance(value, bool) and value != option.default:
+            yield f"--trainer.shuffler.{'' if value else 'no-'}{name}"
+        elif value != option.default:
+            yield f"--trainer.shuffler.{name} {shlex.quote(str(value))}"

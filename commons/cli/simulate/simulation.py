@@ -48,6 +48,7 @@ class Source:
     bytes_per_token: int | None = None  # bytes sent per token; None if unknown
     link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None if unknown
     plan_options: Mapping[str, Any] | None = None  # of `plan_shuffle`, to compare only such plans; None for all ways
+    flags: str = ""  # of our trainers for these plans, to copy with the flags of an advice
 
     @property
     def task(self) -> str:
@@ -142,13 +143,15 @@ class Simulation:
         of = f"{result.equal:.2f}× with equal ranks" if possible is None else f"{possible:.2f}× possible"
         text = f"On {result.num_ranks} ranks {what}: {result.speed_up(advised):.2f}× of {of}, {self.source.of_what}"
         if advised is not ways[0]:
-            text += f" ({result.speed_up(ways[0]):.2f}× batch by batch, with equal counts)"
+            counts = ", with equal counts" if self.source.plan_options is None else ""
+            text += f" ({result.speed_up(ways[0]):.2f}× batch by batch{counts})"
         text += changes
         if further is not None and advised is not further:
             text += "; if lengths are known beforehand, steps of constant cost (BudgetBatchSampler) gain "
             text += f"{result.speed_up(further):.2f}×"
         if self.source.of_what == OF_LAYERS:
             text += "; a whole step gains less"
+        options = f"{options} {self.source.flags}".rstrip()
         return Advice(f"{text}.", options, code, advised.name, result.speed_up(advised))
 
     def to_dict(self) -> dict[str, Any]:

@@ -143,6 +143,15 @@ def test_windows_are_beside_one_another(mine, tmp_path, asked, mistake):
         assert f"window is ({window},) and steps is 4" in error
 
 
+def test_advice_names_the_options_that_were_simulated(mine, tmp_path, asked):
+    (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
+    flags = ["--shuffler.no-equal-size", "--shuffler.slack", "0.0", "--ranks", "2", "--steps", "4"]
+    advice = asked("simulate", *mine, *flags, "--window", "2")["advice"]
+    own = "--trainer.shuffler.no-equal-size --trainer.shuffler.slack 0.0"
+    assert advice["options"] == f"--trainer.enable-balanced-shuffler --trainer.shuffle-window 2 {own}"
+    assert "× batch by batch); which rows" in advice["text"]
+
+
 def test_nothing_of_the_working_directory_hides_what_is_installed(mine, tmp_path, monkeypatch):
     (tmp_path / "colorsys.py").write_text("raise RuntimeError\n")
     (tmp_path / "lonely_module_of_mine.py").write_text("import colorsys\n")
