@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
 from tqdm import tqdm
 
 from commons.cli.answer import require_output
+from commons.cli.preprocess import DatasetName
 from commons.console import print_summary
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.file import SequenceFile
-from commons.datasets.sequences.own_parquet import stored_schema
+from commons.datasets.sequences.own_parquet import DATASET_NAME, stored_schema
 from commons.datasets.sids.assignment import assign_sids
 from commons.datasets.sids.histories import (
     DEFAULT_HISTORY_COLUMN,
@@ -37,9 +37,7 @@ class MakeSids:
       evenrank make-sids parquet --source histories.parquet --output sids.parquet --codebook-sizes 256 256 256
     """
 
-    dataset_name: tyro.conf.Positional[
-        Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
-    ]
+    dataset_name: tyro.conf.Positional[DatasetName]
     """A data set of `evenrank preprocess`; parquet for your own data: a preprocessed folder, or a parquet file with a
     list column of item ids."""
 
@@ -97,7 +95,7 @@ class MakeSids:
 
     def _open(self) -> tuple[Histories, np.ndarray]:
         """The training users' histories, and the ids of all items."""
-        is_own = self.dataset_name == "parquet"
+        is_own = self.dataset_name == DATASET_NAME
         if is_own and not self.source.is_dir():
             everyone = ParquetHistories(self.source, self.history_column, "test")
             learned = ParquetHistories(self.source, self.history_column, "train")

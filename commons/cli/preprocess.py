@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -15,7 +15,13 @@ from commons.console import print_summary
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.file import SequenceFile
-from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.datasets.sequences.own_parquet import DATASET_NAME, preprocess_parquet
+
+# The names that the parser accepts; type checkers cannot read a Literal that is made at run time.
+if TYPE_CHECKING:
+    DatasetName = str
+else:
+    DatasetName = Literal[(*PUBLIC_DATASETS, DATASET_NAME)]
 
 
 @dataclass
@@ -34,9 +40,7 @@ class Preprocess:
     more, unpack it and pass the folder. A line may have at most 1 MiB, and a file of users or movies 256 MiB.
     """
 
-    dataset_name: tyro.conf.Positional[
-        Literal["ml-1m", "ml-20m", "kuairand-pure", "kuairand-1k", "kuairand-27k", "parquet"]
-    ]
+    dataset_name: tyro.conf.Positional[DatasetName]
     """The data set; parquet for your own files, with one row per event, or one row per user with lists."""
 
     source: Path
@@ -79,7 +83,7 @@ class Preprocess:
         )
 
     def _preprocessor(self) -> Callable[..., Path]:
-        if self.dataset_name == "parquet":
+        if self.dataset_name == DATASET_NAME:
             return partial(preprocess_parquet, self._columns())
         if self.columns.is_given or self.config is not None:
             raise ValueError(
