@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ _EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us
 _YEAR_3000 = 32_503_680_000
 # Columns that the query adds: file and number of the row, and whether the row is a user without events.
 _FILE, _ROW, _IS_EMPTY = "__file", "__row", "__is_empty"
+_ROW_COUNTER = "file_row_number"
 _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 
 
@@ -132,25 +134,26 @@ class EventFiles:
         self.source = source
         self._columns = columns
         self._paths = _find(source)
-        first = _file_schema(self._paths[0])
+        schemas = {path: _file_schema(path) for path in self._paths}
+        first = schemas[self._paths[0]]
         columns.require_complete(first.names, str(source))
         self._actions = columns.parse_actions(first.names)
         # Without the user column, which the writer always has, even if it is also a contextual feature.
         names = [name for name in columns.context or () if name != columns.user]
         self.context = {name: f"context_{index}" for index, name in enumerate(names)}  # its name in the store
         listed = [columns.item, columns.time, *(action.column for action in self._actions)]
-        self._types = {str(name): first.field(name).type for name in (columns.user, *listed, *names) if name}
-        alike = [name for name in set(first.names) - set(self._types) if name.lower() in map(str.lower, self._types)]
-        if alike:
-            raise ValueError(
-                f"column {alike[0]!r} of {source} differs only in case from a column that is read; SQL ignores case: "
-                "rename one of them"
-            )
+        read = [str(name) for name in (columns.user, *listed, *names) if name]
+        for path, schema in schemas.items():
+            _require_distinct(path, schema.names, read)
+        self._types = {name: first.field(name).type for name in read}
+        # DuckDB counts the rows of a file, unless a column has the counter's name.
+        found = {name.lower() for schema in schemas.values() for name in schema.names}
+        self._row = "NULL" if _ROW_COUNTER in found else _ROW_COUNTER
         self._is_lists = _is_list(self._types[str(columns.item)])
         self._listed = dict.fromkeys(str(name) for name in listed if name) if self._is_lists else {}
         self._check_lists()
-        for path in self._paths[1:]:
-            self._require_same(path)
+        for path, schema in schemas.items():
+            self._require_same(path, schema)
         # Types of the values or, for lists, of their entries.
         self._kinds = {name: kind.value_type if _is_list(kind) else kind for name, kind in self._types.items()}
         self.timestamps_per_second, time = self._time()
@@ -171,9 +174,9 @@ class EventFiles:
             for name in self._types
         ]
         is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0" if self._is_lists else "false"
-        values += [f"filename AS {_FILE}", f"file_row_number AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
+        values += [_FILE, f"{self._row} AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
         # Folders such as "day=1" are names: their values would replace those of a column.
-        options = "union_by_name=true, hive_partitioning=false"
+        options = f"union_by_name=true, hive_partitioning=false, filename={sql_text(_FILE)}"
         rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], {options}))"  # noqa: S608
         try:
             store.add(f"SELECT {self._selected} FROM {rows}")  # noqa: S608
@@ -288,9 +291,8 @@ class EventFiles:
             if name in self._listed and not _is_list(kind):
                 raise ValueError(f"{self._where(name)} is of type {kind}; it must be a list, like items: convert it")
 
-    def _require_same(self, path: Path) -> None:
+    def _require_same(self, path: Path, schema: pa.Schema) -> None:
         """Raise ValueError if a file has other columns than the first file."""
-        schema = _file_schema(path)
         for name, kind in self._types.items():
             if name not in schema.names:
                 raise ValueError(
@@ -305,10 +307,21 @@ class EventFiles:
                 )
 
 
+def _require_distinct(path: Path, names: Collection[str], read: Collection[str]) -> None:
+    """Raise ValueError if a file has several columns of a name that is read."""
+    for name in read:
+        alike = [each for each in names if each.lower() == name.lower()]
+        if len(alike) > 1:
+            raise ValueError(
+                f"columns {', '.join(map(repr, alike))} of {path} have one name in SQL, which ignores case, and "
+                f"{name!r} is read: rename all but one"
+            )
+
+
 def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
     """SQL of a value, or of an error with `found`, the row and the rule where the SQL condition `wrong` is true."""
     head = sql_text(f"column {name!r} of ")
-    where = f"' in row ' || {_ROW} + 1 || ', counted from 1; ' || {sql_text(rule)}"
+    where = f"coalesce(' in row ' || ({_ROW} + 1) || ', counted from 1', '') || {sql_text('; ' + rule)}"
     return f"CASE WHEN {wrong} THEN error({head} || {_FILE} || {found} || {where}) ELSE {value} END"
 
 

@@ -70,7 +70,7 @@ def test_columns(tmp_path, columns, message):
         ({"iid": pa.array([2**63] * 5, pa.uint64())}, "has the integer 9223372036854775808 in row 1, counted from 1;"),
         ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 1, counted from 1;"),
         ({"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
-        ({"TS": [1] * 5}, "column 'TS' of"),
+        ({"TS": [1] * 5}, "columns 'ts', 'TS' of"),
         ({name: [] for name in EVENTS} | {"uid": pa.array([], pa.string())}, "is of type null"),
     ],
 )
@@ -132,6 +132,25 @@ def test_names_that_no_feature_can_have(tmp_path, name):
     source = write(tmp_path / "events.parquet", **{name: [1] * 5})
     columns = EventColumns("uid", "iid", "ts", context=(name,))
     assert f"column {name!r} cannot name a feature" in error_of(source, columns)
+
+
+def test_columns_that_differ_only_in_case(tmp_path):
+    """SQL would read one of them for both."""
+    columns = EventColumns("ID", "id", "ts")
+    (tmp_path / "log").mkdir()
+    write(tmp_path / "log" / "0.parquet", {"ID": [1, 1, 2], "id": [10, 20, 10], "ts": [3, 2, 1]})
+    assert "0.parquet have one name in SQL, which ignores case, and 'ID' is read" in error_of(tmp_path / "log", columns)
+    write(tmp_path / "log" / "0.parquet", {"ID": [1], "iid": [10], "ts": [3]})
+    write(tmp_path / "log" / "1.parquet", {"id": [7], "ID": [1], "iid": [10], "ts": [3]})
+    assert "columns 'id', 'ID' of" in error_of(tmp_path / "log", EventColumns("ID", "iid", "ts"))
+
+
+def test_columns_named_as_duckdb_s_counters(tmp_path):
+    """A column "filename" is no file's name in a message, and one "file_row_number" no row's number."""
+    source = write(tmp_path / "events.parquet", filename=list("abcde"), file_row_number=list("abcde"), click=[2] * 5)
+    assert f"column 'click' of {source} has 2; an action is 0 or 1" in error_of(source)
+    write(source, filename=list("abcde"), file_row_number=list("abcde"))
+    preprocess_parquet(EventColumns("uid", "iid", "ts"), source, tmp_path / "data")
 
 
 def test_a_csv_says_what_makes_it_parquet(tmp_path):
