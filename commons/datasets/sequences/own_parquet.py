@@ -340,8 +340,8 @@ def _find(source: Path) -> list[Path]:
         )
     if source.is_file():
         return [source]
-    # Without names that begin with a dot or an underscore, such as _SUCCESS.
-    files = sorted(ds.dataset(source, format="parquet").files) if source.is_dir() else []
+    # Without names that begin with a dot or an underscore, such as _SUCCESS. A schema is given, so no file is opened.
+    files = sorted(ds.dataset(source, pa.schema([]), "parquet").files) if source.is_dir() else []
     if not files:
         raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
     return list(map(Path, files))
@@ -358,7 +358,9 @@ def _file_schema(path: Path) -> pa.Schema:
                 f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
                 f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
             ) from error
-        raise ValueError(f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again") from error
+        raise ValueError(
+            f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again, or remove it"
+        ) from error
     kinds = (kind.value_type if pa.types.is_dictionary(kind) else kind for kind in schema.types)
     return pa.schema(list(zip(schema.names, kinds)))
 

@@ -119,6 +119,15 @@ def test_files(tmp_path):
     assert "is damaged" in error_of(tmp_path / "log")
 
 
+def test_other_files_in_the_folder(tmp_path):
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "README.md").write_text("The log")
+    write(tmp_path / "log" / "events.parquet")
+    assert "README.md is no parquet file, or damaged" in error_of(tmp_path / "log")
+    (tmp_path / "log" / "README.md").rename(tmp_path / "log" / "a.csv")
+    assert "a.csv is no parquet file; DuckDB, which is installed, can convert it" in error_of(tmp_path / "log")
+
+
 def test_an_output_within_the_source(tmp_path):
     write(tmp_path / "events.parquet")
     for source, output in ((tmp_path, tmp_path), (tmp_path, tmp_path / "data")):
