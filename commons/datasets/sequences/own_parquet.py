@@ -233,8 +233,7 @@ class EventFiles:
             # Keep milliseconds of fractional seconds; fractions of smaller units are dropped.
             unit = max(stated, 1_000)
             scaled = f"floor({value}::DOUBLE * {unit // stated})"
-            # Not isnan(): DuckDB optimises it to false, because a file's statistics leave NaN out.
-            late += f" OR {value} - {value} <> 0"
+            late += f" OR isnan({value})"
         found = f"' has the time ' || {value}"
         rule = (
             f"it is no number or lies beyond the year 3000 in {self._columns.time_unit!r}: set columns.time_unit to "
@@ -245,7 +244,7 @@ class EventFiles:
         return unit, _without_nulls(name, _checked(name, scaled, late, found, rule))
 
     def _done_by(self, action: Action) -> str:
-        """SQL that is true for events with the action; a condition is false for a null and for NaN."""
+        """SQL that is true for events with the action; a condition is false for a null, and only != is true for NaN."""
         name, kind, where = action.column, self._kinds[action.column], self._where(action.column)
         value = sql_name(name)
         if action.operator is None:
@@ -268,7 +267,7 @@ class EventFiles:
         other = sql_text(action.value_text) + ("" if is_text or is_boolean else "::DOUBLE")
         if isinstance(action.value, int) and not is_text:
             other = str(action.value)
-        no_nan = f" AND {value} - {value} = 0" if pa.types.is_floating(kind) and action.operator != "!=" else ""
+        no_nan = f" AND NOT isnan({value})" if pa.types.is_floating(kind) and action.operator != "!=" else ""
         return f"coalesce({value} {action.operator} {other}{no_nan}, false)"
 
     def _where(self, name: str) -> str:

@@ -74,7 +74,7 @@ class TestPreprocess:
             2: ([], {"gender": "m"}),  # a real user without events
             3: ([("x", 3, 5), ("z", 1, 6), ("y", 0, 7)], {"gender": "f"}),
         }
-        # A condition holds neither for NaN nor for a null.
+        # No condition holds for a null, and only != for NaN.
         columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4", "stars != 4"))
         write(tmp_path / "events.parquet", stars=pa.array([float("nan"), 4.0, None, 1.0, 3.0]), uid=[1] * 5)
         path = preprocess_parquet(columns, tmp_path / "events.parquet", tmp_path / "data")
@@ -83,6 +83,15 @@ class TestPreprocess:
         columns = EventColumns("uid", "iid")
         path = preprocess_parquet(columns, tmp_path / "users.parquet", tmp_path / "data")
         assert rows_of(path)[3] == ([("x", 0, 0), ("y", 0, 0), ("z", 0, 0)], {})
+
+    def test_numbers_that_are_all_equal_or_nan(self, tmp_path):
+        """The file's statistics, from which DuckDB simplifies conditions, leave NaN out."""
+        conditions = ("stars != 3", "stars == 3", "stars >= 3", "stars < 4")
+        table = {"uid": [1] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], "stars": [3.0, float("nan"), None]}
+        path = preprocess_parquet(
+            EventColumns("uid", "iid", "ts", actions=conditions), write(tmp_path / "log.parquet", table), tmp_path
+        )
+        assert [action for _, action, _ in rows_of(path)[1][0]] == [0b1110, 0b0001, 0]
 
     @given(
         rows=st.lists(

@@ -62,6 +62,7 @@ def test_columns(tmp_path, columns, message):
         ({"iid": [1, None, 3, 4, 5]}, "column 'iid' of"),
         ({"ts": [1, 2, 3, None, 5]}, "has a null in row 4, counted from 1"),
         ({"ts": [1.0, float("nan"), 3, 4, 5]}, "has the time nan in row 2, counted from 1;"),
+        ({"ts": [1.0, float("nan"), 1.0, 1.0, 1.0]}, "has the time nan in row 2, counted from 1;"),
         ({"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 1, counted from 1;"),
         ({"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
         ({"ts": [-(2**62)] * 5}, "long before 1970"),
