@@ -68,7 +68,7 @@ def _schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_se
     actions = columns.actions or ()
     return SequenceSchema(
         dataset_name=DATASET_NAME,
-        contextual_feature_names=columns.context or (),
+        contextual_feature_names=tuple(dict.fromkeys(columns.context or ())),  # a name given twice is one token
         item_feature_name=str(columns.item),
         action_feature_name=ACTIONS if actions else None,
         tasks=tuple(partial(np.bitwise_and, 1 << (made_with.actions or ()).index(action)) for action in actions),

@@ -84,6 +84,13 @@ class TestPreprocess:
         path = preprocess_parquet(columns, tmp_path / "users.parquet", tmp_path / "data")
         assert rows_of(path)[3] == ([("x", 0, 0), ("y", 0, 0), ("z", 0, 0)], {})
 
+    def test_context_that_is_named_twice(self, tmp_path):
+        columns = EventColumns("uid", "iid", "ts", context=("gender", "uid", "gender"))
+        preprocess_parquet(columns, write(tmp_path / "events.parquet"), tmp_path)
+        batch = next(iter(get_data_loader("parquet", batch_size=3, dataset_path=tmp_path, max_history_seqlen=9)))
+        assert batch.contextual_feature_names == ["gender", "uid"]
+        assert batch.contextual_lengths().tolist()[: batch.actual_batch_size] == [2] * batch.actual_batch_size
+
     def test_numbers_that_are_all_equal_or_nan(self, tmp_path):
         """The file's statistics, from which DuckDB simplifies conditions, leave NaN out."""
         conditions = ("stars != 3", "stars == 3", "stars >= 3", "stars < 4")
