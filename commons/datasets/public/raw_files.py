@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import shutil
 import struct
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -29,11 +30,11 @@ _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
-# Errors from reading a damaged archive: RuntimeError for an encrypted or unknown kind of member, struct.error and
-# IndexError for a zip file's directory.
-_DAMAGE = (
+# Errors from reading a damaged archive: RuntimeError for an encrypted or unknown kind of member; struct.error,
+# IndexError and UnicodeDecodeError for the directory of a zip file. A Python may lack lzma.
+_DAMAGE: tuple[type[Exception], ...] = (
     *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError),
-    *(struct.error, IndexError),
+    *(struct.error, IndexError, UnicodeDecodeError, getattr(sys.modules.get("lzma"), "LZMAError", zlib.error)),
 )
 # Path and size of a file in an archive, and the function that opens it.
 _Member = tuple[str, int, Callable[[], Any]]
@@ -174,8 +175,9 @@ def _damage_named(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (*_DAMAGE, OSError) as error:
-        # EINVAL: a damaged directory of a zip file has an offset before the start of the file.
-        if isinstance(error, _DAMAGE) or error.errno == errno.EINVAL:
+        # None: from the decompressor of bzip2. EINVAL: a damaged directory of a zip file has an offset before the start
+        # of the file.
+        if isinstance(error, _DAMAGE) or error.errno in (None, errno.EINVAL):
             raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
         raise
 

@@ -134,6 +134,25 @@ def zip_before_its_start(path):
     path.write_bytes(data[end - 30 :])
 
 
+def zip_damaged(compression):
+    """A zip file of another compression than the published ones, with a damaged member."""
+
+    def write(path):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            archive.writestr("ratings.csv", os.urandom(1000))
+        data = bytearray(path.read_bytes())
+        data[60:100] = bytes(40)
+        path.write_bytes(data)
+
+    return write
+
+
+def zip_with_a_name_that_is_no_text(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ü.csv", "")
+    path.write_bytes(path.read_bytes().replace("ü".encode(), b"\xff\xff"))
+
+
 def zip_with_a_link(path):
     with zipfile.ZipFile(path, "w") as archive:
         info = zipfile.ZipInfo("ratings.csv")
@@ -171,6 +190,9 @@ def within(write, folder):
 REFUSED = {
     "an encrypted zip": (zip_that_says(8, b"\1"), "is no complete zip file .*encrypted, password required"),
     "a zip that holds more than it says": (zip_that_says(24, b"\n\0\0\0"), r"a\.zip is no complete zip file"),
+    "a damaged zip of kind bzip2": (zip_damaged(zipfile.ZIP_BZIP2), "is no complete zip file"),
+    "a damaged zip of kind lzma": (zip_damaged(zipfile.ZIP_LZMA), "is no complete zip file"),
+    "a zip with a name that is no text": (zip_with_a_name_that_is_no_text, "is no complete zip file"),
     "a zip before its start": (zip_before_its_start, "is no complete zip file"),
     "a link in a zip, which is its text": (zip_with_a_link, r"ratings\.csv.*/etc/passwd"),
     "a folder above in a tar": (within(write_tar, "../../x"), r" contains \.\., not MovieLens-20M: "),
