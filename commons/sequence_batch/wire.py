@@ -47,7 +47,9 @@ class Message:
         """Copy the message into uint8 `(nbytes,)`, on the host or on a device."""
         start = 0
         header = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        for part in (header, *(tensor.reshape(-1).view(torch.uint8) for tensor in self.tensors)):
+        # Not reshape(-1): a tensor of a single element is contiguous with any stride.
+        flat = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in self.tensors)
+        for part in (header, *(tensor.view(torch.uint8) for tensor in flat)):
             target[start : start + part.numel()].copy_(part)
             start += part.numel()
 

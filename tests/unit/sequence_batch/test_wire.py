@@ -63,6 +63,8 @@ def test_arrays_and_views():
     for name in ("time", "bytes", "swapped", "strided"):
         assert result[name].dtype == batch[name].dtype and result[name].tobytes() == batch[name].tobytes()
     assert torch.equal(result["conjugated"], batch["conjugated"]) and torch.equal(result["expanded"], torch.ones(2, 3))
+    column = torch.arange(6.0).view(1, 6)[:, 2]  # contiguous, with a stride of 6
+    assert there_and_back(column).tolist() == [2.0]
 
 
 def test_several_batches_in_one_buffer():
