@@ -7,7 +7,8 @@ are equal whose dicts were filled in different orders.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -56,14 +57,11 @@ class Tree(Generic[B]):
     leaves: dict[Path, Any]  # values with an entry per row
     plain: dict[Path, Any]  # metadata
     branches: dict[Path, Branch]  # every branch before the branches below it
-    _fields: dict[Path, RowField] | None = field(default=None, init=False)
 
-    @property
+    @cached_property
     def fields(self) -> dict[Path, RowField]:
         """Descriptions of the leaves, without their rows."""
-        if self._fields is None:
-            self._fields = {path: describe_leaf(path, value) for path, value in self.leaves.items()}
-        return self._fields
+        return {path: describe_leaf(path, value) for path, value in self.leaves.items()}
 
     @property
     def batch(self) -> B:
