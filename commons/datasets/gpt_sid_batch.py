@@ -64,17 +64,9 @@ class GPTSIDBatch(BaseBatch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_names()
-        if self.num_hierarchies < 1:
-            raise ValueError(
-                f"num_hierarchies is {self.num_hierarchies}; an item has at least one code: give 1 or more"
-            )
         if self.codebook_sizes is not None:
             self.codebook_sizes = list(self.codebook_sizes)  # ranks compare it, and a tuple is not equal to a list
-            if len(self.codebook_sizes) != self.num_hierarchies or min(self.codebook_sizes) < 1:
-                raise ValueError(
-                    f"codebook_sizes is {self.codebook_sizes}, num_hierarchies is {self.num_hierarchies}; every "
-                    "hierarchy has one codebook of at least one code: make them agree"
-                )
+        _require_codebooks(self.codebook_sizes, self.num_hierarchies)
         # On a device these checks would synchronise.
         if self.features.lengths().device.type == "cpu":
             for name in (self.history_feature_name, self.candidate_feature_name):
@@ -247,6 +239,7 @@ class GPTSIDBatch(BaseBatch):
         the batch has no padding. Other arguments and errors as for `random`.
         """
         num_hierarchies = len(codebook_sizes)
+        _require_codebooks(codebook_sizes, num_hierarchies)
         batch_size = history.numel() if batch_size is None else batch_size
         items = {history_feature_name: history, candidate_feature_name: candidates}
         codes = {name: _draw_codes(int(count.sum()), codebook_sizes, sids, generator) for name, count in items.items()}
@@ -267,6 +260,17 @@ class GPTSIDBatch(BaseBatch):
             candidate_feature_name=candidate_feature_name,
             num_hierarchies=num_hierarchies,
             codebook_sizes=list(codebook_sizes),
+        )
+
+
+def _require_codebooks(codebook_sizes: Sequence[int] | None, num_hierarchies: int) -> None:
+    """Raise ValueError unless there is one codebook with codes for every hierarchy, and a hierarchy."""
+    if num_hierarchies < 1:
+        raise ValueError(f"num_hierarchies is {num_hierarchies}; an item has at least one code: give 1 or more")
+    if codebook_sizes is not None and (len(codebook_sizes) != num_hierarchies or min(codebook_sizes) < 1):
+        raise ValueError(
+            f"codebook_sizes is {list(codebook_sizes)}, num_hierarchies is {num_hierarchies}; every hierarchy has one "
+            "codebook of at least one code: make them agree"
         )
 
 

@@ -103,6 +103,11 @@ class TestRandom:
             random_batch(**options)
         assert message in str(caught.value)
 
+    @pytest.mark.parametrize(("sizes", "message"), [([], "num_hierarchies is 0"), ([4, 0], "at least one code")])
+    def test_codebooks_without_codes(self, sizes, message):
+        with pytest.raises(ValueError, match=message):
+            GPTSIDBatch.random(2, sizes, 5, device="cpu")
+
 
 class TestChecks:
     @pytest.mark.parametrize(
