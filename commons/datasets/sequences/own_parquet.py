@@ -351,8 +351,9 @@ def _file_schema(path: Path) -> pa.Schema:
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
-        if path.suffixes[:1] and path.suffixes[0] in _CONVERTIBLE:
-            copy = f"COPY '{path}' TO '{path.with_name(path.name.split('.')[0])}.parquet'"
+        kind = next((suffix for suffix in path.suffixes if suffix.lower() in _CONVERTIBLE), None)
+        if kind is not None:
+            copy = f"COPY '{path}' TO '{path.with_name(path.name.partition(kind)[0])}.parquet'"
             raise ValueError(
                 f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
                 f'"import duckdb; duckdb.sql(\\"{copy}\\")"'

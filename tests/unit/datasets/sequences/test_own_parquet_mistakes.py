@@ -163,13 +163,14 @@ def test_columns_named_as_duckdb_s_counters(tmp_path):
     preprocess_parquet(EventColumns("uid", "iid", "ts"), source, tmp_path / "data")
 
 
-def test_a_csv_says_what_makes_it_parquet(tmp_path):
+@pytest.mark.parametrize("name", ["log.csv", "log-2024.01.csv", "log.v2.CSV"])
+def test_a_csv_says_what_makes_it_parquet(tmp_path, name):
     """And that command, as printed, does so."""
-    source = tmp_path / "log.csv"
+    source = tmp_path / name
     source.write_text("user,item,time\n" + "".join(f"{row % 3},{row},{row}\n" for row in range(12)))
-    with pytest.raises(ValueError, match=r"log.csv is no parquet file; DuckDB, which is installed") as error:
+    with pytest.raises(ValueError, match=f"{name} is no parquet file; DuckDB, which is installed") as error:
         EventFiles(source, EventColumns(user="user", item="item", time="time"))
     assert "\n" not in str(error.value)
     command = shlex.split(str(error.value).split("can convert it: ")[1])
     subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
-    assert pq.read_table(tmp_path / "log.parquet").num_rows == 12
+    assert pq.read_table(tmp_path / f"{name[:-4]}.parquet").num_rows == 12
