@@ -42,7 +42,7 @@ def balanced(
         trainer: a transformers.Trainer or a subclass, such as TRL's SFTTrainer.
         lengths: tokens of each row of `train_dataset`, `(n,)`; None for its column `args.length_column_name`, or
             without that column for the tokens counted in each row.
-        cost: function from lengths int64 `(m,)` to workloads `(m,)`; None for FLOPs by the model's config
+        cost: function from lengths int64 `(m,)` to workloads `(m,)`; None for the FLOPs of the model's layers
             (`model_cost`).
         padded: whether the collator pads rows to the longest row of their micro-batch; None to infer it from the
             collator's type.

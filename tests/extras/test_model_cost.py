@@ -1,0 +1,119 @@
+"""The cost of a Hugging Face model's rows, beside the operations that torch counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.extra("transformers"), pytest.mark.timeout(400)]
+BERT = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA = BERT | {"num_key_value_heads": 2}
+GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_head": 4}
+MOE = LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK = MOE | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LINEAR = {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+def make(name, options):
+    """A model of random weights whose experts and attention are computed by products that torch counts."""
+    import transformers
+
+    model = getattr(transformers, name)
+    config = model.config_class(pad_token_id=0, **options)
+    config._attn_implementation = config._experts_implementation = "eager"
+    return model(config).eval()
+
+
+def counted(model, length):
+    """The operations of a row's forward pass."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.ones(1, length, dtype=torch.int64))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "causal"),
+    [
+        ("LlamaForCausalLM", LLAMA, True),
+        ("LlamaForSequenceClassification", LLAMA, True),
+        ("Qwen3ForCausalLM", LLAMA | {"head_dim": 32}, True),
+        ("Gemma2ForCausalLM", LLAMA | {"head_dim": 32, "sliding_window": 16}, True),
+        ("Phi3ForCausalLM", LLAMA, True),
+        ("GPT2LMHeadModel", GPT2 | {"n_inner": 80}, True),
+        ("FalconForCausalLM", {"multi_query": True, **BERT}, True),
+        ("BertForMaskedLM", BERT, False),
+        ("ModernBertForMaskedLM", BERT | {"local_attention": 16}, False),
+        ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}, True),
+        ("Qwen2MoeForCausalLM", MOE | {"shared_expert_intermediate_size": 40}, True),
+        ("Qwen3MoeForCausalLM", MOE | {"mlp_only_layers": [0]}, True),
+        ("DeepseekV3ForCausalLM", DEEPSEEK, True),
+    ],
+)
+def test_a_row_costs_the_operations_that_torch_counts(name, options, causal):
+    from commons.integrations.model_cost import model_cost
+
+    try:
+        model = make(name, options)
+    except AttributeError:
+        pytest.skip(f"this release of transformers has no {name}")
+    cost = model_cost(model)
+    of_pair = int(cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0]) // (1 if causal else 2)
+    for length in (64, 128):
+        # Eager attention computes masked pairs too: L² instead of L(L + 1) / 2.
+        masked = of_pair * (length * length - length * (length + 1) // 2) if causal else 0
+        # A router is not counted, nor are the rotations of positions.
+        assert counted(model, length) - masked == pytest.approx(int(cost(np.array([length]))[0]), rel=0.01)
+
+
+def test_the_layers_without_attention_have_no_pairs():
+    from commons.integrations.model_cost import model_cost
+
+    try:
+        model = make("Qwen3NextForCausalLM", MOE | LINEAR | {"head_dim": 16, "linear_num_key_heads": 2})
+    except AttributeError:
+        pytest.skip("this release of transformers has no Qwen3Next")
+    cost = model_cost(model)
+    assert cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0] == 4 * 4 * 16  # of one layer in four
+
+
+def test_the_text_of_a_multimodal_model_is_counted():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    from commons.integrations.model_cost import model_cost
+
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**LLAMA), vision_config=vision))
+    lengths = np.array([1, 17])
+    assert model_cost(model)(lengths).tolist() == model_cost(make("LlamaForCausalLM", LLAMA))(lengths).tolist()
+
+
+def test_the_costs_of_a_large_model_can_be_summed():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from commons.integrations.model_cost import model_cost
+    from commons.perf_model.partitioner import as_int64_workloads
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    with torch.device("meta"):
+        cost = model_cost(LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)))
+    workloads = as_int64_workloads(cost(np.full(1_000_000, 1000)))
+    of_token, of_pair = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000), 32 * 4 * 4096
+    exact = (of_token * 2000 + of_pair * 2000 * 2001 // 2) / (of_token * 1000 + of_pair * 1000 * 1001 // 2)
+    assert int(cost(np.array([2000]))[0]) / int(workloads[0]) == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_model_of_unknown_cost_is_refused():
+    import torch
+
+    from commons.integrations.model_cost import model_cost
+
+    shared = make("AlbertForMaskedLM", BERT)
+    seq2seq = make("T5ForConditionalGeneration", {"d_model": 64, "d_ff": 80, "num_layers": 2, "num_heads": 4})
+    for model in (torch.nn.Linear(2, 2), shared, seq2seq):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} is no decoder-only .*: pass cost=, such as"):
+            model_cost(model)
