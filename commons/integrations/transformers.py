@@ -23,6 +23,7 @@ from commons.console import progress_bar
 from commons.datasets import BalancedBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START
 from commons.integrations.model_cost import Cost, model_cost
+from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 
 T = TypeVar("T", bound=Trainer)
@@ -105,9 +106,10 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
         _require_counted_loss(trainer)
     tokens = as_int64_workloads(_lengths(trainer) if lengths is None else lengths, "lengths", len(dataset))
     cost = cost or model_cost(trainer.accelerator.unwrap_model(trainer.model))
+    batch_size = trainer._train_batch_size  # not that of args: auto_find_batch_size lowers it
     sampler = BalancedBatchSampler(
-        cost(tokens),
-        trainer._train_batch_size,  # not that of args: auto_find_batch_size lowers it
+        cost(tokens) if pads else _costs_of_packed(dataset, tokens, cost),
+        batch_size,
         num_ranks=args.world_size,
         rank=args.process_index,
         window=window * args.gradient_accumulation_steps,
@@ -195,6 +197,15 @@ def _lengths(trainer: Trainer) -> list[int]:
     rows = dataset[name] if name in columns else (row[name] for row in dataset)
     with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
         return [bar.update() or len(row) for row in rows]
+
+
+def _costs_of_packed(dataset: Any, tokens: np.ndarray, cost: Cost) -> Any:
+    """The cost of each row; that of a row packed from sequences, in TRL's column "seq_lengths", is their sum."""
+    if "seq_lengths" not in getattr(dataset, "column_names", ()):
+        return cost(tokens)
+    packed = list(dataset["seq_lengths"])
+    row = np.repeat(np.arange(len(packed)), list(map(len, packed)))
+    return sum_by_rank(row, np.asarray(cost(np.concatenate(packed).astype(np.int64))), len(packed))
 
 
 def _require_lengths(trainer: Trainer, lengths: np.ndarray, rows: list[int]) -> None:

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 
 pytestmark = [pytest.mark.extra("trl"), pytest.mark.timeout(400)]
 
 
-def train(folder, padding_free):
-    """The rows of every micro-batch, and the loss of every step, of one process."""
+def make_trainer(folder, rows, **changes):
+    """An SFTTrainer of one process, which notes the rows of every micro-batch."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    from commons.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, recording
+    from tests.extras.balanced_trainer import make_model, recording
 
     special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
     words = Tokenizer(models.WordLevel({str(token): token for token in range(256)}, special["unk_token"]))
     arguments = SFTConfig(
         output_dir=str(folder),
         max_steps=5,
-        per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
-        padding_free=padding_free,
-        max_length=None,
         learning_rate=0.01,
         logging_steps=1,
         save_strategy="no",
@@ -35,14 +32,24 @@ def train(folder, padding_free):
         use_cpu=True,
         bf16=False,
         disable_tqdm=True,
+        **{"max_length": None, "per_device_train_batch_size": 3, **changes},
     )
     trainer = recording(SFTTrainer)(
         model=make_model(),
         args=arguments,
-        train_dataset=Dataset.from_list(make_rows(40)),
+        train_dataset=Dataset.from_list(rows),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
     )
     trainer.seen = []
+    return trainer
+
+
+def train(folder, padding_free):
+    """The rows of every micro-batch, and the loss of every step, of one process."""
+    from commons.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_rows
+
+    trainer = make_trainer(folder, make_rows(40), padding_free=padding_free)
     balanced(trainer).train()
     return trainer.seen, [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
@@ -58,3 +65,17 @@ def test_both_collators_train_the_same_steps(tmp_path):
         sorted(free[at] + free[at + 1]) for at in range(0, 10, 2)
     ]
     assert padded != free
+
+
+def test_packed_rows_cost_what_their_sequences_cost(tmp_path):
+    from commons.integrations.transformers import balanced
+
+    lengths = [64] * 8 + [8] * 64  # packed into 8 rows of one sequence and 8 rows of eight
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in lengths]
+    trainer = make_trainer(tmp_path, rows, packing=True, max_length=64, per_device_train_batch_size=1)
+    balanced(trainer, cost=lambda lengths: lengths**2, window=4)
+    sequences, of_ranks = [len(packed) for packed in trainer.train_dataset["seq_lengths"]], []
+    for rank in range(2):
+        with mock.patch.multiple(type(trainer.args), world_size=2, process_index=rank):
+            of_ranks.append([sequences[row] for (row,) in trainer.get_train_dataloader().batch_sampler])
+    assert of_ranks[0] == of_ranks[1] and sorted(of_ranks[0]) == [1] * 4 + [8] * 4
