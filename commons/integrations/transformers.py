@@ -109,7 +109,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     batch_size = trainer._train_batch_size  # not that of args: auto_find_batch_size lowers it
     sampler = BalancedBatchSampler(
         cost(tokens) if pads else _costs_of_packed(dataset, tokens, cost),
-        batch_size,
+        batch_size // args.world_size if trainer.accelerator.split_batches else batch_size,
         num_ranks=args.world_size,
         rank=args.process_index,
         window=window * args.gradient_accumulation_steps,

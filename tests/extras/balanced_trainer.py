@@ -16,7 +16,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausal
 from evenrank.integrations.transformers import balanced
 from tests.helpers.ranks.faults import error_of
 
-NUM_ROWS, EPOCHS, ACCUMULATED, BATCH, RATE = 90, 2, 2, 3, 0.05
+RANKS, NUM_ROWS, EPOCHS, ACCUMULATED, BATCH, RATE = 2, 90, 2, 2, 3, 0.05
 PAD = 0
 
 
@@ -88,7 +88,6 @@ def train(folder: Path, name: str, **changes) -> dict:
     arguments = TrainingArguments(
         output_dir=str(folder / name),
         num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=ACCUMULATED,
         learning_rate=RATE,
         lr_scheduler_type="constant",
@@ -102,7 +101,7 @@ def train(folder: Path, name: str, **changes) -> dict:
         use_cpu=True,
         disable_tqdm=True,
         seed=11,
-        **options["args"],
+        **{"per_device_train_batch_size": BATCH, **options["args"]},
     )
     model, rows, collator = make_model(), options["train_dataset"], options["data_collator"]
     if name == "documented":
@@ -128,6 +127,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def main(folder: Path) -> None:
     """Train in every way, and write what this rank saw."""
+    split = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": BATCH * RANKS}
     wrong = [len(row["input_ids"]) + 1 for row in make_rows()]
     found = {
         "padded": train(folder, "padded"),
@@ -135,6 +135,7 @@ def main(folder: Path) -> None:
         "resumed": train(folder, "padded", resume=str(folder / "padded" / "checkpoint-12")),
         "second epoch": train(folder, "padded", resume=str(folder / "padded" / "checkpoint-8")),
         "free": train(folder, "free", data_collator=DataCollatorWithFlattening()),
+        "split": train(folder, "split", args=split),
         "window": train(folder, "window", balance={"window": 3}),
         "refused": [
             error_of(train, folder, "refused", hides="compute_loss_func"),

@@ -73,6 +73,11 @@ def test_the_documented_line_is_the_padded_run(of_ranks):
         assert rank["documented"] == rank["padded"]
 
 
+def test_split_batches_are_those_of_all_ranks(of_ranks):
+    for rank in of_ranks:
+        assert rank["split"] == rank["padded"]
+
+
 def test_a_step_keeps_its_rows_unless_a_window_shares_them(of_ranks):
     rows = {
         name: [sorted(row for batch in step for row in batch) for step in steps_of(of_ranks, name)]
