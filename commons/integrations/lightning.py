@@ -36,8 +36,12 @@ class BalancedBatches(Callback):
                 "make one of these, and a DataLoader with it as batch_sampler"
             )
         self._sampler = sampler
-        self._sampler.epoch_of_len = sampler.epoch  # a loader with workers draws the epoch before Lightning counts it
-        self._epoch, self._start, self._num_batches, self._has_ended = -1, EPOCH_START, 0, False
+        self._epoch, self._start, self._num_batches, self._has_ended = 0, EPOCH_START, 0, False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set the sampler to the epoch of this fit, which Lightning reads from before the epoch starts."""
+        if stage == "fit":
+            self._begin(self._epoch_of(trainer), EPOCH_START)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the loader uses the sampler, and that the sampler is for this rank."""
@@ -57,10 +61,8 @@ class BalancedBatches(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue within the epoch of a checkpoint, or begin an epoch."""
-        if trainer.current_epoch != self._epoch:
-            self._epoch, self._start = trainer.current_epoch, EPOCH_START
-        self._num_batches, self._has_ended = 0, False
-        self._begin()
+        epoch = self._epoch_of(trainer)
+        self._begin(epoch, self._start if epoch == self._epoch else EPOCH_START)
         # Lightning counts the batches of the first epoch only; those of a BudgetBatchSampler vary between epochs.
         loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
         number = min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))
@@ -82,18 +84,21 @@ class BalancedBatches(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last trained batch; after the last batch of an epoch, the start of the next epoch."""
-        epoch = max(0, self._epoch)
-        place = self._sampler.place_after(self._num_batches, epoch, self._start)
+        epoch, place = self._epoch, self._sampler.place_after(self._num_batches, self._epoch, self._start)
         if self._has_ended or next(self._sampler.step_rows(epoch, place), None) is None:
             epoch, place = epoch + 1, EPOCH_START
         return {"epoch": epoch, "row": place.row, "steps": place.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the sampler to a checkpoint's place; Lightning may begin to read before the epoch starts."""
-        self._epoch, self._start = state_dict["epoch"], Place(state_dict["row"], state_dict["steps"])
-        self._begin()
+        """Set the sampler to a checkpoint's place."""
+        self._begin(state_dict["epoch"], Place(state_dict["row"], state_dict["steps"]))
 
-    def _begin(self) -> None:
-        self._sampler.epoch_of_len = self._epoch
-        self._sampler.set_epoch(self._epoch)
-        self._sampler.start_at(*self._start)
+    def _epoch_of(self, trainer: Trainer) -> int:
+        """The sampler's epoch; always the first one with overfit_batches, whose epochs have the same batches."""
+        return 0 if trainer.overfit_batches > 0 else trainer.current_epoch
+
+    def _begin(self, epoch: int, start: Place) -> None:
+        self._epoch, self._start, self._num_batches, self._has_ended = epoch, start, 0, False
+        self._sampler.epoch_of_len = epoch
+        self._sampler.set_epoch(epoch)
+        self._sampler.start_at(*start)

@@ -138,3 +138,46 @@ def test_a_loader_with_another_sampler_and_another_kind_are_refused():
     trainer = Trainer(callbacks=[BalancedBatches(sampler)], enable_progress_bar=False, **options)
     with pytest.raises(ValueError, match="the training loader has another batch_sampler than this callback"):
         trainer.fit(Rows(), DataLoader(range(4), batch_size=2))
+
+
+def fit(folder, callback, sampler, resume=None, **changes):
+    """The batches of a run of one process, with a checkpoint after every step."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+
+    from tests.extras.balanced_lightning import NUM_ROWS, Rows
+
+    options = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "use_distributed_sampler": False, **changes}
+    shown = {"enable_progress_bar": False, "enable_model_summary": False}
+    saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module, trainer = Rows(), Trainer(callbacks=[callback, saved], **options, **shown)
+    trainer.fit(module, DataLoader(range(NUM_ROWS), batch_sampler=sampler), ckpt_path=resume)
+    return module.seen
+
+
+def test_fits_in_a_row_with_one_callback(tmp_path):
+    from commons.datasets import BalancedBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import LENGTHS
+
+    def make():
+        sampler = BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0, window=2)
+        return BalancedBatches(sampler), sampler
+
+    one, sampler = make()
+    whole = fit(tmp_path / "first", one, sampler)
+    assert len(whole) == 20 and fit(tmp_path / "second", one, sampler) == whole
+    assert fit(tmp_path / "resumed", one, sampler, tmp_path / "second" / "step=3.ckpt", max_epochs=1) == whole[3:10]
+    assert fit(tmp_path / "third", one, sampler, max_epochs=1) == whole[:10]
+    assert fit(tmp_path / "fourth", *make(), tmp_path / "resumed" / "step=5.ckpt") == whole[5:]
+
+
+def test_overfitted_batches_are_the_same_in_every_epoch(tmp_path):
+    from commons.datasets import BalancedBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import LENGTHS
+
+    sampler = BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0)
+    expected = list(sampler)[:2]
+    assert fit(tmp_path, BalancedBatches(sampler), sampler, max_epochs=3, overfit_batches=2) == expected * 3
