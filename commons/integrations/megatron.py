@@ -86,12 +86,16 @@ def _require_few(dealt: list[list[list[int]]], max_num_seqs: int | None) -> None
 
 def task_of(config: Any) -> SelfAttentionTask:
     """The cost model of a sequence, from a TransformerConfig."""
+    experts = getattr(config, "num_moe_experts", None) or 1
+    width = getattr(config, "moe_ffn_hidden_size", None) if experts > 1 else None
     return SelfAttentionTask(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         head_dim=config.kv_channels or config.hidden_size // config.num_attention_heads,
         num_layers=config.num_layers,
-        ffn_hidden_size=config.ffn_hidden_size,
+        ffn_hidden_size=width or config.ffn_hidden_size,
         num_query_groups=config.num_query_groups,
         gated_ffn=bool(config.gated_linear_unit),
+        num_experts=experts,
+        num_active_experts=config.moe_router_topk if experts > 1 else 1,
     )

@@ -185,6 +185,13 @@ def test_megatron_s_scheduler(tokens, dp_size, cp_size, interleaves):
     assert scheduler._task == megatron.task_of(CONFIG)  # the work is not the number of tokens alone
 
 
+def test_megatron_s_experts_are_costed_as_they_are_passed():
+    experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_router_topk": 2}
+    dense, sparse = (megatron.task_of(SimpleNamespace(**vars(CONFIG) | each)) for each in ({}, experts))
+    of_layer = 2 * 64 * 8 + 4 * 64 * (2 * 32 - 256)  # the router, and two narrow experts in place of a wide block
+    assert sparse.get_workloads(1) - dense.get_workloads(1) == CONFIG.num_layers * of_layer
+
+
 def test_megatron_s_most_sequences_of_a_micro_batch():
     scheduler = megatron.balanced_scheduler(InOrder)(80, 1, 2, None)
     sequences = [(number, 10) for number in range(12)]
