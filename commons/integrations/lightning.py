@@ -63,13 +63,15 @@ class BalancedBatches(Callback):
         """Continue within the epoch of a checkpoint, or begin an epoch."""
         epoch = self._epoch_of(trainer)
         self._begin(epoch, self._start if epoch == self._epoch else EPOCH_START)
-        # Lightning counts the batches of the first epoch only; those of a BudgetBatchSampler vary between epochs.
-        loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
-        number = min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))
-        if number != loop.max_batches and loop._combined_loader is not None:
-            loop.max_batches, loop._combined_loader.limits = number, [number]
-            if isinstance(trainer.val_check_interval, float):
-                trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
+        self._set_number(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Set the number of batches where Lightning calls no epoch start, as after a resume at the end of an epoch."""
+        if self._num_batches == 0:
+            self._set_number(trainer)
+            fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+            if fetcher is not None and fetcher.length is not None:
+                progress.is_last_batch = fetcher.done = fetcher.fetched >= fetcher.length
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,15 +89,27 @@ class BalancedBatches(Callback):
         epoch, place = self._epoch, self._sampler.place_after(self._num_batches, self._epoch, self._start)
         if self._has_ended or next(self._sampler.step_rows(epoch, place), None) is None:
             epoch, place = epoch + 1, EPOCH_START
-        return {"epoch": epoch, "row": place.row, "steps": place.steps}
+        return {"epoch": epoch, "row": place.row, "steps": place.steps, "counted": self._epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the sampler to a checkpoint's place."""
         self._begin(state_dict["epoch"], Place(state_dict["row"], state_dict["steps"]))
+        # By this number Lightning finds whether the checkpoint's epoch has ended.
+        self._sampler.epoch_of_len = state_dict.get("counted", self._epoch)
 
     def _epoch_of(self, trainer: Trainer) -> int:
         """The sampler's epoch; always the first one with overfit_batches, whose epochs have the same batches."""
         return 0 if trainer.overfit_batches > 0 else trainer.current_epoch
+
+    def _set_number(self, trainer: Trainer) -> None:
+        """Set the number of batches, which Lightning counts in the first epoch; a BudgetBatchSampler's varies."""
+        self._sampler.epoch_of_len = self._epoch
+        loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
+        number = min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))
+        if number != loop.max_batches and loop._combined_loader is not None and loop._data_fetcher is not None:
+            loop.max_batches, loop._combined_loader.limits, loop._data_fetcher.length = number, [number], number
+            if isinstance(trainer.val_check_interval, float):
+                trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
 
     def _begin(self, epoch: int, start: Place) -> None:
         self._epoch, self._start, self._num_batches, self._has_ended = epoch, start, 0, False

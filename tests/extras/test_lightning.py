@@ -181,3 +181,21 @@ def test_overfitted_batches_are_the_same_in_every_epoch(tmp_path):
     sampler = BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0)
     expected = list(sampler)[:2]
     assert fit(tmp_path, BalancedBatches(sampler), sampler, max_epochs=3, overfit_batches=2) == expected * 3
+
+
+def test_a_run_resumed_at_the_end_of_an_epoch_trains_a_longer_epoch_whole(tmp_path):
+    from commons.datasets import BudgetBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import LENGTHS
+
+    def make():
+        sampler = BudgetBatchSampler(LENGTHS, budget_per_rank=int(LENGTHS.sum()) // 8, num_ranks=1, rank=0, seed=0)
+        return BalancedBatches(sampler), sampler
+
+    counts = [len(list(each)) for each in [make()[1]] * 4]
+    assert counts == [10, 9, 10, 11]
+    whole = fit(tmp_path / "whole", *make(), max_epochs=4)
+    for step in (10, 19, 29):
+        assert (
+            fit(tmp_path / "resumed", *make(), tmp_path / "whole" / f"step={step}.ckpt", max_epochs=4) == whole[step:]
+        )
