@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from commons.checks import require_at_least
 
@@ -143,7 +144,8 @@ class SequenceModelConfig:
     """The config that ranking and retrieval share: embeddings and layers.
 
     Raises:
-        ValueError: a number below one, no table, or the width of an unknown table.
+        ValueError: a number below one, no table, a name that torch's modules cannot have, or the width of an unknown
+            table.
     """
 
     hstu: HSTUConfig  # the layers
@@ -159,6 +161,12 @@ class SequenceModelConfig:
             raise ValueError("embedding_tables is empty; every feature needs a table: give its number of rows by name")
         for name, num_rows in self.embedding_tables.items():
             require_at_least(f"embedding_tables[{name!r}]", num_rows, 1)
+            if not name or "." in name or hasattr(nn.ModuleDict(), name):
+                raise ValueError(
+                    f"embedding_tables has {name!r}; a table is a module of its feature's name, and torch allows no "
+                    "dot in it and no name of its own attributes, such as 'type' or 'items': rename the feature (in "
+                    "your own data, the column)"
+                )
         unknown = [name for name in self.embedding_dims if name not in self.embedding_tables]
         if unknown:
             raise ValueError(

@@ -29,6 +29,7 @@ from tests.helpers.models.hstu_models import (
 
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item")
 RUN = TrainConfig(TrainerArgs(1, 1), DatasetArgs("random", 5, max_num_candidates=3))
+NO_MODULES = ("type", "items", "training", "user.id", "")  # names that torch refuses for a module
 TIMED = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, time_bias=True))
 
 
@@ -230,6 +231,7 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
         (CONFIG, {"prediction_head_arch": (0, 2)}, "a width in prediction_head_arch is 0"),
         (CONFIG, {"embedding_tables": {}}, "embedding_tables is empty"),
         (CONFIG, {"embedding_tables": {"item": 0}}, r"embedding_tables\['item'\] is 0"),
+        *((CONFIG, {"embedding_tables": {"item": 9, each: 2}}, "rename the feature") for each in NO_MODULES),
         (CONFIG, {"embedding_dims": {"movie": 3}}, r"embedding_dims has \['movie'\], the tables are"),
         (CONFIG, {"embedding_dims": {"item": 0}}, r"embedding_dims\['item'\] is 0"),
         (RETRIEVAL, {"item_feature_name": "movie"}, "item_feature_name is 'movie', the tables are"),
