@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _WIDEST = 2**62  # no row is as long as this window
+_LARGEST_GROUP = 2**31  # no row has as many targets, and the pairs of such a group still fit into int64
 
 
 def attention_pairs(
@@ -44,6 +45,7 @@ def attention_pairs(
     Returns:
         Pairs per row, of the same kind.
     """
+    target_group_size = min(target_group_size, _LARGEST_GROUP)
     if max_attn_len is not None:
         window = _least(seqlen, min(max_attn_len, _WIDEST))
         return _pairs_in_window(seqlen, num_targets, num_contextual, window, causal, target_group_size)

@@ -38,6 +38,17 @@ def test_pairs_within_a_window_are_those_that_the_mask_keeps(rows, causal, group
         assert [attention_pairs(*row, **options) for row in zip(*rows)] == expected
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_group_may_be_larger_than_any_row(make):
+    lengths, targets = make([9, 5]), make([8, 0])
+    for window in (None, 3):
+        costs = [
+            HSTUAttentionTask(64, 4, 16, target_group_size=size, max_attn_len=window).get_workloads(lengths, targets)
+            for size in (8, 2**31, 10**12, 2**63 - 1)
+        ]
+        assert all(cost.tolist() == costs[0].tolist() for cost in costs)
+
+
 def test_a_window_makes_rows_cost_less_and_no_window_is_the_default():
     lengths, targets = torch.tensor([4096, 100, 9, 0], dtype=torch.int32), torch.tensor([8, 8, 0, 0])
     whole, narrow = HSTUAttentionTask(64, 4, 16, 8), HSTUAttentionTask(64, 4, 16, 8, max_attn_len=50)
