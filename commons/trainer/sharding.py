@@ -14,6 +14,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 EmbeddingOptimizer = Literal["sgd", "adam", "rowwise_adagrad"]
@@ -25,6 +26,7 @@ _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 _CPU_OPTIMIZERS = ("sgd", "rowwise_adagrad")  # fbgemm has no CPU kernel for the others
+_WIDTH_STEP = 4  # of fbgemm's tables
 # Without data_parallel: the caller's optimizer would have to train such a table, so only the user can choose it.
 _PLANNED_TYPES = [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
 
@@ -65,7 +67,8 @@ def shard_model(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: a sharding for an unknown table, a kind or optimizer that is unknown or not available on this
-            device, or a learning rate that is not positive.
+            device, a learning rate that is not positive, a width without kernels, or on CPU row-wise tables that leave
+            a rank without rows.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -76,6 +79,11 @@ def shard_model(
     kinds = _sharding_by_table(sharding, list(tables), device)
     group = dist.group.WORLD if process_group is None else process_group
     world_size = dist.get_world_size(group)
+    for collection in model.modules():
+        if isinstance(collection, EmbeddingCollection):
+            _check_widths(collection)
+            if device.type == "cpu":
+                _require_rows_on_all_ranks(collection, kinds, world_size)
     sharder = EmbeddingCollectionSharder(
         fused_params={"optimizer": _OPTIMIZERS[embedding_optimizer], "learning_rate": embedding_lr}
     )
@@ -143,3 +151,30 @@ def _sharding_by_table(
                 "data-parallel tables: choose 'table_wise' or 'row_wise'"
             )
     return kinds
+
+
+def _check_widths(collection: EmbeddingCollection) -> None:
+    for table in collection.embedding_configs():
+        if table.embedding_dim % _WIDTH_STEP:
+            raise ValueError(
+                f"the table of {table.name!r} is {table.embedding_dim} wide; fbgemm's tables are a multiple of "
+                f"{_WIDTH_STEP} wide: correct hidden_size, or the table's own embedding dimension"
+            )
+
+
+def _require_rows_on_all_ranks(
+    collection: EmbeddingCollection, kinds: Mapping[str, str | None], world_size: int
+) -> None:
+    """Raise ValueError if all row-wise tables of a collection are too short for every rank to have a row.
+
+    TorchRec looks up the tables of a collection together. On CPU, fbgemm treats a rank without any of their rows as a
+    GPU.
+    """
+    tables = collection.embedding_configs()
+    rows = {table.name: table.num_embeddings for table in tables if kinds.get(table.name) == "row_wise"}
+    # All ranks except the last ones have ⌈rows ÷ ranks⌉ rows.
+    if rows and all(-(-num_rows // -(-num_rows // world_size)) < world_size for num_rows in rows.values()):
+        raise ValueError(
+            f"the row_wise tables of width {tables[0].embedding_dim} have rows {rows}, too few for {world_size} ranks; "
+            "on CPU fbgemm needs a row on every rank: choose 'table_wise' for these tables"
+        )

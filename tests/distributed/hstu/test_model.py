@@ -19,7 +19,7 @@ from hstu.metrics import RankingMetrics
 from hstu.model import ExecutionConfig, HSTURankingModel, RankingOutput, execution, triton_launch
 from hstu.model.execution import Execution, choose_execution, execution_of
 from hstu.model.triton_blocks import KERNELS, Blocks
-from hstu.sharding import build_distributed_model, dense_parameters, require_rows_on_all_ranks
+from hstu.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models import hstu_models
 from tests.helpers.models.hstu_models import random_batch
 from tests.helpers.models.torchrec_model import weights_of
@@ -122,18 +122,6 @@ def test_what_cannot_be_sharded_is_refused(two_ranks):
             "sharding of table 'item' is 'diagonal'",
             "the model has plain embeddings",
         ]
-
-
-@pytest.mark.parametrize(("rows", "world_size", "fits"), [(3, 4, False), (4, 4, True), (5, 4, False), (7, 4, True)])
-def test_the_last_rank_has_rows(rows, world_size, fits):
-    config = dataclasses.replace(CONFIG, embedding_tables={"item": 50, "action": rows}, embedding_dims={"item": 4})
-    require_rows_on_all_ranks(config, ["item"], world_size)
-    require_rows_on_all_ranks(dataclasses.replace(config, embedding_dims={}), ["item", "action"], world_size)
-    if fits:
-        require_rows_on_all_ranks(config, ["item", "action"], world_size)
-        return
-    with pytest.raises(ValueError, match="choose 'table_wise' for these tables"):
-        require_rows_on_all_ranks(config, ["item", "action"], world_size)
 
 
 def test_sharding_needs_a_process_group():

@@ -248,6 +248,7 @@ def _mistakes():
             "long row": lambda: model(_long_batch()),
             "full history": lambda: model.generate(_full_batch()),
             "sharding": lambda: build_distributed_model(model, device=CPU, sharding="data_parallel"),
+            "width": lambda: build_distributed_model(make_model(hidden_size=6), device=CPU),
         }
         return found | {name: raised_by(call) for name, call in calls.items()}
 
@@ -278,6 +279,7 @@ def test_mistakes(two_ranks):
             "long row": "max_items is 15; the model has no more positions",
             "full history": "ValueError: row 1 has a history of 15 items, max_items is 15; the generated item needs",
             "sharding": "ValueError: sharding is 'data_parallel'",
+            "width": "ValueError: the table of 'codes' is 6 wide; fbgemm's tables are a multiple of 4 wide",
         }
         assert found.keys() == expected.keys()
         for name, start in expected.items():
