@@ -91,7 +91,7 @@ class SIDDecoder(nn.Module):
             The loss to call `backward` on, W × local sum ÷ global count, and the other results of the step.
 
         Raises:
-            ValueError: labels do not fit the candidates, another number of hierarchies, or a row that is too long.
+            ValueError: labels do not fit the candidates, or as `lay_out`.
             TypeError: labels are no KeyedJaggedTensor.
         """
         layout = self.lay_out(batch)
@@ -104,12 +104,18 @@ class SIDDecoder(nn.Module):
         """The token layout of a batch; with `generates` an item is generated after every history.
 
         Raises:
-            ValueError: another number of hierarchies than the model's, or a row with too many items.
+            ValueError: another number of hierarchies or other codebooks than the model's, or a row with too many items.
         """
         if batch.num_hierarchies != self.config.num_hierarchies:
             raise ValueError(
                 f"the batch has {batch.num_hierarchies} hierarchies, the model {self.config.num_hierarchies}; an item "
                 "has one code for each codebook of the model: make both equal"
+            )
+        sizes = list(self.config.codebook_sizes)
+        if batch.codebook_sizes not in (None, sizes):
+            raise ValueError(
+                f"codebook_sizes of the batch are {batch.codebook_sizes}, those of the model {sizes}; the id of a "
+                "code depends on the sizes of all codebooks before its own: make both equal"
             )
         history, candidates = batch.host_lengths(batch.history_feature_name, batch.candidate_feature_name)
         items = (history + candidates) // self.config.num_hierarchies
