@@ -125,13 +125,14 @@ class _HSTUAttention(torch.autograd.Function):
         plan: AttentionPlan,
         scale: float,
     ) -> torch.Tensor:
+        table, time_table = table.to(query.dtype), None if time_table is None else time_table.to(query.dtype)
         ctx.save_for_backward(query, key, value, table, time_table, times)
         ctx.plan, ctx.scale = plan, scale
         # Divide by about √N before the sum and by the rest after it, so that float16 neither overflows nor loses small
         # values; the first divisor is a power of two, so that it causes no rounding.
         before = 2.0 ** round(math.log2(scale) / 2)
         queries, keys, values = (_heads_first(tensor) for tensor in (query, key, value * before))
-        bias = _Bias.of(plan, table, time_table, times, query.dtype)
+        bias = _Bias(plan, table, time_table, times)
         outputs = torch.zeros_like(queries)
         for block in plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
@@ -144,13 +145,13 @@ class _HSTUAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, table, time_table, times = ctx.saved_tensors
-        queries, keys, values = inputs = [_heads_first(tensor) for tensor in (query, key, value)]
+        *tokens, table, time_table, times = ctx.saved_tensors
+        queries, keys, values = inputs = [_heads_first(tensor) for tensor in tokens]
         grad_outputs = _heads_first(grad_output * ctx.scale)
         grad_queries, grad_keys, grad_values = (_zeros_to_add_to(tensor) for tensor in inputs)
-        bias = _Bias.of(ctx.plan, table, time_table, times, query.dtype)
-        grad_table = _zeros_to_add_to(bias.table)
-        grad_time_table = None if bias.time_table is None else _zeros_to_add_to(bias.time_table)
+        bias = _Bias(ctx.plan, table, time_table, times)
+        grad_table = _zeros_to_add_to(table)
+        grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
         for block in ctx.plan.blocks:
             k, v = _take(keys, block.keys), _take(values, block.keys)
             grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
@@ -166,10 +167,9 @@ class _HSTUAttention(torch.autograd.Function):
                 bias.add_gradients(grad_scores, chunk, grad_table, grad_time_table)
             _add(grad_keys, block.keys, grad_k)
             _add(grad_values, block.keys, grad_v)
-        of_tokens = (_tokens_first(grad).to(query.dtype) for grad in (grad_queries, grad_keys, grad_values))
-        # In the tables' own dtype: a sum over many pairs may overflow in float16.
-        of_time = None if time_table is None or grad_time_table is None else grad_time_table.to(time_table.dtype)
-        return *of_tokens, grad_table.to(table.dtype), of_time, None, None, None
+        of_tokens = (_tokens_first(grad) for grad in (grad_queries, grad_keys, grad_values))
+        # Autograd converts gradients to the dtypes of the inputs: of float32 tables they do not overflow in float16.
+        return *of_tokens, grad_table, grad_time_table, None, None, None
 
 
 class _Bias(NamedTuple):
@@ -179,18 +179,6 @@ class _Bias(NamedTuple):
     table: torch.Tensor  # by distance, see `_bias_table`
     time_table: torch.Tensor | None  # `(num_heads, num_buckets)`
     times: torch.Tensor | None  # int64 `(num_tokens + 1,)`, the last for padding
-
-    @classmethod
-    def of(
-        cls,
-        plan: AttentionPlan,
-        table: torch.Tensor,
-        time_table: torch.Tensor | None,
-        times: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> _Bias:
-        """The biases in the dtype of the scores."""
-        return cls(plan, table.to(dtype), None if time_table is None else time_table.to(dtype), times)
 
     def scores(self, query: torch.Tensor, key: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Scores q · k + bias of a chunk: `(num_heads · num_rows, num_queries, num_keys)`."""
