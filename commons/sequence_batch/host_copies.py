@@ -86,14 +86,15 @@ def host_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy one-dimensional arrays of one dtype, at least one, to a device, in one non-blocking copy.
+    """Copy arrays of one dtype, at least one, to a device, in one non-blocking copy.
 
     Copies to CUDA use pinned memory. The tensors share one storage.
     """
-    flat = torch.from_numpy(np.concatenate(arrays))
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         flat = flat.pin_memory()
-    return list(flat.to(device, non_blocking=True).split([array.size for array in arrays]))
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays)]
 
 
 def _as_array(host: torch.Tensor | None) -> np.ndarray:

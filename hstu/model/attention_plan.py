@@ -167,14 +167,12 @@ def plan_attention(
         _Part(first + history, targets, near, near, seen, period=group_size),
     ]
     drafts = [draft for part in parts for draft in part.blocks(num_heads, tuning, padding=num_tokens)]
-    flat = iter(to_device([array.ravel() for draft in drafts for array in draft[:2]], device) if drafts else [])
+    tensors = iter(to_device([array for draft in drafts for array in draft[:2]], device) if drafts else [])
     return AttentionPlan(
         num_tokens=num_tokens,
         longest=longest,
         sees_ahead=not is_causal or num_contextual is not None,
-        blocks=[
-            _block(next(flat).view(draft[0].shape), next(flat).view(draft[1].shape), *draft[2:]) for draft in drafts
-        ],
+        blocks=[_block(next(tensors), next(tensors), *draft[2:]) for draft in drafts],
         seen=seen,
         has_context=is_causal and num_contextual is not None,
     )

@@ -71,10 +71,9 @@ def plan_triton_attention(
         _bias_work(rows, window, group, is_causal=is_causal),
         _target_work(rows, window),
     ]
-    flat = to_device([part.astype(np.int32).ravel() for part in parts], device)
     names = ("rows", "query_tiles", "key_tiles", "bias_work", "target_work")
     return TritonPlan(
-        **{name: tensor.view(part.shape) for name, tensor, part in zip(names, flat, parts)},
+        **dict(zip(names, to_device([part.astype(np.int32) for part in parts], device))),
         num_tokens=num_tokens,
         longest=int(rows[:, 1].max(initial=0)),
         is_causal=is_causal,

@@ -181,7 +181,7 @@ def test_what_was_made_on_the_device_is_read_back_once() -> None:
 
 
 def test_arrays_go_to_the_device_as_one() -> None:
-    arrays = [np.arange(3), np.arange(0), np.arange(4) * 2]
+    arrays = [np.arange(3), np.arange(0), np.arange(4).reshape(2, 2)]
     tensors = to_device(arrays, CPU)
     assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
