@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def require_file(path: Path, rule: str) -> None:
         raise IsADirectoryError(f"{path} is a folder; {rule}")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; {rule}")
+
+
+def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is one of the strings `choices`."""
+    known = list(choices)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it is one of {known}: choose one")
 
 
 def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:

@@ -17,6 +17,8 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from commons.checks import require_one_of
+
 EmbeddingOptimizer = Literal["sgd", "adam", "rowwise_adagrad"]
 Sharding = Literal["table_wise", "row_wise", "data_parallel"]
 
@@ -117,8 +119,7 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _check_optimizer(optimizer: str, lr: float, device: torch.device) -> None:
-    if optimizer not in _OPTIMIZERS:
-        raise ValueError(f"embedding_optimizer is {optimizer!r}; it is one of {list(_OPTIMIZERS)}: choose one")
+    require_one_of("embedding_optimizer", optimizer, _OPTIMIZERS)
     if device.type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
         raise ValueError(
             f"embedding_optimizer is {optimizer!r} on CPU; there fbgemm offers {list(_CPU_OPTIMIZERS)} only: "

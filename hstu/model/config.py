@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from commons.checks import require_at_least
+from commons.checks import require_at_least, require_one_of
 
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -45,8 +45,8 @@ class ExecutionConfig:
     compile: bool | None = False
 
     def __post_init__(self) -> None:
-        _require_one_of("compute_dtype", self.compute_dtype, ComputeDtype)
-        _require_one_of("kernel_backend", self.kernel_backend, KernelBackend)
+        require_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtype))
+        require_one_of("kernel_backend", self.kernel_backend, get_args(KernelBackend))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LayerOptions:
             require_at_least("max_attn_len", self.max_attn_len, 1, optional=True)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
-        _require_one_of("position_bias", self.position_bias, PositionBias)
+        require_one_of("position_bias", self.position_bias, get_args(PositionBias))
         if not isinstance(self.position_buckets, int) or self.position_buckets < 2:
             raise ValueError(
                 f"position_buckets is {self.position_buckets!r}; distance 0 has its own bucket, so at least 2 are "
@@ -235,7 +235,7 @@ class RetrievalOptions:
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
-        _require_one_of("in_batch_pool", self.in_batch_pool, InBatchPool)
+        require_one_of("in_batch_pool", self.in_batch_pool, get_args(InBatchPool))
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,3 @@ class RetrievalConfig(RetrievalOptions, SequenceModelConfig):
     def item_dim(self) -> int:
         """Width of the items' table and of queries."""
         return self.table_widths[self.item_feature_name]
-
-
-def _require_one_of(name: str, value: str, kind: Any) -> None:
-    """Raise ValueError unless `value` is one of the strings of a Literal."""
-    if value not in get_args(kind):
-        raise ValueError(f"{name} is {value!r}; it is one of {list(get_args(kind))}: choose one")
