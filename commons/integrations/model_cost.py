@@ -27,7 +27,7 @@ def model_cost(model: Any) -> Cost:
         ValueError: the config lacks the dimensions of attention, the model is an encoder-decoder, or its layers share
             their weights.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(config, "per_layer_config", None) or [config] * getattr(config, "num_hidden_layers", 0)
     own_weights = getattr(config, "num_hidden_groups", len(layers)) == len(layers)

@@ -174,10 +174,11 @@ def _tar_members(source: Path) -> Iterator[_Member]:
 def _damage_named(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
-    except (*_DAMAGE, OSError) as error:
-        # None: from the decompressor of bzip2. EINVAL: a damaged directory of a zip file has an offset before the start
-        # of the file.
-        if isinstance(error, _DAMAGE) or error.errno in (None, errno.EINVAL):
+    except Exception as error:
+        # An OSError without a number is from the decompressor of bzip2; with EINVAL, a damaged directory of a zip file
+        # has an offset before the start of the file.
+        of_data = isinstance(error, OSError) and error.errno in (None, errno.EINVAL)
+        if of_data or isinstance(error, _DAMAGE):
             raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
         raise
 
