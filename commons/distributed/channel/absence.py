@@ -222,15 +222,12 @@ def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bo
         for rank, (places, waited, _, _) in records.items()
         if waited < min(_LATE_SECONDS, longest / 2)
     ]
-    return (
-        stood_still
-        or came_late
-        or [
-            f"rank {rank} waited in the {' and the '.join(places)}, not in the {own_place}"
-            for rank, (places, *_) in records.items()
-            if own_place not in places
-        ]
-    )
+    elsewhere = [
+        f"rank {rank} waited in the {' and the '.join(places)}, not in the {own_place}"
+        for rank, (places, *_) in records.items()
+        if own_place not in places
+    ]
+    return stood_still or came_late or elsewhere
 
 
 class NamedCollectives:
@@ -268,7 +265,8 @@ class NamedCollectives:
         Raises:
             RankMissingError: a rank did not join in time (the message names it), or raised an error (quoted).
         """
-        with self._failures_named(step, what) as own_wait:
+        own_wait = self._enter(step, what)
+        try:
             self._raise_known()
             while True:
                 try:
@@ -284,11 +282,16 @@ class NamedCollectives:
                         return
                     if failed or self._known_failure() is not None:
                         raise _FailedElsewhereError from None
+        except BaseException as error:
+            raise self._failure_after(own_wait, error) from None  # torch's text may have forty lines of C++
+        finally:
+            self._places.remove(own_wait.place)
 
     @contextlib.contextmanager
     def collective(self, step: int | None, what: str) -> Iterator[None]:
         """A context for the call of a collective: if the call fails, the error names the missing ranks."""
-        with self._failures_named(step, what):
+        own_wait = self._enter(step, what)
+        try:
             self._is_issuing = True
             try:
                 self._raise_known()  # set by another thread before `_is_issuing`, so that it aborted nothing
@@ -296,18 +299,16 @@ class NamedCollectives:
             finally:
                 self._is_issuing = False
             self._raise_known()  # an aborted collective may return without an error
-
-    @contextlib.contextmanager
-    def _failures_named(self, step: int | None, what: str) -> Iterator[CollectiveWait]:
-        """A context for a collective, in which an error names the missing ranks."""
-        own_wait = self.failed.start_wait(_place(step, what))
-        self._places.append(own_wait.place)
-        try:
-            yield own_wait
         except BaseException as error:
             raise self._failure_after(own_wait, error) from None  # torch's text may have forty lines of C++
         finally:
             self._places.remove(own_wait.place)
+
+    def _enter(self, step: int | None, what: str) -> CollectiveWait:
+        """Begin this rank's wait in a collective; the caller removes its place at the end."""
+        own_wait = self.failed.start_wait(_place(step, what))
+        self._places.append(own_wait.place)
+        return own_wait
 
     @contextlib.contextmanager
     def failures_posted(self, step: int, what: str) -> Iterator[None]:
