@@ -6,6 +6,7 @@ torch.distributed.checkpoint uses pickle for its metadata: load only checkpoints
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -31,6 +32,7 @@ from commons.trainer.checkpoint.folder import (
     latest_whole,
     make_empty,
     read_state,
+    require_none_after,
     unfinished_path,
     warn_of_damage,
 )
@@ -78,6 +80,7 @@ class Checkpointer:
         self.folder = Path(self._args.ckpt_save_dir)  # folder for new checkpoints
         self.saves = self._args.ckpt_save_interval > 0  # whether the run saves checkpoints
         self._saved_at = -1
+        self._latest = 0  # no checkpoint of this run in the folder is after this step
         self._model, self._optimizer, self._device = model, optimizer, recipe.device
         # As JSON returns it: tuples become lists, keys become strings.
         self._fingerprint = json.loads(json.dumps(recipe.fingerprint()))
@@ -109,6 +112,7 @@ class Checkpointer:
                 progress, line = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
         if self.saves:
             on_rank_0(lambda: claim(self.folder, progress.step, self._damaged), self._device)
+            self._latest = progress.step
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
         return progress, line
@@ -136,6 +140,7 @@ class Checkpointer:
 
         Raises:
             ArithmeticError: a weight is not finite, so no run could continue from this state.
+            ValueError: another run has saved to the folder meanwhile.
         """
         state = state_to_save(self._model, self._optimizer)
         rank, name = first_text(first_not_finite(state, self._model), self._device)
@@ -146,6 +151,8 @@ class Checkpointer:
             )
         final, device = checkpoint_path(self.folder, progress.step), self._device
         unfinished = unfinished_path(final)
+        on_rank_0(self._require_own_folder, device)
+        self._latest = progress.step
         try:
             on_rank_0(lambda: make_empty(unfinished), device)
             on_all_ranks(lambda: write_state(unfinished, state), device)
@@ -172,6 +179,12 @@ class Checkpointer:
                 )
         else:
             self._saved_at = progress.step
+
+    def _require_own_folder(self) -> None:
+        """Raise ValueError if another run has saved to the folder since this run last did."""
+        with contextlib.suppress(OSError):  # saving finds out itself
+            what = f"has saved none after step {self._latest}"
+            require_none_after(self.folder, self._latest, self._damaged, what)
 
     def _load(self, path: Path, *, may_be_empty: bool) -> TrainProgress | None:
         """Load a checkpoint, or the latest complete one of a folder, and this rank's random states.

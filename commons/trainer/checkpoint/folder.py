@@ -187,6 +187,14 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             f"ckpt_save_dir {folder} cannot be written ({error.strerror}); checkpoints are written there: choose "
             "another folder"
         ) from None
+    require_none_after(folder, step, damaged, f"starts {f'after step {step}' if step else 'from the beginning'}")
+    for path in folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
+        if path.stem.removeprefix(_PREFIX).isdigit():
+            discard(path)
+
+
+def require_none_after(folder: Path, step: int, damaged: Container[Path], what: str) -> None:
+    """Raise ValueError if a folder has complete checkpoints after `step`; `what` this run does, for the error."""
     for path in reversed(list_checkpoints(folder)):
         if _step_of(path) <= step or path in damaged:
             continue
@@ -195,13 +203,9 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
         except ValueError:  # damaged
             continue
         raise ValueError(
-            f"ckpt_save_dir {folder} contains {path.name}, and this run starts "
-            f"{f'after step {step}' if step else 'from the beginning'}; a folder has the checkpoints of one run: "
-            f"choose another ckpt_save_dir, or continue that run with --trainer.ckpt-load-dir {folder}"
+            f"ckpt_save_dir {folder} contains {path.name}, and this run {what}; a folder has the checkpoints of one "
+            f"run: choose another ckpt_save_dir, or continue that run with --trainer.ckpt-load-dir {folder}"
         )
-    for path in folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
-        if path.stem.removeprefix(_PREFIX).isdigit():
-            discard(path)
 
 
 def _step_of(path: Path) -> int:

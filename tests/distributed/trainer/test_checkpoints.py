@@ -349,6 +349,25 @@ def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]
 
 
+def _two_runs_in_one_folder(folder):
+    """Both begin while the folder is empty; what the second one's save raises."""
+    runs = []
+    for _ in range(2):
+        model, optimizer = build_sharded()
+        recipe = Parts(TrainerArgs(1, 1, ckpt_save_interval=2, ckpt_save_dir=folder), model, optimizer, (), None)
+        runs.append(Checkpointer(recipe, model, optimizer, IdentityBalancedBatchShuffler(), {}))
+        runs[-1].resume()
+    for step in (2, 4):
+        runs[0].save(TrainProgress(step))
+    return raised_by(lambda: runs[1].save(TrainProgress(2)))
+
+
+def test_two_runs_do_not_mix_their_checkpoints(two_ranks, tmp_path):
+    said = two_ranks.run(_two_runs_in_one_folder, str(tmp_path))
+    assert said[0] == said[1] and "contains step_00000004, and this run has saved none after step 0; " in said[0]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000004"]
+
+
 def _speeds_after_resuming(folder, begin=None):
     """The speeds of a batch after loading a checkpoint, or saving one of these speeds."""
     model = build_sharded()[0]
