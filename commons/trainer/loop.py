@@ -29,7 +29,7 @@ from commons.trainer.observe.times import ForwardTimer
 from commons.trainer.observe.train_log import TrainLog, TrainSummary
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.optimize.updates import DeferredOptimizer, FiniteLossGuard, StepUpdate
-from commons.trainer.ranks.collectives import missing_ranks_named, on_rank_0
+from commons.trainer.ranks.collectives import missing_ranks_named, on_all_ranks, on_rank_0
 from commons.trainer.ranks.launch import describe_ranks
 from commons.trainer.ranks.stop import StopSignal, keep_workers
 from commons.trainer.recipe import Recipe
@@ -117,7 +117,7 @@ class TrainingLoop:
         self._update = StepUpdate(
             optimization, self._optimizer, self._model, total, self._device, self._loss_scaler, self._schedule
         )
-        self._log = TrainLog(self._args, total_steps, first_step=self._step)
+        self._log = on_all_ranks(lambda: TrainLog(self._args, total_steps, first_step=self._step), self._device)
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
             self._log.print_line(line)
         # A run that was complete is not evaluated a second time, unless its last update came after an evaluation.

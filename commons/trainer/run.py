@@ -27,7 +27,7 @@ from commons.trainer.config.load import load_config, make_config
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe.sinks import require_sinks
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import limit_collectives, on_rank_0
+from commons.trainer.ranks.collectives import limit_collectives, on_all_ranks, on_rank_0
 from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
@@ -112,10 +112,9 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
     require_sinks(args.sinks)
     on_rank_0(lambda: _require_free_folder(args), device)
     if logs_to_file:
-        log_to_file(args.run_dir)
-    if dist.get_rank() == 0:
-        Path(args.run_dir).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(args.run_dir) / CONFIG_FILE, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        on_all_ranks(lambda: log_to_file(args.run_dir), device)
+    path = Path(args.run_dir) / CONFIG_FILE
+    on_rank_0(lambda: write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n"), device)
 
 
 def _require_free_folder(args: TrainerArgs) -> None:

@@ -92,6 +92,13 @@ class StepProfiler:
 
     def _write(self, profile: torch.profiler.profile) -> None:
         self._recorder.stop()
+        self._is_written = True
+        try:
+            self._write_trace(profile)
+        except OSError as error:
+            logger.warning("the trace %s cannot be written: %s; training continues", self._path, error)
+
+    def _write_trace(self, profile: torch.profiler.profile) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._path))
         text = self._path.read_text(encoding="utf-8")
@@ -101,7 +108,6 @@ class StepProfiler:
             events = "".join(f"{json.dumps(each)},\n" for each in added)
             write_whole(self._path, f"{text[: begin.end()]}{events}{text[begin.end() :]}")
         self._counters = []
-        self._is_written = True
 
 
 def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: int) -> list[dict[str, Any]]:

@@ -130,6 +130,14 @@ def test_a_log_on_a_full_disk_ends_no_training(two_ranks, tmp_path):
     assert {(result["steps"], len(result["evaluations"])) for result in results} == {(3, 2)}
 
 
+def test_a_trace_that_cannot_be_written_ends_no_training(two_ranks, tmp_path):
+    (tmp_path / "trace-rank0.json" / "in_the_way").mkdir(parents=True)
+    window = {"profile": True, "profile_step_start": 0, "profile_step_end": 1}
+    results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, sinks=(), **window)
+    assert [result["steps"] for result in results] == [3, 3]
+    assert (tmp_path / "trace-rank1.json").is_file()
+
+
 def test_a_number_of_steps_repeats_the_data(two_ranks, tmp_path):
     counts = ([3, 2], [1, 1])
     results = two_ranks.run(run_loop, str(tmp_path), "native", counts, True, max_train_iters=7, eval_interval=100)

@@ -19,6 +19,7 @@ from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.jobs.training_configs import TINY
+from tests.helpers.ranks.faults import error_of
 
 CPU = torch.device("cpu")
 RUN = (*TINY, "--trainer.log-interval", "1", "--trainer.eval-interval", "2", "--trainer.max-eval-iters", "1")
@@ -107,6 +108,15 @@ def require_snapshots(folder):
     assert "shuffle/imbalance_before" in tags and "train/loss" in tags
     details = ("schema", "ranks", "steps", "total_ms", "loads_before", "lookups_after")
     assert not [tag for tag in tags for name in details if tag.split("/")[1] == name]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(two_ranks, tmp_path):
+    (tmp_path / "file").touch()
+    said = two_ranks.run(command, "--trainer.run-dir", str(tmp_path / "file" / "run"))
+    assert said[0] == said[1] and f"folder {tmp_path / 'file' / 'run'} cannot be made (Not a directory); " in said[0]
+    (tmp_path / "run" / "log.jsonl").mkdir(parents=True)
+    said = two_ranks.run(error_of, command, "--trainer.run-dir", str(tmp_path / "run"))
+    assert said[0] == said[1] and said[0].startswith("ValueError: ") and "log.jsonl" in said[0]
 
 
 @pytest.mark.slow
