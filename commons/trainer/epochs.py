@@ -151,6 +151,10 @@ class Epochs:
         return sum(1 for _ in self._loaded_rows(epoch, start))
 
     @property
+    def has_steps(self, epoch: int, start: Place) -> bool:
+        """Whether an epoch has a step from a place on."""
+        return next(self._loaded_rows(epoch, start), None) is not None
+
     def num_rows(self) -> int:
         """Rows of an epoch, over all ranks."""
         return self._steps.num_rows
@@ -163,7 +167,7 @@ class Epochs:
         whole = windows * self._args.shuffle_window
         row = self._steps.place_after(whole, self._epoch, Place(self._start.row)).row
         end = self._steps.place_after(steps, self._epoch, Place(row))
-        return end if next(self._steps.step_rows(self._epoch, end), None) is None else Place(row, steps)
+        return Place(row, steps) if self.has_steps(self._epoch, end) else end
 
     def order(self) -> dict[str, Any]:
         """Settings that determine the order of the rows over all ranks, JSON-ready; empty for a user's own sampler."""

@@ -170,7 +170,10 @@ class TrainingLoop:
             if self._is_done() or (self._num_epochs is not None and epoch >= self._num_epochs):
                 break
             epochs = epoch + 1
-            self._train_epoch(epoch, start if epoch == first.epoch else EPOCH_START)
+            place = start if epoch == first.epoch else EPOCH_START
+            # A checkpoint may be at the end of its epoch, where a user's own sampler could not begin.
+            if place == EPOCH_START or self._data.has_steps(epoch, place):
+                self._train_epoch(epoch, place)
         return epochs
 
     def _train_epoch(self, epoch: int, start: Place) -> None:
