@@ -102,7 +102,8 @@ class Epochs:
         skipped = start.steps if self.in_windows else 0
         self._set_place(Place(start.row) if skipped else start)
         with kept_random_state():
-            entropy = np.random.SeedSequence([self._args.seed, epoch, dist.get_rank()])
+            # Tensor-parallel peers load the same batches.
+            entropy = np.random.SeedSequence([self._args.seed, epoch, dist.get_rank(resolve_process_group())])
             seed_all(int(entropy.generate_state(1)[0]))
             batches: Iterator[Any] = iter(self._source)
         if self._in_turn is not None:
@@ -150,11 +151,11 @@ class Epochs:
         """Steps from a place to the end of an epoch."""
         return sum(1 for _ in self._loaded_rows(epoch, start))
 
-    @property
     def has_steps(self, epoch: int, start: Place) -> bool:
         """Whether an epoch has a step from a place on."""
         return next(self._loaded_rows(epoch, start), None) is not None
 
+    @property
     def num_rows(self) -> int:
         """Rows of an epoch, over all ranks."""
         return self._steps.num_rows

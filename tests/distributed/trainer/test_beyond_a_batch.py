@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
+from commons.datasets.samplers.epoch import EPOCH_START
 from commons.distributed.gather import rank_speeds
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.speed_control import SpeedControl
@@ -30,6 +31,7 @@ from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
+from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
@@ -228,6 +230,20 @@ def test_a_loader_of_the_users_own(two_ranks):
         assert error.startswith("ValueError: ranks plan with different settings or workloads")
     for error in two_ranks.run(error_of, _open, None):  # a schedule in rows needs a sampler that knows them
         assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
+
+
+def _seed_of_worker_processes(tensor_parallel_size):
+    with model_parallel(tensor_parallel_size):
+        loader = DataLoader(range(4), batch_size=None)
+        epochs = Epochs(loader, Parts(TrainerArgs(2, 2), None, None, (), loader), None)
+        return epochs.open(0, EPOCH_START)._base_seed
+
+
+def test_tensor_parallel_peers_draw_the_same_batches(two_ranks):
+    first, second = two_ranks.run(_seed_of_worker_processes, 2)
+    assert first == second
+    first, second = two_ranks.run(_seed_of_worker_processes, 1)
+    assert first != second
 
 
 # -------------------------------------------------------------------------------------------------------- what it gains
