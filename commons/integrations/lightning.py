@@ -45,6 +45,7 @@ class BalancedBatches(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the loader uses the sampler, and that the sampler is for this rank."""
+        self._place()  # a loader with workers has drawn the epoch; Lightning may make it anew (reload_dataloaders_…)
         loader = trainer.train_dataloader
         if getattr(loader, "batch_sampler", None) is not self._sampler:
             raise ValueError(
@@ -114,5 +115,8 @@ class BalancedBatches(Callback):
     def _begin(self, epoch: int, start: Place) -> None:
         self._epoch, self._start, self._num_batches, self._has_ended = epoch, start, 0, False
         self._sampler.epoch_of_len = epoch
-        self._sampler.set_epoch(epoch)
-        self._sampler.start_at(*start)
+        self._place()
+
+    def _place(self) -> None:
+        self._sampler.set_epoch(self._epoch)
+        self._sampler.start_at(*self._start)

@@ -140,8 +140,8 @@ def test_a_loader_with_another_sampler_and_another_kind_are_refused():
         trainer.fit(Rows(), DataLoader(range(4), batch_size=2))
 
 
-def fit(folder, callback, sampler, resume=None, **changes):
-    """The batches of a run of one process, with a checkpoint after every step."""
+def fit(folder, callback, sampler, resume=None, workers=0, every_n_epochs=None, **changes):
+    """The batches of a run of one process, with a checkpoint after every step or epoch."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader
@@ -150,9 +150,11 @@ def fit(folder, callback, sampler, resume=None, **changes):
 
     options = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "use_distributed_sampler": False, **changes}
     shown = {"enable_progress_bar": False, "enable_model_summary": False}
-    saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    every = {"every_n_train_steps": None if every_n_epochs else 1, "every_n_epochs": every_n_epochs}
+    saved = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **every)
     module, trainer = Rows(), Trainer(callbacks=[callback, saved], **options, **shown)
-    trainer.fit(module, DataLoader(range(NUM_ROWS), batch_sampler=sampler), ckpt_path=resume)
+    loader = DataLoader(range(NUM_ROWS), batch_sampler=sampler, num_workers=workers)
+    trainer.fit(module, loader, ckpt_path=resume)
     return module.seen
 
 
@@ -199,3 +201,17 @@ def test_a_run_resumed_at_the_end_of_an_epoch_trains_a_longer_epoch_whole(tmp_pa
         assert (
             fit(tmp_path / "resumed", *make(), tmp_path / "whole" / f"step={step}.ckpt", max_epochs=4) == whole[step:]
         )
+
+
+def test_a_reloaded_loader_with_workers_resumes_at_the_end_of_an_epoch(tmp_path):
+    from commons.datasets import BalancedBatchSampler
+    from commons.integrations.lightning import BalancedBatches
+    from tests.extras.balanced_lightning import LENGTHS
+
+    def train(resume=None):
+        sampler = BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0)
+        options = {"workers": 1, "reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
+        return fit(tmp_path, BalancedBatches(sampler), sampler, resume, every_n_epochs=1, **options)
+
+    whole = train()
+    assert train(tmp_path / "step=10.ckpt") == whole[10:]
