@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments == ["--version"]:
             sys.stdout.write(f"evenrank {__version__}\n")
         else:
-            # Some modules treat KeyboardInterrupt as a failed import, so it is raised only while a subcommand runs.
+            # Some modules treat KeyboardInterrupt as a failed import, so most are imported without it.
             with _on_ctrl_c(signal.SIG_DFL):
                 command = _parse(arguments)
                 _quiet_torch()
             if command is not None:
-                with _on_ctrl_c(signal.default_int_handler):
+                with _interruptible():
                     status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -98,6 +98,24 @@ def _quiet_torch() -> None:
     for handler in logging.getLogger("torch").handlers:
         if type(handler) is logging.StreamHandler:  # torch's own handler, and not those that pytest adds
             handler.setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, also where an import in the block turns it into another error."""
+    interrupts: list[int] = []
+
+    def interrupt(signum: int, frame: Any) -> None:
+        interrupts.append(signum)
+        raise KeyboardInterrupt
+
+    with _on_ctrl_c(interrupt):
+        try:
+            yield
+        except Exception as error:
+            if interrupts:
+                raise KeyboardInterrupt from error
+            raise
 
 
 @contextlib.contextmanager

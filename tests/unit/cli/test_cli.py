@@ -110,6 +110,25 @@ def test_ctrl_c(monkeypatch, capsys):
     assert capsys.readouterr().err == "evenrank: interrupted\n"
 
 
+def test_ctrl_c_that_became_another_error(monkeypatch, capsys):
+    """Before Python 3.12, so it does in a class of matplotlib's that is being made."""
+
+    def interrupt(self):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error
+
+    monkeypatch.setattr(Preprocess, "run", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["preprocess", "ml-1m", "--source", "a.zip", "--output", "b"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "evenrank: interrupted\n"
+
+
 # Ctrl-C in the midst of an import, of a module that takes it for an error of its own.
 INTERRUPTED = """
 import os, signal, sys, types
