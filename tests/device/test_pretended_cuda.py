@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode
+from tests.helpers.cuda.pretended_cuda import CUDA, Copy, Watch, fake_mode, pretended_pinning
 from tests.helpers.cuda.pretended_process import PretendedProcess
 
 MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -39,3 +39,17 @@ def _seen_of(mistake: str) -> tuple[list[str], list[tuple[str, str]]]:
         with Watch() as watch, contextlib.suppress(RuntimeError):  # of what needs a value, or of both devices
             MISTAKES[mistake](rows)
     return [wait.where for wait in watch.waits], watch.mixed
+
+
+def _copies() -> tuple[list[Copy], int]:
+    with pretended_pinning() as pinned, fake_mode(), Watch(pinned) as watch:
+        rows = torch.ones(8)
+        for source, non_blocking in ((rows.pin_memory(), True), (rows, True), (rows, False)):
+            source.to(CUDA, non_blocking=non_blocking)
+    return watch.copies, len(watch.waits)
+
+
+def test_a_copy_that_waits_or_is_not_from_pinned_memory_is_found(pretended: PretendedProcess) -> None:
+    copies, num_waits = pretended.run(_copies)
+    assert [(copy.pinned, copy.non_blocking) for copy in copies] == [(True, True), (False, True), (False, False)]
+    assert num_waits == 1

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.sequence_batch import batch as batch_module
 from commons.sequence_batch.batch import BaseBatch
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.updates import StepUpdate
@@ -50,14 +49,14 @@ def autocast_on_cuda() -> Iterator[None]:
         yield
 
 
-def _take_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch, global_terms: int | None = 100) -> Step:
-    """Train one batch that was copied from pinned memory, the loss terms of all ranks being known or not."""
+def _take_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch) -> Step:
+    """Train one batch that was copied from pinned memory and knows the loss terms of all ranks."""
     with autocast_on_cuda(), pretended_pinning() as pinned, fake_mode():
         model = make_model().to(CUDA).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Watch(pinned) as to_device:
             batch = host.pin_memory().to(CUDA, non_blocking=True)
-        known = mock.patch.object(type(batch), "global_loss_terms", lambda *_: global_terms)
+        known = mock.patch.object(type(batch), "global_loss_terms", lambda *_: 100)
         with known, Watch(pinned) as watch:
             loss, _ = model(batch)
             forward = watch.num_launches
@@ -153,34 +152,6 @@ def _sid_step() -> Step:
 
 def test_sid_gr(pretended: PretendedProcess) -> None:
     require_clean(pretended.run(_sid_step), 120, 260)
-
-
-def _waits_of_a_batch_that_forgot() -> list[str]:
-    """Of a step whose batch was made on the device, as it were, so that the host has to ask for its lengths."""
-    with (
-        mock.patch.object(batch_module, "carry_host_copy", lambda *_: None),
-        pretended_pinning() as pinned,
-        fake_mode(),
-    ):
-        batch = _hstu_batch("ranking").pin_memory().to(CUDA, non_blocking=True)
-        model = _hstu("ranking", "fp32")().to(CUDA)
-        with Watch(pinned) as watch, contextlib.suppress(Exception):  # there is nothing to be read
-            model(batch)
-    return [wait.where for wait in watch.waits]
-
-
-def test_a_step_that_waits_is_found(pretended: PretendedProcess) -> None:
-    (where,) = pretended.run(_waits_of_a_batch_that_forgot)
-    assert where.startswith("commons/sequence_batch/host_copies.py")
-
-
-def _collectives_of_an_unknown_count() -> list[str]:
-    with one_rank():
-        return _take_step(_hstu("ranking", "fp32"), _hstu_batch("ranking"), global_terms=None).collectives
-
-
-def test_a_step_that_asks_the_ranks_is_found(pretended: PretendedProcess) -> None:
-    assert pretended.run(_collectives_of_an_unknown_count) == ["allreduce_"]
 
 
 def _accumulate_two_steps() -> tuple[list[str], bool]:
