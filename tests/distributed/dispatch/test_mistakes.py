@@ -1,7 +1,4 @@
-"""What some ranks pass or call wrongly is raised on all of them, by every call that deals out rows; the next one works.
-
-Mistakes of `SingleRankLoader`: test_loader.py.
-"""
+"""What some ranks pass or call wrongly is raised on all of them, by every call of dispatch; the next one works."""
 
 from __future__ import annotations
 
@@ -61,6 +58,17 @@ def send_home(left_out=0, requires_grad=False):
 def send_micro_batches_home(left_out):
     micro_batches = pack_jointly(spec=MicroBatchSpec(n_mbs=2))
     return micro_batches.send_home([each["id"] for each in micro_batches][left_out:])
+
+
+def load(num_rows=4, **options):
+    """One batch, which rank 0 loads."""
+    return list(SingleRankLoader(**{"loader": [{"id": torch.arange(num_rows)}]} | options))
+
+
+def resume(**state):
+    loader = SingleRankLoader([{"id": torch.arange(4)}])
+    loader.load_state_dict(state)
+    return list(loader)
 
 
 def texts(lengths, label):
@@ -161,6 +169,17 @@ MISTAKES = {
             lambda rank: {"batch": {"x": jagged_with_gradients(rank), "y": torch.ones(2)}, "workloads": [1, 2]},
             "rank 0: field 'x' requires grad and is jagged; gradients follow only rows of dense tensors: pass",
         ),
+    ],
+    load: [
+        (lambda rank: {"get_workloads": lambda batch: [1, 2]}, "rank 0: workloads has 2 entries, there are 4 rows;"),
+        (lambda rank: {"num_rows": 1}, "rank 0: there are 1 rows for 2 parts (chunks or ranks); "),
+        (lambda rank: {"loader": None}, "rank 0: this rank is the source and passes no loader; the source loads"),
+        (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass"),
+        (lambda rank: {"trim": Trim("id")} if rank else {}, "trim is [] on rank 0 and [\"Trim(mask='id', lengths=None"),
+    ],
+    resume: [
+        (lambda rank: {"batches": 7, "loader": None}, "rank 0: the state is 7 batches into the data, the loader ends"),
+        (lambda rank: {"batch": 3}, "the state has the entries ['batch']; a state has 'batches' and 'loader'"),
     ],
     send_home: [
         (lambda rank: {"left_out": rank}, "rank 1: results of the batch have "),

@@ -139,8 +139,6 @@ def test_without_ranks():
     share = scatter_balanced({"ids": dense([1, 2, 3])}, [1, 2, 3], trim=None)
     assert torch.equal(share.batch["ids"], dense([1, 2, 3])) and share.bytes_received == 0
     assert torch.equal(share.gather_back(share.batch)["ids"], dense([1, 2, 3]))
-    with pytest.raises(ValueError, match="this rank is the source and passes no batch"):
-        scatter_balanced(None, None)
 
 
 def in_a_subgroup():
