@@ -1,4 +1,4 @@
-"""HSTU on parquet files of one's own, from the example config: weights change, and what is learnt is told."""
+"""HSTU on parquet files of one's own, from the example config: what decides an action is learnt."""
 
 from __future__ import annotations
 
@@ -46,27 +46,22 @@ def write_log(folder: Path) -> None:
     pq.write_table(table[1_000:], folder / "1.parquet")
 
 
-def train(tmp_path: Path, *flags: str) -> tuple[int, dict[str, float], float, list[str]]:
-    """Steps, metrics, how far dense weights came, and the features that have a table."""
+class Kept(HSTURecipe):
+    """Keeps the model."""
+
+    def build_model(self):
+        self.model = super().build_model()
+        return self.model
+
+
+def train(tmp_path: Path, *flags: str) -> tuple[int, dict[str, float], list[str]]:
+    """Steps, metrics, and the features that have a table."""
     arguments = ["--config", str(CONFIG), "--dataset.dataset-path", str(tmp_path / "data"), *SMALL, *flags]
     config = load_config(TrainConfig, [*arguments, "--trainer.run-dir", str(tmp_path / f"run-{len(flags)}")])
-    seen = []
-
-    class Noted(HSTURecipe):
-        def build_model(self):
-            model = super().build_model()
-            seen.append((model, {name: weight.detach().clone() for name, weight in dense(model)}))
-            return model
-
-    summary = run_training(Noted(config, torch.device("cpu")))
-    ((model, before),) = seen
-    moved = min((weight.detach() - before[name]).abs().max().item() for name, weight in dense(model) if weight.ndim > 1)
-    tables = sorted({name.split(".")[-2] for name in model.state_dict() if "embeddings" in name})
-    return summary.steps, summary.metrics, moved, tables
-
-
-def dense(model):
-    return [(name, weight) for name, weight in model.named_parameters() if "embedding" not in name]
+    recipe = Kept(config, torch.device("cpu"))
+    summary = run_training(recipe)
+    tables = sorted({name.split(".")[-2] for name in recipe.model.state_dict() if "embeddings" in name})
+    return summary.steps, summary.metrics, tables
 
 
 @pytest.mark.slow
@@ -74,15 +69,13 @@ def test_ranking_and_retrieval(two_ranks, tmp_path):
     write_log(tmp_path / "log")
     arguments = ["--config", str(CONFIG), "--source", str(tmp_path / "log"), "--output", str(tmp_path / "data")]
     assert main(["preprocess", "parquet", *arguments, "--test-fraction", "0.3"]) == 0
-    steps, metrics, moved, tables = two_ranks.run(train, tmp_path)[0]
-    assert steps > 10 and moved > 0 and tables == ["actions", "gender", "iid"]
+    steps, metrics, tables = two_ranks.run(train, tmp_path)[0]
+    assert steps > 10 and tables == ["actions", "gender", "iid"]
     assert metrics["eval_auc_task_0"] > 0.9 and metrics["eval_auc_task_1"] > 0.9
+    # Without actions: no table for them, and nothing to rank by.
     retrieval = ["--task", "retrieval", "--trainer.eval-metrics", "HR@10", "--trainer.max-train-iters", "3"]
-    steps, metrics, moved, _ = two_ranks.run(train, tmp_path, *retrieval)[0]
-    assert steps == 3 and moved > 0 and 0 < metrics["eval_HR@10"] <= 1
-    # Without actions: half as many tokens, and no table for them.
-    *_, moved, tables = two_ranks.run(train, tmp_path, *retrieval, "--dataset.columns.actions")[0]
-    assert moved > 0 and tables == ["gender", "iid"]
+    steps, metrics, tables = two_ranks.run(train, tmp_path, *retrieval, "--dataset.columns.actions")[0]
+    assert steps == 3 and 0 < metrics["eval_HR@10"] <= 1 and tables == ["gender", "iid"]
     (error,) = set(two_ranks.run(error_of, train, tmp_path, "--dataset.columns.actions"))
     said = "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns"
     assert error.startswith("ValueError: ") and said in error
