@@ -12,6 +12,7 @@ from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
 from tests.helpers.pipelines.plain_torchrec import ROWS, lengths_of
 
 SCRIPT, STEPS = "tests/helpers/pipelines/plain_torchrec.py", 24
+MODULE = "tests.helpers.pipelines.plain_torchrec"
 
 
 def run(*arguments):
@@ -26,15 +27,17 @@ def losses(shown):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "epochs"), [("TrainPipelineBase", 1), ("TrainPipelineSparseDist", 2)])
-def test_a_script_trains_as_before_and_its_rows_are_on_record(tmp_path, pipeline, epochs):
+@pytest.mark.parametrize(
+    ("pipeline", "epochs", "script"),
+    [("TrainPipelineBase", 1, [SCRIPT]), ("TrainPipelineSparseDist", 2, ["-m", MODULE])],
+)
+def test_a_script_trains_as_before_and_its_rows_are_on_record(tmp_path, capsys, pipeline, epochs, script):
     """TorchRec's base pipeline ends with its first iterator."""
     plain = run(SCRIPT, pipeline, str(STEPS))
-    observe = ["-m", "evenrank.observe", "--folder", str(tmp_path / "seen")]
-    shown = run(*observe, SCRIPT, pipeline, str(STEPS))
+    shown = run("-m", "evenrank.observe", "--folder", str(tmp_path), *script, pipeline, str(STEPS))
     assert losses(shown) == losses(plain) and len(losses(plain)) == epochs * STEPS
     for rank in (0, 1):
-        with np.load(tmp_path / "seen" / f"rank{rank}.npz", allow_pickle=False) as record:
+        with np.load(tmp_path / f"rank{rank}.npz", allow_pickle=False) as record:
             expected = [lengths_of(rank, step).tolist() for step in range(STEPS)] * epochs  # not those of evaluation
             assert record["lengths"].reshape(-1, ROWS).tolist() == expected
             assert record["rows"].tolist() == [ROWS] * STEPS * epochs
@@ -45,14 +48,7 @@ def test_a_script_trains_as_before_and_its_rows_are_on_record(tmp_path, pipeline
     assert as_loaded == pytest.approx((loads.max(axis=1) / loads.mean(axis=1)).mean(), abs=6e-4)
     assert re.search(r"refined\s+1\.\d+", shown) and "window of 4" in shown and "constant cost" in shown
 
-
-@pytest.mark.slow
-def test_a_module_too_and_a_report_once_more(tmp_path, capsys):
-    observe = ["-m", "evenrank.observe", "--folder", str(tmp_path / "seen"), "--window", "2"]
-    run(*observe, "-m", "tests.helpers.pipelines.plain_torchrec", "TrainPipelineSparseDist", "4")
-    assert main(["--folder", str(tmp_path / "seen"), "--report", "--task", "transformer"]) == 0
-    shown = capsys.readouterr().out
-    assert "8 steps of 2 ranks: 128 rows" in shown and "6 steps have times; 20 steps" in shown
-    (tmp_path / "seen" / "rank1.npz").unlink()
-    assert main(["--folder", str(tmp_path / "seen"), "--report"]) == 2
-    assert "ranks [1] of 2 have written no record to" in capsys.readouterr().err
+    report = ["--folder", str(tmp_path), "--report", "--task", "transformer"]
+    assert main(report) == 0 and f"{epochs * STEPS} steps of 2 ranks" in capsys.readouterr().out
+    (tmp_path / "rank1.npz").unlink()
+    assert main(report) == 2 and "ranks [1] of 2 have written no record to" in capsys.readouterr().err
