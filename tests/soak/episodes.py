@@ -28,7 +28,7 @@ from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, staged_pipeline
 from tests.soak.accounts import Steps, most_steps, require_equal
-from tests.soak.streams import KINDS, AnyBatch, Stream
+from tests.soak.streams import KINDS, Stream
 
 CPU = torch.device("cpu")
 # TorchRec frees what a digest would read.
@@ -133,11 +133,10 @@ class Soak:
         self.totals = Totals()
         self._seed = seed
         self._sharded = models.build_sharded()
-        any_batch = AnyBatch()
+        any_batch = models.AnyBatch(lambda batch: self._trained.add(batch))
         self._any = any_batch, torch.optim.SGD(any_batch.parameters(), lr=0.1)
         self._trained = Steps()
         models.head_of(self._sharded[0]).register_forward_pre_hook(lambda _, args: self._trained.add(args[1]))
-        any_batch.register_forward_pre_hook(lambda _, args: self._trained.add(args[0]))
 
     def run(self, number: int) -> None:
         """Run one episode; a collective call.

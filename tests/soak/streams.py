@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -100,15 +99,3 @@ class Stream:
             sparse_features=KeyedJaggedTensor(["a", "b"], values, lengths=lengths, stride=rows),
             labels=torch.randint(0, 2, (rows,), generator=generator),
         )
-
-
-class AnyBatch(nn.Module):
-    """Trains batches of any type; what it computes does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """A loss with a graph, and the batch."""
-        return self.weight * 1.0, batch

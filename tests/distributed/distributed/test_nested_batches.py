@@ -27,6 +27,7 @@ from tests.helpers.batches.any_batches import dense, jagged, keyed, kjt
 from tests.helpers.batches.easyrec import ClicksShuffler, EasyRecBatch, clicks, easyrec_batch
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
+from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import steps_of
 from tests.helpers.ranks.faults import raised_by
 
@@ -88,26 +89,15 @@ def test_every_row_arrives_whole_by_both_transports(ranks, rows, shuffler):
     assert by_transport[0] == by_transport[1]
 
 
-class Seen(torch.nn.Module):
-    """Keeps the rows of every batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.rows = torch.nn.Parameter(torch.zeros(())), []
-
-    def forward(self, batch):
-        self.rows += rows_as_values(batch)
-        return self.weight * len(self.rows), None
-
-
 def _trained(rows):
-    model, own = Seen(), [own_batch(step, rows=rows) for step in range(STEPS)]
+    trained, own = [], [own_batch(step, rows=rows) for step in range(STEPS)]
+    model = AnyBatch(lambda batch: trained.extend(rows_as_values(batch)))
     own = own[:-1] if dist.get_rank() == 1 else own  # one rank ends before the others
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with closing(ClicksShuffler()) as shuffler:
         pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
         moved = sum(pipeline.last_stats.moved for _ in steps_of(pipeline, iter(own)))
-    return row_values(own), model.rows, moved
+    return row_values(own), trained, moved
 
 
 @pytest.mark.parametrize("rows", [None, 8])

@@ -16,19 +16,11 @@ import commons.pipeline
 from commons.pipeline import balanced
 from commons.sequence_batch import schema
 from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.models.torchrec_model import AnyBatch
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = str(Path(commons.pipeline.__file__).parents[1])
 MOST_FILES, MOST_TYPES = 30, 12
-
-
-class _Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch):
-        return self.weight * batch.features.values().sum(), batch
 
 
 class _Calls:
@@ -57,7 +49,7 @@ def _five_batches():
     threading.setprofile(lambda *event: current(*event))  # before the worker thread starts
     current = first
     sys.setprofile(first)
-    shuffler, model = SquareShuffler(), _Model()
+    shuffler, model = SquareShuffler(), AnyBatch(id)
     try:
         pipeline = balanced(TrainPipelineBase)(
             model, torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"), batch_shuffler=shuffler

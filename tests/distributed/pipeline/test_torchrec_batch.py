@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
 from typing import Any
 
 import pytest
@@ -29,7 +28,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced
+from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import ON_CPU, PIPELINES, lacking, steps_of
+from tests.helpers.ranks.faults import logged
 
 CPU = torch.device("cpu")
 STEPS = 5  # as many on both ranks, which the stock pipeline needs
@@ -135,17 +136,6 @@ class DenseBatch:
         pass
 
 
-class _Sum(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-        self.seen = []
-
-    def forward(self, batch):
-        self.seen.append(batch.sample_id.tolist())
-        return (self.weight * batch.sample_id.sum()), None
-
-
 class _DenseShuffler(BaseTaskBalancedBatchShuffler):
     def get_workloads(self, batch):
         return batch.sample_id**2
@@ -153,26 +143,15 @@ class _DenseShuffler(BaseTaskBalancedBatchShuffler):
 
 def _runs_dry(mode):
     """Rank 1 ends after two steps, rank 0 after five; twice, for the second epoch goes on as the first."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("commons").addHandler(handler)
-    rank = dist.get_rank()
-    model = _Sum()
-    shuffler = _DenseShuffler(ShufflerOptions(mode=mode, timeout=30.0))
+    rank, epochs = dist.get_rank(), [[], []]
+    model = AnyBatch(lambda batch: epochs[epoch].append(len(batch.sample_id)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    epochs = []
-    try:
+    with contextlib.closing(_DenseShuffler(ShufflerOptions(mode=mode, timeout=30.0))) as shuffler, logged() as records:
+        trainer = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
         for epoch in range(2):
             sizes = [2, 0, 3] if rank == 1 and epoch else [2, 2] if rank == 1 else [3] * 5
             source = (DenseBatch(torch.arange(size) + 100 * step + 1000 * rank) for step, size in enumerate(sizes))
-            model.seen.clear()
             list(steps_of(trainer, source))
-            epochs.append([len(ids) for ids in model.seen])
-    finally:
-        logging.getLogger("commons").removeHandler(handler)
-        shuffler.close()
     return epochs, records
 
 

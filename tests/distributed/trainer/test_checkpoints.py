@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -32,7 +31,7 @@ from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.models.torchrec_model import build_sharded, weights_of
 from tests.helpers.pipelines.trainer_loops import Parts
-from tests.helpers.ranks.faults import error_of, raised_by
+from tests.helpers.ranks.faults import error_of, logged, raised_by
 
 CPU = torch.device("cpu")
 SAVE_AT = 4  # at an evaluation, too
@@ -208,16 +207,11 @@ def test_sigterm_ends_an_evaluation(two_ranks, data, tmp_path):
 
 def _warnings(*args, **kwargs):
     """Steps of a run, and what it warned of; an error at its end comes last."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("commons.trainer").addHandler(handler)
-    try:
-        return run(*args, **kwargs)[0], messages
-    except RuntimeError as error:
-        return None, [*messages, str(error)]
-    finally:
-        logging.getLogger("commons.trainer").removeHandler(handler)
+    with logged() as messages:
+        try:
+            return run(*args, **kwargs)[0], messages
+        except RuntimeError as error:
+            return None, [*messages, str(error)]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +151,18 @@ class PlainModel(nn.Module):
             for key in KEYS
         }
         return self.head(embeddings, batch)
+
+
+class AnyBatch(nn.Module):
+    """Trains batches of any type, and hands each of them to a function; what it computes does not matter."""
+
+    def __init__(self, note: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.weight, self.note = nn.Parameter(torch.zeros(())), note
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        self.note(batch)
+        return self.weight * 1.0, batch
 
 
 class AveragedSGD(torch.optim.SGD):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,19 @@ def raised_by(work: Callable[[], Any]) -> str:
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What `raised_by` says of a call; for `pool.run(error_of, function, ...)`, whose ranks go on."""
     return raised_by(lambda: function(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the product logs within the block: warnings, and what is worse."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commons").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("commons").removeHandler(handler)
 
 
 def on_rank(rank: int, patch: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:
