@@ -25,6 +25,7 @@ from tests.helpers.models.torchrec_model import KEYS, SampleBatch, head_of
 from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     CubicShuffler,
+    Source,
     before_a_commit,
     staged_pipeline,
     steps_of,
@@ -68,20 +69,10 @@ def ids_of(*batches: tuple[int, int]) -> list[int]:
     return sorted(int(sample) for rank, step in batches for sample in named_batch(rank, step).sample_id)
 
 
-class Source(Iterator[SampleBatch]):
-    """Batches of one rank; goes on after an error, as a DataLoader does."""
-
-    def __init__(self, steps: int, first: int = 0, fails_at: int | None = None) -> None:
-        self.steps, self.step, self.fails_at = first + steps, first, fails_at
-
-    def __next__(self) -> SampleBatch:
-        if self.step == self.fails_at:
-            self.fails_at = None
-            raise Injected("in the loader")
-        if self.step == self.steps:
-            raise StopIteration
-        self.step += 1
-        return named_batch(dist.get_rank(), self.step - 1)
+def own_batches(steps: int, first: int = 0, fails_at: int | None = None) -> Source:
+    """Batches of this rank."""
+    batches = (named_batch(dist.get_rank(), step) for step in range(first, first + steps))
+    return Source(batches, fails_at, Injected("in the loader"))
 
 
 class FailingShuffler(CubicShuffler):
@@ -152,7 +143,7 @@ def _in_the_middle_of_a_step(pipeline, places, fails_after):
     results = []
     for place in places:
         run = Run(pipeline)
-        source = Source(10)
+        source = own_batches(10)
         for _ in range(fails_after):
             run.progress(source)
         run.fails_in = place
@@ -185,7 +176,7 @@ def _between_steps(pipeline, cause, same_iterator):
     rank, bad = dist.get_rank(), 3
     if cause == "workload" and rank == 1:
         run.shuffler.fails_with = int(named_batch(1, bad).sample_id[0])
-    source = Source(8, fails_at=bad if cause == "loader" and rank == 1 else None)
+    source = own_batches(8, fails_at=bad if cause == "loader" and rank == 1 else None)
     trained_before, message = 0, ""
     try:
         while True:
@@ -194,7 +185,7 @@ def _between_steps(pipeline, cause, same_iterator):
     except RuntimeError as error:
         message = str(error)
     if not same_iterator:
-        source = Source(4, first=20)
+        source = own_batches(4, first=20)
     run.to_the_end(source)
     answer = message, trained_before, run.torn, run.seen
     run.close()
@@ -233,9 +224,9 @@ def _always_failing():
         def __next__(self):
             raise Injected("for good")
 
-    source = Broken() if dist.get_rank() == 0 else Source(2)
+    source = Broken() if dist.get_rank() == 0 else own_batches(2)
     messages = [error_of(run.progress, source) for _ in range(3)]
-    run.to_the_end(Source(2, first=20))
+    run.to_the_end(own_batches(2, first=20))
     answer = messages, run.seen
     run.close()
     return answer
@@ -264,7 +255,7 @@ def _not_pipelineable():
         if plain:
             batch = PlainBatch(batch.features, batch.sample_id, batch.target, ROWS)
         said.append(error_of(run.progress, iter([batch])))
-    run.to_the_end(Source(1, first=2))
+    run.to_the_end(own_batches(1, first=2))
     answer = said, run.seen
     run.close()
     return answer
@@ -293,9 +284,9 @@ def _staged_error():
             seen.extend(rows)
 
     seen: list[int] = []
-    message = error_of(run, balanced_iter(Source(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler))
-    run(balanced_iter(Source(2, first=20), shuffler))
-    plain = error_of(run, Source(1))
+    message = error_of(run, balanced_iter(own_batches(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler))
+    run(balanced_iter(own_batches(2, first=20), shuffler))
+    plain = error_of(run, own_batches(1))
     shuffler.close()
     return message, seen, plain
 
@@ -318,17 +309,17 @@ def _shared_with_a_thread():
     device = torch.device("cpu")
     trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
     evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
-    training = Source(6)
+    training = own_batches(6)
     trainer.progress(training)
-    messages = [error_of(evaluator.progress, Source(3, first=20))]
+    messages = [error_of(evaluator.progress, own_batches(3, first=20))]
     list(steps_of(trainer, training))  # the training is not disturbed
     trainer.detach()
     model.eval()
-    evaluation = Source(5, first=20)
+    evaluation = own_batches(5, first=20)
     evaluator.progress(evaluation)
     model.train()
     other = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
-    iterator = Source(1, first=40)
+    iterator = own_batches(1, first=40)
     messages += [error_of(other.progress, iterator), error_of(balanced_iter, iterator, shuffler)]
     evaluator.reset()
     other.progress(iterator)
@@ -359,12 +350,12 @@ def _left_and_dropped(first, second):
     shuffler, device = _Comparable(), torch.device("cpu")
     kept = [balanced(first)(model, optimizer, device, batch_shuffler=shuffler)]
     model.train(first is not EvalPipelineSparseDist)
-    kept[0].progress(Source(4))
+    kept[0].progress(own_batches(4))
     if dist.get_rank() == 1:
         kept.clear()
         gc.collect()
     message = error_of(
-        balanced(second)(model, optimizer, device, batch_shuffler=shuffler).progress, Source(2, first=20)
+        balanced(second)(model, optimizer, device, batch_shuffler=shuffler).progress, own_batches(2, first=20)
     )
     shuffler.close()
     return message

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
-from collections import deque
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     SIZES,
     CubicShuffler,
+    Source,
     before_a_commit,
     evaluate,
     expected_ids,
@@ -220,26 +221,11 @@ def test_an_evaluation_may_change_its_iterator_at_any_step(ranks, leave_after):
 
 
 def _asked_after_the_end():
-    calls = []
-
-    class Source:
-        def __init__(self):
-            self.items = deque(rank_batches(dist.get_rank(), 1 if dist.get_rank() else 5, [6]))
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            calls.append(1)
-            if not self.items:
-                raise StopIteration
-            return self.items.popleft()
-
-    shuffler = CubicShuffler()
-    count = len(list(LookAhead(Source(), shuffler)))
-    shuffler.drain()
-    shuffler.close()
-    return len(calls), count
+    source = Source(rank_batches(dist.get_rank(), 1 if dist.get_rank() else 5, [6]))
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        count = len(list(LookAhead(source, shuffler)))
+        shuffler.drain()
+    return source.read, count
 
 
 def test_a_source_that_has_ended_is_not_asked_again(two_ranks):

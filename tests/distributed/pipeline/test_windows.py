@@ -23,7 +23,7 @@ from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, ro
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, expected_ids
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, Source, expected_ids
 from tests.helpers.ranks.faults import raised_by
 
 
@@ -175,23 +175,10 @@ def test_the_next_window_is_read_while_one_trains_and_nothing_beyond_it(two_rank
 def _fails_once(where, at):
     """Rank 1 has a bad batch; what is raised where, and what is trained in all."""
     failing = dist.get_rank() == 1
-
-    class Source:
-        def __init__(self):
-            self.batches, self.read = list(models.rank_batches(dist.get_rank(), 8, [4])), 0
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.read += 1
-            if failing and where == "loader" and self.read == at + 1:
-                raise OSError("the disk is gone")
-            if not self.batches:
-                raise StopIteration
-            batch = self.batches.pop(0)
-            other = failing and where == "dtype" and self.read == at + 1
-            return dataclasses.replace(batch, target=batch.target.double()) if other else batch
+    batches = list(models.rank_batches(dist.get_rank(), 8, [4]))
+    if failing and where == "dtype":
+        batches[at] = dataclasses.replace(batches[at], target=batches[at].target.double())
+    source = Source(batches, at, OSError("the disk is gone") if failing and where == "loader" else None)
 
     class Shuffler(CubicShuffler):
         def get_workloads(self, batch):
@@ -203,7 +190,7 @@ def _fails_once(where, at):
 
     ids, errors = [], []
     with closing(Shuffler()) as shuffler:
-        windowed = windowed_iter(Source(), shuffler, 3)
+        windowed = windowed_iter(source, shuffler, 3)
         while True:
             try:
                 batch = next(windowed)

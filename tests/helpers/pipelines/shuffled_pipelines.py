@@ -119,6 +119,19 @@ def expected_ids(counts, world_size, first=0, sizes=SIZES):
     )
 
 
+class Source(Iterator[Any]):
+    """Batches, counted as they are read; where `fails_at` comes, an error, after which it goes on, as a DataLoader."""
+
+    def __init__(self, batches: Iterable[Any], fails_at: int | None = None, error: Exception | None = None) -> None:
+        self.batches, self.fails_at, self.error, self.read = iter(batches), fails_at, error, 0
+
+    def __next__(self) -> Any:
+        self.read += 1
+        if self.error is not None and self.read - 1 == self.fails_at:
+            raise self.error
+        return next(self.batches)
+
+
 def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> Iterator[Any]:
     """What each step of a pipeline returns, up to the end of the data or so many steps."""
     for _ in itertools.count() if steps is None else range(steps):
