@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from benchmarks import on_device
 from benchmarks.on_device import PartFailedError, describe_trace, run_limited
 from tests.helpers.jobs.programs import ROOT, run_program
+from tests.helpers.ranks.stopped_ranks import wait_for
 
 CPU = torch.device("cpu")
 
@@ -112,10 +112,8 @@ def test_ranks_that_ignore_sigterm_end_with_their_part_and_its_output_is_kept(mo
     status = run_limited([sys.executable, "-c", part], 20, output, tmp_path / "log")
     found = re.findall(r"rank (\d) is process (\d+)", output.read_text())
     assert status is None and sorted(rank for rank, _ in found) == ["0", "1"]
-    deadline = time.monotonic() + 20  # a process dies some time after it is killed, on a machine with other work
-    while not all(has_ended(number) for _, number in found):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+    # A process dies some time after it is killed, on a machine with other work.
+    assert wait_for(lambda: all(has_ended(number) for _, number in found), 20), found
 
 
 def test_a_trace_is_read_rightly():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -27,6 +26,7 @@ from tests.helpers.models.torchrec_model import rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import ends_by_itself, my_batch
 from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.stopped_ranks import wait_for
 
 # Far above what the test may take, which the pool limits: nothing ends by it.
 TIMEOUT = 600.0
@@ -179,14 +179,6 @@ def _open_channels():
     return sum(name.startswith(("socket:", "pipe:", "anon_inode:")) for name in names)
 
 
-def _quiet(thread_count):
-    """Whether no more threads than that are left, within some seconds: a worker ends on its own."""
-    deadline = time.monotonic() + 60
-    while threading.active_count() > thread_count and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return threading.active_count() <= thread_count
-
-
 def _dropped(subgroups):
     """Ten shufflers, each dropped; rank 0 lets go of each one step later than the others."""
     group = resolve_process_group()
@@ -210,7 +202,8 @@ def _dropped(subgroups):
             thread.join(30)
         counts.append((len(dist.distributed_c10d._world.pg_names), _open_channels()))
     kept.clear()
-    return counts[3:], _quiet(threads), seen
+    # A worker ends on its own.
+    return counts[3:], wait_for(lambda: threading.active_count() <= threads, 60), seen
 
 
 def test_dropped_shufflers_leave_nothing_behind(ranks):

@@ -29,15 +29,8 @@ from tests.helpers.models.torchrec_model import (
     weights_of,
 )
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, steps_of
-from tests.helpers.ranks.faults import my_batch, raised_by
+from tests.helpers.ranks.faults import my_batch, own_groups, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
-
-
-@pytest.fixture(scope="module")
-def fresh_ranks():
-    """Four ranks of their own: megatron-core's state is global."""
-    with RankPool(4) as pool:
-        yield pool
 
 
 def _trained(rank, shuffler):
@@ -70,9 +63,9 @@ def _two_ranks_training():
     return _trained(dist.get_rank(), IdentityBalancedBatchShuffler())
 
 
-def test_tensor_parallel_peers_do_not_double_the_gradients(fresh_ranks, two_ranks):
+def test_tensor_parallel_peers_do_not_double_the_gradients(two_ranks, rank_pools):
     reference = two_ranks.run(_two_ranks_training)[0]
-    for weights in itertools.chain(*fresh_ranks.run(_tensor_parallel_training)):
+    for weights in itertools.chain(*rank_pools[4].run(_tensor_parallel_training)):
         assert largest_difference(weights, reference) < 1e-5
 
 
@@ -108,8 +101,7 @@ def _payload_groups():
         return new_group(*args, **kwargs)
 
     # The third takes the groups of the first two; the last ranks do not agree, and none may wait for another.
-    own_groups = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
-    with own_groups, mock.patch.object(dist, "new_group", ask):
+    with own_groups(), mock.patch.object(dist, "new_group", ask):
         for kind in (IdentityBalancedBatchShuffler, IdentityBalancedBatchShuffler, CubicShuffler, None):
             differing = CubicShuffler if dist.get_rank() == 0 else IdentityBalancedBatchShuffler
             shuffler = (kind or differing)()
@@ -226,10 +218,10 @@ def _payload_tried(error, failing_ranks, others_hang=False):
     That of the others hangs in the call, as NCCL's does while it connects, or goes on in the background.
     """
     released = threading.Event()
-    send, pools = dist.all_to_all_single, mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
+    send = dist.all_to_all_single
     of_others = (lambda *arguments, **options: released.wait()) if others_hang else send
     fails = mock.Mock(side_effect=error if dist.get_rank() in failing_ranks else of_others)
-    with pools:
+    with own_groups():
         try:
             with mock.patch.object(dist, "all_to_all_single", fails):
                 shuffler = CubicShuffler(ShufflerOptions(timeout=300.0))

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from unittest import mock
 
 import pytest
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch.exchange import EXCHANGE, DispatchChannel
-from commons.distributed.channel import groups
 from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.engine.shuffle_session import ShuffleSession
@@ -30,7 +28,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.trainer.optimize.updates import FiniteLossGuard
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, on_rank, raised_by
+from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, on_rank, own_groups, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault, wait_for
 
@@ -323,7 +321,7 @@ def _fails_after_the_plan(hangs_in_the_call):
 
     send_rows = RowExchange.send_rows
     with (
-        mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary()),
+        own_groups(),
         mock.patch("commons.distributed.channel.agree.with_payload", hanging),
         mock.patch.object(ControlChannel, "_try", lambda channel, pair, all_to_all: True),
         mock.patch.object(RowExchange, "send_rows", issue),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import weakref
 from collections.abc import Iterator
 from unittest import mock
 
@@ -20,7 +19,7 @@ from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import ring_members, ring_sizes
 from commons.distributed.options import ShufflerOptions
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
-from tests.helpers.ranks.faults import my_batch
+from tests.helpers.ranks.faults import my_batch, own_groups
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
@@ -59,8 +58,7 @@ def test_rings_tell_every_rank_of_all_in_their_order(world_size, stride):
 @contextlib.contextmanager
 def rings_of(*sizes: int) -> Iterator[None]:
     """Ranks that gather in rings of these sizes, as many do. With groups of their own."""
-    pools = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
-    with pools, mock.patch.object(groups, "ring_sizes", lambda world_size: sizes):
+    with own_groups(), mock.patch.object(groups, "ring_sizes", lambda world_size: sizes):
         yield
 
 

@@ -25,6 +25,7 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, Source, expected_ids
 from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.stopped_ranks import wait_for
 
 
 def own_batches(seed, sizes):
@@ -140,13 +141,6 @@ def test_observing_says_what_a_window_gives(ranks):
     assert observed[0]["windows"][0]["token_fraction_moved"] == 0 < moved[0]["windows"][0]["token_fraction_moved"]
 
 
-def _read_by(count, condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return count[0]
-
-
 def _reads_ahead():
     """How many batches have been read after the first of each window, given time; and that a pause does not read on."""
     read = [0]
@@ -162,7 +156,8 @@ def _reads_ahead():
         seen.append(read[0])
         for index, _ in enumerate(windowed):
             if index % 3 == 0:
-                seen.append(_read_by(read, lambda index=index: read[0] >= min(12, index + 6)))
+                wait_for(lambda index=index: read[0] >= min(12, index + 6), 20)
+                seen.append(read[0])
                 time.sleep(0.05)
                 assert read[0] == seen[-1]
     return seen

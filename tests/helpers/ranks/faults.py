@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
-from commons.distributed.channel import absence
+from commons.distributed.channel import absence, groups
 from tests.helpers.models.torchrec_model import SampleBatch, make_batch
 from tests.helpers.ranks.rank_pool import RankPool
 
@@ -55,6 +57,11 @@ def logged() -> Iterator[list[str]]:
 def on_rank(rank: int, patch: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:
     """A patch that holds on one rank alone."""
     return patch if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def own_groups() -> contextlib.AbstractContextManager[Any]:
+    """Within the block, shufflers make process groups anew: none has been connected before, and none is kept."""
+    return mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
 
 
 def limit_waits(seconds: float, names: float | None = None) -> None:
