@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
+from contextlib import closing
 from types import SimpleNamespace
 from unittest import mock
 
@@ -70,34 +71,15 @@ class SlowLinear(torch.nn.Linear):
 
 def run_loop(run_dir, pipeline, counts, balance, linear=torch.nn.Linear, by=CubicShuffler, sizes=SIZES, **changes):
     args = {"run_dir": run_dir, "pipeline_type": pipeline, "log_interval": 2, "eval_interval": 2} | changes
-    trainer = TrainerArgs(6, 6, **args)
     model, optimizer = models.build_sharded()
-    head_of(model).__class__ = StatedHead
-    head_of(model).linear.__class__ = linear
-    metrics = SeenRows()
-    shufflers = [by() if balance else IdentityBalancedBatchShuffler(), IdentityBalancedBatchShuffler()]
+    head, metrics = head_of(model), SeenRows()
+    head.__class__, head.linear.__class__ = StatedHead, linear
     loaders = loader(counts[0][dist.get_rank()], 0, sizes), loader(counts[1][dist.get_rank()], 10)
-    recipe = Parts(
-        trainer,
-        model,
-        optimizer,
-        shufflers,
-        loaders,
-        metrics=metrics,
-        flops=lambda batch: 10**15 * batch.actual_batch_size,
-        layers=head_of(model).linear,
-    )
-    try:
-        summary = TrainingLoop(recipe).run()
-    finally:
-        for shuffler in shufflers:
-            shuffler.close()
-    return {
-        "steps": summary.steps,
-        "epochs": summary.epochs,
-        "trained": [row for step in head_of(model).seen for row in step],
-        "evaluations": metrics.evaluations,
-    }
+    told = {"metrics": metrics, "flops": lambda batch: 10**15 * batch.actual_batch_size, "layers": head.linear}
+    with closing(by() if balance else IdentityBalancedBatchShuffler()) as shuffler:
+        summary = TrainingLoop(Parts(TrainerArgs(6, 6, **args), model, optimizer, [shuffler], loaders, **told)).run()
+    trained = [row for step in head.seen for row in step]
+    return {"steps": summary.steps, "epochs": summary.epochs, "trained": trained, "evaluations": metrics.evaluations}
 
 
 def expected_rows(counts, first=0):

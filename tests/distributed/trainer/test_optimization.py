@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import closing
 
 import pytest
 import torch
@@ -67,8 +68,6 @@ def run_loop(
     head_of(model).broken_from, head_of(model).scaler = broken_from, scaler
     if build is build_sharded:
         optimizer = RecordingSGD(optimizer.param_groups[0]["params"], lr=LEARNING_RATE)
-    shuffler = CubicShuffler() if balance else IdentityBalancedBatchShuffler()
-    interval = 100 * optimization.get("accumulation_steps", 1)
 
     def read(item):
         if item[0] == kill_at and dist.get_rank() == 1:
@@ -79,29 +78,14 @@ def run_loop(
     order = BatchOrderSampler(steps, rows_per_step=6 * dist.get_world_size())
     loader = DataLoader(batches, batch_size=None, sampler=order, collate_fn=read)
     evaluation = None if evaluates is None else DataLoader(batches[:2], batch_size=None, collate_fn=read)
-    recipe = Parts(
-        TrainerArgs(
-            6,
-            6,
-            run_dir=run_dir,
-            log_interval=2,
-            sinks=(),
-            ckpt_save_dir=run_dir + "/checkpoints",
-            ckpt_save_interval=interval if kill_at is not None else -1,
-            pipeline_type="native" if build is build_sharded else "none",
-            optimization=OptimizationArgs(**optimization),
-            **(evaluates or {}),
-        ),
-        model,
-        optimizer,
-        [shuffler, IdentityBalancedBatchShuffler()],
-        (loader, evaluation),
-        loss_scaler=scaler,
-    )
-    try:
+    trainer = {"run_dir": run_dir, "log_interval": 2, "sinks": (), "ckpt_save_dir": run_dir + "/checkpoints"}
+    trainer["pipeline_type"] = "native" if build is build_sharded else "none"
+    if kill_at is not None:
+        trainer["ckpt_save_interval"] = 100 * optimization.get("accumulation_steps", 1)
+    args = TrainerArgs(6, 6, optimization=OptimizationArgs(**optimization), **trainer | (evaluates or {}))
+    with closing(CubicShuffler() if balance else IdentityBalancedBatchShuffler()) as shuffler:
+        recipe = Parts(args, model, optimizer, [shuffler], (loader, evaluation), loss_scaler=scaler)
         summary = TrainingLoop(recipe).run()
-    finally:
-        shuffler.close()
     fused = [group["lr"] for group in getattr(model, "fused_optimizer", optimizer).param_groups]
     return summary.steps, weights_of(model), getattr(optimizer, "seen", []), fused
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.recipe import Recipe
 from tests.helpers.models.torchrec_model import Head
@@ -35,7 +36,7 @@ class StatedHead(Head):
 
 
 class Parts(Recipe):
-    """What a test has made, as a recipe on the CPU; `shufflers` are those of training and of evaluation."""
+    """What a test has made, as a recipe on the CPU; `shufflers` has that of training. Evaluation moves nothing."""
 
     config_class = SimpleNamespace
     task = None
@@ -77,4 +78,4 @@ class Parts(Recipe):
         return {}
 
     def build_shuffler(self, *, balances):
-        return next(self._shufflers)
+        return next(self._shufflers, None) or IdentityBalancedBatchShuffler()
