@@ -73,13 +73,6 @@ def test_without_a_gpu_it_says_what_to_do(arguments):
     assert job.stderr.count("\n") == 1
 
 
-def test_ranks_run_on_one_thing():
-    job = run("--share", "--cpu", "2")
-    assert job.returncode == 2 and job.stderr == (
-        "error: --cpu, --gpus and --share each say what the ranks run on; give one of them\n"
-    )
-
-
 @pytest.mark.slow
 def test_cases_of_the_exchange_run_on_each_kind_of_process_groups_that_users_have():
     """Listed here without a GPU. Models, which take long to compile, run on what the trainer makes."""
@@ -123,11 +116,17 @@ def test_two_hosts_train_alike_and_a_cut_link_is_told():
     assert "first host, after" in said and "second host, after" in said
 
 
-@pytest.mark.parametrize("arguments", [("--timeout", "0"), ("--timeout",), ("--keep",), ("--hosts", "3")])
-def test_mistakes_on_the_command_line_are_one_line(arguments):
-    job = run_program(*TWO_HOSTS, *arguments)
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("test_gpu.sh", "--share --cpu 2", "error: --cpu, --gpus and --share each say what the ranks run on; give one"),
+        *(("test_two_hosts.sh", each, "error: ") for each in ("--timeout 0", "--timeout", "--keep", "--hosts 3")),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(script, arguments, said):
+    job = run_program("bash", f"ci/{script}", *arguments.split())
     assert job.returncode == 2 and not job.stdout
-    assert job.stderr.startswith("error: ") and job.stderr.count("\n") == 1
+    assert job.stderr.startswith(said) and job.stderr.count("\n") == 1
 
 
 def test_the_help_says_what_happens_where_namespaces_cannot_be_made():
