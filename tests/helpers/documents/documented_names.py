@@ -88,20 +88,16 @@ def _items(batch: Any) -> list[int]:
     return batch.features["item"].values().tolist()
 
 
+def hstu_batches(count: int, lengths: evenrank.RandomDistribution) -> list[Any]:
+    """Batches of this rank, each of four users."""
+    features = [evenrank.FeatureConfig(["item", "action"], [50, 5], 200, True, lengths)]
+    options = {"device": torch.device("cpu"), "generator": torch.Generator().manual_seed(dist.get_rank())}
+    return [evenrank.HSTUBatch.random(4, features, "item", [], "action", **options) for _ in range(count)]
+
+
 def windows_hold_every_row() -> Run:
     """A dataloader of HSTU batches, one more on the first rank, and what trains them."""
-    features = [
-        evenrank.FeatureConfig(
-            ["item", "action"], [50, 5], 40, True, evenrank.RandomDistribution("zipf", 1, 40, alpha=1.2)
-        )
-    ]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [
-        evenrank.HSTUBatch.random(
-            4, features, "item", action_feature_name="action", device=torch.device("cpu"), generator=generator
-        )
-        for _ in range(11 - dist.get_rank())
-    ]
+    batches = hstu_batches(11 - dist.get_rank(), evenrank.RandomDistribution("zipf", 1, 40, alpha=1.2))
     trained: list[int] = []
     names = yield {"dataloader": batches, "trained": trained, "train_step": lambda batch: trained.extend(_items(batch))}
     # The items of all ranks have been trained, in as many steps on both, whose loads are nearly even.

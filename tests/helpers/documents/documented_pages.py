@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 import evenrank
 from benchmarks.shared.plain import plain_karmarkar_karp
 from tests.helpers.documents.documented import ROOT, documented_blocks
-from tests.helpers.documents.documented_names import Run, of_all
+from tests.helpers.documents.documented_names import Run, hstu_batches, of_all
 
 
 def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
@@ -362,12 +362,7 @@ def rewards_came_home() -> Run:
 def rows_with_their_workloads() -> Run:
     """Users with long histories on rank 0, with short ones on rank 1."""
     longest = [200, 10][dist.get_rank()]
-    lengths = evenrank.RandomDistribution("uniform", longest // 2, longest)
-    feature = evenrank.FeatureConfig(["item", "action"], [50, 5], 200, True, lengths)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = evenrank.HSTUBatch.random(
-        4, [feature], "item", action_feature_name="action", device=torch.device("cpu"), generator=generator
-    )
+    (batch,) = hstu_batches(1, evenrank.RandomDistribution("uniform", longest // 2, longest))
     names = yield {"batch": batch}
     # Every row of the global batch once, with the cost of the rows that are there; loads are nearly even.
     assert sorted(of_all(names["indices"].tolist())) == list(range(8))
