@@ -117,11 +117,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         shows=r"speed-up[\s\S]*held-out error[\s\S]*ms",
     ),
     ("docs/command_line.md", "The command line", 0): Shell(
-        prepare=(
-            f"{ML_1M} 80",
-            f"{TRAIN} {BRIEFLY} --trainer.run-dir runs/as-loaded",
-            f"{TRAIN} {BRIEFLY} {BALANCED}",
-        ),
+        prepare=(f"{ML_1M} 80", f"{TRAIN} {BRIEFLY} --trainer.run-dir runs/as-loaded", f"{TRAIN} {BRIEFLY} {BALANCED}"),
         more=CALIBRATE | FEWER_STEPS,
         files=("my-gpu.toml", "data/sids.parquet"),
         shows=r"torchrec +ok[\s\S]*On 64 ranks[\s\S]*different codes[\s\S]*as-loaded",

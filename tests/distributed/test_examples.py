@@ -90,11 +90,7 @@ def sbatch(tmp_path):
     """Runs the script as a job of one machine."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    texts = {
-        "srun": SRUN,
-        "scontrol": '#!/bin/sh\necho "$3"\n',
-        "torchrun": '#!/bin/sh\nprintf "%s\\n" "$@"\n',
-    }
+    texts = {"srun": SRUN, "scontrol": '#!/bin/sh\necho "$3"\n', "torchrun": '#!/bin/sh\nprintf "%s\\n" "$@"\n'}
     for name, text in texts.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)

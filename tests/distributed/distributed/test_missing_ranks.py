@@ -72,11 +72,7 @@ def _look_at_losses(folder):
 
 
 @pytest.mark.parametrize(
-    "work, what",
-    [
-        (_exchange, "exchange of step 1"),
-        (_look_at_losses, "check of the losses of step 8"),
-    ],
+    "work, what", [(_exchange, "exchange of step 1"), (_look_at_losses, "check of the losses of step 8")]
 )
 def test_a_rank_that_has_died_is_named(tmp_path, work, what):
     ended = run_with_fault(tmp_path, work, waits_for=[0], limit=LIMIT, world_size=2)[0]

@@ -80,10 +80,7 @@ def test_what_cannot_be_hooked_is_refused():
 def test_pipelines_by_name():
     assert isinstance(TrainPipelineFactory.create("none", **ARGUMENTS), TrainPipelineBase)
     assert isinstance(TrainPipelineFactory.create("native", **ARGUMENTS), TrainPipelineSparseDist)
-    with pytest.raises(
-        ValueError,
-        match="'nativ' is not registered; valid names are 'fused', 'native', 'none', 'pre",
-    ):
+    with pytest.raises(ValueError, match="'nativ' is not registered; valid names are 'fused', 'native', 'none', 'pre"):
         TrainPipelineFactory.create("nativ", **ARGUMENTS)
     with pytest.raises(ValueError, match="already registered"):
         TrainPipelineFactory.register("none", balanced(TrainPipelineBase))

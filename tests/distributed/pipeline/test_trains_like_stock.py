@@ -34,11 +34,7 @@ from commons.pipeline.hooks import BalancedPipeline
 from commons.trainer import TrainerArgs, loop
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.updates import DeferredOptimizer, StepUpdate
-from tests.helpers.cuda.pretended_streams import (
-    pretended_streams,
-    replaced,
-    with_streams,
-)
+from tests.helpers.cuda.pretended_streams import pretended_streams, replaced, with_streams
 from tests.helpers.models.torchrec_model import (
     LEARNING_RATE,
     PlainModel,

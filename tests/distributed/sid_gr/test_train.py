@@ -175,8 +175,7 @@ def assert_equal_training(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "sharding"),
-    [("native", "row_wise"), pytest.param("none", "table_wise", marks=pytest.mark.slow)],
+    ("pipeline", "sharding"), [("native", "row_wise"), pytest.param("none", "table_wise", marks=pytest.mark.slow)]
 )
 def test_shuffler_on_and_off(ranks, pipeline, sharding):
     on = ranks.run(_train_steps, True, pipeline, sharding)[0]

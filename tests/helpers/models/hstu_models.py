@@ -9,14 +9,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
-from hstu.model import (
-    ExecutionConfig,
-    HSTUConfig,
-    HSTURankingModel,
-    HSTURetrievalModel,
-    RankingConfig,
-    RetrievalConfig,
-)
+from hstu.model import ExecutionConfig, HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 
 TABLES = {"user": 20, "tags": 9, "item": 50, "action": 4}
 HSTU = HSTUConfig(hidden_size=8, num_layers=2, num_attention_heads=2, kv_channels=3, max_sequence_length=40)

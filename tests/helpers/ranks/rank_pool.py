@@ -44,11 +44,7 @@ def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.c
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
     )
     connection.send_bytes(b"ready")
     while True:
