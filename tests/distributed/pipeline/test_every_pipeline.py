@@ -29,6 +29,13 @@ def test_every_class_of_this_torchrec_is_balanced_or_refused():
     assert len(INSTALLED) > 15 and not HOOKS.keys() & REFUSED.keys()
 
 
+@pytest.mark.skipif(not metadata.version("torchrec").startswith("1.8."), reason="older releases lack some methods")
+@pytest.mark.parametrize("name", sorted(INSTALLED.keys() & HOOKS.keys()))
+def test_the_newest_torchrec_has_what_every_hook_needs(name):
+    """Elsewhere, cases of classes that lack it are skipped."""
+    assert issubclass(balanced(INSTALLED[name]), INSTALLED[name])
+
+
 def test_a_class_that_a_new_torchrec_brings_is_refused():
     new = type("TrainPipelineNew", (TrainPipelineSparseDist,), {"__module__": TrainPipelineSparseDist.__module__})
     with pytest.raises(TypeError, match="TrainPipelineNew is not a supported pipeline, .*supported are TrainPipeline"):
