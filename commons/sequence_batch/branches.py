@@ -215,7 +215,13 @@ def is_equal(value: Any, other: Any) -> bool:
         return True
     try:
         # NaN counts as equal metadata, although it does not equal itself.
-        return bool(value == other) or (value != value and other != other)
+        if bool(value == other) or (value != value and other != other):
+            return True
+        if type(value) is not type(other) or not isinstance(value, (list, tuple, dict)) or len(value) != len(other):
+            return False
+        if isinstance(value, dict):
+            return all(key in other and is_equal(held, other[key]) for key, held in value.items())
+        return all(map(is_equal, value, other))
     except (TypeError, ValueError, RuntimeError):
         return False
 

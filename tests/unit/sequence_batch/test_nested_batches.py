@@ -96,6 +96,15 @@ def test_batches_with_dicts_in_other_orders_are_joined(first, second):
     assert padded.batch.actual_batch_size == len(first)
 
 
+def test_metadata_with_nan_is_equal_at_any_depth():
+    def batch(value):
+        return {"ids": torch.arange(2), "means": ({"mean": float(value), "std": 1.0}, 2)}
+
+    assert concat_rows([batch("nan"), batch("nan")])["ids"].tolist() == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="differ at 'means'"):
+        concat_rows([batch("nan"), batch(0)])
+
+
 def test_batches_whose_keyed_tensors_differ_are_not_joined():
     other = easyrec_batch([1])
     other.dense_features["user"] = KeyedTensor(["age", "geo"], [2, 1], torch.zeros(1, 3))
