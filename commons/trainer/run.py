@@ -114,7 +114,8 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
     if logs_to_file:
         on_all_ranks(lambda: log_to_file(args.run_dir), device)
     path = Path(args.run_dir) / CONFIG_FILE
-    on_rank_0(lambda: write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n"), device)
+    text = json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"  # a recipe's config may hold paths
+    on_rank_0(lambda: write_whole(path, text), device)
 
 
 def _require_free_folder(args: TrainerArgs) -> None:

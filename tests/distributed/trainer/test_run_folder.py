@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from commons.run_log.comparison import compare_runs
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
+from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
@@ -91,6 +94,24 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     ]
     assert [line["step"] for line in lines(folder) if "loss" in line] == list(range(1, 7))
     assert json.loads((folder / "config.json").read_text())["trainer"]["seed"] == 5
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """The config of a user's recipe."""
+
+    trainer: TrainerArgs
+    items: Path
+
+
+def opened(run_dir):
+    flags = ["--trainer.train-batch-size", "2", "--trainer.eval-batch-size", "2", "--trainer.run-dir", str(run_dir)]
+    open_run_folder(load_config(OwnConfig, [*flags, "--items", "data/items"]), CPU, logs_to_file=False)
+
+
+def test_a_config_may_hold_a_path(two_ranks, tmp_path):
+    two_ranks.run(opened, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["items"] == "data/items"
 
 
 def require_snapshots(folder):
