@@ -27,11 +27,13 @@ def model_cost(model: Any) -> Cost:
         ValueError: the config lacks the dimensions of attention, the model is an encoder-decoder, or its layers share
             their weights.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = getattr(config, "per_layer_config", None) or [config] * getattr(config, "num_hidden_layers", 0)
-    own_weights = getattr(config, "num_hidden_groups", len(layers)) == len(layers)
-    if not layers or not all(map(_has_attention, layers)) or config.is_encoder_decoder or not own_weights:
+    whole: Any = getattr(model, "config", None)
+    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    number = getattr(config, "num_hidden_layers", 0)
+    layers = number and (getattr(config, "per_layer_config", None) or [config] * number)
+    own_weights = getattr(config, "num_hidden_groups", number) == number
+    seq2seq = getattr(whole, "is_encoder_decoder", False)
+    if not layers or not all(map(_has_attention, layers)) or not own_weights or seq2seq:
         raise ValueError(
             f"{type(model).__name__} is no decoder-only or encoder-only transformer whose config has hidden_size and "
             "num_attention_heads, and whose layers share no weights; its cost is unknown: pass cost=, such as "
@@ -41,7 +43,7 @@ def model_cost(model: Any) -> Cost:
     per_pair = sum(
         _flops_of_pair(layer)
         for layer, kind in zip(layers, kinds)
-        if kind.endswith("attention") and kind != "linear_attention"
+        if kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention")
     )
     modules = dict(_text_modules(model, config))
     per_token = 2 * sum(_active_weights(name, module, config) for name, module in modules.items())

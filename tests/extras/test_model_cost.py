@@ -69,6 +69,17 @@ def test_a_row_costs_the_operations_that_torch_counts(name, options, causal):
         assert counted(model, length) - masked == pytest.approx(int(cost(np.array([length]))[0]), rel=0.01)
 
 
+def test_every_layer_of_falcon_h1_has_attention():
+    from commons.integrations.model_cost import model_cost
+
+    try:
+        model = make("FalconH1ForCausalLM", LLAMA | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16})
+    except AttributeError:
+        pytest.skip("this release of transformers has no FalconH1")
+    cost = model_cost(model)
+    assert cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0] == 4 * 4 * 4 * 16
+
+
 def test_the_layers_without_attention_have_no_pairs():
     from commons.integrations.model_cost import model_cost
 
@@ -109,11 +120,15 @@ def test_the_costs_of_a_large_model_can_be_summed():
 
 def test_a_model_of_unknown_cost_is_refused():
     import torch
+    import transformers
 
     from commons.integrations.model_cost import model_cost
 
+    names = ("PerceiverForMaskedLM", "T5GemmaForConditionalGeneration")
+    with torch.device("meta"):
+        others = [model(model.config_class()) for name in names if (model := getattr(transformers, name, None))]
     shared = make("AlbertForMaskedLM", BERT)
     seq2seq = make("T5ForConditionalGeneration", {"d_model": 64, "d_ff": 80, "num_layers": 2, "num_heads": 4})
-    for model in (torch.nn.Linear(2, 2), shared, seq2seq):
+    for model in (torch.nn.Linear(2, 2), shared, seq2seq, *others):
         with pytest.raises(ValueError, match=f"{type(model).__name__} is no decoder-only .*: pass cost=, such as"):
             model_cost(model)
