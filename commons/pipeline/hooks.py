@@ -115,9 +115,13 @@ class BalancedPipeline:
         raise error
 
     def reset(self) -> None:
-        """Wait for the shuffles that have started and drop the batches in flight; all ranks call this together."""
+        """Wait for the shuffles that have started and drop the batches in flight; all ranks call this together.
+
+        A rank that resets alone in the middle of the data raises ValueError at its next shuffle, and moves no rows.
+        """
         if self._look_ahead is not None:
-            self._look_ahead.drain()
+            # Loading threads reach the end of the data at different times; `realign` brings all ranks together.
+            self._look_ahead.drain(is_counted=not self.starts_on_thread)
         self._look_ahead = None
         self._broken_by = None
         self._starter.in_flight = False

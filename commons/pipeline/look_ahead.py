@@ -163,12 +163,17 @@ class LookAhead(Iterator[ShufflingBatch]):
         """Stop reading from the source; a batch that was read ahead is still returned."""
         self._exhausted = True
 
-    def drain(self) -> None:
-        """Wait for the shuffle in progress and drop it; the same for the previous iterators."""
+    def drain(self, is_counted: bool) -> None:
+        """Wait for the shuffle in progress and drop it; the same for the previous iterators.
+
+        `is_counted`: whether all ranks drop one or none does, so that later shuffles can compare how often they did.
+        """
         if self._previous is not None:
-            self._previous.drain()
+            self._previous.drain(is_counted)
         if self._next is not None:
-            self._next[1].drain()
+            handle = self._next[1]
+            handle.drain()
+            handle.session.resets += is_counted
             self._next = None
         self._kept = None
 

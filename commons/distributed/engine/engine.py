@@ -160,8 +160,8 @@ class ShuffleEngine:
         device = self._device or session.only_device
         local = self.costs.describe(batch, error or self.costs.problem(device))
         with self._order:  # a pipeline's loading thread may start shuffles too
-            step = session.next_step()
-            future = self._worker.submit(lambda: session.prepare(step, [local], device), device)
+            step, resets = session.next_step(), session.resets
+            future = self._worker.submit(lambda: session.prepare(step, [local], device, resets), device)
         return ShuffleHandle(step, session, batch, local, future)
 
     def finish(self, batch: Any, handle: ShuffleHandle) -> Any:

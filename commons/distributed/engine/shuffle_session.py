@@ -65,6 +65,7 @@ class ShuffleSession:
         window: int | None,
     ) -> None:
         self.channel, self.only_device, self.steps = channel, only_device, 0
+        self.resets = 0  # how often a pipeline has dropped shuffles that it had started; equal on all ranks
         self._options, self._shuffler_type = costs.shuffler.options, type(costs.shuffler).__name__
         options, self._window = self._options, window
         self._calibrated, self._token_features = costs.calibrated, costs.token_features
@@ -96,13 +97,16 @@ class ShuffleSession:
         self.steps += 1
         return step
 
-    def prepare(self, step: int, local: Sequence[LocalRows], device: torch.device | None = None) -> PreparedShuffle:
+    def prepare(
+        self, step: int, local: Sequence[LocalRows], device: torch.device | None = None, resets: int = 0
+    ) -> PreparedShuffle:
         """Gather, plan, compare plans and build this rank's exchange.
 
         Args:
             step: number of the step, or of the window.
             local: descriptions of this rank's batches in order; without a batch, a single entry without a schema.
             device: where the batch is trained; None in a window, and if that is not known yet.
+            resets: this rank's `resets` when the step was started; ranks with different ones must not exchange rows.
 
         Raises:
             RankMissingError: a rank did not join in time; every later call raises it too.
@@ -112,20 +116,20 @@ class ShuffleSession:
             raise self.channel.failure
         self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         try:
-            return self._prepare(step, local)
+            return self._prepare(step, local, resets)
         except RankMissingError as error:
             if not isinstance(error, ShufflerAbortedError):  # logged at once: the main thread may notice much later
                 logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
             raise
 
-    def _prepare(self, step: int, local: Sequence[LocalRows]) -> PreparedShuffle:
+    def _prepare(self, step: int, local: Sequence[LocalRows], resets: int) -> PreparedShuffle:
         started = time.perf_counter()
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
         while True:
             with span("gather"):
-                messages = self._gather(step, layout.schema, local)
+                messages = self._gather(step, layout.schema, local, resets)
             with span("plan"):
                 prepared = self._plan(step, local, layout, messages, (time.perf_counter() - started) * 1e3)
             if prepared is not None:
@@ -301,12 +305,13 @@ class ShuffleSession:
         words = messages[:, MESSAGE_NUMBERS + 2 : self._header : BATCH_NUMBERS].sum(axis=1)
         return bool((messages[:, 0] != messages[0, 0]).any()), int(messages[:, 1].max()), int(words.max())
 
-    def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows]) -> np.ndarray:
+    def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows], resets: int) -> np.ndarray:
         """Gather the message of every rank, int64 `(world_size, n)`: header and rows, cut off at the capacity."""
         error = next((each.error for each in local if each.error is not None), None)
         own, problem = capture_error(lambda: [self._own_table(schema, each) for each in local])
         message = message_of(step, local, own or (), self._header, self._capacity)
-        return self.channel.agree("gather", {}, error or problem, message, step)
+        call = f"gather after {resets} reset()" if resets else "gather"
+        return self.channel.agree(call, {}, error or problem, message, step)
 
     def _own_table(self, agreed: BatchSchema, local: LocalRows) -> np.ndarray:
         """The packed rows of a batch, int64 `(words,)`; empty in mode "off"."""

@@ -1,7 +1,8 @@
-"""What goes wrong while a thread reads ahead ends, on every rank, with an error that names who."""
+"""What goes wrong while a pipeline reads ahead ends, on every rank, with an error that names who."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -18,8 +19,8 @@ from commons.distributed.engine import engine
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import limit_waits, meet
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
+from tests.helpers.ranks.faults import limit_waits, meet, raised_by
 from tests.helpers.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]
@@ -149,3 +150,25 @@ def test_reset_names_the_rank_whose_loader_blocks_its_thread():
         go_on.set()
     evaluator.reset()
     shuffler.close()
+
+
+def _reset_on_rank_1():
+    """Rank 1 resets its pipeline in the middle of the data and goes on, as after an error of its model alone."""
+    model, _ = models.build_plain()
+    model.head.forward = lambda embeddings, batch: (embeddings["item"].values().sum(), batch.sample_id)  # no collective
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    source = models.rank_batches(dist.get_rank(), 9, [6])
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=3.0))) as shuffler:
+        trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        trainer.progress(source)
+        if dist.get_rank() == 1:
+            trainer.reset()
+        return raised_by(lambda: list(steps_of(trainer, source)))
+
+
+def test_a_rank_that_resets_alone_moves_no_rows():
+    """They would arrive in another rank's exchange of an earlier step, where gloo ends the process."""
+    with RankPool(2) as pool:
+        waited, alone = pool.run(_reset_on_rank_1, timeout=100)
+    said = "ValueError: rank 0 calls gather and rank 1 calls gather after 1 reset(); all ranks make the same calls"
+    assert alone.startswith(said) and (waited == alone or "rank 1 did not take part in the exchange of" in waited)
