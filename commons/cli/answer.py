@@ -100,8 +100,10 @@ class AnswerOutputs:
                 sys.stdout.write(json.dumps(answer.content, indent=2) + "\n")
             else:
                 _print(answer)
-        finally:  # also if the reader of the output has ended (`| head`)
+        except (BrokenPipeError, SystemExit):  # the reader of the output has ended (`| head`); rich exits then
             self._write(answer)
+            raise
+        self._write(answer)
         for path in (self.html, self.figure):
             if path is not None and not self.json:
                 make_console(highlight=False).print(f"written: {path}", markup=False, soft_wrap=True)
