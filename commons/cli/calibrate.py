@@ -13,7 +13,7 @@ from commons.cli.answer import require_output
 from commons.cli.recipes import choose_device, load_recipe
 from commons.console import make_console, print_summary
 from commons.perf_model.calibration import describe_device, is_calibration
-from commons.perf_model.calibration_fit import Verdict, fit_calibration, judge_calibration
+from commons.perf_model.calibration_fit import MIN_MEASUREMENTS, Verdict, fit_calibration, judge_calibration
 from commons.perf_model.measurement import draw_mixes, measure_steps
 
 
@@ -58,6 +58,10 @@ class Calibrate:
         """Measure, fit, save, and print the quality of the fit."""
         if self.output.suffix != ".toml":
             raise ValueError(f"output is {str(self.output)!r}; a calibration is a TOML file: let it end in .toml")
+        if self.num_mixes < MIN_MEASUREMENTS:
+            raise ValueError(
+                f"num_mixes is {self.num_mixes}; a fit needs at least {MIN_MEASUREMENTS}: raise --num-mixes"
+            )
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; seeds are not negative: correct it")
         # Check the output before the measurements, which would be lost.

@@ -19,7 +19,7 @@ from commons.perf_model.task_estimator import AttentionTask
 
 # Every n-th measurement is held out of the fit, to measure how well the fit predicts others.
 _HELD_OUT_EVERY = 4
-_MIN_MEASUREMENTS = 16
+MIN_MEASUREMENTS = 16
 # Below this, times hardly depend on the terms, and a calibration would be noise.
 _LEAST_R2 = 0.5
 # The smallest advantage over operations that the measurements should be able to show, as a fraction of their error.
@@ -64,9 +64,9 @@ def fit_calibration(measurements: Sequence[StepMeasurement], task: AttentionTask
             terms, or times that hardly depend on them.
     """
     terms, times = _as_arrays(measurements)
-    if len(times) < _MIN_MEASUREMENTS:
+    if len(times) < MIN_MEASUREMENTS:
         raise ValueError(
-            f"there are {len(times)} measurements; a fit needs at least {_MIN_MEASUREMENTS}: measure more batches"
+            f"there are {len(times)} measurements; a fit needs at least {MIN_MEASUREMENTS}: measure more batches"
         )
     if not (np.isfinite(times) & (times > 0)).all():
         wrong = int(np.argmin(np.isfinite(times) & (times > 0)))
@@ -116,7 +116,7 @@ def judge_calibration(
         error=float(errors.mean()),
         operations_error=float(operations_errors.mean()),
         better=gain > max(reach * spread / math.sqrt(len(gains)), _LEAST_ADVANTAGE),
-        measurements=max(_MIN_MEASUREMENTS, _HELD_OUT_EVERY * held_out_needed),
+        measurements=max(MIN_MEASUREMENTS, _HELD_OUT_EVERY * held_out_needed),
     )
 
 
