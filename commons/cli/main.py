@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = _parse(arguments)
                 _quiet_torch()
             if command is not None:
-                with _interruptible():
+                # doctor, which writes no file, would report an interrupted import as a broken package.
+                with _on_ctrl_c(signal.SIG_DFL) if arguments[0] == "doctor" else _interruptible():
                     status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:

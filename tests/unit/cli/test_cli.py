@@ -129,6 +129,25 @@ def test_ctrl_c_that_became_another_error(monkeypatch, capsys):
     assert capsys.readouterr().err == "evenrank: interrupted\n"
 
 
+DOCTOR = """
+import os, signal, sys
+from commons.cli import doctor, main as cli
+def import_module(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("half a module")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+doctor.import_module = import_module
+sys.exit(cli.main(["doctor"]))
+"""
+
+
+def test_ctrl_c_is_no_finding_of_doctor():
+    done = run_program(sys.executable, "-c", DOCTOR)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 # Ctrl-C in the midst of an import, of a module that takes it for an error of its own.
 INTERRUPTED = """
 import os, signal, sys, types
