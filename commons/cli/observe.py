@@ -207,6 +207,7 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
     order = np.argsort(step, kind="stable")
     rows = LoadedRows(cost.costs(tokens)[order], tokens[order], step[order], of_rank[order], len(ranks))
     seconds = [*itertools.zip_longest(*(rank["seconds"] for rank in ranks), fillvalue=np.nan)]
+    seconds = seconds[: rows.num_steps]  # without steps at the end that have no row on any rank
     return rows, np.ma.median(np.ma.masked_invalid(seconds), axis=1).filled(np.nan)
 
 
