@@ -60,7 +60,8 @@ def shard_model(
         embedding_lr: learning rate of that optimizer.
         sharding: one kind for all tables, or a kind by table: "table_wise" (a table on one rank), "row_wise" (the rows
             of a table over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
-            `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two).
+            `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two; on CPU
+            the first for a table with too few rows for all ranks).
         process_group: the ranks; None for WORLD.
         local_world_size: ranks per host; None for torchrun's number or, without torchrun, all ranks.
         data_parallel_wrapper: copies the other parameters to every rank and averages their gradients; None for torch's
@@ -85,7 +86,7 @@ def shard_model(
         if isinstance(collection, EmbeddingCollection):
             _check_widths(collection)
             if device.type == "cpu":
-                _require_rows_on_all_ranks(collection, kinds, world_size)
+                _give_rows_to_all_ranks(collection, kinds, world_size)
     sharder = EmbeddingCollectionSharder(
         fused_params={"optimizer": _OPTIMIZERS[embedding_optimizer], "learning_rate": embedding_lr}
     )
@@ -163,19 +164,19 @@ def _check_widths(collection: EmbeddingCollection) -> None:
             )
 
 
-def _require_rows_on_all_ranks(
-    collection: EmbeddingCollection, kinds: Mapping[str, str | None], world_size: int
-) -> None:
-    """Raise ValueError if all row-wise tables of a collection are too short for every rank to have a row.
+def _give_rows_to_all_ranks(collection: EmbeddingCollection, kinds: dict[str, str | None], world_size: int) -> None:
+    """Keep the planner from sharding short tables row-wise; ValueError if the user's row-wise tables are all short.
 
-    TorchRec looks up the tables of a collection together. On CPU, fbgemm treats a rank without any of their rows as a
-    GPU.
+    A table is short if a rank would have none of its rows. TorchRec looks up the tables of a collection together. On
+    CPU, fbgemm treats a rank without any of their rows as a GPU.
     """
-    tables = collection.embedding_configs()
-    rows = {table.name: table.num_embeddings for table in tables if kinds.get(table.name) == "row_wise"}
+    rows = {table.name: table.num_embeddings for table in collection.embedding_configs()}
     # All ranks except the last ones have ⌈rows ÷ ranks⌉ rows.
-    if rows and all(-(-num_rows // -(-num_rows // world_size)) < world_size for num_rows in rows.values()):
+    short = [table for table, count in rows.items() if -(-count // -(-count // world_size)) < world_size]
+    row_wise = {table: count for table, count in rows.items() if kinds.get(table) == "row_wise"}
+    if row_wise and all(table in short for table in row_wise):
         raise ValueError(
-            f"the row_wise tables of width {tables[0].embedding_dim} have rows {rows}, too few for {world_size} ranks; "
-            "on CPU fbgemm needs a row on every rank: choose 'table_wise' for these tables"
+            f"the row_wise tables of width {collection.embedding_dim()} have rows {row_wise}, too few for {world_size} "
+            "ranks; on CPU fbgemm needs a row on every rank: choose 'table_wise' for these tables"
         )
+    kinds.update({table: "table_wise" for table in short if kinds.get(table) is None})

@@ -15,16 +15,17 @@ from commons.trainer import sharding
 
 
 def start_sharding(monkeypatch, model, device, *, world_size=2, **options):
-    """Call shard_model up to the planning, as if there were a process group; returns the arguments of Topology."""
+    """Call shard_model up to the planning, as if there were a process group; returns what the planner is given."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
-    topology = mock.Mock(side_effect=InterruptedError)  # nothing is planned
+    topology, planner = mock.Mock(), mock.Mock(side_effect=InterruptedError)  # nothing is planned
     monkeypatch.setattr(sharding, "Topology", topology)
+    monkeypatch.setattr(sharding, "EmbeddingShardingPlanner", planner)
     with pytest.raises(InterruptedError):
         sharding.shard_model(
             model, device=torch.device(device), process_group=object(), local_world_size=world_size, **options
         )
-    return topology.call_args.kwargs
+    return topology.call_args.kwargs | planner.call_args.kwargs
 
 
 def collection_of(**tables):
@@ -65,3 +66,12 @@ def test_the_last_rank_has_rows(monkeypatch, rows, world_size, fits):
         return
     with pytest.raises(ValueError, match=r"have rows \{'action': \d\}, too few for 4 .* 'table_wise' for these tables"):
         start(short, long)
+
+
+def test_the_planner_does_not_shard_a_short_table_row_wise_on_a_cpu(monkeypatch):
+    tables = collection_of(gender=(2, 4), item=(50, 4), age=(7, 4))
+    for device, types in (("cpu", ["table_wise"]), ("cuda", ["table_wise", "row_wise"])):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+        found = start_sharding(monkeypatch, tables, device, world_size=4, tables=["gender", "item", "age"])
+        chosen = {table: limits.sharding_types for table, limits in found["constraints"].items()}
+        assert chosen == {"gender": types, "item": ["table_wise", "row_wise"], "age": ["table_wise", "row_wise"]}
