@@ -93,9 +93,7 @@ def test_padding_that_a_batch_states():
         (padded_batch([], 3), 1, [1, 1, 1], {}, "the batch has 0 real rows"),
         (dense([1]), 2, [1], {}, r"1 rows for 2 parts \(chunks or ranks\); .* or pad=True"),
         (dense([1, 2]), 0, [1, 2], {}, "num_chunks is 0; it must be an integer of at least 1"),
-        ({"a": dense([1, 2]), "b": dense([1])}, 1, [1, 2], {}, "disagree on the number of rows: {'a': 2, 'b': 1}"),
         (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),
-        (dense([1, 2]), 2, [1, -2], {}, r"workloads\[1\] is -2; values must be non-negative integers"),
         (dense([1, 2]), 2, [1, 2], {"groups": [1]}, r"groups have shape \(1,\) .* there are 2 rows"),
         (dense([1, 2]), 2, [1, 2], {"groups": [0.5, 1.5]}, "dtype float64"),
     ],
@@ -146,6 +144,5 @@ def test_rows_move_where_only_counts_are_uneven():
     assert np.bincount(plan_redistribution(workloads, rows).destination).tolist() == [4, 4]
     assert not plan_redistribution(workloads, rows, equal_size=False).moves.any()
     # No load falls, and yet no rank is left without a row.
-    assert (
-        np.bincount(plan_redistribution(np.array([0, 9, 0]), np.array([3, 0]), equal_size=False).destination).min() == 1
-    )
+    plan = plan_redistribution(np.array([0, 9, 0]), np.array([3, 0]), equal_size=False)
+    assert np.bincount(plan.destination).min() == 1

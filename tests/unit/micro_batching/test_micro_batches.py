@@ -194,9 +194,8 @@ def test_metrics_are_those_of_the_packing():
 def test_mistakes_are_one_line(lengths, options, message):
     for algorithm in ALGORITHMS:
         with pytest.raises(ValueError, match=message) as caught:
-            pack_micro_batches(
-                torch.zeros(len(lengths)), MicroBatchSpec(packing_algorithm=algorithm, **options), lengths
-            )
+            spec = MicroBatchSpec(packing_algorithm=algorithm, **options)
+            pack_micro_batches(torch.zeros(len(lengths)), spec, lengths)
         assert "\n" not in str(caught.value)
 
 
@@ -205,10 +204,7 @@ def test_mistakes_are_one_line(lengths, options, message):
     [
         ({"lengths": [1, 2]}, "lengths has 2 entries, there are 3 rows"),
         ({"loss_tokens": [1] * 4}, "loss_tokens has 4 entries, there are 3 rows"),
-        (
-            {"spec": MicroBatchSpec(packing_algorithm="kk"), "workloads": [1] * 4},
-            "workloads has 4 entries, there are 3 rows",
-        ),
+        ({"spec": MicroBatchSpec(packing_algorithm="kk"), "workloads": [1] * 4}, "workloads has 4 entries, there are"),
         ({"workloads": [1] * 3}, "packing_algorithm is 'ffd'; only 'kk' and 'refined' balance them"),
         ({"batch": {"id": torch.arange(3), "other": torch.arange(4)}}, "disagree on the number of rows"),
         ({"spec": {"n_mbs": 2}}, "spec is a dict; it must be a MicroBatchSpec"),
@@ -224,10 +220,7 @@ def test_results_that_do_not_match():
     micro_batches = pack_micro_batches({"id": torch.arange(4)}, MicroBatchSpec(n_mbs=2), [1, 1, 1, 1])
     with pytest.raises(ValueError, match="results of micro-batch 1 have 3 rows, micro-batch 1 has 2"):
         micro_batches.restore([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(
-        ValueError,
-        match="micro-batch 1 are a PaddedBatch with 1 rows of padding, which",
-    ):
+    with pytest.raises(ValueError, match="micro-batch 1 are a PaddedBatch with 1 rows of padding, which"):
         micro_batches.restore([padded_batch([1, 2]), padded_batch([3], rows=2)])
 
 

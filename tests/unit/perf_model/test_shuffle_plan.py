@@ -42,11 +42,11 @@ def batches_of_ranks(draw):
     return brought, window
 
 
-def messages_of(brought, window, capacity, step=0):
+def messages_of(brought, window, capacity):
     header = MESSAGE_NUMBERS + BATCH_NUMBERS * window
     messages = np.zeros((len(brought), header + capacity), np.int64)
     for message, batches in zip(messages, brought):
-        message[:MESSAGE_NUMBERS] = step, len(batches)
+        message[:MESSAGE_NUMBERS] = 0, len(batches)
         at = header
         for number, (rows, real, workloads, lengths) in enumerate(batches):
             words = encode_rows(workloads, [lengths], [int(lengths.sum())], [], [0, 1], real, real)

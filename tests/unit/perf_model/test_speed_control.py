@@ -7,14 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from commons.perf_model.speed_control import (
-    FASTEST,
-    LOOK_STEPS,
-    SLOWEST,
-    SpeedControl,
-    _slope,
-    _sums_of_differences,
-)
+from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SLOWEST, SpeedControl, _slope, _sums_of_differences
 
 FIXED = 0.2  # of the time of a mean load
 SLOW = 1

@@ -53,12 +53,8 @@ def test_a_plan_of_groups_is_that_of_the_merged_rows(rows, ranks, method, data):
     with_home = data.draw(st.booleans())
     sums, token_sums, of_row = merged(groups, workloads, tokens)
     cap = int(token_sums.max() + token_sums.sum() // ranks) + 1  # that LPT keeps
-    options = {
-        "method": method,
-        "equal_size": False,
-        "slack": 0.01,
-        "max_tokens": data.draw(st.sampled_from([None, cap])),
-    }
+    options = {"method": method, "equal_size": False, "slack": 0.01}
+    options["max_tokens"] = data.draw(st.sampled_from([None, cap]))
     where = {"home": home, "tokens": tokens} if with_home else {"tokens": tokens}
     plan = partition(workloads, ranks, groups=groups, **options, **where)
     at_home = {"home": home_of_groups(home, tokens, of_row)} if with_home else {}
@@ -77,12 +73,10 @@ def test_a_grid_of_groups_is_that_of_the_merged_rows(rows, ranks, steps, data):
     )
     sums, token_sums, of_row = merged(groups, workloads, tokens)
     cell = home_of_groups(home * steps + loaded, tokens, of_row)
-    grid = partition_grid(
-        workloads, ranks, steps, tokens=tokens, home=home, home_step=loaded, groups=groups, slack=0.01
-    )
-    expected = partition_grid(
-        sums, ranks, steps, tokens=token_sums, home=cell // steps, home_step=cell % steps, slack=0.01
-    )
+    options = {"tokens": tokens, "home": home, "home_step": loaded, "groups": groups}
+    grid = partition_grid(workloads, ranks, steps, slack=0.01, **options)
+    options = {"tokens": token_sums, "home": cell // steps, "home_step": cell % steps}
+    expected = partition_grid(sums, ranks, steps, slack=0.01, **options)
     step, loads = expected.step, expected.loads
     if np.array_equal(step, cell % steps) and not np.array_equal(step[of_row], loaded):
         # Merged rows that stay in their steps keep the order of the steps; here rows of a group came from several.
@@ -113,17 +107,14 @@ def test_a_shuffle_brings_groups_together(rows, ranks, steps, data):
     for number in set(groups.tolist()):
         assert len(set(plan.destination[groups[order] == number].tolist())) == 1
     assert plan.loads_after.tolist() == [int(workloads[order][plan.destination == at].sum()) for at in range(places)]
-    known, order = gathered(workloads, tokens, groups, data_together(groups, place), ranks, steps)
+    # Every row where the first row of its group is.
+    together = np.array([place[groups.tolist().index(number)] for number in groups.tolist()])
+    known, order = gathered(workloads, tokens, groups, together, ranks, steps)
     plan = plan_shuffle(known, has_groups=True, equal_size=False)
     time = [loads.reshape(ranks, steps).max(axis=0).sum() for loads in (plan.loads_before, plan.loads_after)]
     assert time[1] <= time[0]
     for number in set(groups.tolist()):
         assert len(set(plan.destination[groups[order] == number].tolist())) == 1
-
-
-def data_together(groups, place):
-    """Every row where the first row of its group is."""
-    return np.array([place[groups.tolist().index(number)] for number in groups.tolist()])
 
 
 @given(rows=grouped_rows())

@@ -87,34 +87,6 @@ def test_what_ranks_pack_is_what_others_read(case):
     assert core.read_columns(rebuilt, columns[2:]).tolist() == known[:, 2:].T.tolist()
 
 
-@given(st.data())
-def test_padding_is_left_out(data):
-    rows, padding = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2))
-    workloads = data.draw(numbers(rows)) >> 3
-    fields = [
-        np.stack([data.draw(numbers(rows)) >> 5 for _ in range(keys)])
-        for keys in data.draw(st.lists(st.integers(1, 3), max_size=2))
-    ]
-    num_keys = sum(map(len, fields))
-    kept = [data.draw(numbers(rows, signed=True)) for _ in range(data.draw(st.integers(0, 2)))]
-    counted = data.draw(st.lists(st.integers(0, num_keys - 1), unique=True)) if num_keys else []
-
-    def padded(array, with_number=0):
-        return np.concatenate([array, np.full((*array.shape[:-1], padding), with_number)], axis=-1)
-
-    words = encode_rows(
-        padded(workloads, -5),
-        [padded(each) for each in fields],
-        [int(each.sum()) for each in fields],
-        [padded(each, 9) for each in kept],
-        counted,
-        rows + padding,
-        rows,
-    )
-    without = encode_columns(workloads, np.concatenate([np.zeros((0, rows), np.int64), *fields]), kept, counted)
-    assert words.dtype == np.int64 and words.tolist() == without.tolist()
-
-
 def test_columns_are_as_narrow_as_their_numbers():
     rows, one = 32, np.ones((1, 32), np.int64)
 
@@ -131,9 +103,10 @@ def test_columns_are_as_narrow_as_their_numbers():
 
 
 def _own_rows(**changes):
+    """Three rows and one of padding; lengths of four, two and eight bytes, some of them column by column."""
     given = {
         "workloads": np.array([5, 0, 7, -1]),
-        "lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]], np.int32), np.array([[9, 8, 7, 0]])],
+        "lengths": [np.asfortranarray([[1, 2, 3, 0], [4, 0, 6, 0]], np.int32), np.array([[9, 8, 7, 0]], np.int16)],
         "sums": [16, 24],
         "kept": [np.array([-1, -2, -3, -4])],
         "counted": [0, 2],
@@ -157,7 +130,7 @@ def test_what_a_rank_sends_is_put_together_unless_something_is_wrong():
         {"workloads": np.array([2**61, 2**61, 0, 0])},
         {"sums": [16, 23]},
         {"sums": [16, 25]},
-        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]]), padding], "sums": [16, 25]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]], np.int32), padding], "sums": [16, 25]},
         {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding], "sums": [16, 25]},
         {"lengths": [np.zeros((1, 3), np.int64)], "sums": [0], "counted": []},
         {"kept": [np.array([-1, -2, -3])]},
@@ -192,16 +165,6 @@ def test_counts_whose_sum_overflows_are_refused():
     table = as_gathered(table.words, table.first, counts, 1)
     with pytest.raises(ValueError, match="a gathered table: sizes do not match"):
         core.read_columns(table, [0, 1])
-
-
-def test_lengths_of_four_bytes_are_packed_as_those_of_eight():
-    rng = np.random.default_rng(0)
-    lengths, workloads = rng.integers(0, 300, (3, 7)), rng.integers(0, 10**9, 7)
-    wide = encode_columns(workloads, lengths, [], [0, 2])
-    assert wide is not None
-    for narrow in (lengths.astype(np.int32), np.asfortranarray(lengths.astype(np.int32)), lengths.astype(np.int16)):
-        assert np.array_equal(encode_columns(workloads, narrow, [], [0, 2]), wide)
-    assert encode_columns(workloads, -lengths.astype(np.int32), [], [0]) is None
 
 
 def cut(words, sizes):

@@ -25,9 +25,8 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_a_partition_has_a_short_repr():
-    assert repr(partition(range(1, 1000), 2)) == (
-        "Partition(999 samples in 2 parts, largest load 1 × the mean, 1 × the bound)"
-    )
+    shown = "Partition(999 samples in 2 parts, largest load 1 × the mean, 1 × the bound)"
+    assert repr(partition(range(1, 1000), 2)) == shown
     assert "3 parts, largest load 1.5 × the mean, 1 × the bound" in repr(partition([4, 2, 2], 3))
     assert repr(partition([0], 1)) == "Partition(1 samples in 1 parts, largest load 1 × the mean, 1 × the bound)"
 
@@ -108,11 +107,7 @@ def test_lists_arrays_and_tensors_of_integers_become_int64(values):
     assert array.dtype == np.int64 and array.flags.c_contiguous
     assert array.tolist() == list(values) or array.tolist() == [3, 1, 2]
     assert partition(values, 2).loads.max() == 3
-
-
-def test_an_int64_array_is_not_copied():
-    array = np.arange(5)
-    assert np.shares_memory(as_int64_workloads(array), array)
+    assert np.shares_memory(as_int64_workloads(array), array)  # what is int64 is not copied
 
 
 def test_values_up_to_the_limit_are_exact():
@@ -126,11 +121,9 @@ def test_values_up_to_the_limit_are_exact():
     ("values", "message"),
     [
         ([1, 2, -3], r"workloads\[2\] is -3; values must be non-negative integers"),
-        (np.array([1, -1], np.int8), r"workloads\[1\] is -1; values must be non-negative"),
         ([1.0, float("nan")], r"workloads\[1\] is nan; values must be non-negative integers"),
         ([float("inf"), 1.0], r"workloads\[0\] is inf; values must be non-negative integers"),
         ([1.0, 2.5], r"workloads\[1\] is 2.5; values must be non-negative integers"),
-        (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
         ([1, 2**63], r"workloads\[1\] is 9.223372036854776e\+18; values must be at most 9223372036854775807"),
         ([1, 2**70], r"workloads\[1\] is 1180591620717411303424; values must be at most"),
         ([1.0, 1e300], r"workloads\[1\] is 1e\+300; values must be at most"),
@@ -157,14 +150,11 @@ def test_bad_workloads(function, values, message):
     ("keywords", "message"),
     [
         ({"k_partitions": 0}, "k_partitions is 0; it must be an integer of at least 1"),
-        ({"k_partitions": -2}, "k_partitions is -2; it must be an integer of at least 1"),
-        ({"k_partitions": 2.5}, "k_partitions is 2.5; it must be an integer"),
         ({"method": "greedy"}, "method is 'greedy'; it must be one of karmarkar_karp, lpt, refined, snake"),
         ({"tokens": [1, 2]}, "tokens has 2 entries, there are 3 rows; one per row is needed"),
         ({"tokens": [1, 2, -1]}, r"tokens\[2\] is -1"),
         ({"tokens": [1, 2, 3], "max_tokens": 0}, "max_tokens is 0; it must be an integer of at least 1"),
         ({"max_tokens": 5}, "max_tokens is 5, tokens is None; a cap needs the tokens of each row"),
-        ({"tokens": [1, 2, 9], "max_tokens": 5}, "sample 2 alone has 9 tokens, max_tokens is 5"),
         ({"tokens": [6, 6, 6], "max_tokens": 10}, "the best plan found holds 12 tokens in one partition, 2 more"),
         ({"home": [0, 1]}, "home has 2 entries, there are 3 rows"),
         ({"home": [0, 1, 2]}, r"home\[2\] is 2; a home is a partition in \[0, 2\)"),

@@ -78,9 +78,8 @@ def test_counts_caps_and_the_bound_are_kept(workloads, speeds, data):
     free = partition(workloads, k, equal_size=equal_size, speeds=speeds)
     for each in (plan, free):
         assert set(each.assignment.tolist()) <= set(range(k)) and each.times.max() >= each.lower_bound
-        assert each.loads.tolist() == [
-            sum(w for w, part in zip(workloads, each.assignment) if part == p) for p in range(k)
-        ]
+        loads = [sum(w for w, part in zip(workloads, each.assignment) if part == p) for p in range(k)]
+        assert each.loads.tolist() == loads
         assert not equal_size or is_even(each.assignment, k)
     assert np.bincount(plan.assignment, tokens, k).max() <= cap
 
