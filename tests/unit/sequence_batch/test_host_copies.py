@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.sequence_batch.host_copies import (
-    attach_host_copy,
-    carry_host_copy,
-    host_arrays,
-    host_copy,
-    to_device,
-)
+from commons.sequence_batch.host_copies import attach_host_copy, carry_host_copy, host_arrays, host_copy, to_device
 from tests.helpers.batches.random_batches import RichBatch, random_batch
 from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
@@ -125,13 +119,8 @@ def test_copies_and_pickles_of_a_tensor_know_nothing() -> None:
     lengths = host.to(META).features.lengths()
     shallow = copy.copy(lengths)
     assert host_copy(shallow) is None and host_copy(lengths) is not None  # each has a version of its own
-    for copied in (
-        copy.deepcopy(lengths),
-        copy.deepcopy(shallow),
-        lengths.clone(),
-        lengths.view(-1),
-        pickle.loads(pickle.dumps(lengths)),
-    ):
+    copies = (copy.deepcopy(lengths), copy.deepcopy(shallow), pickle.loads(pickle.dumps(lengths)))
+    for copied in (*copies, lengths.clone(), lengths.view(-1)):
         assert copied.device == META and host_copy(copied) is None
     saved = io.BytesIO()
     torch.save(lengths, saved)

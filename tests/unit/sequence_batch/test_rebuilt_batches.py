@@ -19,6 +19,7 @@ from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.any_batches import concat_rows, there_and_back
+from tests.unit.sequence_batch.test_nested_batches import learned
 
 
 @dataclass
@@ -57,9 +58,7 @@ class FrozenSlots:
     ids: torch.Tensor
     labels: torch.Tensor
     names: tuple[str, ...] = ("kept",)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", self.labels - 1)
+    __post_init__ = Frozen.__post_init__
 
 
 class Pair(namedtuple("Pair", ["ids", "labels"])):
@@ -69,13 +68,9 @@ class Pair(namedtuple("Pair", ["ids", "labels"])):
         return super().__new__(cls, ids, labels - 1)
 
 
-def from_one(rows: int = 4) -> FromOne:
-    features = KeyedJaggedTensor(["item"], torch.arange(rows), lengths=torch.ones(rows, dtype=torch.int64))
-    return FromOne(features, rows, {"item": 1}, labels=torch.arange(1, rows + 1))
-
-
-def small(batch_type: Any) -> Any:
-    return batch_type(torch.arange(4), torch.arange(1, 5))
+def from_one() -> FromOne:
+    features = KeyedJaggedTensor(["item"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    return FromOne(features, 4, {"item": 1}, labels=torch.arange(1, 5))
 
 
 REBUILT = {
@@ -109,7 +104,7 @@ def test_the_constructor_is_not_run_again(how, monkeypatch):
 @pytest.mark.parametrize("batch_type", [Frozen, FrozenSlots, Pair])
 def test_frozen_and_slotted_batches(batch_type, how, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-    result = REBUILT[how](small(batch_type))
+    result = REBUILT[how](batch_type(torch.arange(4), torch.arange(1, 5)))
     assert type(result) is batch_type and result.labels.tolist() == [0, 1, 2, 3]
     assert getattr(result, "names", ("kept",)) == ("kept",)
 
@@ -132,10 +127,6 @@ def test_a_dataclass_that_is_a_dict_is_filled_by_its_constructor():
 
     result = select_rows(Output(torch.arange(3)), [2, 0])
     assert result["logits"].tolist() == result.logits.tolist() == [2, 0]
-
-
-def learned(batch: Any) -> BatchSchema:
-    return BatchSchema.from_text(BatchSchema.of(batch).text)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -213,13 +204,7 @@ def test_dicts_are_equal_in_any_order_and_keep_their_own():
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [
-        ({1, 2}, "set"),
-        ([lambda: 0], "function"),
-        (np.ones(2), "ndarray"),
-        (object(), "object"),
-        (range(2), "range"),
-    ],
+    [({1, 2}, "set"), ([lambda: 0], "function"), (np.ones(2), "ndarray"), (object(), "object"), (range(2), "range")],
 )
 def test_what_an_empty_rank_could_not_hold_is_refused(value, kind):
     with pytest.raises(TypeError, match=f"^'note' holds a {kind}; .* are sent as JSON: use ") as caught:

@@ -80,9 +80,8 @@ def test_padding_comes_last(parts):
 @settings(max_examples=10)
 @given(samples, st.integers(0, 3))
 def test_padded_rows(ids, extra):
-    assert as_values(Rows.of(padded_batch(ids)).pad(len(ids) + extra).batch) == as_values(
-        padded_batch(ids, len(ids) + extra)
-    )
+    padded = Rows.of(padded_batch(ids)).pad(len(ids) + extra).batch
+    assert as_values(padded) == as_values(padded_batch(ids, len(ids) + extra))
     everything_padded = Rows.of(everything(ids)).pad(len(ids) + extra).batch
     assert count_rows(everything_padded) == len(ids) + extra and Rows.of(everything_padded).real == len(ids)
     assert as_values(select_rows(everything_padded, range(len(ids)))) == as_values(everything(ids))
@@ -90,16 +89,9 @@ def test_padded_rows(ids, extra):
     assert not any(bool(tensor.any()) for tensor in tensors_of(padding))
 
 
-@given(samples, st.integers(1, 3), st.data())
-def test_a_selection_with_padding(ids, extra, data):
-    batch = padded_batch(ids, len(ids) + extra)
-    real = data.draw(st.lists(st.integers(0, len(ids) - 1)))
-    padding = data.draw(st.lists(st.integers(len(ids), len(ids) + extra - 1)))
-    result = batch.index_select(real + padding)
-    assert as_values(result) == as_values(padded_batch([ids[row] for row in real], len(real) + len(padding)))
-    if real and padding:
-        with pytest.raises(ValueError, match=r"put a padding row \(>= \d+\) before a real one; padding comes last"):
-            select_rows(batch, padding + real)
+def test_a_padding_row_before_a_real_one_is_refused():
+    with pytest.raises(ValueError, match=r"indices \[2, 0\] put a padding row \(>= 2\) before a real one; padding"):
+        select_rows(padded_batch([4, 7], 3), [2, 0])
 
 
 def test_results_own_their_storage():
@@ -123,9 +115,7 @@ def test_every_tensor_is_pinned(monkeypatch):
 
 def test_gradients_flow_through_rows():
     scores = torch.arange(3.0, requires_grad=True)
-    concat_rows([{"scores": select_rows(scores, [2, 0])}, {"scores": select_rows(scores, [0])}])[
-        "scores"
-    ].sum().backward()
+    concat_rows([select_rows(scores, [2, 0]), select_rows(scores, [0])]).sum().backward()
     assert scores.grad.tolist() == [2, 0, 1]
 
 
@@ -206,7 +196,6 @@ def variable_batch_per_key():
     [
         (lambda: {"a": torch.zeros(3), "b": {"c": torch.zeros(4)}}, ValueError, r"rows: {'a': 3, 'b.c': 4}; the first"),
         (lambda: {"a": torch.zeros(3), "t": ["x", "y"]}, ValueError, r"{'a': 3, 't': 2}; .* to the whole batch a"),
-        (lambda: (torch.zeros(3), kjt([1, 2])), ValueError, r"{'0': 3, '1': 2}"),
         (lambda: {"a": torch.tensor(1)}, ValueError, "field 'a' is a 0-dimensional tensor; .* repeat it for every row"),
         (lambda: {"a": np.array(1)}, ValueError, "field 'a' is a 0-dimensional array"),
         (lambda: {"a": torch.eye(3).to_sparse()}, ValueError, "field 'a' is a tensor of layout torch.sparse_coo;"),
@@ -214,11 +203,7 @@ def variable_batch_per_key():
         (lambda: {"k": variable_batch_per_key()}, ValueError, "field 'k' has a variable batch per key"),
         (lambda: {"a": "x", "b": (1, 2)}, ValueError, "the batch is a dict without rows; .* add one"),
         (lambda: None, ValueError, "the batch is a NoneType without rows"),
-        (
-            lambda: TensorDict({"x": torch.zeros(3)}, batch_size=[]),
-            ValueError,
-            r"TensorDict of batch_size \[\]; rows are",
-        ),
+        (lambda: TensorDict({"x": torch.zeros(3)}, batch_size=[]), ValueError, r"TensorDict of batch_size \[\]; rows"),
         (
             lambda: lazy_stack([TensorDict({"x": torch.arange(size)}) for size in (2, 3)]),
             ValueError,
@@ -226,11 +211,7 @@ def variable_batch_per_key():
         ),
         (lambda: SomeTensorClass(x=torch.zeros(2), batch_size=[2]), TypeError, r"a tensorclass; .* to_tensordict\(\)"),
         (lambda: KeyedTensor(["a"], [2], torch.zeros(2, 3), key_dim=0), ValueError, r"has key_dim 0; .* key_dim=1"),
-        (
-            lambda: {"k": KeyedTensor(["a"], [3], torch.zeros(3, 2))},
-            ValueError,
-            r"\['a'\] has values of shape \(3, 2\)",
-        ),
+        (lambda: {"k": KeyedTensor(["a"], [3], torch.zeros(3, 2))}, ValueError, r"has values of shape \(3, 2\)"),
         (
             lambda: {"a": padded_batch([1, 2]), "b": padded_batch([1], 2)},
             ValueError,
@@ -252,10 +233,7 @@ def test_a_batch_whose_rows_cannot_be_taken(make, error, message):
         (torch.tensor([True, False]), ValueError, "indices have dtype torch.bool"),
         (np.array([0.0]), ValueError, "indices have dtype torch.float64"),
         ([[0]], ValueError, r"shape \(1, 1\); rows are chosen by a one-dimensional list"),
-        *(
-            (wrong, TypeError, "and not an array of integers .*; rows")
-            for wrong in (None, "a", ["a"], [[0], [0, 1]], {0})
-        ),
+        *((wrong, TypeError, "and not an array of integers .*; rows") for wrong in (None, "a", [[0], [0, 1]], {0})),
     ],
 )
 def test_wrong_indices(indices, error, message):
@@ -331,6 +309,10 @@ def keyed(**changes):
     return KeyedJaggedTensor(**{**parts, **changes})
 
 
+def three(**parts):
+    return JaggedTensor(torch.arange(3), **parts)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -352,20 +334,10 @@ def test_fields_that_cannot_be_described(make, message):
     ("make", "message"),
     [
         (lambda: keyed(values=torch.arange(9)), "lengths that add up to 7 and 9 values; .* remove the others"),
-        (lambda: keyed(weights=torch.ones(8)), "8 weights and 7 values"),
-        (
-            lambda: JaggedTensor(torch.arange(3), lengths=torch.tensor([2, 1]), weights=torch.ones(2)),
-            "2 weights and 3 values",
-        ),
-        (
-            lambda: JaggedTensor(torch.arange(3), lengths=torch.tensor([2, 3])),
-            "offsets from 0 to 5, lengths that add up to 5, and 3 values; offsets lie within the values",
-        ),
-        (
-            lambda: JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 1]), offsets=torch.tensor([0, 1, 3])),
-            "offsets from 0 to 3, lengths that add up to 2",
-        ),
-        (lambda: JaggedTensor(torch.arange(3), offsets=torch.tensor([-1, 1, 3])), "offsets from -1 to 3"),
+        (lambda: three(lengths=torch.tensor([2, 1]), weights=torch.ones(2)), "2 weights and 3 values"),
+        (lambda: three(lengths=torch.tensor([2, 3])), "offsets from 0 to 5, lengths that add up to 5, and 3 values"),
+        (lambda: three(lengths=torch.tensor([1, 1]), offsets=torch.tensor([0, 1, 3])), "offsets from 0 to 3, lengths"),
+        (lambda: three(offsets=torch.tensor([-1, 1, 3])), "offsets from -1 to 3"),
     ],
 )
 def test_jagged_tensors_whose_rows_cannot_be_taken(make, message):

@@ -1,23 +1,24 @@
 """A batch as bytes and back: the same batch, in storage of its own, without pickle; or an error that names the field.
 
-Also on its way from a worker of a loader.
+Also on its way from a worker of a loader: one tensor with everything in it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.loader import resumable as resumable_loader
+from commons.datasets.loader.resumable import ResumableLoader, WrappedBatch, unwrap, wrap
 from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows
@@ -122,17 +123,11 @@ class Celsius(torch.Tensor):
     """A tensor whose type says what its values are."""
 
 
-class Made(Dataset):
+class Made(list):
     """Batches that are made in the worker, by number."""
 
-    def __init__(self, makers):
-        self._makers = makers
-
     def __getitem__(self, index):
-        return self._makers[index]()
-
-    def __len__(self):
-        return len(self._makers)
+        return super().__getitem__(index)()
 
 
 def loaded(num_workers, *makers):
@@ -155,39 +150,24 @@ def test_memory_mapped_arrays_are_taken(tmp_path):
     assert there_and_back({"x": mapped})["x"].tolist() == mapped.tolist()
 
 
-def make_masked():
-    return {"price": np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0], fill_value=1e20)}
-
-
-def make_leaf():
-    return defaultdict(list, a=torch.ones(2, requires_grad=True))
-
-
-def make_celsius():
-    return {"heat": torch.ones(2).as_subclass(Celsius)}
-
-
-def test_a_worker_gives_what_the_main_process_would():
-    makers = (make_masked, make_leaf, make_celsius)
-    for alone, (masked, leaf, heat) in ((0, loaded(0, *makers)), (1, loaded(1, *makers))):
-        assert masked["price"].mask.tolist() == [False, True, False] and masked["price"].sum() == 4, alone
-        assert leaf["a"].requires_grad and leaf.default_factory is list, alone
-        assert type(heat["heat"]) is Celsius, alone
-
-
-def make_computed():
-    return {"score": torch.ones(2, requires_grad=True) * 2}
-
-
-def make_nameless():
-    return defaultdict(lambda: 1, a=torch.ones(2))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_gives_what_the_main_process_would(num_workers):
+    masked, leaf, heat = loaded(
+        num_workers,
+        lambda: {"price": MASKED},
+        lambda: defaultdict(list, a=torch.ones(2, requires_grad=True)),
+        lambda: {"heat": torch.ones(2).as_subclass(Celsius)},
+    )
+    assert masked["price"].mask.tolist() == [False, True, False] and masked["price"].sum() == 4
+    assert leaf["a"].requires_grad and leaf.default_factory is list
+    assert type(heat["heat"]) is Celsius
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (make_computed, "'score' requires gradients; gradients do not cross processes: pass detach"),
-        (make_nameless, "'the batch itself' is a defaultdict whose factory is <function make_nameless"),
+        (lambda: {"score": torch.ones(2, requires_grad=True) * 2}, "'score' requires gradients; gradients do not"),
+        (lambda: defaultdict(lambda: 1, a=torch.ones(2)), "'the batch itself' is a defaultdict whose factory is <func"),
     ],
 )
 def test_what_no_worker_could_send_is_an_error_and_no_hang(make, message):
@@ -256,3 +236,48 @@ Pair = namedtuple("Elsewhere", ["x"])
 def test_what_cannot_be_sent_unchanged_is_refused(batch, message):
     with pytest.raises(TypeError, match=message):
         encode(batch)
+
+
+@dataclass
+class Noted:
+    """A batch of the user's own."""
+
+    values: torch.Tensor
+    note: object = None
+    pinned: bool = field(default=False)
+
+    def pin_memory(self):
+        return dataclasses.replace(self, pinned=True)
+
+
+def test_a_batch_travels_as_one_tensor_in_shared_memory():
+    batch = random_batch(0, 4)
+    wrapped = wrap(batch)
+    assert isinstance(wrapped, WrappedBatch) and wrapped.message.is_shared()
+    opened = unwrap(wrapped)
+    wrapped.message.zero_()  # nothing of it is left in the batch
+    assert torch.equal(opened.features.values(), batch.features.values())
+    assert opened.features.values().any() and not opened.features.values().is_shared()
+
+
+def test_tensors_that_a_message_cannot_hold():
+    variable = KeyedJaggedTensor(
+        keys=["a", "b"], values=torch.arange(5), lengths=torch.tensor([1, 2, 2]), stride_per_key_per_rank=[[1], [2]]
+    )
+    strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    sparse = torch.eye(3).to_sparse()
+    for held in (variable, strided, sparse, torch.empty(2, device="meta")):
+        batch = {"ids": torch.arange(3), "held": held}
+        assert wrap(batch) is batch
+    assert isinstance(wrap(Noted(torch.ones(1))), WrappedBatch)
+
+
+def test_the_pinning_thread_unwraps(monkeypatch):
+    unwrapped = wrap(Noted(torch.ones(3))).pin_memory()
+    assert unwrapped.pinned and unwrapped.values.tolist() == [1.0] * 3
+    assert unwrap(unwrapped) is unwrapped
+    plain = wrap([torch.ones(2), {"note": "of no class that could pin itself"}])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor * 2)
+    assert str(plain.pin_memory()) == str([torch.full((2,), 2.0), {"note": "of no class that could pin itself"}])
+    monkeypatch.setattr(resumable_loader, "decode", None)
+    assert unwrap(unwrapped) is unwrapped
