@@ -49,9 +49,8 @@ def gpu(monkeypatch, warned):
 
 
 def test_kernels_that_work_are_used_in_the_blocks_that_were_measured(gpu, warned):
-    assert choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU) == Execution(
-        uses_triton=True, compiles=False
-    )
+    chosen = choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU)
+    assert chosen == Execution(uses_triton=True, compiles=False)
     assert warned == []
     kind = triton_launch.LayerKind(torch.bfloat16, HSTU.kv_channels, True, False, 1, True, False)
     assert {(GPU, kind): BLOCKS} == triton_launch._BLOCKS
@@ -121,9 +120,7 @@ def test_a_compiler_that_triton_misses_is_named(gpu, warned, monkeypatch):
 
     monkeypatch.setattr(execution, "choose_blocks", fail)
     assert not choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU).uses_triton
-    assert warned[0].endswith(
-        f"{HERE} its kernels cannot run (RuntimeError: Failed to find C compiler. Please specify)"
-    )
+    assert warned[0].endswith("its kernels cannot run (RuntimeError: Failed to find C compiler. Please specify)")
 
 
 def test_float32_on_a_gpu_is_slow_and_says_so_once(gpu, warned):

@@ -20,14 +20,11 @@ LONGEST = 12
 TUNINGS = [None, DeviceTuning(1, 1), DeviceTuning(64, 8), DeviceTuning(600, 200)]
 
 
-def random_inputs(num_tokens, sees_ahead, seed, num_heads=2, head_dim=3):
+def random_inputs(num_tokens, sees_ahead, seed):
+    """Queries, keys and values of two heads of width 3, and a bias."""
     generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
-
-    bias = random(num_heads, 2 * LONGEST - 1 if sees_ahead else LONGEST)
-    return [*(random(num_tokens, num_heads, head_dim) for _ in range(3)), bias]
+    shapes = [(num_tokens, 2, 3)] * 3 + [(2, 2 * LONGEST - 1 if sees_ahead else LONGEST)]
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
 
 
 def make_plan(lengths, targets, num_heads=2, contextual=None, **options) -> AttentionPlan:
@@ -59,28 +56,13 @@ def test_output_and_gradients_equal_the_reference(
     generator = torch.Generator().manual_seed(seed)
     seconds = torch.randint(-(10**6), 10**6, (sum(lengths),), generator=generator) ** 2 // 10**9
     time_bias = torch.randn(2, 20, dtype=torch.float64, generator=generator).requires_grad_()
-    plan = make_plan(
-        lengths,
-        targets,
-        contextual=contextual,
-        is_causal=is_causal,
-        target_group_size=group_size,
-        max_attn_len=max_attn_len,
-        tuning=tuning,
-    )
+    mask = {"contextual": contextual, "is_causal": is_causal, "max_attn_len": max_attn_len}
+    plan = make_plan(lengths, targets, target_group_size=group_size, tuning=tuning, **mask)
     times = TokenTimes(seconds, time_bias) if with_times else None
     output = hstu_attention(*inputs, plan, normalizer=LONGEST, times=times)
+    of_times = {"times": seconds, "time_bias": time_bias} if with_times else {}
     expected = reference_attention(
-        *inputs,
-        lengths,
-        targets,
-        normalizer=LONGEST,
-        is_causal=is_causal,
-        group_size=group_size,
-        contextual=contextual,
-        max_attn_len=max_attn_len,
-        times=seconds if with_times else None,
-        time_bias=time_bias,
+        *inputs, lengths, targets, normalizer=LONGEST, group_size=group_size, **mask, **of_times
     )
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     weights = torch.randn_like(output)
@@ -167,9 +149,8 @@ def test_sums_over_long_rows_do_not_overflow_in_float16():
     length = 6000
     query, key = (torch.zeros(length, 1, 2, dtype=torch.float16) for _ in range(2))
     value = torch.full((length, 1, 2), 4.0, dtype=torch.float16)
-    output = hstu_attention(
-        query, key, value, torch.full((1, length), 8.0), make_plan([length], [0], 1), normalizer=length
-    )
+    bias, plan = torch.full((1, length), 8.0), make_plan([length], [0], 1)
+    output = hstu_attention(query, key, value, bias, plan, normalizer=length)
     weight = torch.nn.functional.silu(torch.tensor(8.0))
     expected = weight * 4 * torch.arange(1, length + 1) / length  # their sum, up to 192,000, is beyond float16
     torch.testing.assert_close(output[:, 0, 0].float(), expected, rtol=0.01, atol=0)

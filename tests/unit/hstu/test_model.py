@@ -8,83 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, interleave_tokens
 from hstu.model.layer import RelativePositionBias, distance_buckets
 from hstu.model.ranking import stack_labels
-from tests.helpers.models.hstu_models import CONFIG, HSTU, TABLES, numbered, plain_model, random_batch, with_timestamps
+from tests.helpers.models.hstu_models import CONFIG, HSTU, TABLES, plain_model, random_batch, with_timestamps
 from tests.helpers.models.reference_attention import reference_attention
-
-# ---------------------------------------------------------------------------------------------------------- tokens
-
-
-@st.composite
-def jagged_features(draw):
-    num_rows = draw(st.integers(0, 5))
-    contextual = [draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)) for _ in range(2)]
-    items = draw(st.lists(st.integers(0, 6), min_size=num_rows, max_size=num_rows))
-    candidates = [draw(st.integers(0, count)) for count in items]
-    return contextual[: draw(st.integers(0, 2))], items, candidates, draw(st.booleans()), draw(st.booleans())
-
-
-@given(jagged_features())
-def test_tokens_are_context_then_items_and_actions_in_turn(features):
-    contextual, items, candidates, with_actions, with_candidates = features
-    leaves = [numbered(lengths, 1000 * (index + 1)) for index, lengths in enumerate(contextual)]
-    item_values, item_feature = numbered(items, 10_000, torch.int64)
-    action_values, action_feature = numbered(items, 20_000)
-    sequence = interleave_tokens(
-        [feature for _, feature in leaves],
-        item_feature,
-        action_feature if with_actions else None,
-        torch.tensor(candidates, dtype=torch.int32) if with_candidates else None,
-    )
-
-    tokens, lengths, targets, item_tokens, candidate_tokens = [], [], [], [], []
-    for row, count in enumerate(items):
-        begin = len(tokens)
-        for (values, _), feature_lengths in zip(leaves, contextual):
-            start = sum(feature_lengths[:row])
-            tokens += values[start : start + feature_lengths[row]]
-        start = sum(items[:row])
-        for index in range(start, start + count):
-            if with_candidates and index >= start + count - candidates[row]:
-                candidate_tokens.append(len(tokens))
-            item_tokens.append(len(tokens))
-            tokens.append(item_values[index])
-            if with_actions:
-                tokens.append(action_values[index])
-        lengths.append(len(tokens) - begin)
-        targets.append(candidates[row] * (2 if with_actions else 1) if with_candidates else 0)
-    expected = torch.stack(tokens) if tokens else torch.empty(0, 2, dtype=torch.float64)
-    assert torch.equal(sequence.values, expected)
-    assert sequence.lengths.tolist() == lengths and sequence.num_targets.tolist() == targets
-    assert sequence.item_tokens.tolist() == item_tokens
-    if with_candidates:
-        judged = sequence.last_items(torch.tensor(candidates, dtype=torch.int64), sum(candidates))
-        chosen = sequence.item_tokens[judged]
-        assert chosen.tolist() == candidate_tokens
-
-    # Every embedding is used once, so its gradient is that of its token.
-    weight = torch.randn_like(sequence.values)
-    used = [values for values, _ in leaves] + [item_values] + ([action_values] if with_actions else [])
-    if tokens:
-        gradients = torch.autograd.grad((sequence.values * weight).sum(), used)
-        wanted = torch.autograd.grad((expected * weight).sum(), used, allow_unused=True)
-        for gradient, want in zip(gradients, wanted):
-            assert torch.equal(gradient, torch.zeros_like(gradient) if want is None else want)
-
-
-def test_items_without_their_actions_are_named():
-    _, items = numbered([2, 1], 0)
-    _, actions = numbered([2, 0], 0)
-    with pytest.raises(ValueError, match="there are 3 items and 2 actions"):
-        interleave_tokens([], items, actions)
-
-
-# ------------------------------------------------------------------------------------------------- the whole model
 
 
 def reference_logits(model: HSTURankingModel, batch: HSTUBatch) -> torch.Tensor:
@@ -95,9 +26,8 @@ def reference_logits(model: HSTURankingModel, batch: HSTUBatch) -> torch.Tensor:
 
     def norm(x, name):
         mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
-        return (x - mean) / (variance + config.layer_norm_eps).sqrt() * weights[f"{name}.weight"] + weights[
-            f"{name}.bias"
-        ]
+        scale = (variance + config.layer_norm_eps).rsqrt() * weights[f"{name}.weight"]
+        return (x - mean) * scale + weights[f"{name}.bias"]
 
     def linear(x, name):
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
@@ -252,11 +182,21 @@ def test_labels_that_do_not_fit_are_named():
         stack_labels(labels, 2, 4)
 
 
+def test_tokens_of_rows_and_candidates_are_counted_and_items_without_their_actions_are_named():
+    lengths = map(torch.tensor, ([1, 3], [2, 1], [2, 1], [2, 0]))
+    user, items, actions, fewer = (JaggedTensor(torch.zeros(sum(part), 2), lengths=part) for part in lengths)
+    for each, step in ((actions, 2), (None, 1)):
+        sequence = interleave_tokens([user], items, each, torch.tensor([1, 0], dtype=torch.int32))
+        assert sequence.lengths.tolist() == [1 + 2 * step, 3 + step]
+        assert sequence.num_targets.tolist() == [step, 0] and sequence.num_contextual.tolist() == [1, 3]
+    assert interleave_tokens([], items, None).num_targets.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="there are 3 items and 2 actions"):
+        interleave_tokens([], items, fewer)
+
+
 def test_a_feature_without_a_table_is_named():
     model = HSTURankingModel(dataclasses.replace(CONFIG, embedding_tables={"item": 50, "action": 4, "tags": 9}))
-    with pytest.raises(
-        KeyError, match=r"features \['user'\] have no table, the model has \['item', 'action', 'tags'\]"
-    ):
+    with pytest.raises(KeyError, match=r"features \['user'\] have no table, the model has \['item', 'action', 'tags'"):
         model(random_batch())
 
 
@@ -264,9 +204,6 @@ def test_a_row_that_is_too_long_is_named():
     model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, max_sequence_length=10)))
     with pytest.raises(ValueError, match="the position bias reaches 10; a row may have at most max_sequence_length"):
         model(random_batch(longest=20))
-
-
-# --------------------------------------------------------------------------------------------------- position bias
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

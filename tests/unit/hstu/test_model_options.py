@@ -18,14 +18,7 @@ from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, Retrieval
 from hstu.model.execution import choose_execution
 from hstu.recipe import HSTURecipe, require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
-from tests.helpers.models.hstu_models import (
-    CONFIG,
-    HSTU,
-    TABLES,
-    random_batch,
-    with_execution,
-    with_timestamps,
-)
+from tests.helpers.models.hstu_models import CONFIG, HSTU, TABLES, random_batch, with_execution, with_timestamps
 
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item")
 RUN = TrainConfig(TrainerArgs(1, 1), DatasetArgs("random", 5, max_num_candidates=3))
@@ -215,11 +208,7 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
         (HSTU, {"kv_channels": 2.5}, "kv_channels is 2.5"),
         (HSTU, {"target_group_size": 0}, "target_group_size is 0"),
         (HSTU, {"time_buckets": 0}, "time_buckets is 0"),
-        (
-            HSTU,
-            {"max_attn_len": 0},
-            "max_attn_len is 0; it must be an integer of at least 1: .*, or leave it out",
-        ),
+        (HSTU, {"max_attn_len": 0}, "max_attn_len is 0; it must be an integer of at least 1: .*, or leave it out"),
         *((HSTU, {"max_attn_len": each}, "max_attn_len is .*, or leave it out") for each in (-1, 2.5, "x", True)),
         (HSTU, {"dropout": 1.0}, "dropout is 1.0"),
         (HSTU, {"position_bias": "sine"}, "position_bias is 'sine'"),
@@ -242,11 +231,7 @@ def test_every_option_is_reachable_from_a_file(tmp_path):
         (RETRIEVAL, {"hstu": dataclasses.replace(HSTU, contextual_mask=True)}, "contextual_mask is True; retrieval"),
         (RETRIEVAL, {"embedding_tables": {}}, "embedding_tables is empty"),
         (ExecutionConfig(), {"compute_dtype": "fp8"}, r"'fp8'; it is one of \['fp32', 'bf16', 'fp16'\]"),
-        (
-            ExecutionConfig(),
-            {"kernel_backend": "hstu_attn"},
-            r"it is one of \['auto', 'pytorch', 'triton'\]",
-        ),
+        (ExecutionConfig(), {"kernel_backend": "hstu_attn"}, r"it is one of \['auto', 'pytorch', 'triton'\]"),
         (RUN, {"task": "retrieval"}, "task is 'retrieval' and max_num_candidates is 3"),
     ],
 )

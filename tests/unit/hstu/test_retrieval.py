@@ -100,12 +100,10 @@ WITHOUT_PREDICTIONS = [
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("config", "longest", "actual_batch_size"), WITHOUT_PREDICTIONS)
-def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(
-    config, plain, longest, actual_batch_size
-):
+@pytest.mark.parametrize(("config", "longest", "real_rows"), WITHOUT_PREDICTIONS)
+def test_without_predictions_the_loss_is_zero_and_every_parameter_has_a_gradient(config, plain, longest, real_rows):
     model = model_of(config, plain_embeddings=plain)
-    batch = random_batch(longest=longest, actual_batch_size=actual_batch_size)
+    batch = random_batch(longest=longest, actual_batch_size=real_rows)
     loss, output = model(with_drawn(batch) if config is DRAWN else batch)
     assert loss.item() == 0.0 and output.num_loss_tokens == 0
     assert config is not RANKING or output.logits.shape == output.labels.shape == (0, 2)
@@ -170,15 +168,9 @@ def test_negatives_are_uniform():
 
 
 def loaders(num_workers):
-    dataset = RandomHSTUDataset(
-        [FeatureConfig(["user"], [20], 1, False), FeatureConfig(["item", "action"], [NUM_ITEMS, 4], 9, True)],
-        "item",
-        ["user"],
-        "action",
-        batch_size=3,
-        num_batches=4,
-        last_batch_size=2,
-    )
+    features = [FeatureConfig(["user"], [20], 1, False), FeatureConfig(["item", "action"], [NUM_ITEMS, 4], 9, True)]
+    sizes = {"batch_size": 3, "num_batches": 4, "last_batch_size": 2}
+    dataset = RandomHSTUDataset(features, "item", ["user"], "action", **sizes)
     loader = ResumableLoader(dataset, BatchOrderSampler(4, shuffle=True, seed=5), num_workers=num_workers)
     return loader, sample_negatives(loader, "item_negatives", 6, NUM_ITEMS, seed=9)
 

@@ -167,14 +167,8 @@ def test_gradients_cannot_be_differentiated_again():
 @pytest.mark.parametrize("saves_memory", [False, True])
 @pytest.mark.parametrize(("position_bias", "max_attn_len"), [("direct", 3), ("bucketed", None), ("none", 3)])
 def test_layers_compute_the_same_with_both(monkeypatch, position_bias, max_attn_len, saves_memory):
-    hstu = dataclasses.replace(
-        HSTU,
-        position_bias=position_bias,
-        time_bias=True,
-        contextual_mask=True,
-        target_group_size=2,
-        max_attn_len=max_attn_len,
-    )
+    options = {"position_bias": position_bias, "max_attn_len": max_attn_len, "target_group_size": 2}
+    hstu = dataclasses.replace(HSTU, time_bias=True, contextual_mask=True, **options)
     lengths, targets, context = map(torch.tensor, ([9, 0, 3], [4, 0, 1], [2, 0, 1]))
     tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
     times = torch.arange(12) * 100
