@@ -1,4 +1,4 @@
-"""Tokens of a batch, and attention over packed rows: against one row at a time."""
+"""Blocks of rows for the attention, and the layers that compute it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ from hypothesis import strategies as st
 from sid_gr.megatron_core import get_gpt_layer_local_spec
 from sid_gr.model import decoder, token_layout
 from sid_gr.model.attention import PatternAttention
-from sid_gr.model.token_layout import lay_out_batch
-
-CPU = torch.device("cpu")
-
-
-def lay_out(hierarchies, rows, padding=0, num_heads=2):
-    items = np.array([*rows, *[(0, 0)] * padding], dtype=np.int64).reshape(-1, 2)
-    return lay_out_batch(
-        items[:, 0] * hierarchies,
-        items[:, 1] * hierarchies,
-        num_rows=len(rows),
-        num_hierarchies=hierarchies,
-        num_heads=num_heads,
-        device=CPU,
-    )
 
 
 def row_lengths(layout):
@@ -47,8 +32,10 @@ def row_lengths(layout):
     dispatch=st.sampled_from([0, 100, 2**13, 2**20]),
 )
 def test_blocks_pad_no_more_than_a_dispatch_is_worth(lengths, num_heads, dispatch):
+    histories, candidates = np.array(lengths) - 1, np.zeros(len(lengths), np.int64)
+    sizes = {"num_rows": len(lengths), "num_hierarchies": 1, "num_heads": num_heads}
     with mock.patch.dict(token_layout._DISPATCH_PAIRS, cpu=dispatch):
-        layout = lay_out(1, [(length - 1, 0) for length in lengths], num_heads=num_heads)
+        layout = token_layout.lay_out_batch(histories, candidates, **sizes, device=torch.device("cpu"))
     assert sum(block.num_rows for block in layout.blocks) == len(lengths)
     assert sum(block.num_tokens for block in layout.blocks) == sum(lengths)
     ordered = iter(row_lengths(layout))

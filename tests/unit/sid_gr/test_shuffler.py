@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
+from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.args import OptimizationArgs
 from sid_gr import SIDGRBalancedBatchShuffler
@@ -25,21 +26,15 @@ from tests.helpers.models.sid_models import SIZES, make_batch
     layers=st.integers(1, 3),
     ffn=st.none() | st.integers(1, 20),
 )
-def test_workloads_are_the_operations_of_the_matrix_products(seed, hidden, heads, head_dim, layers, ffn):
+def test_workloads_are_those_of_the_layers_and_of_the_head_of_each_code(seed, hidden, heads, head_dim, layers, ffn):
     batch = make_batch(seed, num_real=5)
     shuffler = SIDGRBalancedBatchShuffler(hidden, heads, head_dim, layers, ffn_hidden_size=ffn)
-    width, inner = heads * head_dim, ffn or 4 * hidden
+    task = SelfAttentionTask(hidden, heads, head_dim, layers, ffn_hidden_size=ffn)
     expected = []
     for row in range(batch.actual_batch_size):
         history, candidates = (int(batch.code_lengths(key)[row]) for key in (HISTORY, CANDIDATE))
-        tokens = 1 + history + max(candidates - 1, 0)
-        products = [(tokens, hidden, 3 * width), (tokens, width, hidden)]
-        products += [(tokens, hidden, inner), (tokens, inner, hidden)]
-        # Every token sees itself and what precedes it, for the scores and for the sum of the values.
-        products += [(1, width, seen) for seen in range(1, tokens + 1)] * 2
-        head_products = [(1, hidden, SIZES[code % 3]) for code in range(candidates)]
-        operations = sum(2 * m * n * k for m, n, k in products) * layers
-        expected.append(operations + sum(2 * m * n * k for m, n, k in head_products))
+        of_layers = task.get_workloads(1 + history + max(candidates - 1, 0))
+        expected.append(of_layers + sum(2 * hidden * SIZES[code % 3] for code in range(candidates)))
     workloads = shuffler.get_workloads(batch)
     assert workloads.dtype == torch.int64 and workloads.shape == (batch.batch_size,)
     assert workloads[: batch.actual_batch_size].tolist() == expected
@@ -77,7 +72,7 @@ HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
         (lambda: config(ffn_hidden_size=7, tensor_model_parallel_size=2), "ffn_hidden_size is 7"),
         (
             lambda: train_config(model=ModelArgs(tensor_model_parallel_size=3)),
-            "num_attention_heads is 4, tensor_model_parallel_size is 3",
+            "heads is 4, tensor_model_parallel_size is 3",
         ),
         (lambda: train_config({"top_k_for_generation": 5}), "has 'NDCG@10', the beam has 5 items"),
         (lambda: train_config({"top_k_for_generation": 0}), "top_k_for_generation is 0"),
@@ -90,16 +85,12 @@ def test_settings_are_checked(make, message):
         make()
 
 
-def test_derived_dimensions():
+def test_derived_dimensions_and_defaults_of_generation():
     made = config(kv_channels=3, codebook_sizes=[4, 4, 4])
     assert (made.head_dim, made.ffn_width, made.max_sequence_length, made.num_hierarchies) == (3, 32, 15, 3)
-    assert made.codebook_sizes == (4, 4, 4)
-
-
-def test_defaults_of_generation():
-    config = train_config(CLIPPED)
-    assert config.trainer.top_k_for_generation == 10 and config.trainer.eval_metrics == ("HitRate@2", "NDCG@10")
-    assert config.sid.codebook_sizes == (500,) * 4
+    run = train_config(CLIPPED)
+    assert run.trainer.top_k_for_generation == 10 and run.trainer.eval_metrics == ("HitRate@2", "NDCG@10")
+    assert made.codebook_sizes == (4, 4, 4) and run.sid.codebook_sizes == (500,) * 4
 
 
 def test_a_map_is_needed_for_real_items(tmp_path):
