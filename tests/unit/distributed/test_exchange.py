@@ -45,12 +45,9 @@ def plan_for(batches, destination, host_values=None):
     return ShufflePlan.of(gathered, np.array(destination, dtype=np.int64))
 
 
-def exchanges_for(plan, batches, all_gather=False):
+def exchanges_for(plan, batches):
     layout = PayloadLayout.of(BatchSchema.of(batches[0]))
-    return [
-        planned_exchange(plan.gathered, plan.destination, layout, rank, all_gather=all_gather)
-        for rank in range(len(batches))
-    ]
+    return [planned_exchange(plan.gathered, plan.destination, layout, rank) for rank in range(len(batches))]
 
 
 def rows_of_ranks(batches, destination):
@@ -63,25 +60,16 @@ def rows_of_ranks(batches, destination):
 def cases(draw):
     num_ranks = draw(st.integers(1, 4))
     batches, first = [], 0
-    values = draw(st.sampled_from(JAGGED_DTYPES))
-    tiny = draw(st.sampled_from(JAGGED_DTYPES))
-    weights = draw(st.sampled_from([None, torch.float32, torch.float16, torch.float64]))
-    longest = draw(st.sampled_from([0, 1, 6]))
+    options = {
+        "values_dtype": draw(st.sampled_from(JAGGED_DTYPES)),
+        "tiny_dtype": draw(st.sampled_from(JAGGED_DTYPES)),
+        "weights_dtype": draw(st.sampled_from([None, torch.float32, torch.float16, torch.float64])),
+        "max_length": draw(st.sampled_from([0, 1, 6])),
+    }
     for _ in range(num_ranks):
         rows = draw(st.integers(0, 5))
         real = draw(st.integers(0, rows))
-        batches.append(
-            random_batch(
-                draw(st.integers(0, 999)),
-                rows,
-                real,
-                first_id=first,
-                values_dtype=values,
-                tiny_dtype=tiny,
-                weights_dtype=weights,
-                max_length=longest,
-            )
-        )
+        batches.append(random_batch(draw(st.integers(0, 999)), rows, real, first_id=first, **options))
         first += real
     destination = draw(st.lists(st.integers(0, num_ranks - 1), min_size=first, max_size=first))
     return batches, destination

@@ -101,12 +101,8 @@ def install(folder, monkeypatch, entry_points):
 
 
 def test_an_installed_package_brings_its_shufflers(here, monkeypatch):
-    points = {
-        "theirs": "their_class:Mine",
-        "theirs2": "their_module",
-        "torn": "their_torn",
-        "other": "their_class:MODULE",
-    }
+    points = {"theirs": "their_class:Mine", "theirs2": "their_module", "torn": "their_torn"}
+    points["other"] = "their_class:MODULE"
     site = install(here, monkeypatch, points)
     write_module(site, "their_class")
     write_module(site, "their_module", "theirs2")
@@ -118,9 +114,7 @@ def test_an_installed_package_brings_its_shufflers(here, monkeypatch):
     assert load_config(TrainConfig, [*flags_of(RUN), "--shuffler-type", "theirs2"]).shuffler_type == "theirs2"
     assert {"theirs", "theirs2"} <= BatchShufflerFactory.list_available().keys()
     for name in ("torn", "other"):
-        with pytest.raises(
-            ImportError, match=f"batch shuffler '{name}' is their_.* cannot be imported .*: mend or uninst"
-        ):
+        with pytest.raises(ImportError, match=f"batch shuffler '{name}' is their_.* cannot be imported .*: mend or"):
             BatchShufflerFactory.create(name)
     with pytest.raises(KeyError, match="batch shuffler 'nobody' is not registered"):
         BatchShufflerFactory.create("nobody")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -80,25 +81,19 @@ def test_a_shuffle_does_not_wait_for_ever_for_a_worker_that_is_stuck(monkeypatch
     shuffler.close()
 
 
-class BrokenQueue:
-    """Ends the thread that asks for its second job, as an exception set from outside does."""
-
-    def __init__(self, jobs):
-        self._jobs, self._calls = jobs, 0
-        self.put = jobs.put
-
-    def get(self):
-        self._calls += 1
-        item = self._jobs.get()
-        if self._calls == 2:
-            raise SystemExit
-        return item
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_job_of_a_thread_that_has_ended_is_answered():
+    """Ended with its second job, as by an exception that is set from outside."""
     worker, go = DaemonWorker("evenrank-test"), threading.Event()
-    worker._jobs = BrokenQueue(worker._jobs)
+    jobs, calls = worker._jobs, itertools.count(1)
+
+    def get():
+        job = jobs.get()
+        if next(calls) == 2:
+            raise SystemExit
+        return job
+
+    worker._jobs = SimpleNamespace(put=jobs.put, get=get)
     first, taken, waiting = worker.submit(go.wait), worker.submit(lambda: 2), worker.submit(lambda: 3)
     go.set()
     assert first.result(timeout=60)

@@ -29,44 +29,30 @@ def test_defaults():
     }
 
 
+SHUFFLER, SAMPLER, RANK_0 = {"enable_balanced_shuffler": True}, {"balance_sampler": True}, {"single_rank_load": True}
+WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"train_batch_size": 0}, "train_batch_size is 0; it must be an integer of at least 1: correct it"),
-        ({"train_batch_size": 2.5}, "train_batch_size is 2.5; it must be an integer"),
-        ({"eval_interval": True}, "eval_interval is True"),
-        ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
         ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
         ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
         ({"balance_batch": True}, "balance_batch is True and single_rank_load .* or enable_balanced_shuffler instead"),
+        (SHUFFLER | RANK_0 | {"balance_batch": True}, "balance_batch and enable_balanced_shuffler are both .* set one"),
+        (WINDOW, "shuffle_window is 2 and balancing is off; .* or leave shuffle_window 1"),
+        (SHUFFLER | SAMPLER, "balance_sampler and enable_balanced_shuffler are both True; .* set one of them"),
+        (SAMPLER | RANK_0, "single_rank_load is True and balance_sampler is True; .* set balance_batch instead, or"),
         (
-            {"balance_batch": True, "single_rank_load": True, "enable_balanced_shuffler": True},
-            "balance_batch and enable_balanced_shuffler are both True; .* set one of them",
+            SHUFFLER | RANK_0 | WINDOW,
+            "single_rank_load is True and shuffle_window is 2; rank 0 distributes every batch s",
         ),
-        ({"shuffle_window": 4}, "shuffle_window is 4 and balancing is off; .* or leave shuffle_window 1"),
-        (
-            {"balance_sampler": True, "enable_balanced_shuffler": True},
-            "balance_sampler and enable_balanced_shuffler are both True; .* set one of them",
-        ),
-        (
-            {"balance_sampler": True, "single_rank_load": True},
-            "single_rank_load is True and balance_sampler is True; .* set balance_batch instead, or",
-        ),
-        (
-            {"shuffle_window": 2, "enable_balanced_shuffler": True, "single_rank_load": True},
-            "single_rank_load is True and shuffle_window is 2; rank 0 distributes every batch separately",
-        ),
-        ({"budget_per_rank": 8.0}, "budget_per_rank is 8.0, balance_sampler is False and shuffle_window is 1; .* set"),
-        (
-            {"budget_per_rank": 8.0, "balance_sampler": True, "shuffle_window": 2},
-            "balance_sampler is True and shuffle_window is 2; .* leave shuffle_window 1",
-        ),
-        ({"budget_per_rank": 0.0, "balance_sampler": True}, "budget_per_rank is 0.0; it is a positive number"),
-        (
-            {"budget_per_rank": 8.0, "balance_sampler": True},
-            "budget_per_rank is 8.0 and shuffler.equal_size is True; .* set shuffler.equal_size to false",
-        ),
+        (BUDGET, "budget_per_rank is 8.0, balance_sampler is False and shuffle_window is 1; .* set"),
+        (BUDGET | SAMPLER | WINDOW, "balance_sampler is True and shuffle_window is 2; .* leave shuffle_window 1"),
+        (SAMPLER | {"budget_per_rank": 0.0}, "budget_per_rank is 0.0; it is a positive number"),
+        (BUDGET | SAMPLER, "budget_per_rank is 8.0 and shuffler.equal_size is True; .* set shuffler.equal_size to fal"),
         (
             {"schedule_in": "rows", "eval_interval": 3},
             "eval_interval is 3, schedule_in is 'rows' and a step has 4 rows or more; it would be due after every step",

@@ -79,8 +79,7 @@ def test_a_config_of_an_installed_package_is_found_in_any_folder(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["hstu/configs/none.toml", "no_such_package/run.toml", "__main__/run.toml", "../run.toml", "hstu"],
+    "name", ["hstu/configs/none.toml", "no_such_package/run.toml", "__main__/run.toml", "../run.toml", "hstu"]
 )
 def test_a_config_that_is_nowhere_is_named_as_given(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

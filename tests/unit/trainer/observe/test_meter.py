@@ -69,12 +69,9 @@ def test_the_clock_leaves_out_what_lies_between_steps(monkeypatch):
     assert clock.take() == [500.0, 250.0] and clock.take() == []
 
 
-def test_a_device_that_is_none():
+def test_ranks_on_no_device_and_without_torchrun_do_not_start():
     with pytest.raises(ValueError, match="device_type is 4; it must be one of 'auto', 'cpu', 'cuda': choose one"):
         initialize_ranks(4)
-
-
-def test_ranks_without_torchrun():
     with pytest.raises(ValueError, match="not started by torchrun; .*: run `torchrun --standalone --nproc_per_node=2 "):
         initialize_ranks()
 

@@ -29,20 +29,8 @@ from commons.trainer.observe.sinks import (
     require_sinks,
 )
 
-RECORD = {
-    "step": 7,
-    "loss": 0.5,
-    "eval_NDCG@10": 0.25,
-    "moved": True,
-    "loads_after": (3, 5),
-    "rank_speeds": [2.0, None],
-}
-
-
-def scrape(port):
-    # The address is this machine's.
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
+NUMBERS = {"step": 7, "loss": 0.5, "eval_NDCG@10": 0.25, "moved": True}
+RECORD = NUMBERS | {"loads_after": (3, 5), "rank_speeds": [2.0, None]}
 
 
 def test_figures_have_a_place_each():
@@ -76,9 +64,11 @@ def test_prometheus_scrapes_the_latest_numbers(tmp_path):
     try:
         sink.write(RECORD)
         sink.write(RECORD | {"step": 8, "loss": 0.25})
-        found = scrape(port)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
     finally:
         sink.close()
+    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert {name: float(found[name]) for name in found} == {
         "evenrank_step": 8.0,
         "evenrank_train_loss": 0.25,

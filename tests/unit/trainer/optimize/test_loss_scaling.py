@@ -27,9 +27,8 @@ def update(optimizer, scaler, max_grad_norm=None):
 
 
 def in_float16(config):
-    return dataclasses.replace(
-        config, hstu=dataclasses.replace(config.hstu, execution=ExecutionConfig(compute_dtype="fp16"))
-    )
+    hstu = dataclasses.replace(config.hstu, execution=ExecutionConfig(compute_dtype="fp16"))
+    return dataclasses.replace(config, hstu=hstu)
 
 
 def gradients(model):

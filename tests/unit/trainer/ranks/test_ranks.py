@@ -1,15 +1,23 @@
-"""Processes as ranks: their numbers, the variables of other libraries, signals of loaders' workers, exit statuses."""
+"""Processes as ranks: numbers, signals and exit statuses; CUDA that does not work is told before a group is made."""
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.utils.data import DataLoader
 
+from commons.releases import NEWEST_TORCH, RELEASES, minor
+from commons.trainer.ranks import cuda_check, launch
+from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.ranks.stop import keep_workers
 from commons.trainer.torchrun import _exit_status
@@ -94,3 +102,130 @@ def failed(*exits):
 def test_exit_status(exits, status, said, capsys):
     assert _exit_status(failed(*exits)) == status
     assert capsys.readouterr().err == said
+
+
+GPU = torch.device("cuda", 0)
+PINNED = Path(__file__).parents[4] / "requirements" / "cuda.txt"
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading "
+    "and installing a new version"
+)
+NO_KERNEL = "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might be ..."
+
+
+def raising(error):
+    def run(*_args, **_kwargs):
+        raise error
+
+    return run
+
+
+@pytest.fixture
+def old_driver(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD)))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of compute capability 7.0 on which everything runs."""
+    for name, answer in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": (7, 0),
+        "get_device_name": "Tesla V100",
+        "get_arch_list": ["sm_80", "sm_90"],
+        "synchronize": None,
+        "set_device": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    for name in ("_run_torch", "_run_fbgemm"):
+        monkeypatch.setattr(cuda_check, name, lambda device: None)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Start the only rank, which makes no process group."""
+    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
+    monkeypatch.setattr(dist, "init_process_group", raising(AssertionError("a process group was made")))
+    return functools.partial(launch.initialize_ranks, ranks=RankInfo(0, 1, 0, 1, "localhost:1"))
+
+
+def test_a_driver_that_is_too_old(old_driver, monkeypatch):
+    problem = driver_problem()
+    assert problem.startswith("the NVIDIA driver supports CUDA 12.4, torch ") and "is built for CUDA 13.0, " in problem
+    assert problem.endswith("or choose device 'cpu'") and "\n" not in problem
+    # Builds that the driver serves, of releases that belong together: fbgemm's on the package index need CUDA 13 too.
+    torch_release = ".".join(torch.__version__.split(".")[:2])
+    pair = f'"torch=={torch_release}.*" "fbgemm-gpu=={RELEASES[torch_release]}.*"'
+    assert "which needs driver 580; " in problem
+    assert f"pip install --force-reinstall {pair} --index-url https://download.pytorch.org/whl/cu126" in problem
+    # One that no build runs with.
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD.replace("12040", "11040"))))
+    assert "supports CUDA 11.4" in driver_problem() and "pip" not in driver_problem()
+
+
+def test_releases_are_those_of_the_pinned_set():
+    pinned = dict(line.split("==") for line in PINNED.read_text().splitlines() if re.match("torch|fbgemm", line))
+    assert RELEASES[minor(pinned["torch"])] == minor(pinned["fbgemm-gpu"]) == minor(pinned["torchrec"])
+    assert minor(pinned["torch"]) == NEWEST_TORCH
+
+
+def test_no_driver_is_no_problem(monkeypatch, old_driver):
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("Found no NVIDIA driver on your system.")))
+    assert driver_problem() is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "init", raising(AssertionError("not asked")))
+    assert driver_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "text"),
+    [
+        ("_run_torch", RuntimeError(NO_KERNEL), r"has no code for it; .* only for its build targets \(sm_80, sm_90\)"),
+        ("_run_fbgemm", RuntimeError(NO_KERNEL), "fbgemm-gpu.* has no code for it; .*install a build of fbgemm for"),
+        ("_run_fbgemm", NotImplementedError("Could not run"), "fbgemm-gpu.* is a build without CUDA; "),
+    ],
+)
+def test_a_gpu_without_code(monkeypatch, gpu, operation, error, text):
+    assert driver_problem() is None and device_problem(GPU) is None
+    monkeypatch.setattr(cuda_check, operation, raising(error))
+    problem = device_problem(GPU)
+    assert problem.startswith("Tesla V100 has compute capability 7.0, and ") and "\n" not in problem
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(problem)
+
+
+def test_other_errors_stay_what_they_are(monkeypatch, gpu):
+    monkeypatch.setattr(cuda_check, "_run_torch", raising(RuntimeError("CUDA out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        device_problem(GPU)
+
+
+@pytest.mark.parametrize("device_type", ["auto", "cuda"])
+def test_ranks_with_an_old_driver_do_not_start(old_driver, start, device_type):
+    with pytest.raises(ValueError, match="the NVIDIA driver supports CUDA 12.4"):
+        start(device_type)
+
+
+def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, start):
+    monkeypatch.setattr(cuda_check, "_run_fbgemm", raising(RuntimeError(NO_KERNEL)))
+    with pytest.raises(ValueError, match="Tesla V100 has compute capability 7.0"):
+        start()
+
+
+def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
+    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
+    made = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: made.append((backend, device_id)))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    ranks = RankInfo(rank=3, world_size=4, local_rank=3, local_world_size=4, address="localhost:29500", gpu=0)
+    assert launch.initialize_ranks(ranks=ranks) == GPU and made == [("nccl", GPU)]
+    with pytest.raises(ValueError, match="device is 'cuda', this machine has 1 GPUs for 4 ranks; "):
+        launch.initialize_ranks(device_type="cuda", ranks=replace(ranks, gpu=None))
+
+
+def test_ranks_on_the_cpu_do_not_ask(old_driver, start):
+    with pytest.raises(AssertionError, match="a process group was made"):
+        start("cpu")
