@@ -27,6 +27,7 @@ SLACKS = (0.0, 0.01, 0.3, 5e-324, 1.0)
 LARGE = [(64, 32), (64, 8), (128, 16), (256, 16), (600, 8), (1024, 32), (4096, 32)]
 LARGE_GRIDS = [(64, 32, 4), (64, 8, 8), (256, 16, 2), (256, 16, 4), (600, 4, 4), (1024, 8, 4), (4096, 4, 2)]
 
+NODES: dict[str, Any] = {"ranks_per_node": 8, "best_effort": True}
 Answer = Iterator[Any]
 
 
@@ -110,17 +111,9 @@ def _large(draws: Draws, number: int) -> Answer:
     ranks, rows = LARGE[number % len(LARGE)]
     kind = KINDS[1:][number // len(LARGE) % (len(KINDS) - 1)]
     lengths = draws.lengths(kind, ranks * rows)
-    workloads, at_home = _cost(draws, kind, lengths), number % 2 == 0
-    yield from _planned(
-        workloads,
-        ranks,
-        equal_size=number % 3 > 0,
-        tokens=lengths if kind != "huge" else None,
-        home=np.arange(len(lengths)) // rows if at_home else None,
-        ranks_per_node=8,
-        slack=0.01 if at_home else 0.0,
-        best_effort=True,
-    )
+    near_home = {"home": np.arange(len(lengths)) // rows, "slack": 0.01} if number % 2 == 0 else {}
+    options = {"equal_size": number % 3 > 0, "tokens": lengths if kind != "huge" else None}
+    yield from _planned(_cost(draws, kind, lengths), ranks, **options, **NODES, **near_home)
 
 
 def _large_cut(draws: Draws, number: int) -> Answer:
@@ -128,35 +121,18 @@ def _large_cut(draws: Draws, number: int) -> Answer:
     ranks, rows = 512 + 8 * number, 32
     ratio = np.minimum(2**30 // (1 + draws.integers(0, 2**20, ranks * rows)), 6 * 2**10)
     lengths = np.clip(ratio**5 // 5 * 3 // 2**50, 1, 4096)
-    yield from _planned(
-        5120 * lengths + lengths**2,
-        ranks,
-        equal_size=True,
-        tokens=lengths,
-        home=np.arange(len(lengths)) // rows,
-        ranks_per_node=8,
-        slack=0.01,
-        best_effort=True,
-    )
+    options = {"equal_size": True, "tokens": lengths, "home": np.arange(len(lengths)) // rows, "slack": 0.01}
+    yield from _planned(5120 * lengths + lengths**2, ranks, **options, **NODES)
 
 
 def _large_grid(draws: Draws, number: int) -> Answer:
     ranks, rows, steps = LARGE_GRIDS[number % len(LARGE_GRIDS)]
     kind = KINDS[1:][number // len(LARGE_GRIDS) % (len(KINDS) - 1)]
     lengths = draws.lengths(kind, ranks * rows * steps)
-    place, at_home = np.arange(len(lengths)) // rows, number % 2 == 0
-    yield from _planned_grid(
-        _cost(draws, kind, lengths),
-        ranks,
-        steps,
-        tokens=lengths if kind != "huge" else None,
-        home=place // steps if at_home else None,
-        home_step=place % steps if at_home else None,
-        ranks_per_node=8,
-        slack=0.01 if at_home else 0.0,
-        seed=number,
-        best_effort=True,
-    )
+    place = np.arange(len(lengths)) // rows
+    near_home = {"home": place // steps, "home_step": place % steps, "slack": 0.01} if number % 2 == 0 else {}
+    options = {"tokens": lengths if kind != "huge" else None, "seed": number}
+    yield from _planned_grid(_cost(draws, kind, lengths), ranks, steps, **options, **NODES, **near_home)
 
 
 def _gathered(draws: Draws) -> GatheredRows:

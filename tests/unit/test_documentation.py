@@ -9,7 +9,6 @@ import ast
 import importlib.util
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -34,12 +33,10 @@ def tokens_of(page: Path) -> list[Token]:
     return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
 
 
-def links_of(page: Path) -> Iterator[str]:
-    for token in tokens_of(page):
-        for part in token.children or ():
-            address = part.attrs.get("href") or part.attrs.get("src")
-            if isinstance(address, str) and not re.match(r"[a-z]+:", address):
-                yield address
+def links_of(page: Path) -> list[str]:
+    parts = [part for token in tokens_of(page) for part in token.children or ()]
+    addresses = [str(part.attrs.get("href") or part.attrs.get("src") or "x:") for part in parts]
+    return [address for address in addresses if not re.match(r"[a-z]+:", address)]
 
 
 @cache
@@ -141,8 +138,6 @@ def test_a_page_that_loads_from_the_network_stops_the_build(hook, tag, stops):
         hook.on_post_page(tag, page, config)
 
 
-# ------------------------------------------------------------------------------------------------------------- settings
-
 OPTIONS = (ROOT / "docs/options.md").read_text(encoding="utf-8")
 # Rows of three columns: what one sees or wants, what to set, what it costs.
 DECISIONS = [row for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", OPTIONS, re.MULTILINE) if "`" in row[1]]
@@ -179,9 +174,6 @@ def test_what_rows_name_is_there():
     assert len(SETTINGS) > 10 and named - known <= {"evenrank", "optimization"}
 
 
-# ------------------------------------------------------------------------------------------------------ quoted messages
-
-
 MESSAGE_PAGES = ("docs/troubleshooting.md", "docs/dlrm.md", "docs/faq.md")
 SOURCES = ("commons", "hstu", "sid_gr", "evenrank")
 # What a program puts in front of a message.
@@ -208,25 +200,18 @@ def _pattern(node: ast.expr) -> tuple[str, int]:
     return pattern, fixed
 
 
-def _strings(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-            yield node
-
-
 @pytest.fixture(scope="module")
 def patterns() -> list[tuple[re.Pattern[str], int]]:
     files = (path for source in SOURCES for path in sorted((ROOT / source).rglob("*.py")))
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
-    found = {_pattern(node) for tree in trees for node in _strings(tree)}
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    found = {_pattern(node) for node in nodes if isinstance(node, (ast.JoinedStr, ast.Constant))}
     longest_first = sorted(found, key=lambda each: (-each[1], each[0]))
     return [(re.compile(pattern), fixed) for pattern, fixed in longest_first if fixed >= LEAST_CHARACTERS]
 
 
 def _quoted() -> list[str]:
-    blocks = [
-        block for key, block in documented_blocks().items() if key[0] in MESSAGE_PAGES and block.language == "text"
-    ]
+    found = documented_blocks().items()
+    blocks = [block for (page, *_), block in found if page in MESSAGE_PAGES and block.language == "text"]
     lines = [line for block in blocks for line in block.text.splitlines()]
     return [PREFIX.sub("", line) for line in lines if not line.startswith("loss ")]
 
