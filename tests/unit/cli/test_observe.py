@@ -98,19 +98,12 @@ def test_what_is_no_record_is_named(tmp_path, capsys, content):
 def test_lengths_of_any_batch():
     kjt = KeyedJaggedTensor(["a", "b"], torch.arange(9), lengths=torch.tensor([1, 2, 0, 3, 1, 2]))
     batch = Batch(dense_features=torch.ones(3, 2), sparse_features=kjt, labels=torch.ones(3))
-    assert (
-        _lengths_of(batch).tolist()
-        == [4, 3, 2]
-        == _lengths_of(kjt).tolist()
-        == _lengths_of((kjt, torch.ones(3))).tolist()
-    )
     # The handle of a batch in an evenrank pipeline has the batch again.
-    assert _lengths_of(ShufflingBatch(batch, SimpleNamespace(host_batch=batch))).tolist() == [4, 3, 2]
-    assert _lengths_of({"x": JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2])), "labels": kjt}).tolist() == [
-        1,
-        2,
-    ]
-    assert _lengths_of([kjt, JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))]) is None
+    for held in (batch, kjt, (kjt, torch.ones(3)), ShufflingBatch(batch, SimpleNamespace(host_batch=batch))):
+        assert _lengths_of(held).tolist() == [4, 3, 2]
+    jagged = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
+    assert _lengths_of({"x": jagged, "labels": kjt}).tolist() == [1, 2]
+    assert _lengths_of([kjt, jagged]) is None
     nobody = KeyedJaggedTensor(["a"], torch.zeros(0), lengths=torch.zeros(0, dtype=torch.int32), stride=0)
     assert _lengths_of(nobody).tolist() == []
     assert _lengths_of(torch.ones(3)) is None and _lengths_of(kjt.to("meta")) is None

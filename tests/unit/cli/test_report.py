@@ -168,7 +168,6 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     [
         ([], "no run is given"),
         (["runs/none"], "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a"),
-        (["runs/a", "--html", "r.txt"], "a page is an .html file"),
         (["runs/a", "--figure", "linked.png"], "no command overwrites its input"),
     ],
 )

@@ -43,6 +43,15 @@ def test_stats_of_a_plan():
     assert stats.to_dict()["loads_before"] == (44, 6, 4, 10)
 
 
+def test_stats_of_a_window_add_up_to_those_of_its_plan():
+    (gathered,) = rows_of([40, 2], [2, 2], [2, 2], [40, 2]).windows(2)
+    stats = stats_of_plan(plan_shuffle(gathered), 3, gather_ms=4.0, plan_ms=2.0, bytes_sent=10)
+    assert [each.step for each in stats] == [3, 4] and [each.largest_load_before for each in stats] == [42, 42]
+    assert sorted(each.largest_load_after for each in stats) == [4, 42]
+    assert [each.imbalance_before for each in stats] == [pytest.approx(42 / 23 - 1)] * 2
+    assert sum(each.lower_bound for each in stats) == 46 and sum(each.gather_ms for each in stats) == 4.0
+
+
 def test_a_gate_leaves_the_load_where_it_is():
     rows = gathered([40, 4], [3, 3], [2, 2], [1, 9])
     plan = plan_shuffle(rows, min_gain=0.1)

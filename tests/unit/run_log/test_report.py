@@ -87,8 +87,11 @@ def test_a_run_that_observes(tmp_path):
 
 
 BY_WORK = config_of(balance_sampler=True, enable_balanced_shuffler=False)
-# As a sampler's run was logged before it knew the rows dealt in turn: even as they are read.
-AS_READ = [step | {"imbalance_before": 0.0, "largest_load_before": step["largest_load_after"]} for step in AS_LOADED]
+
+
+def as_read(step):
+    """As a sampler's run was logged before it knew the rows dealt in turn: even as they are read."""
+    return step | {"imbalance_before": 0.0, "largest_load_before": step["largest_load_after"]}
 
 
 def test_rows_read_by_their_work_gain_over_the_rows_dealt_in_turn(tmp_path):
@@ -102,7 +105,7 @@ def test_rows_read_by_their_work_gain_over_the_rows_dealt_in_turn(tmp_path):
 
 
 def test_an_old_log_of_a_sampler_does_not_say_what_it_gained(tmp_path):
-    report = report_of(tmp_path, AS_READ, config=BY_WORK)
+    report = report_of(tmp_path, [as_read(step) for step in AS_LOADED], config=BY_WORK)
     assert report.balancing == "observed" and report.by_work
     assert "train a run without it and report both" in advice_of(report) and "leave it off" not in advice_of(report)
 
@@ -110,10 +113,9 @@ def test_an_old_log_of_a_sampler_does_not_say_what_it_gained(tmp_path):
 @pytest.mark.parametrize("in_turn", [None, 1])
 @pytest.mark.parametrize("config", [BY_WORK, config_of(balance_batch=True, single_rank_load=True)])
 def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_path, in_turn, config):
-    config = json.loads(json.dumps(config))
-    steps = make_steps(exchanges=False)  # they take the time of balanced ones, and look even
-    steps = [step | {"imbalance_before": 0.0, "largest_load_before": step["largest_load_after"]} for step in steps]
-    config["trainer"]["single_rank_load"] = None  # the runs differ in nothing else
+    # They take the time of balanced ones, and look even; the runs differ in nothing else.
+    steps = [as_read(step) for step in make_steps(exchanges=False)]
+    config = config | {"trainer": config["trainer"] | {"single_rank_load": None}}
     base = RunReport(RunLog(write_unlooked(tmp_path / "a", AS_LOADED, SIZES)))
     own = report_of(tmp_path / "b", steps, config=config, before_in_turn=in_turn)
     (against,) = compare_runs([base, own])
@@ -149,9 +151,8 @@ def test_windows_are_exchanged_beside_the_steps(tmp_path):
 
 def test_a_slope_that_is_steeper_than_the_step_gains_no_more_than_the_loads(tmp_path):
     report = report_of(tmp_path, ms_per_load=1.0)
-    assert report.step_time.rest == 0 and sum(report.step_time.parts().values()) == pytest.approx(
-        report.step_time.total
-    )
+    time = report.step_time
+    assert time.rest == 0 and sum(time.parts().values()) == pytest.approx(time.total)
     assert 1 < report.gain.step <= report.gain.work
 
 
@@ -210,26 +211,17 @@ def test_a_run_whose_ranks_have_changed(tmp_path):
     assert [each.rank for each in report.slow_ranks] == [1]
 
 
+SAME = {"largest_load_after": 5e8, "largest_load_before": 5e8}
+UNEVEN = SAME | {"imbalance_before": 1.2}
+SLOW_EXCHANGE = {"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}
 REASONS = [
-    ({"largest_load_after": 5e8, "largest_load_before": 5e8, "gated": 0.9}, "in 90% of the steps the gain was below"),
-    ({"largest_load_after": 5e8, "largest_load_before": 5e8, "imbalance_before": 0.01}, "the ranks have even loads"),
-    (
-        {"largest_load_after": 5e8, "largest_load_before": 5e8, "lower_bound": 5e8, "imbalance_before": 1.2},
-        "one row, or a few rows, that no plan can split: use a window",
-    ),
-    (
-        {"largest_load_after": 5e8, "largest_load_before": 5e8, "lower_bound": 3e8, "imbalance_before": 1.2},
-        "no plan within the settings",
-    ),
-    ({"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}, "Balancing costs more than it saves: 400.5 ms"),
-    (
-        {"imbalance_after": 0.3, "optimality_gap": 0.0},
-        "imbalance of 30% comes from rows that no plan can split",
-    ),
-    (
-        {"imbalance_after": 0.3, "optimality_gap": 0.3},
-        "the remaining imbalance is 30%: a smaller --trainer.shuffler.sl",
-    ),
+    (SAME | {"gated": 0.9}, "in 90% of the steps the gain was below"),
+    (SAME | {"imbalance_before": 0.01}, "the ranks have even loads"),
+    (UNEVEN | {"lower_bound": 5e8}, "one row, or a few rows, that no plan can split: use a window"),
+    (UNEVEN | {"lower_bound": 3e8}, "no plan within the settings"),
+    (SLOW_EXCHANGE, "Balancing costs more than it saves: 400.5 ms"),
+    ({"imbalance_after": 0.3, "optimality_gap": 0.0}, "imbalance of 30% comes from rows that no plan can split"),
+    ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "the remaining imbalance is 30%: a smaller --trainer.shuffler"),
 ]
 
 
@@ -238,11 +230,15 @@ def test_why_a_run_gains_less(tmp_path, changes, said):
     assert said in advice_of(report_of(tmp_path, **changes))
 
 
+def test_even_steps_and_windows_are_told_their_gain_alone(tmp_path):
+    for name, changes in (("even", {"imbalance_after": 0.01}), ("window", {"imbalance_after": 0.3, "window": 4})):
+        assert advice_of(report_of(tmp_path / name, **changes)).endswith("×.")
+
+
 def test_a_gate_is_advised_only_where_it_would_close(tmp_path):
-    slow = {"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}
-    assert "min-gain" not in advice_of(report_of(tmp_path / "much", **slow))
-    little = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
-    assert "(--trainer.shuffler.min-gain 0.05), or leave" in advice_of(report_of(tmp_path / "little", **slow, **little))
+    assert "min-gain" not in advice_of(report_of(tmp_path / "much", **SLOW_EXCHANGE))
+    little = SLOW_EXCHANGE | {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
+    assert "(--trainer.shuffler.min-gain 0.05), or leave" in advice_of(report_of(tmp_path / "little", **little))
 
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
