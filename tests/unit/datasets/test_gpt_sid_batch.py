@@ -14,16 +14,8 @@ SIZES = [5, 3, 7]
 
 
 def random_batch(seed=0, batch_size=6, num_real=None, longest=9, most_candidates=3, **options) -> GPTSIDBatch:
-    return GPTSIDBatch.random(
-        batch_size,
-        SIZES,
-        longest,
-        most_candidates,
-        actual_batch_size=num_real,
-        device="cpu",
-        generator=torch.Generator().manual_seed(seed),
-        **options,
-    )
+    options |= {"actual_batch_size": num_real, "generator": torch.Generator().manual_seed(seed)}
+    return GPTSIDBatch.random(batch_size, SIZES, longest, most_candidates, device="cpu", **options)
 
 
 def rows_of(kjt, key) -> list[list[int]]:

@@ -19,25 +19,18 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _random_batch(
-    seed=0, batch_size=6, num_real=None, max_num_candidates=3, num_tasks=2, with_actions=True, longest=9
+    seed=0, batch_size=6, num_real=None, max_num_candidates=3, num_tasks=2, with_actions=True
 ) -> HSTUBatch:
-    names = ["item", "action"] if with_actions else ["item"]
-    return HSTUBatch.random(
-        batch_size,
-        [
-            FeatureConfig(["user", "country"], [50, 7], 1, is_jagged=False),
-            FeatureConfig(["hobbies"], [11], 3, is_jagged=True),
-            FeatureConfig(names, [100, 5][: len(names)], longest, is_jagged=True),
-        ],
-        "item",
-        ["user", "country", "hobbies"],
-        "action" if with_actions else None,
-        max_num_candidates,
-        num_tasks,
-        num_real,
-        device="cpu",
-        generator=_generator(seed),
-    )
+    features = [
+        FeatureConfig(["user", "country"], [50, 7], 1, is_jagged=False),
+        FeatureConfig(["hobbies"], [11], 3, is_jagged=True),
+        FeatureConfig(["item", "action"], [100, 5], 9, True)
+        if with_actions
+        else FeatureConfig(["item"], [100], 9, True),
+    ]
+    names = "item", ["user", "country", "hobbies"], "action" if with_actions else None
+    sizes = max_num_candidates, num_tasks, num_real
+    return HSTUBatch.random(batch_size, features, *names, *sizes, device="cpu", generator=_generator(seed))
 
 
 def _lengths(kjt: KeyedJaggedTensor, key: str) -> list[int]:
@@ -81,13 +74,8 @@ class TestRandom:
             for key in batch.labels.keys():
                 assert _lengths(batch.labels, key) == candidates
         assert batch.num_loss_tokens() == (num_tasks or 0) * sum(candidates)
-        assert batch.feature_to_max_seqlen == {
-            "user": 1,
-            "country": 1,
-            "hobbies": 3,
-            "item": 9,
-            **({"action": 9} if with_actions else {}),
-        }
+        longest = {"user": 1, "country": 1, "hobbies": 3, "item": 9} | ({"action": 9} if with_actions else {})
+        assert batch.feature_to_max_seqlen == longest
 
     def test_same_generator_same_batch(self):
         first, second, other = (_random_batch(seed) for seed in (3, 3, 4))
@@ -123,18 +111,12 @@ class TestRandom:
             HSTUBatch.random(**{**fine, **arguments}, device="cpu")
 
     @pytest.mark.parametrize(
-        "arguments",
-        [
-            {"feature_names": []},
-            {"feature_names": ["a", "b"]},
-            {"max_item_ids": [0]},
-            {"max_sequence_length": -1},
-        ],
+        "change",
+        [{"feature_names": []}, {"feature_names": ["a", "b"]}, {"max_item_ids": [0]}, {"max_sequence_length": -1}],
     )
-    def test_bad_feature_config(self, arguments):
-        fine = {"feature_names": ["a"], "max_item_ids": [3], "max_sequence_length": 4, "is_jagged": True}
-        with pytest.raises(ValueError):
-            FeatureConfig(**{**fine, **arguments})
+    def test_bad_feature_config(self, change):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            dataclasses.replace(FeatureConfig(["a"], [3], 4, is_jagged=True), **change)
 
 
 class TestSequenceLengths:

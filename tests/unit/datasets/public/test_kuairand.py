@@ -31,28 +31,11 @@ class TestPreprocess:
         source = write_tar(tmp_path / "KuaiRand-Pure.tar.gz", files_of())
         path = PURE.preprocess(source, tmp_path / "data")
         assert path == tmp_path / "data" / "kuairand-pure.parquet"
-        assert rows_of(path, "kuairand-pure") == {
-            3: {
-                "user_active_degree": "UNKNOWN",
-                "follow_user_num_range": "500+",
-                "video_id": [20, 1071, 999, 7],
-                "action_weights": [255, 65, 32, 1],
-                "timestamp": [1649408070000, 1649408076860, 1651338000000, 1651338000000],
-            },
-            5: {  # a user without interactions is a user
-                "user_active_degree": "full_active",
-                "follow_user_num_range": "0",
-                "video_id": [],
-                "action_weights": [],
-                "timestamp": [],
-            },
-            8: {
-                "user_active_degree": "full_active",
-                "follow_user_num_range": "(0,10]",
-                "video_id": [20],
-                "action_weights": [0],
-                "timestamp": [1649675512388],
-            },
+        times = [1649408070000, 1649408076860, 1651338000000, 1651338000000]
+        assert {user: [*row.values()] for user, row in rows_of(path, "kuairand-pure").items()} == {
+            3: ["UNKNOWN", "500+", [20, 1071, 999, 7], [255, 65, 32, 1], times],
+            5: ["full_active", "0", [], [], []],  # a user without interactions is a user
+            8: ["full_active", "(0,10]", [20], [0], [1649675512388]],
         }
         metadata = SequenceFile(path, "kuairand-pure", []).metadata
         sizes = metadata.vocabulary_sizes

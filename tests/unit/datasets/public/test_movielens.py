@@ -1,4 +1,4 @@
-"""MovieLens-1M and -20M: the raw archives to the columnar files, and every way in which an archive can be wrong."""
+"""MovieLens: raw archives to columnar files, every way in which one can be wrong, and generated ratings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.raw_data.archive import lengths_with
+from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate_movielens, generate_movielens_20m
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import (
-    DATASET_NAME,
-    SCHEMA_20M,
-    preprocess_movielens,
-    preprocess_movielens_20m,
-)
+from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
+from commons.datasets.public.movielens import DATASET_NAME, SCHEMA_20M, preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.datasets.archives import error_of
 from tests.helpers.datasets.movielens import (
@@ -30,7 +28,7 @@ from tests.helpers.datasets.movielens import (
     write_zip,
     write_zip_20m,
 )
-from tests.helpers.datasets.stored_users import users_of
+from tests.helpers.datasets.stored_users import users_of, vocabularies_of
 
 
 class TestPreprocess:
@@ -38,15 +36,10 @@ class TestPreprocess:
         path = preprocess_movielens(write_zip(tmp_path / "ml-1m.zip"), tmp_path / "data", seed=4)
         assert path == tmp_path / "data" / "ml-1m.parquet"
         types = {field.name: str(field.type) for field in pq.read_table(path).schema}
+        lists = {"movie_id": "int32", "rating": "int8", "timestamp": "int64"}
         assert types == {
-            "user_id": "int32",
-            "gender": "int32",
-            "age": "int32",
-            "occupation": "int32",
-            "zip": "int32",
-            "movie_id": "list<element: int32>",
-            "rating": "list<element: int8>",
-            "timestamp": "list<element: int64>",
+            **dict.fromkeys(("user_id", "gender", "age", "occupation", "zip"), "int32"),
+            **{name: f"list<element: {kind}>" for name, kind in lists.items()},
             "split": "string",
         }
         metadata = SequenceFile(path, DATASET_NAME, []).metadata
@@ -55,15 +48,8 @@ class TestPreprocess:
         assert metadata.source_sha256 == hashlib.sha256((tmp_path / "ml-1m.zip").read_bytes()).hexdigest()
         assert (metadata.num_users, metadata.num_interactions) == (3, 5)
         assert (metadata.min_length, metadata.max_length, metadata.mean_length) == (0, 4, 5 / 3)
-        assert metadata.vocabulary_sizes == {
-            "user_id": 3,
-            "gender": 2,
-            "age": 3,
-            "occupation": 3,
-            "zip": 3,
-            "movie_id": 3,
-            "rating": 6,
-        }
+        sizes = {"user_id": 3, "gender": 2, "age": 3, "occupation": 3, "zip": 3, "movie_id": 3, "rating": 6}
+        assert metadata.vocabulary_sizes == sizes
         assert not metadata.generated
         assert metadata.options == {"test_fraction": 0.1, "seed": 4}
 
@@ -220,20 +206,11 @@ class TestBadArchives20M:
     @pytest.mark.parametrize(
         ("files", "message"),
         [
-            (
-                {"ratings": "userId,movieId,rating\n1,2,3\n"},
-                "ratings.csv has columns userId, movieId, rating; it must be",
-            ),
-            (
-                {"ratings": RATINGS_20M + "7,50,3.0,99\n" * 5000 + "7,50,3.0,x\n"},
-                "ratings.csv line 5007 has timestamp 'x'",
-            ),
+            ({"ratings": "userId,movieId,rating\n1,2,3\n"}, ".csv has columns userId, movieId, rating; it must be"),
+            ({"ratings": RATINGS_20M + "7,50,3.0,99\n" * 5000 + "7,50,3.0,x\n"}, "csv line 5007 has timestamp 'x'"),
             ({"ratings": ""}, "ratings.csv has columns none; it must be"),
             ({"ratings": HEADER_20M}, "ratings.csv has no line below its header"),
-            (
-                {"movies": MOVIES_20M + "9,Again,Drama\n"},
-                "movies.csv line 5 has movieId 9 again; every movieId has",
-            ),
+            ({"movies": MOVIES_20M + "9,Again,Drama\n"}, "movies.csv line 5 has movieId 9 again; every movieId has"),
             ({"movies": "movieId,title,genres\n"}, "movies.csv has no line below its header"),
             ({"movies": "id,title\n1,2\n"}, "movies.csv has columns id, title; it must be"),
             ({"readme": "Summary: this dataset (ml-25m) describes"}, "contains ml-25m, not MovieLens-20M"),
@@ -242,3 +219,111 @@ class TestBadArchives20M:
     )
     def test_other_damage(self, tmp_path, files, message):
         assert message in error_of(preprocess_movielens_20m, write_zip_20m(tmp_path / "a.zip", **files))
+
+
+@pytest.fixture(scope="module")
+def archive_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("generated") / "ml-1m.zip"
+    generate_movielens(path, num_users=900, seed=1)
+    return path
+
+
+def columns_of(archive_path, name, *columns):
+    """Columns of a file of the raw archive, as texts."""
+    with zipfile.ZipFile(archive_path) as members:
+        lines = members.read(f"ml-1m/{name}.dat").decode("latin-1").splitlines()
+    return dict(zip(columns, zip(*(line.split("::") for line in lines))))
+
+
+def test_lengths_follow_the_published_statistics():
+    lengths = _user_lengths(6040)
+    assert (lengths.min(), lengths.max()) == (20, 2314)
+    assert lengths.mean() == pytest.approx(1_000_209 / 6040, rel=1e-4)
+    assert lengths.std() == pytest.approx(192.7, rel=0.02)
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([44, 96, 208], rel=0.02)
+
+
+def test_archive_has_the_published_format(archive_path):
+    ratings = columns_of(archive_path, "ratings", "user", "movie", "rating", "time")
+    ratings = {name: np.array(values, np.int64) for name, values in ratings.items()}
+    lengths = np.bincount(ratings["user"])[1:]
+    assert sorted(lengths) == _user_lengths(900).tolist()
+    assert lengths.mean() == pytest.approx(165.6, rel=0.001)
+    users = columns_of(archive_path, "users", "user", "gender", "age")
+    assert users["user"] == tuple(map(str, range(1, 901)))
+    assert set(users["gender"]) == {"F", "M"}
+    assert set(users["age"]) == {"1", "18", "25", "35", "45", "50", "56"}
+    movies = columns_of(archive_path, "movies", "movie")["movie"]
+    assert (len(movies), movies[-1]) == (3883, "3952")
+    assert len(set(ratings["movie"])) > 3000
+    pairs = ratings["user"] * 10_000 + ratings["movie"]
+    assert len(np.unique(pairs)) == len(pairs)  # nobody rates a movie twice
+    shares = np.bincount(ratings["rating"])[1:] / len(pairs)
+    assert shares == pytest.approx([0.056, 0.108, 0.261, 0.349, 0.226], abs=0.001)
+    assert ratings["time"].min() >= 956_703_932 and ratings["time"].max() <= 1_046_454_590
+    with zipfile.ZipFile(archive_path) as members:
+        assert members.read("ml-1m/README").startswith(b"GENERATED DATA")
+
+
+def test_the_files_are_those_that_the_archive_becomes(tmp_path):
+    written = generate_ratings(tmp_path / "written", num_users=80, seed=2, test_fraction=0.2)
+    archive = generate_movielens(tmp_path / "ml-1m.zip", num_users=80, seed=2)
+    expected = preprocess_movielens(archive.path, tmp_path / "read", seed=2, test_fraction=0.2)
+    files = [path.relative_to(expected) for path in sorted(expected.rglob("*.parquet"))]
+    assert len(files) > 4 and files == [path.relative_to(written) for path in sorted(written.rglob("*.parquet"))]
+    assert all((written / file).read_bytes() == (expected / file).read_bytes() for file in files)
+    assert SequenceFile(written, "ml-1m", []).metadata.generated
+
+
+def test_the_latest_movies_tell_what_comes_next(archive_path, tmp_path):
+    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last.
+
+    That ratings can be learnt, too: tests/distributed/hstu/test_retrieval.py.
+    """
+    path = preprocess_movielens(archive_path, tmp_path, test_fraction=0.3)
+    rows = pq.read_table(path).select(["movie_id", "split"]).to_pylist()
+    movies = columns_of(archive_path, "movies", "movie", "title", "genres")
+    assert list(map(int, movies["movie"])) == vocabularies_of(path, "ml-1m")["movie_id"]
+    genres = [names.split("|") for names in movies["genres"]]
+    names = sorted({name for own in genres for name in own})
+    genres = np.array([[name in own for name in names] for own in genres], dtype=np.float64)  # (movies, genres)
+    genres /= np.linalg.norm(genres, axis=1, keepdims=True)
+    watched = np.concatenate([row["movie_id"] for row in rows if row["split"] == "train"])
+    popularity = np.log(np.bincount(watched, minlength=len(genres)) + 1)
+    log_ranks = {"popularity": [], "history": [], "latest": []}
+    for row in rows:
+        past, future = np.array(row["movie_id"][:-10]), row["movie_id"][-10:]
+        if row["split"] == "train" or len(past) < 100:
+            continue
+        unseen = np.setdiff1d(np.arange(len(popularity)), past)
+        for name, seen in (("popularity", None), ("history", past), ("latest", past[-20:])):
+            score = popularity + (0 if seen is None else 6 * genres @ genres[seen].mean(axis=0))
+            ranks = 1 + (score[unseen] > score[future][:, None]).sum(axis=1)
+            log_ranks[name].append(np.log(ranks).mean())
+    mean = {name: np.mean(values) for name, values in log_ranks.items()}
+    assert mean["history"] < mean["popularity"] - 0.25
+    assert mean["latest"] < mean["history"] - 0.1
+
+
+def test_lengths_of_20m_follow_the_published_statistics():
+    lengths = lengths_with(NUM_USERS_20M, QUANTILES_20M, 20_000_263 / NUM_USERS_20M)
+    assert (lengths.min(), lengths.max()) == (20, 9_254)
+    assert lengths.mean() == pytest.approx(144.41, rel=1e-4)
+    assert np.percentile(lengths, [25, 50, 75]) == pytest.approx([35, 68, 155], abs=1)
+    assert lengths_with(30, QUANTILES_20M, 144.4).mean() == pytest.approx(144.4, abs=0.5)
+
+
+def test_an_archive_of_20m(tmp_path):
+    written = generate_movielens_20m(tmp_path / "ml-20m.zip", num_users=300, seed=1)
+    assert written.mean_length == pytest.approx(144.4, abs=0.5)
+    path = preprocess_movielens_20m(written.path, tmp_path)
+    metadata = SequenceFile(path, "ml-20m", []).metadata
+    assert metadata.generated
+    assert (metadata.num_users, metadata.num_interactions) == (300, written.num_interactions)
+    assert metadata.max_length == written.max_length
+    assert metadata.vocabulary_sizes["movie_id"] == 27_278
+    ratings = np.concatenate([row["rating"] for row in users_of(path, "ml-20m").values()])
+    published = [0.012, 0.034, 0.014, 0.072, 0.044, 0.215, 0.110, 0.278, 0.077, 0.145]
+    assert np.bincount(ratings)[1:] / len(ratings) == pytest.approx(published, abs=0.002)
+    for row in users_of(path, "ml-20m").values():
+        assert len(set(row["movie_id"])) == len(row["movie_id"])  # nobody rates a movie twice

@@ -25,16 +25,9 @@ def _generator(seed: int) -> torch.Generator:
 
 @st.composite
 def distributions(draw) -> RandomDistribution:
-    low = draw(st.integers(0, 50))
-    high = low + draw(st.integers(0, 200))
-    return RandomDistribution(
-        draw(st.sampled_from(["uniform", "normal", "zipf", "lognormal"])),
-        low=low,
-        high=high,
-        mean=draw(st.floats(0.1, 300)),
-        std=draw(st.floats(0, 300)),
-        alpha=draw(st.floats(1.01, 4)),
-    )
+    kind, low = draw(st.sampled_from(["uniform", "normal", "zipf", "lognormal"])), draw(st.integers(0, 50))
+    shape = {"mean": draw(st.floats(0.1, 300)), "std": draw(st.floats(0, 300)), "alpha": draw(st.floats(1.01, 4))}
+    return RandomDistribution(kind, low=low, high=low + draw(st.integers(0, 200)), **shape)
 
 
 class TestRandomDistribution:
@@ -120,14 +113,9 @@ class TestLengthDistribution:
 
     @pytest.mark.parametrize("name", ["low", "high"])
     def test_no_row_is_longer_than_the_data_set_allows(self, name):
+        options = {"batch_size": 4, "max_history_seqlen": 20, "max_num_candidates": 3}
         with pytest.raises(ValueError, match=f"length_distribution.{name} is 24; rows have at most 23 items: lower it"):
-            get_data_loader(
-                "random",
-                batch_size=4,
-                max_history_seqlen=20,
-                max_num_candidates=3,
-                length_distribution=LengthDistribution(**{"high": 30, name: 24}),
-            )
+            get_data_loader("random", length_distribution=LengthDistribution(**{"high": 30, name: 24}), **options)
 
     def test_loaders_of_both_models_draw_from_it(self):
         arguments = {"batch_size": 500, "max_history_seqlen": 50, "num_batches": 1}
@@ -144,9 +132,8 @@ class TestLengthDistribution:
 
 def _dataset(**arguments) -> RandomHSTUDataset:
     configs = [FeatureConfig(["item", "action"], [1000, 5], 30, is_jagged=True)]
-    return RandomHSTUDataset(
-        configs, "item", action_feature_name="action", **{"batch_size": 4, "num_batches": 5, **arguments}
-    )
+    options = {"batch_size": 4, "num_batches": 5, **arguments}
+    return RandomHSTUDataset(configs, "item", action_feature_name="action", **options)
 
 
 class TestRandomDataset:

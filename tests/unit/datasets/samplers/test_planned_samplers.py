@@ -76,12 +76,10 @@ def test_balanced_epochs_and_places(work, batch_size, num_ranks, window, switche
         sizes = [len(batch) for step in of_window for batch in step]
         if padded:
             costs = [[len(batch) * max(work[row] for row in batch) for batch in step] for step in of_window]
-            best = padded_groups([work[row] for row in order[done : done + count]], num_groups=len(sizes))
-            assert max(map(max, costs)) == max(
-                len(group) * max(group)
-                for number in range(len(sizes))
-                for group in [[work[order[done + at]] for at in np.flatnonzero(best == number)]]
-            )
+            of_rows = np.array(work)[order[done : done + count]]
+            groups = padded_groups(of_rows, num_groups=len(sizes))
+            of_groups = [of_rows[groups == number] for number in range(len(sizes))]
+            assert max(map(max, costs)) == max(len(group) * group.max() for group in of_groups)
         else:
             assert max(sizes) - min(sizes) <= 1 and max(sizes) <= max(batch_size, 2 if kept % num_ranks else 1)
         done, left = done + count, kept - done - rows_of_window
@@ -227,9 +225,8 @@ def test_padded_batches_cost_less_than_batches_of_equal_work():
     unpadded, padded = balanced(), balanced(padded=True)
     plan = BalancedBatchSampler(work, batch_size, num_ranks=num_ranks, rank=0, window=4, padded=True).plan(0)
     most_rows = max(np.bincount(step.ranks).max() for step in plan)
-    budget = slowest(
-        BudgetBatchSampler(work, budget_per_rank=int(work.max()), num_ranks=num_ranks, rank=0, padded=True)
-    )
+    of_budget = {"budget_per_rank": int(work.max()), "padded": True}
+    budget = slowest(BudgetBatchSampler(work, num_ranks=num_ranks, rank=0, **of_budget))
     # docs/beyond_one_batch.md has all but the last.
     assert (round(padded / as_loaded, 3), round(unpadded / as_loaded, 2), most_rows) == (0.024, 0.44, 232)
     assert round(budget / as_loaded, 2) == 0.03

@@ -66,14 +66,8 @@ def test_length_only_batches_of_rows_with_negatives(generated):
 
 @pytest.mark.parametrize("candidates", [0, 2])
 def test_length_only_batches_of_semantic_ids(generated, candidates):
-    loader = get_data_loader(
-        "sid-ml-1m",
-        batch_size=7,
-        dataset_path=generated,
-        max_history_seqlen=30,
-        max_num_candidates=candidates,
-        sid_map=random_sid_map(4_000, (20, 20, 20)),
-    )
+    options = {"dataset_path": generated, "max_history_seqlen": 30, "max_num_candidates": candidates}
+    loader = get_data_loader("sid-ml-1m", batch_size=7, sid_map=random_sid_map(4_000, (20, 20, 20)), **options)
     require_length_only_batches(loader, SIDGRBalancedBatchShuffler(16, 2, 8))
 
 

@@ -287,9 +287,7 @@ class TestTraining:
         preprocess_parquet(EventColumns("uid", "iid"), write(tmp_path / "a.parquet", table), tmp_path, test_fraction=0)
         (batch,) = self.loader(tmp_path)
         assert batch.features.keys() == ["iid"] and batch.labels is None
-        with pytest.raises(
-            ValueError, match="timestamps is True, and 'parquet' was preprocessed without times: set col"
-        ):
+        with pytest.raises(ValueError, match="timestamps is True, and 'parquet' was preprocessed without times: set"):
             self.loader(tmp_path, timestamps=True)
 
 

@@ -92,16 +92,8 @@ def test_batches_equal_a_slow_assembly(tmp_path_factory, users, history, candida
     for split in set(pq.read_table(path)["split"].to_pylist()):
         in_split = file.select(np.array(file.split_rows(split))).values("user_id").tolist()
         rows = data.draw(st.lists(st.integers(0, len(in_split) - 1), max_size=7))  # any order, repeats
-        dataset = _dataset(
-            path,
-            split,
-            batch_size=5,
-            max_history_seqlen=history,
-            max_num_candidates=candidates,
-            num_tasks=2,
-            timestamps=True,
-        )
-        batch = dataset[rows]
+        options = {"max_history_seqlen": history, "max_num_candidates": candidates, "num_tasks": 2, "timestamps": True}
+        batch = _dataset(path, split, batch_size=5, **options)[rows]
         # A sampler's batch may have a row more than the batch size, so that no rank goes without.
         assert (batch.batch_size, batch.actual_batch_size) == (max(5, len(rows)), len(rows))
         expected = [_expected_row(in_split[row], users, ratings, history, candidates) for row in rows]
@@ -205,9 +197,11 @@ class TestBadFiles:
             with pytest.raises(FileNotFoundError, match="run `evenrank preprocess ml-1m"):
                 _dataset(path)
 
-    def test_another_data_set(self, generated):
+    def test_another_data_set_and_a_missing_column(self, generated):
         with pytest.raises(ValueError, match="contains 'ml-1m', dataset_name is 'ml-20m'"):
             SequenceFile(generated / "ml-1m.parquet", "ml-20m", [])
+        with pytest.raises(ValueError, match=r"but no \['price'\]"):
+            SequenceFile(generated, "ml-1m", ["movie_id", "price"])
 
     def test_ids_beyond_the_vocabulary(self, tmp_path):
         path = preprocess_movielens(write_zip(tmp_path / "a.zip"), tmp_path, test_fraction=0)
@@ -222,10 +216,6 @@ class TestBadFiles:
         pq.write_table(pq.read_table(shard).slice(1), shard)
         with pytest.raises(ValueError, match="has 2 rows in row group 0, _manifest.json has 3"):
             _dataset(path)[[0]]
-
-    def test_missing_column(self, generated):
-        with pytest.raises(ValueError, match=r"but no \['price'\]"):
-            SequenceFile(generated, "ml-1m", ["movie_id", "price"])
 
     def test_damaged_data(self, generated, tmp_path):
         path = Path(shutil.copytree(generated / "ml-1m.parquet", tmp_path / "ml-1m.parquet"))

@@ -130,9 +130,8 @@ class TestParquetHistories:
 
 class TestLoaders:
     def loader(self, name, split="train", **options):
-        return get_data_loader(
-            name, split, **{"batch_size": 4, "max_history_seqlen": 6, "max_num_candidates": 2, **options}
-        )
+        options = {"batch_size": 4, "max_history_seqlen": 6, "max_num_candidates": 2, **options}
+        return get_data_loader(name, split, **options)
 
     def test_own_parquet(self, tmp_path):
         path = write(tmp_path / "h.parquet", [ITEMS, ITEMS[:2]], column="seen")
