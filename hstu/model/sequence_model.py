@@ -72,7 +72,6 @@ class SequenceTower(nn.Module):
             [self._project(name, found[name]) for name in batch.contextual_feature_names],
             self._project(batch.item_feature_name, items),
             None if action is None else self._project(action, found[action]),
-            batch.num_candidates if batch.max_num_candidates > 0 else None,
         )
         num_contextual, num_items, num_candidates = batch.host_sequence_lengths()
         step = sequence.tokens_per_item

@@ -22,7 +22,6 @@ class TokenSequence:
 
     values: torch.Tensor  # `(num_tokens, hidden_size)`
     lengths: torch.Tensor  # int64 `(batch_size,)`, tokens per row
-    num_targets: torch.Tensor  # int64 `(batch_size,)`, number of tokens of candidates, which end a row
     num_contextual: torch.Tensor  # int64 `(batch_size,)`, number of contextual tokens, which begin a row
     item_tokens: torch.Tensor  # int64 `(num_items,)`, the token of every item, in the order of the item feature
     item_lengths: torch.Tensor  # int64 `(batch_size,)`, items per row
@@ -59,7 +58,6 @@ def interleave_tokens(
     contextual: Sequence[JaggedTensor],
     items: JaggedTensor,
     actions: JaggedTensor | None = None,
-    num_candidates: torch.Tensor | None = None,
 ) -> TokenSequence:
     """Put the embeddings of a batch in the order in which the model reads them.
 
@@ -67,8 +65,6 @@ def interleave_tokens(
         contextual: embeddings of the contextual features, in order; values `(n, hidden_size)`, lengths `(batch_size,)`.
         items: embeddings of the items.
         actions: embeddings of the actions, one per item; each action follows its item. None for no actions.
-        num_candidates: integers `(batch_size,)`, the number of candidates, which are a row's last items; None for no
-            candidates.
 
     Raises:
         ValueError: the numbers of actions and items differ.
@@ -100,15 +96,10 @@ def interleave_tokens(
         values.append(actions.values())
         places.append(item_tokens + 1)
     source = torch.cat(values)
-    if num_candidates is None:
-        num_targets = torch.zeros_like(lengths)
-    else:
-        num_targets = step * num_candidates.to(lengths)
     return TokenSequence(
         # Every place is written once, so the buffer need not be initialised, and the gradient is a plain gather.
         values=torch.empty_like(source).index_copy(0, torch.cat(places), source),
         lengths=lengths,
-        num_targets=num_targets,
         num_contextual=num_contextual,
         item_tokens=item_tokens,
         item_lengths=item_lengths,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from hstu.model import ExecutionConfig, HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
@@ -71,10 +71,3 @@ def plain_model(config=CONFIG) -> HSTURankingModel | HSTURetrievalModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model
-
-
-def numbered(lengths, first, dtype=torch.int32):
-    """Embeddings of width 2 that name themselves: `first, first + 1, …`."""
-    values = torch.arange(first, first + sum(lengths), dtype=torch.float64)
-    values = torch.stack([values, -values], dim=1).requires_grad_()
-    return values, JaggedTensor(values=values, lengths=torch.tensor(lengths, dtype=dtype))
