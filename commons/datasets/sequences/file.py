@@ -62,7 +62,7 @@ class SequenceFile:
         if not (self.path / MANIFEST).is_file():
             raise FileNotFoundError(
                 f"{self.path} does not exist or has no {MANIFEST}; data must be preprocessed: run `evenrank "
-                f"preprocess {dataset_name} --source … --output …` and give its output as dataset_path"
+                f"preprocess {dataset_name} --source … --output FOLDER` and give FOLDER"
             )
         self._columns = list(columns)
         self._max_cached_bytes = max_cached_bytes
