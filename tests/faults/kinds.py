@@ -22,7 +22,7 @@ PLAIN = (SHUFFLE, LOOK_AHEAD, PIPELINE, WINDOWS)
 ALL = (*PLAIN, TRAINING)
 
 # What survivors say of a rank that is gone or stalls, or comes back while they ask for it; {rank} is the faulty one.
-MISSING = r"rank {rank} (did not take part in|stalled for \d+ s in|reached) the [a-z -]+( of step \d+)?"
+MISSING = r"rank {rank} (did not take part in|stalled for \d+ s in|reached|waited in) the [a-z -]+( of step \d+)?"
 # Of one that could still tell them.
 TOLD = r"rank {rank}(: | failed in the [a-z -]+ of step \d+: )"
 # The same where the store has gone, or does not answer, so that nobody can ask who is missing.
