@@ -178,7 +178,10 @@ MISTAKES = {
         (lambda rank: {"trim": Trim("id")} if rank else {}, "trim is [] on rank 0 and [\"Trim(mask='id', lengths=None"),
     ],
     resume: [
-        (lambda rank: {"batches": 7, "loader": None}, "rank 0: the state is 7 batches into the data, the loader ends"),
+        (
+            lambda rank: {"batches": 7, "loader": None},
+            "rank 0: the state is 7 batches into the data, the loader ends after 1; ",
+        ),
         (lambda rank: {"batch": 3}, "the state has the entries ['batch']; a state has 'batches' and 'loader'"),
     ],
     send_home: [

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.public.movielens import preprocess_movielens
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.metrics import RankingMetrics
@@ -99,6 +101,26 @@ def test_gathered_rows_have_the_gradients_of_all_ranks(ranks, counts):
     for rank, (everything, grad) in enumerate(answers):
         assert torch.equal(everything, torch.cat(expected))
         assert torch.equal(grad, torch.full((counts[rank], 2), world_size * (world_size + 1) / 2))
+
+
+# ---------------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.fixture(scope="module")
+def generated_movielens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ml-1m")
+    preprocess_movielens(generate_movielens(folder / "raw", num_users=500, seed=1).path, folder, test_fraction=0.2)
+    return folder
+
+
+@pytest.mark.slow
+def test_ranking_on_generated_movielens_beats_popularity(two_ranks, generated_movielens, tmp_path):
+    flags = ["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", str(generated_movielens)]
+    flags += ["--dataset.shuffle", "--trainer.train-batch-size", "16", "--trainer.num-epochs", "3"]
+    flags += ["--dataset.max-history-seqlen", "64", "--model.hidden-size", "32", "--model.kv-channels", "16"]
+    flags += ["--trainer.eval-interval", "1000", "--optimizer.dense-lr", "2e-3", "--optimizer.embedding-lr", "0.05"]
+    _, _, metrics = two_ranks.run(run_config, flags, tmp_path)[0]
+    assert metrics["eval_auc_task_0"] > 0.05 + metrics["eval_popularity_auc_task_0"] > 0.5
 
 
 # ------------------------------------------------------------------------------------------------ runs from a config

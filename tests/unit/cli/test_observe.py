@@ -47,6 +47,7 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
     cost, said = step_cost(rows, np.random.default_rng(1).uniform(1, 1.2, 40))
     assert cost is None and "do not follow the largest loads" in said
     assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times; 20 steps with different loads")
+    assert step_cost(rows, np.where(np.arange(40) < 6, 1.0, np.nan))[1].startswith("6 steps have times; 20 steps")
 
 
 @pytest.mark.parametrize(

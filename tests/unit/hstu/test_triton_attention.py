@@ -247,7 +247,10 @@ def gpu(monkeypatch):
         ("cuda", torch.float32, 129, {}, "a head has 129 channels; its kernels take at most 128 in .*choose 'pytorch'"),
         ("cuda", torch.float64, 16, {}, "tokens are torch.float64; its kernels take torch.float32, .*choose 'pytorch'"),
         ("cuda", torch.float32, 16, {"capability": (7, 5)}, "compute capability 7.5; its kernels need 8.0: choose"),
-        ("cuda", torch.bfloat16, 256, {"shared_memory_per_block_optin": 9999}, r"heads of 256 channels in .* need \d+"),
+        (
+            *("cuda", torch.bfloat16, 256, {"shared_memory_per_block_optin": 9999}),
+            r"9999 bytes of shared memory per block; heads of 256 channels in torch.bfloat16 need \d+: choose",
+        ),
     ],
 )
 def test_what_the_kernels_cannot_compute_is_named(gpu, device, dtype, head_dim, says, message):

@@ -127,7 +127,8 @@ def test_slime_s_micro_batches_of_a_fixed_size():
         for part, mine in zip(partitions, micro_batches)
     ]
     assert len(heavy[0]) == 1 and heavy[0] == heavy[1]  # both nines in the same micro-batch
-    with pytest.raises(ValueError, match="a step has 7 samples; their number must be a multiple of 8 .*: correct mi"):
+    message = "a step has 7 samples; their number must be a multiple of 8 .*: correct micro_batch"
+    with pytest.raises(ValueError, match=message):
         slime.build_dp_schedule(args, config, tokens[:7], global_batch_size=7, rollout_indices=list(range(7)))
     with pytest.raises(ValueError, match="there are 8 rollouts, global_batch_size is 9; a step has global_batch"):
         slime.build_dp_schedule(args, config, tokens, global_batch_size=9, rollout_indices=list(range(8)))

@@ -127,6 +127,7 @@ def test_windows_are_planned_together():
     assert alone[1].loads.max(axis=1).tolist() == [42, 42, 10]
     assert sorted(together[1].loads[:2].max(axis=1).tolist()) == [4, 42] and together[1].loads[2].max() == 10
     result, way = together
+    assert result.possible(way) == pytest.approx(94 / sum(plan_shuffle(each).lower_bound for each in rows.windows(2)))
     assert result.speed_up(way) == pytest.approx(94 / 56) and 94 / 56 <= result.possible(way) <= result.equal
     assert way.imbalance == pytest.approx((0 + 0 + 10 / 6 - 1) / 3)
     assert result.median_speed_up(way) is None  # steps have other rows
@@ -158,6 +159,8 @@ def test_milliseconds_have_the_fixed_cost_of_a_step():
     assert result.step_ms(rows.as_loaded) == 122 and result.step_ms(way) == 121.5
     assert result.speed_up(way) == result.possible(way) == pytest.approx(122 / 121.5)
     assert result.equal == pytest.approx(122 / 112.5)
+    result, way = compared(rows_of([40, 4], [3, 3], [10, 10], [10, 10]), cost=StepCost(per_load=0.5, per_step=100.0))
+    assert result.speed_up(way) == result.possible(way) == pytest.approx(232 / 231.5)
 
 
 def test_every_way_deals_all_rows():

@@ -105,7 +105,7 @@ def test_lengths_that_are_wrong_are_refused(arguments, message):
         (lambda: SelfAttentionTask(8, 3, 4, num_query_groups=2), "num_query_groups is 2, num_heads is 3"),
         (
             lambda: SelfAttentionTask(8, 2, 4, num_experts=2, num_active_experts=3),
-            "active_experts is 3, num_experts is",
+            "num_active_experts is 3, num_experts is 2",
         ),
         (lambda: SelfAttentionTask(8, 2, 4, vocab_size=0), "vocab_size is 0"),
     ],

@@ -169,7 +169,11 @@ def test_an_object_of_each_rank_s_own_is_its_default_on_a_rank_without_data():
         ("labels", {"row": torch.zeros(2)}, "'labels.row': tensor int64 [] and tensor float32 []"),
         ("labels", {"row": jagged([1, 2])}, "'labels.row': tensor int64 [] and jagged elements [2] int64, weights"),
         ("dense_features", {"item": torch.zeros(2, 1)}, "'dense_features.item': KeyedTensor ['price'] of widths"),
-        ("dense_features", {"item": KeyedTensor(["cost"], [1], ONES.view(2, 1))}, "['price'] of widths [1] and Keyed"),
+        (
+            "dense_features",
+            {"item": KeyedTensor(["cost"], [1], ONES.view(2, 1))},
+            "KeyedTensor ['price'] of widths [1] and KeyedTensor ['cost'] of widths [1]",
+        ),
         ("sample_weights", {"ctr": torch.zeros(2), "cvr": torch.zeros(2)}, "'sample_weights.cvr': absent and tensor"),
         ("sequence_dense_features", [torch.zeros(2)], "'sequence_dense_features': dict and list"),
     ],

@@ -94,6 +94,10 @@ def test_a_padding_row_before_a_real_one_is_refused():
         select_rows(padded_batch([4, 7], 3), [2, 0])
 
 
+def test_selected_padding_stays_padding():
+    assert as_values(padded_batch([4, 7], 4).index_select([1, 0, 1, 3])) == as_values(padded_batch([7, 4, 7], 4))
+
+
 def test_results_own_their_storage():
     for make in (dense, nested, kjt):
         batch = make([3, 1])
@@ -335,8 +339,14 @@ def test_fields_that_cannot_be_described(make, message):
     [
         (lambda: keyed(values=torch.arange(9)), "lengths that add up to 7 and 9 values; .* remove the others"),
         (lambda: three(lengths=torch.tensor([2, 1]), weights=torch.ones(2)), "2 weights and 3 values"),
-        (lambda: three(lengths=torch.tensor([2, 3])), "offsets from 0 to 5, lengths that add up to 5, and 3 values"),
-        (lambda: three(lengths=torch.tensor([1, 1]), offsets=torch.tensor([0, 1, 3])), "offsets from 0 to 3, lengths"),
+        (
+            lambda: three(lengths=torch.tensor([2, 3])),
+            "offsets from 0 to 5, lengths that add up to 5, and 3 values; offsets lie within the values",
+        ),
+        (
+            lambda: three(lengths=torch.tensor([1, 1]), offsets=torch.tensor([0, 1, 3])),
+            "offsets from 0 to 3, lengths that add up to 2",
+        ),
         (lambda: three(offsets=torch.tensor([-1, 1, 3])), "offsets from -1 to 3"),
     ],
 )

@@ -72,7 +72,7 @@ HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
         (lambda: config(ffn_hidden_size=7, tensor_model_parallel_size=2), "ffn_hidden_size is 7"),
         (
             lambda: train_config(model=ModelArgs(tensor_model_parallel_size=3)),
-            "heads is 4, tensor_model_parallel_size is 3",
+            "num_attention_heads is 4, tensor_model_parallel_size is 3",
         ),
         (lambda: train_config({"top_k_for_generation": 5}), "has 'NDCG@10', the beam has 5 items"),
         (lambda: train_config({"top_k_for_generation": 0}), "top_k_for_generation is 0"),

@@ -38,10 +38,13 @@ def error_of(source, columns=COLUMNS, kind=ValueError):
         (EventColumns("uid", "iid", "ts", actions=("gender",)), "is of type string; an action is 0 or 1, or a"),
         (EventColumns("uid", "iid", "ts", actions=("stars",)), "has a null in row 3, counted from 1;"),
         (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), "cannot be compared as in 'stars >= many'"),
-        (EventColumns("uid", "iid", "ts", actions=("gender >= 3",)), "'gender >= 3' compares with a number; texts are"),
+        (
+            EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
+            "is of type string, 'gender >= 3' compares with a number; texts are ordered alphabetically",
+        ),
         (EventColumns("gender", "iid", "ts"), "column 'gender' of"),
         (EventColumns("uid", "iid", "ts", context=("stars",)), "is of type double; it must have integers, str"),
-        (EventColumns("uid", "iid", "ts", context=("iid",)), "is columns.item and also columns.user or columns.con"),
+        (EventColumns("uid", "iid", "ts", context=("iid",)), "is columns.item and also columns.user"),
         (EventColumns("uid", "uid", "ts"), "is columns.item and also columns.user or columns.context"),
     ],
 )

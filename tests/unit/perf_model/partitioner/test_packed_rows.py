@@ -130,8 +130,8 @@ def test_what_a_rank_sends_is_put_together_unless_something_is_wrong():
         {"workloads": np.array([2**61, 2**61, 0, 0])},
         {"sums": [16, 23]},
         {"sums": [16, 25]},
-        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]], np.int32), padding], "sums": [16, 25]},
-        {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding], "sums": [16, 25]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, -1, 7, 0]], np.int32), np.array([[9, 8, 7, 0]])]},
+        {"lengths": [np.array([[1, 2, 3, 0], [4, 0, 6, 0]]), padding]},
         {"lengths": [np.zeros((1, 3), np.int64)], "sums": [0], "counted": []},
         {"kept": [np.array([-1, -2, -3])]},
     ):

@@ -134,6 +134,7 @@ def test_values_up_to_the_limit_are_exact():
         ([[1, 2], [3]], r"workloads is not a one-dimensional list of integers"),
         (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
         ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
+        (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
         (torch.empty(3, device="meta"), r"workloads is on meta; the planner works on the CPU: pass workloads.cpu\(\)"),
     ],
 )
@@ -150,6 +151,7 @@ def test_bad_workloads(function, values, message):
     ("keywords", "message"),
     [
         ({"k_partitions": 0}, "k_partitions is 0; it must be an integer of at least 1"),
+        ({"k_partitions": 2.5}, "k_partitions is 2.5; it must be an integer"),
         ({"method": "greedy"}, "method is 'greedy'; it must be one of karmarkar_karp, lpt, refined, snake"),
         ({"tokens": [1, 2]}, "tokens has 2 entries, there are 3 rows; one per row is needed"),
         ({"tokens": [1, 2, -1]}, r"tokens\[2\] is -1"),

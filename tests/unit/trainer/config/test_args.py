@@ -37,6 +37,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
     ("changes", "message"),
     [
         ({"train_batch_size": 0}, "train_batch_size is 0; it must be an integer of at least 1: correct it"),
+        ({"eval_interval": True}, "eval_interval is True"),
         ({"profile_step_start": 5, "profile_step_end": 5}, "profile_step_end is 5, profile_step_start is 5"),
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
         ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
@@ -47,12 +48,12 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         (SAMPLER | RANK_0, "single_rank_load is True and balance_sampler is True; .* set balance_batch instead, or"),
         (
             SHUFFLER | RANK_0 | WINDOW,
-            "single_rank_load is True and shuffle_window is 2; rank 0 distributes every batch s",
+            "single_rank_load is True and shuffle_window is 2; rank 0 distributes every batch separately",
         ),
         (BUDGET, "budget_per_rank is 8.0, balance_sampler is False and shuffle_window is 1; .* set"),
         (BUDGET | SAMPLER | WINDOW, "balance_sampler is True and shuffle_window is 2; .* leave shuffle_window 1"),
         (SAMPLER | {"budget_per_rank": 0.0}, "budget_per_rank is 0.0; it is a positive number"),
-        (BUDGET | SAMPLER, "budget_per_rank is 8.0 and shuffler.equal_size is True; .* set shuffler.equal_size to fal"),
+        (BUDGET | SAMPLER, "budget_per_rank is 8.0 and shuffler.equal_size is True; .* set shuffler.equal_size to"),
         (
             {"schedule_in": "rows", "eval_interval": 3},
             "eval_interval is 3, schedule_in is 'rows' and a step has 4 rows or more; it would be due after every step",
