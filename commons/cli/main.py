@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; `argv` is without the name of the program, None for the process's arguments.
 
     Returns the exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the
-    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand.
+    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand
+    other than `doctor`, which Ctrl-C ends at once.
     """
     status = None
     accept_all_text()

@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,7 +196,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in ("world_size", "unknown", "rows", "lengths", "seconds")}
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is no record of a rank, or damaged ({error}): run the script again") from None
 
 

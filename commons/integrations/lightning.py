@@ -37,10 +37,12 @@ class BalancedBatches(Callback):
             )
         self._sampler = sampler
         self._epoch, self._start, self._num_batches, self._has_ended = 0, EPOCH_START, 0, False
+        self._overfits = False  # whether all epochs have the batches of the first one
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the sampler to the epoch of this fit, which Lightning reads from before the epoch starts."""
         if stage == "fit":
+            self._overfits = trainer.overfit_batches > 0
             self._begin(self._epoch_of(trainer), EPOCH_START)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,13 +96,13 @@ class BalancedBatches(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the sampler to a checkpoint's place."""
-        self._begin(state_dict["epoch"], Place(state_dict["row"], state_dict["steps"]))
+        self._begin(0 if self._overfits else state_dict["epoch"], Place(state_dict["row"], state_dict["steps"]))
         # By this number Lightning finds whether the checkpoint's epoch has ended.
         self._sampler.epoch_of_len = state_dict.get("counted", self._epoch)
 
     def _epoch_of(self, trainer: Trainer) -> int:
-        """The sampler's epoch; always the first one with overfit_batches, whose epochs have the same batches."""
-        return 0 if trainer.overfit_batches > 0 else trainer.current_epoch
+        """The sampler's epoch."""
+        return 0 if self._overfits else trainer.current_epoch
 
     def _set_number(self, trainer: Trainer) -> None:
         """Set the number of batches, which Lightning counts in the first epoch; a BudgetBatchSampler's varies."""

@@ -78,9 +78,12 @@ def _active_weights(name: str, module: Any, config: Any) -> int:
     """The entries of a module's own matrices, without those of its children, that a token is multiplied by."""
     sizes = [getattr(config, each, None) for each in ("num_local_experts", "num_experts", "n_routed_experts")]
     experts = next(filter(None, sizes), 1)
+    active = min(getattr(config, "num_experts_per_tok", None) or 1, experts)
     # DeepSpeed's ZeRO-3 empties parameters and keeps their shape.
     shapes = [getattr(each, "ds_shape", each.shape) for each in module.parameters(recurse=False)]
-    stacked = [shape for shape in shapes if len(shape) == 3 and shape[0] == experts]
+    stacked = [shape for shape in shapes if len(shape) == 3 and shape[0] == experts > 1]
+    if hasattr(module, "base_layer"):  # PEFT's wrapper, whose child has the matrix
+        return 0
     if stacked:
         weights = sum(map(math.prod, stacked))
     elif hasattr(module, "in_features"):  # nn.Linear, also quantised
@@ -90,4 +93,4 @@ def _active_weights(name: str, module: Any, config: Any) -> int:
     else:
         return 0
     is_expert = bool(stacked) or "experts" in name.split(".")
-    return weights * (getattr(config, "num_experts_per_tok", None) or 1) // experts if is_expert else weights
+    return weights * active // experts if is_expert else weights

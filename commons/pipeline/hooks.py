@@ -117,7 +117,8 @@ class BalancedPipeline:
     def reset(self) -> None:
         """Wait for the shuffles that have started and drop the batches in flight; all ranks call this together.
 
-        A rank that resets alone in the middle of the data raises ValueError at its next shuffle, and moves no rows.
+        A rank that resets alone in the middle of the data moves no rows: it raises ValueError at its next shuffle. The
+        others raise it too, or time out in an exchange that it dropped.
         """
         if self._look_ahead is not None:
             # Loading threads reach the end of the data at different times; `realign` brings all ranks together.

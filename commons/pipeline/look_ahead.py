@@ -166,7 +166,8 @@ class LookAhead(Iterator[ShufflingBatch]):
     def drain(self, is_counted: bool) -> None:
         """Wait for the shuffle in progress and drop it; the same for the previous iterators.
 
-        `is_counted`: whether all ranks drop one or none does, so that later shuffles can compare how often they did.
+        `is_counted`: whether this adds to the session's `resets`, which ranks compare; only where all of them drop a
+        shuffle or none does.
         """
         if self._previous is not None:
             self._previous.drain(is_counted)

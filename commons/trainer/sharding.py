@@ -60,8 +60,8 @@ def shard_model(
         embedding_lr: learning rate of that optimizer.
         sharding: one kind for all tables, or a kind by table: "table_wise" (a table on one rank), "row_wise" (the rows
             of a table over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
-            `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two; on CPU
-            the first for a table with too few rows for all ranks).
+            `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two). On
+            CPU, a table with too few rows for all ranks is then table_wise.
         process_group: the ranks; None for WORLD.
         local_world_size: ranks per host; None for torchrun's number or, without torchrun, all ranks.
         data_parallel_wrapper: copies the other parameters to every rank and averages their gradients; None for torch's

@@ -182,7 +182,10 @@ def test_overfitted_batches_are_the_same_in_every_epoch(tmp_path):
 
     sampler = BalancedBatchSampler(LENGTHS, 4, num_ranks=1, rank=0)
     expected = list(sampler)[:2]
-    assert fit(tmp_path, BalancedBatches(sampler), sampler, max_epochs=3, overfit_batches=2) == expected * 3
+    first = fit(tmp_path, BalancedBatches(sampler), sampler, max_epochs=3, every_n_epochs=1, overfit_batches=2)
+    assert first == expected * 3
+    resumed = {"resume": tmp_path / "step=2.ckpt", "max_epochs": 3, "overfit_batches": 2}
+    assert fit(tmp_path / "again", BalancedBatches(sampler), sampler, **resumed) == expected * 2
 
 
 def test_a_run_resumed_at_the_end_of_an_epoch_trains_a_longer_epoch_whole(tmp_path):

@@ -80,6 +80,25 @@ def test_every_layer_of_falcon_h1_has_attention():
     assert cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0] == 4 * 4 * 4 * 16
 
 
+def test_the_wrapper_of_an_adapted_matrix_counts_nothing_itself():
+    """As PEFT's layers do: `in_features` and `out_features` of their own, and the matrix as `base_layer`."""
+    import torch
+
+    from commons.integrations.model_cost import model_cost
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+            self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+
+    model, lengths = make("LlamaForCausalLM", LLAMA), np.array([1, 17])
+    expected = model_cost(model)(lengths).tolist()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    assert model_cost(model)(lengths).tolist() == expected
+
+
 def test_the_layers_without_attention_have_no_pairs():
     from commons.integrations.model_cost import model_cost
 

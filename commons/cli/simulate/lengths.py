@@ -209,8 +209,8 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
         if kind == ".npy":
             return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)}))
         with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline().strip()
-        if not first:
+            first = file.readline().strip("\r\n ")  # a tab at the start is a column without a name
+        if not first.strip():
             raise ValueError("it is empty, or begins with an empty line")
         if kind == ".jsonl" and not _is_number(first):
             return database.read_json(str(path), format="newline_delimited", sample_size=-1)

@@ -351,9 +351,8 @@ def _file_schema(path: Path) -> pa.Schema:
     try:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
-        kind = next((suffix for suffix in path.suffixes if suffix.lower() in _CONVERTIBLE), None)
-        if kind is not None:
-            copy = f"COPY '{path}' TO '{path.with_name(path.name.partition(kind)[0])}.parquet'"
+        if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
+            copy = f"COPY '{path}' TO '{path}.parquet'"
             raise ValueError(
                 f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
                 f'"import duckdb; duckdb.sql(\\"{copy}\\")"'

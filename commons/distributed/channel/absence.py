@@ -1,7 +1,7 @@
 """ABSENCE: finds out which rank is missing when a collective fails, and names it on every other rank.
 
 When a collective of a channel fails on one rank, all ranks stop using the channel. Each writes a record to torch's
-store: which collective it is in and how long it has waited. It then waits a few seconds for the other records; a rank
+store: which collectives it is in and how long it has waited. It then waits a few seconds for the other records; a rank
 without a record is missing. A rank that fails with an error of its own writes the error, and the others raise it. Every
 waiting rank checks the store once per second for a failure on another rank. A rank waits a moment until the others have
 read its record, because the store may end with the rank that hosts it.
@@ -366,7 +366,7 @@ class NamedCollectives:
             return RankMissingError(failure)
         advice = f"({self.description}); {self.remedy} if it was only slow"
         if late and not missing:
-            return RankMissingError(f"{listed(late, '; ')} {advice}")
+            return RankMissingError(f"{listed(late, '; ')} {advice}{cause}")
         if not missing:
             return RankMissingError(f"the {place} failed although all of {self.description} took part{cause}")
         absent = f"{name_ranks(missing)} did not take part in the {place}"

@@ -289,7 +289,7 @@ class ControlChannel(NamedCollectives):
         self._groups = self._groups_of_main = self._given = None
 
 
-@functools.cache
+@functools.lru_cache(16)
 def _without_options(call: str) -> tuple[str, int, Exception | None]:
     return _as_json(call, {})
 

@@ -103,7 +103,9 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
     unfinished.rename(final)
     _sync(final.parent)  # before older checkpoints are removed, so that a power cut loses none but the new one
     until_now = [path for path in list_checkpoints(final.parent) if _step_of(path) <= _step_of(final)]
-    for old in until_now[:-keep]:
+    # Those of a killed run are removed now, not at the start, when the run before may still be writing its last one.
+    left = [path for path in final.parent.glob(f"{_PREFIX}*{_UNFINISHED}") if path.stem[len(_PREFIX) :].isdigit()]
+    for old in (*until_now[:-keep], *left):
         discard(old)
 
 
@@ -173,8 +175,6 @@ def warn_of_damage(problem: object) -> None:
 def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
     """Create the folder for the checkpoints of a run that starts after `step` steps; ignores `damaged` checkpoints.
 
-    Removes the unfinished checkpoints of a run that ended while it wrote.
-
     Raises:
         ValueError: the folder cannot be created or written, or has complete checkpoints of later steps of another run.
     """
@@ -188,9 +188,6 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
             "another folder"
         ) from None
     require_none_after(folder, step, damaged, f"starts {f'after step {step}' if step else 'from the beginning'}")
-    for path in folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
-        if path.stem.removeprefix(_PREFIX).isdigit():
-            discard(path)
 
 
 def require_none_after(folder: Path, step: int, damaged: Container[Path], what: str) -> None:

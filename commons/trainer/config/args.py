@@ -235,7 +235,7 @@ class TrainerArgs:
                     "shuffle: set one of them"
                 )
         self._check_balancing_beyond_a_batch()
-        least_rows = min(self.train_batch_size, self.global_batch_size or self.train_batch_size)
+        least_rows = self.global_batch_size or self.train_batch_size
         for name in ("eval_interval", "ckpt_save_interval"):
             if self.schedule_in == "rows" and 0 < getattr(self, name) < least_rows:
                 raise ValueError(

@@ -56,6 +56,7 @@ def test_every_kind_of_file_reads_alike(here):
         ("marked.csv", "\ufeffn\r\n5\r\n0\r\n17\r\n300\r\n", None),
         ("bare.csv", "\ufeff5\n0\n17\n300\n", None),
         ("pandas.csv", ",n\n0,5\n1,0\n2,17\n3,300\n", "n"),
+        ("pandas_tabs.csv", "\tn\n0\t5\n1\t0\n2\t17\n3\t300\n", "n"),
         ("CAPITALS.CSV", "n\n5\n\n0\n17\n300\n", None),
         ("quotes.csv", '"a, b","n"\n"1","5"\n"1","0"\n"1","17"\n"1","300"', "n"),
     ],

@@ -96,6 +96,17 @@ def test_what_is_no_record_is_named(tmp_path, capsys, content):
     assert f"{record} is no record of a rank, or damaged (" in error and error.count("\n") == 1
 
 
+def test_a_damaged_record_is_named(tmp_path, capsys):
+    record, lengths = tmp_path / "rank0.npz", np.random.default_rng(0).integers(1, 99, 10_000)
+    np.savez_compressed(record, world_size=1, unknown=0, rows=[10_000], lengths=lengths, seconds=[1.0])
+    content = record.read_bytes()
+    for place in range(len(content) // 3, 2 * len(content) // 3, 500):  # of the lengths
+        record.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        assert main(["--report", "--folder", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert "rank0.npz is no record of a rank, or damaged (" in error and error.count("\n") == 1
+
+
 def test_lengths_of_any_batch():
     kjt = KeyedJaggedTensor(["a", "b"], torch.arange(9), lengths=torch.tensor([1, 2, 0, 3, 1, 2]))
     batch = Batch(dense_features=torch.ones(3, 2), sparse_features=kjt, labels=torch.ones(3))

@@ -84,7 +84,9 @@ def test_an_unfinished_checkpoint_of_an_ended_run_is_removed(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").touch()
     claim(tmp_path, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_mine.tmp"]
+    assert (tmp_path / "step_00000007.tmp").exists()  # the run that writes it may not have ended
+    save(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000005", "step_mine.tmp"]
 
 
 def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
