@@ -62,7 +62,7 @@ def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise ValueError unless `value` is one of the strings `choices`."""
     known = list(choices)
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; it is one of {known}: choose one")
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}: choose one")
 
 
 def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from commons.checks import require_one_of
 from commons.perf_model.partitioner import METHODS
 
 Mode = Literal["balance", "observe", "off"]
@@ -73,8 +74,7 @@ class ShufflerOptions:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False: choose one")
         for name, allowed in _NAMES.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}: choose one")
+            require_one_of(name, getattr(self, name), allowed)
         if self.speeds == "measured" and self.partitioner not in SPEED_METHODS:
             raise ValueError(
                 f"speeds is 'measured' and partitioner is {self.partitioner!r}, which makes equal loads; "

@@ -76,14 +76,14 @@ def _text_modules(model: Any, config: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _active_weights(name: str, module: Any, config: Any) -> int:
     """The entries of a module's own matrices, without those of its children, that a token is multiplied by."""
+    if hasattr(module, "base_layer"):  # PEFT's wrapper, whose child has the matrix
+        return 0
     sizes = [getattr(config, each, None) for each in ("num_local_experts", "num_experts", "n_routed_experts")]
     experts = next(filter(None, sizes), 1)
     active = min(getattr(config, "num_experts_per_tok", None) or 1, experts)
     # DeepSpeed's ZeRO-3 empties parameters and keeps their shape.
     shapes = [getattr(each, "ds_shape", each.shape) for each in module.parameters(recurse=False)]
     stacked = [shape for shape in shapes if len(shape) == 3 and shape[0] == experts > 1]
-    if hasattr(module, "base_layer"):  # PEFT's wrapper, whose child has the matrix
-        return 0
     if stacked:
         weights = sum(map(math.prod, stacked))
     elif hasattr(module, "in_features"):  # nn.Linear, also quantised

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from commons.checks import require_at_least
+from commons.checks import require_at_least, require_one_of
 from commons.micro_batching.allocation import get_allocate_fn
 
 Order = Literal["heaviest_first", "light_ends"]
@@ -45,7 +45,4 @@ class MicroBatchSpec:
         if self.max_tokens_per_mb is not None:
             require_at_least("max_tokens_per_mb", self.max_tokens_per_mb, 1)
         get_allocate_fn(self.packing_algorithm)
-        if self.order not in get_args(Order):
-            raise ValueError(
-                f"order is {self.order!r}; it must be one of {', '.join(map(repr, get_args(Order)))}: choose one"
-            )
+        require_one_of("order", self.order, get_args(Order))

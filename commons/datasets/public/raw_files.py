@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import shutil
 import struct
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -24,6 +23,11 @@ from typing import Any
 
 from commons.console import progress_bar
 
+try:
+    from lzma import LZMAError
+except ImportError:  # Python was built without it, and cannot read such members
+    LZMAError = zlib.error  # type: ignore[assignment, misc]
+
 # First words of the README of an archive with generated data.
 GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
@@ -31,10 +35,10 @@ _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
 # Errors from reading a damaged archive: RuntimeError for an encrypted or unknown kind of member; struct.error,
-# IndexError and UnicodeDecodeError for the directory of a zip file. A Python may lack lzma.
+# IndexError and UnicodeDecodeError for the directory of a zip file.
 _DAMAGE: tuple[type[Exception], ...] = (
     *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError),
-    *(struct.error, IndexError, UnicodeDecodeError, getattr(sys.modules.get("lzma"), "LZMAError", zlib.error)),
+    *(struct.error, IndexError, UnicodeDecodeError, LZMAError),
 )
 # Path and size of a file in an archive, and the function that opens it.
 _Member = tuple[str, int, Callable[[], Any]]

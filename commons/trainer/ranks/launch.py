@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.checks import require_one_of
 from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 
@@ -35,9 +36,7 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         ValueError: not started by torchrun; more ranks than GPUs; GPUs that this torch or fbgemm cannot use, unless the
             device is "cpu"; or an existing group with another device, number of ranks or rank.
     """
-    if device_type not in get_args(DeviceType):
-        known = ", ".join(map(repr, get_args(DeviceType)))
-        raise ValueError(f"device_type is {device_type!r}; it must be one of {known}: choose one")
+    require_one_of("device_type", device_type, get_args(DeviceType))
     joins = dist.is_initialized()
     if joins:
         here, there = dist.get_rank(), dist.get_world_size()

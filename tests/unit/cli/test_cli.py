@@ -129,8 +129,9 @@ def test_ctrl_c_that_became_another_error(monkeypatch, capsys):
     assert capsys.readouterr().err == "evenrank: interrupted\n"
 
 
-DOCTOR = """
-import os, signal, sys
+# Ctrl-C in the midst of an import, by code that takes it for an error of its own.
+INTERRUPTED = """
+import os, signal, sys, types
 from commons.cli import doctor, main as cli
 def import_module(name):
     try:
@@ -139,32 +140,15 @@ def import_module(name):
         raise ImportError("half a module")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 doctor.import_module = import_module
-sys.exit(cli.main(["doctor"]))
+if sys.argv[1] != "doctor":
+    cli.importlib = types.SimpleNamespace(import_module=import_module)
+sys.exit(cli.main())
 """
 
 
-def test_ctrl_c_is_no_finding_of_doctor():
-    done = run_program(sys.executable, "-c", DOCTOR)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-
-
-# Ctrl-C in the midst of an import, of a module that takes it for an error of its own.
-INTERRUPTED = """
-import os, signal, sys, types
-from commons.cli import main as cli
-def load(name):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        raise ImportError("half a module")
-signal.signal(signal.SIGINT, signal.default_int_handler)
-cli.importlib = types.SimpleNamespace(import_module=load)
-sys.exit(cli.main(["preprocess", "ml-1m"]))
-"""
-
-
-def test_ctrl_c_while_modules_are_imported():
-    done = run_program(sys.executable, "-c", INTERRUPTED)
+@pytest.mark.parametrize("arguments", [["doctor"], ["preprocess", "ml-1m"]], ids=" ".join)
+def test_ctrl_c_while_modules_are_imported(arguments):
+    done = run_program(sys.executable, "-c", INTERRUPTED, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 

@@ -1,4 +1,4 @@
-"""Processes as ranks: numbers, signals and exit statuses; CUDA that does not work is told before a group is made."""
+"""Processes as ranks: numbers, signals and exit statuses; a GPU that does not work, before groups are made."""
 
 from __future__ import annotations
 
