@@ -119,6 +119,6 @@ class _Followed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        moved = ctx.move_back(Rows.of(tuple(gradients)))
-        of_inputs = [None] * ctx.num_inputs if moved is None or not ctx.num_inputs else list(moved.batch)
-        return (None, None, None, *of_inputs)
+        given = Rows.of(tuple(gradients))
+        moved = ctx.move_back(given) or given.select([])  # a rank without rows passes on gradients of 0 rows
+        return (None, None, None, *moved.batch[: ctx.num_inputs])

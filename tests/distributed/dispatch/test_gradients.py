@@ -70,6 +70,21 @@ def test_gradients_equal_those_without_it(ranks):
         assert exchanges == 4
 
 
+def _gradients_of_a_batch_without_rows():
+    model, rank = encoder(), dist.get_rank()
+    features = model(rows_of(0)[0][: 0 if rank else 4])
+    moved = redistribute_balanced({"x": features}, [1] * len(features))
+    moved.send_home(moved.batch["x"] * 2).sum().backward()
+    return [None if weight.grad is None else weight.grad.abs().sum().item() for weight in model.parameters()]
+
+
+def test_a_batch_of_0_rows_has_gradients_of_0(two_ranks):
+    """As in plain PyTorch, where a user's all-reduce of them then works; they were None, and only on that rank."""
+    with_rows, without = two_ranks.run(_gradients_of_a_batch_without_rows)
+    assert all(with_rows)
+    assert without == [0.0] * len(with_rows)
+
+
 def _dtypes():
     rank = dist.get_rank()
     batch = {"x": torch.arange(3.0).add(rank).to(torch.bfloat16).requires_grad_()}
