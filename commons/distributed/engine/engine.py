@@ -191,7 +191,7 @@ class ShuffleEngine:
         Of a window, `step` is its first step, and `read_stats` returns the stats of its last one.
         """
         self.read_stats = read_stats
-        if not excess_tokens:
+        if not excess_tokens or self._options.mode != "balance":  # "observe" does not carry out its plan
             return
         self.num_cap_exceeded += 1
         if self.num_cap_exceeded == 1:

@@ -24,7 +24,7 @@ from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import error_of, raised_by
+from tests.helpers.ranks.faults import error_of, logged, raised_by
 
 
 def _mode(options):
@@ -187,6 +187,21 @@ def test_what_counts_as_a_token_can_be_said(two_ranks):
     assert excess == [7, 7, 1]
     for said in two_ranks.run(_named_tokens, ["b", "c"]):
         assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
+
+
+def _observed_cap(windows):
+    """What is said of a cap that a plan keeps, of 9 tokens on each rank, but no row moves to keep."""
+    lengths = torch.tensor([8, 8] if dist.get_rank() == 0 else [1, 1])
+    batch = BaseBatch(KeyedJaggedTensor(keys=["a"], values=torch.arange(int(lengths.sum())), lengths=lengths), 2)
+    options = ShufflerOptions(mode="observe", max_tokens_per_rank=12)
+    with closing(SquareShuffler(options)) as shuffler, logged() as warnings:
+        next(windowed_iter(iter([batch]), shuffler, 2)) if windows else shuffler.shuffle(batch)
+        return warnings, shuffler.num_cap_exceeded, shuffler.last_stats.excess_tokens
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_cap_that_is_only_observed_is_not_called_unattainable(two_ranks, windows):
+    assert two_ranks.run(_observed_cap, windows) == [([], 0, 4)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------- groups of rows
