@@ -19,6 +19,7 @@ import torch.distributed as dist
 from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.engine.engine import ShuffleEngine
 from commons.distributed.engine.shuffle_handle import ShuffleHandle
+from commons.distributed.errors import capture_error
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import require_process_group
 from commons.distributed.stats import ShuffleStats
@@ -122,9 +123,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
             RankMissingError: a rank did not join in time.
         """
         self.engine.look_at(batch)
-        handle = self.start_shuffle(batch, pg_group)
-        # Mode "off" computes no workloads elsewhere, and leaves this rank its own rows.
-        own = self.get_workloads(batch) if return_workloads and self.options.mode == "off" else None
+        own, error = None, None
+        if return_workloads and self.options.mode == "off":  # which computes no workloads elsewhere
+            own, error = capture_error(lambda: self.engine.costs.workloads_of(batch))
+        handle = self.start_shuffle(batch, pg_group, error=error)
         result = self.finish_shuffle(batch, handle)
         if not (return_indices or return_workloads):
             return result

@@ -48,11 +48,10 @@ class PreparedShuffle:
     def rows_trained(self, real_rows: int, workloads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Global ids and workloads, int64 `(actual_batch_size,)`, of the rows that this rank trains in a batch.
 
-        In mode "off" they are those of its own batch: `real_rows`, and `workloads`, int64 `(batch_size,)`.
+        In mode "off" they are those of its own batch: `real_rows`, and `workloads`, int64 `(real_rows,)`.
         """
         if self.plan is None:
-            own = None if workloads is None else torch.as_tensor(workloads, device="cpu")[:real_rows]
-            return self.rows_before + torch.arange(real_rows, device="cpu"), own
+            return self.rows_before + torch.arange(real_rows, device="cpu"), workloads
         rows, gathered = self.plan.rows_for(self.rank), self.plan.gathered
         return torch.from_numpy(gathered.global_id[rows]), torch.from_numpy(gathered.workloads[rows])
 

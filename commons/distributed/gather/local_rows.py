@@ -168,6 +168,17 @@ class RowCosts:
         except Exception as mistake:
             return LocalRows(error=mistake)
 
+    def workloads_of(self, batch: Any) -> torch.Tensor:
+        """Workloads of the real rows of a batch, int64 `(real_rows,)` on the host; waits for the device.
+
+        Raises:
+            Exception: a mistake in the batch or in `get_workloads`.
+        """
+        rows, real = row_counts(batch)
+        workloads = self._returned("get_workloads", batch, BatchSchema.of(batch))
+        on_host = workloads.cpu() if isinstance(workloads, torch.Tensor) else workloads
+        return torch.from_numpy(as_int64_workloads(_one_per_row(on_host, rows)[:real]))
+
     def _describe(self, batch: Any) -> LocalRows:
         tree = open_batch(batch)
         leaves = tree.leaves

@@ -252,6 +252,23 @@ def test_mistakes_of_later_batches(ranks):
         assert f"ranks are at steps {[2, 3] + [2] * (ranks.world_size - 2)}" in step
 
 
+def _workloads_of_mode_off():
+    """A mistake in workloads that only `return_workloads` asks for; then workloads of another integer type."""
+    batch = my_batch(0, [4] * 4)
+    with closing(SquareShuffler(ShufflerOptions(mode="off", timeout=PATIENT))) as shuffler:
+        with on_rank(1, mock.patch.object(shuffler, "get_workloads", _fails(OSError("no costs")))):
+            said = raised_by(lambda: shuffler.shuffle(batch, return_workloads=True))
+        with mock.patch.object(shuffler, "get_workloads", lambda _: torch.tensor([1, 2, 3, -1], dtype=torch.int32)):
+            batch.actual_batch_size = 3
+            return said, *shuffler.shuffle(batch, return_workloads=True)[1:]
+
+
+def test_a_mistake_in_workloads_that_no_plan_needs(two_ranks):
+    for said, workloads in two_ranks.run(_workloads_of_mode_off):
+        assert said == "RuntimeError: rank 1: OSError: no costs"
+        assert workloads.dtype == torch.int64 and workloads.tolist() == [1, 2, 3]
+
+
 def _where_nothing_moves(mode):
     batch = my_batch(0, [4] * 4)
     batch.image = batch.image * torch.ones((), requires_grad=True)
