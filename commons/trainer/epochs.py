@@ -66,7 +66,14 @@ class Epochs:
         if self._args.single_rank_load:
             # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.
             get_workloads = shuffler.get_workloads if self._args.balancing == "rank 0" else None
-            self._source = SingleRankLoader(loader, get_workloads, pin_memory=recipe.device.type == "cuda")
+            options = self._args.shuffler
+            self._source = SingleRankLoader(
+                loader,
+                get_workloads,
+                equal_size=options.equal_size,
+                pin_memory=recipe.device.type == "cuda",
+                timeout=options.timeout,
+            )
         self.in_windows = self._args.balancing == "windows"
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler

@@ -228,6 +228,11 @@ class TrainerArgs:
                 "balance_batch is True and single_rank_load is False; balance_batch balances the rows that rank 0 "
                 "loads: set single_rank_load too, or enable_balanced_shuffler instead if every rank loads its own rows"
             )
+        if self.balance_batch and self.shuffler.max_tokens_per_rank is not None:
+            raise ValueError(
+                f"balance_batch is True and shuffler.max_tokens_per_rank is {self.shuffler.max_tokens_per_rank}; "
+                "rank 0 balances workloads and keeps no cap: leave the cap out, or set enable_balanced_shuffler instead"
+            )
         for name, who in (("balance_batch", "rank 0"), ("balance_sampler", "the sampler")):
             if getattr(self, name) and self.enable_balanced_shuffler:
                 raise ValueError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commons.datasets import BalancedBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START
+from commons.dispatch import SingleRankLoader
 from commons.distributed.gather import rank_speeds
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.speed_control import SpeedControl
@@ -23,6 +26,7 @@ from commons.run_log.advice import advice_of
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.trainer import TrainerArgs
+from commons.trainer import epochs as trainer_epochs
 from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
@@ -230,6 +234,22 @@ def test_a_loader_of_the_users_own(two_ranks):
         assert error.startswith("ValueError: ranks plan with different settings or workloads")
     for error in two_ranks.run(error_of, _open, None):  # a schedule in rows needs a sampler that knows them
         assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
+
+
+def _distributed_by_rank_0(options):
+    """This rank's rows of a batch whose rows are their workloads, and the timeout."""
+    args = TrainerArgs(4, 4, single_rank_load=True, balance_batch=True, shuffler=options)
+    loader = DataLoader(torch.tensor([100] + [1] * 7), batch_size=8)
+    shuffler = SimpleNamespace(get_workloads=lambda batch: batch)
+    with mock.patch.object(trainer_epochs, "SingleRankLoader", wraps=SingleRankLoader) as made:
+        epochs = Epochs(loader, Parts(args, None, None, (), loader), shuffler)
+    with contextlib.closing(epochs):
+        return next(epochs.open(0, EPOCH_START)).tolist(), made.call_args.kwargs["timeout"]
+
+
+def test_rank_0_follows_the_options_of_the_shuffler(two_ranks):
+    options = ShufflerOptions(equal_size=False, timeout=70.0)
+    assert two_ranks.run(_distributed_by_rank_0, options) == [([100], 70.0), ([1] * 7, 70.0)]
 
 
 def _seed_of_worker_processes(tensor_parallel_size):

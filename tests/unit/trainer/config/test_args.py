@@ -42,6 +42,10 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ({"pipeline_type": "nativ"}, "pipeline_type is 'nativ'; registered are .*'native'"),
         ({"shuffle_eval": True}, "shuffle_eval is True and enable_balanced_shuffler is False"),
         ({"balance_batch": True}, "balance_batch is True and single_rank_load .* or enable_balanced_shuffler instead"),
+        (
+            RANK_0 | {"balance_batch": True, "shuffler": ShufflerOptions(max_tokens_per_rank=9)},
+            "balance_batch is True and shuffler.max_tokens_per_rank is 9; .* leave the cap out, or set",
+        ),
         (SHUFFLER | RANK_0 | {"balance_batch": True}, "balance_batch and enable_balanced_shuffler are both .* set one"),
         (WINDOW, "shuffle_window is 2 and balancing is off; .* or leave shuffle_window 1"),
         (SHUFFLER | SAMPLER, "balance_sampler and enable_balanced_shuffler are both True; .* set one of them"),
