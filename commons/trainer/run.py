@@ -112,7 +112,8 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
     require_sinks(args.sinks)
     on_rank_0(lambda: _require_free_folder(args), device)
     if logs_to_file:
-        on_all_ranks(lambda: log_to_file(args.run_dir), device)
+        # A run that torchrun starts again keeps the traceback of its failure.
+        on_all_ranks(lambda: log_to_file(args.run_dir, append=bool(args.ckpt_load_dir)), device)
     path = Path(args.run_dir) / CONFIG_FILE
     text = json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"  # a recipe's config may hold paths
     on_rank_0(lambda: write_whole(path, text), device)

@@ -76,11 +76,11 @@ def run_main(main: Callable[[], None]) -> None:
         dist.destroy_process_group()
 
 
-def log_to_file(run_dir: str | Path) -> None:
+def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:
     """Send logging to `<run_dir>/rank<r>.log`: warnings of rank 0, and errors of every rank.
 
-    Rank 0 also prints evenrank's own warnings on stderr, but not those of libraries. The first line creates the file.
-    Called once per process, after `initialize_ranks`.
+    Rank 0 also prints evenrank's own warnings on stderr, but not those of libraries. An earlier log is removed or, with
+    `append`, continued; the first line creates the file. Called once per process, after `initialize_ranks`.
 
     Raises:
         ValueError: `run_dir` cannot be created or written.
@@ -89,7 +89,8 @@ def log_to_file(run_dir: str | Path) -> None:
     path = Path(run_dir) / f"rank{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        if not append:
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"run_dir is {str(run_dir)!r}, which cannot be written ({error.strerror}); logs and figures go there: give "

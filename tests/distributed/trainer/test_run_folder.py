@@ -7,9 +7,11 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commons.run_log.comparison import compare_runs
@@ -17,6 +19,7 @@ from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config
+from commons.trainer.ranks import errors
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
@@ -112,6 +115,22 @@ def opened(run_dir):
 def test_a_config_may_hold_a_path(two_ranks, tmp_path):
     two_ranks.run(opened, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["items"] == "data/items"
+
+
+def keeps_log(folder, *flags):
+    """Whether this rank's log, with the traceback of an earlier failure, is still there when a run begins."""
+    log = folder / f"rank{dist.get_rank()}.log"
+    log.write_text("Traceback")
+    with mock.patch.object(errors, "logging"):
+        open_run_folder(
+            load_config(TrainConfig, [*RUN, "--trainer.run-dir", str(folder), *flags]), CPU, logs_to_file=True
+        )
+    return log.exists()
+
+
+def test_a_run_that_is_started_again_keeps_the_traceback_of_its_failure(two_ranks, tmp_path):
+    assert two_ranks.run(keeps_log, tmp_path) == [False, False]
+    assert two_ranks.run(keeps_log, tmp_path, "--trainer.ckpt-load-dir", str(tmp_path / "saved")) == [True, True]
 
 
 def require_snapshots(folder):
