@@ -240,7 +240,8 @@ class TrainerArgs:
                     "shuffle: set one of them"
                 )
         self._check_balancing_beyond_a_batch()
-        least_rows = self.global_batch_size or self.train_batch_size
+        # With a budget these are the most rows of a step, not the least.
+        least_rows = 1 if self.balancing == "budget" else self.global_batch_size or self.train_batch_size
         for name in ("eval_interval", "ckpt_save_interval"):
             if self.schedule_in == "rows" and 0 < getattr(self, name) < least_rows:
                 raise ValueError(

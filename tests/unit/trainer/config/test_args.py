@@ -98,3 +98,9 @@ def test_a_wrong_argument(changes, message):
 def test_a_global_batch_replaces_the_batch_of_a_rank():
     args = TrainerArgs(512, 4, global_batch_size=8, schedule_in="rows", eval_interval=64)
     assert args.eval_interval == 64
+
+
+def test_a_step_with_a_budget_may_have_few_rows():
+    """Fewer than train_batch_size, which is then the most that a rank gets: 32 rows are four steps or so."""
+    options = {"schedule_in": "rows", "shuffler": ShufflerOptions(equal_size=False), **SAMPLER, **BUDGET}
+    assert TrainerArgs(128, 4, eval_interval=32, ckpt_save_interval=32, **options).balancing == "budget"
