@@ -7,11 +7,13 @@ by its own thread, so training never waits for it; the first failure of each sin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import threading
@@ -88,12 +90,20 @@ class JsonLines:
     """Writes a line of JSON for every record, with null for NaN; with `append` to the end of an existing file."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
-        self._file = path.open("a" if append else "w", encoding="utf-8")
+        self._file = path.open("ab" if append else "wb", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a line and flush it."""
-        self._file.write(json.dumps(without_nan(record)) + "\n")
-        self._file.flush()
+        """Write a whole line; after an OSError, such as a full disk, the file has no part of it."""
+        left = memoryview((json.dumps(without_nan(record)) + "\n").encode())
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # of a pipe, which has no end
+                self._file.truncate(end)
+                self._file.seek(end)
+            raise
 
     def close(self) -> None:
         """Close the file."""

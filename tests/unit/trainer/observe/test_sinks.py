@@ -6,6 +6,7 @@ import gzip
 import http.server
 import importlib.util
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -54,6 +55,23 @@ def test_lines_of_json(tmp_path):
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "eval_auc": None, "rank_speeds": [1.0, None]}] * 2
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_line_that_a_full_disk_cuts_is_left_out(tmp_path, append):
+    path, line = tmp_path / "log.jsonl", {"step": 1, "loads_after": list(range(10_000, 14_000))}
+    sink, (soft, hard) = JsonLines(path, append=append), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink.write(line)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9000, hard))
+        for _ in range(3):
+            with pytest.raises(OSError, match="File too large"):
+                sink.write(line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.write(line)
+    sink.close()
+    assert path.read_text() == (json.dumps(line) + "\n") * 2
 
 
 def test_prometheus_scrapes_the_latest_numbers(tmp_path):
