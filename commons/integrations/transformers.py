@@ -148,15 +148,18 @@ def _require_counted_loss(trainer: Trainer) -> None:
     if counts and trainer.compute_loss_func is None and smoother is not None:
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
             counts, what = False, "the loss of label_smoothing_factor is a mean over a micro-batch"
-    elif counts and trainer.compute_loss_func is None and type(trainer).compute_loss is Trainer.compute_loss:
+    elif counts and trainer.compute_loss_func is None and _loss_of(trainer) is Trainer.compute_loss:
         model = trainer.accelerator.unwrap_model(trainer.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # as the Trainer, with PEFT
         if trainer.label_names and "labels" not in trainer.label_names:
             counts, what = False, f"the labels are {', '.join(trainer.label_names)}, and the Trainer counts only labels"
         elif _has_mean_loss(model.forward):
             counts, what = False, f"the loss of {type(model).__name__} is a mean over a micro-batch"
-    if getattr(trainer, "loss_is_scaled_for_ga", None) is False:  # as in TRL's DPOTrainer and RewardTrainer
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is False:  # as in TRL's DPOTrainer and RewardTrainer
         counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
+    elif counts and scaled is None and _uses_of_count(_loss_of(trainer)) == (0, 0):
+        counts, what = False, f"compute_loss of {type(trainer).__name__} does not use num_items_in_batch"
     if not counts or not trainer.args.average_tokens_across_devices:
         raise ValueError(
             f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
@@ -165,19 +168,55 @@ def _require_counted_loss(trainer: Trainer) -> None:
         )
 
 
+def _loss_of(trainer: Trainer) -> Any:
+    """The first `compute_loss` of a trainer that does more with num_items_in_batch than hand it to `super()`."""
+    methods = [vars(owner)["compute_loss"] for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
+    for method in methods:
+        total, handed_on = _uses_of_count(method) or (1, 0)
+        if total > handed_on or not total:
+            break
+    return method
+
+
+def _uses_of_count(method: Any) -> tuple[int, int] | None:
+    """How often a `compute_loss` reads num_items_in_batch or **kwargs, and how often of these to call `super()`."""
+    source = _parsed(method)
+    if source is None:
+        return None
+    names = ("num_items_in_batch", _name_of_others(source))
+
+    def count(node: ast.AST) -> int:
+        return sum(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
+
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    return count(source), sum(count(call) for call in calls if ast.unparse(call.func).endswith(").compute_loss"))
+
+
 def _has_mean_loss(forward: Any) -> bool:
     """Whether a model takes num_items_in_batch without using it, as most models with another head than a causal one."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False  # no source, nothing known
+    source = _parsed(forward)
+    if source is None:
+        return False
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
     losses = [call for call in calls if ast.unparse(call.func).lower().endswith(_LOSSES)]
-    others = next((node.args.kwarg for node in ast.walk(source) if isinstance(node, ast.FunctionDef)), None)
+    others = _name_of_others(source)
     passed_on = others is not None and any(
-        isinstance(node, ast.Name) and node.id == others.arg for call in losses for node in ast.walk(call)
+        isinstance(node, ast.Name) and node.id == others for call in losses for node in ast.walk(call)
     )
     return bool(losses) and not passed_on and "num_items_in_batch" not in ast.unparse(source)
+
+
+def _parsed(function: Any) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None  # no source, nothing known
+
+
+def _name_of_others(source: ast.AST) -> str | None:
+    """The name of a function's **kwargs."""
+    others = next((node.args.kwarg for node in ast.walk(source) if isinstance(node, ast.FunctionDef)), None)
+    return None if others is None else others.arg
 
 
 def _input_name(trainer: Trainer) -> str:

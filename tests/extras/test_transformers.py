@@ -257,6 +257,37 @@ def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(tm
     balanced(trainer).get_train_dataloader()
 
 
+def test_a_compute_loss_of_a_subclass_must_use_the_count_of_items(tmp_path):
+    import transformers
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_model, make_rows, pad
+
+    class Weighted(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return torch.nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"])
+
+    class Counted(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.sum() / num_items_in_batch
+
+    class Logged(transformers.Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return super().compute_loss(model, inputs, **kwargs)
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=256, **sizes)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    options = {"args": arguments, "train_dataset": make_rows(), "data_collator": pad}
+    bert = transformers.BertForSequenceClassification(config)
+    with pytest.raises(ValueError, match="compute_loss of Weighted does not use num_items_in_batch; micro-batches"):
+        balanced(Weighted(model=make_model(), **options)).get_train_dataloader()
+    with pytest.raises(ValueError, match="the (loss of BertForSequenceClassification is|model takes no)"):
+        balanced(Logged(model=bert, **options)).get_train_dataloader()
+    balanced(Counted(model=make_model(), **options)).get_train_dataloader()
+    balanced(Logged(model=make_model(), **options)).get_train_dataloader()
+
+
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
         "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
