@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, BatchOrderSampler, EpochSampler, Place
 from commons.datasets.samplers.planned import PlannedSampler
 from commons.dispatch import SingleRankLoader
@@ -157,6 +158,10 @@ class Epochs:
     def num_steps(self, epoch: int, start: Place) -> int:
         """Steps from a place to the end of an epoch."""
         return sum(1 for _ in self._loaded_rows(epoch, start))
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        """Steps of a whole epoch; only the epochs of a budget differ, and are planned to count them."""
+        return self.num_steps(epoch, EPOCH_START) if isinstance(self._steps, BudgetBatchSampler) else self.most_batches
 
     def has_steps(self, epoch: int, start: Place) -> bool:
         """Whether an epoch has a step from a place on."""

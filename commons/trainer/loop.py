@@ -10,6 +10,7 @@ Both pipelines drive one model, so only one may have batches in flight: a segmen
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -313,15 +314,20 @@ class TrainingLoop:
         return self._has_trained_all(self._step) or self._may_stop_after(self._step)
 
     def _total_steps(self, start: Place) -> int:
-        """Steps of the run, including the steps before a checkpoint; an estimate if steps differ in their rows."""
-        limits, limit = [], self._args.max_train_iters
-        if limit is not None:
-            limits.append(-(-limit // self._data.rows_per_step) if self._schedule.in_rows else limit)
-        if self._num_epochs is not None:
-            left = self._data.num_steps(self._progress.epoch, start)
-            following = self._num_epochs - self._progress.epoch - 1
-            limits.append(self._step + (left + following * self._data.most_batches if following >= 0 else 0))
-        return max(self._step, min(limits))
+        """Steps of the run, including the steps before a checkpoint; an estimate if `max_train_iters` counts rows."""
+        limit = math.inf if self._args.max_train_iters is None else self._args.max_train_iters
+        if self._schedule.in_rows:
+            limit = limit / self._data.rows_per_step
+        if self._num_epochs is None:
+            return max(self._step, math.ceil(limit))
+        steps, epoch = self._step, self._progress.epoch
+        if epoch < self._num_epochs:
+            steps += self._data.num_steps(epoch, start)
+        for following in range(epoch + 1, self._num_epochs):
+            if steps >= limit:
+                break
+            steps += self._data.steps_of_epoch(following)
+        return max(self._step, math.ceil(min(limit, steps)))
 
     def _total_rows(self) -> int:
         """Rows of the run, including the rows before a checkpoint."""

@@ -192,6 +192,19 @@ def test_a_schedule_in_rows_of_steps_that_differ(two_ranks, data, tmp_path):
     assert rest[0][2][0] == pytest.approx(expected[2])
 
 
+@pytest.mark.slow
+def test_a_resumed_cosine_over_epochs_of_a_budget_ends_where_it_would_have(two_ranks, data, tmp_path):
+    """With this seed the epochs have 28 and 29 steps."""
+    changes = {**BUDGET, "budget_per_rank": 2.0, "seed": 2, "num_epochs": 2}
+    changes |= {"optimization": OptimizationArgs(lr_schedule="cosine")}
+    saving = {"ckpt_save_interval": 30, "ckpt_save_dir": str(tmp_path / "checkpoints")}
+    steps, _, rates, _ = two_ranks.run(train, data, str(tmp_path / "whole"), **changes, **saving)[0]
+    assert steps == 57
+    assert rates == pytest.approx([0.001 * (1 + math.cos(math.pi * step / 57)) / 2 for step in range(57)])
+    loading = {"ckpt_load_dir": str(tmp_path / "checkpoints" / "step_00000030")}
+    assert two_ranks.run(train, data, str(tmp_path / "rest"), **changes, **loading)[0][2] == rates[30:]
+
+
 def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, tmp_path):
     result = two_ranks.run(train, data, str(tmp_path), task="retrieval", **SAMPLER)
     assert users_of(result).total() == ROWS
