@@ -53,13 +53,16 @@ class Epochs:
 
     Raises:
         ValueError: the ranks would compute different plans, the sampler was made for another data set, the schedule is
-            in rows and the sampler does not state them, or the sampler cannot balance the data.
+            in rows and the sampler does not state them, the sampler cannot balance the data, or rows are balanced when
+            they are loaded and the shuffler has groups.
     """
 
     def __init__(self, loader: DataLoader[Any], recipe: Recipe, shuffler: BaseTaskBalancedBatchShuffler) -> None:
         self._args: TrainerArgs = recipe.config.trainer
         self._shuffler = shuffler
         self._in_turn: RowsInTurn | None = None
+        if self._args.balances_at_loading:
+            _require_no_groups(self._args, shuffler)
         if self._args.balancing in ("sampler", "budget"):
             loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
         self.loader = loader
@@ -231,6 +234,15 @@ class Epochs:
                 "there; resuming needs a sampler with start_at(row): use a sampler of commons.datasets.samplers.epoch"
             )
         self._sampler.start_at(*(start if start.steps else start[:1]))
+
+
+def _require_no_groups(args: TrainerArgs, shuffler: BaseTaskBalancedBatchShuffler) -> None:
+    if type(shuffler).get_groups is not BaseTaskBalancedBatchShuffler.get_groups:
+        name = "balance_sampler" if args.balance_sampler else "balance_batch"
+        raise ValueError(
+            f"{name} is True and {type(shuffler).__name__} has get_groups; {name} assigns rows separately, so rows of "
+            "a group would not stay together: set enable_balanced_shuffler instead, which keeps groups together"
+        )
 
 
 def _require_equal(identity: dict[str, Any], device: torch.device) -> None:

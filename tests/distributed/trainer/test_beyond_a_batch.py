@@ -21,6 +21,7 @@ from commons.datasets.samplers.epoch import EPOCH_START
 from commons.dispatch import SingleRankLoader
 from commons.distributed.gather import rank_speeds
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.perf_model.speed_control import SpeedControl
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import RunLog
@@ -249,6 +250,7 @@ def test_a_loader_of_the_users_own(two_ranks):
         assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
 
 
+<<<<<<< HEAD
 def _distributed_by_rank_0(options):
     """This rank's rows of a batch whose rows are their workloads, and the timeout."""
     args = TrainerArgs(4, 4, single_rank_load=True, balance_batch=True, shuffler=options)
@@ -263,6 +265,24 @@ def _distributed_by_rank_0(options):
 def test_rank_0_follows_the_options_of_the_shuffler(two_ranks):
     options = ShufflerOptions(equal_size=False, timeout=70.0)
     assert two_ranks.run(_distributed_by_rank_0, options) == [([100], 70.0), ([1] * 7, 70.0)]
+=======
+class GroupShuffler(TokensBalancedBatchShuffler):
+    """Keeps the rows of a user together."""
+
+    def get_groups(self, batch):
+        return batch.features["user_id"].values()
+
+
+def _error_with_groups(*args, **changes):
+    with mock.patch.object(Noted, "build_shuffler", lambda recipe, **_: GroupShuffler()):
+        return error_of(train, *args, **changes)
+
+
+@pytest.mark.parametrize(("way", "name"), [(SAMPLER, "balance_sampler"), (RESUMED[3], "balance_batch")])
+def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tmp_path, way, name):
+    for error in two_ranks.run(_error_with_groups, data, str(tmp_path), **way):
+        assert error.startswith(f"ValueError: {name} is True and GroupShuffler has get_groups; ")
+>>>>>>> 7b5fd195 (balance_batch and balance_sampler refuse a shuffler with get_groups: they separated the rows of a group without a word)
 
 
 def _seed_of_worker_processes(tensor_parallel_size):
