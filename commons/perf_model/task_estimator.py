@@ -132,6 +132,10 @@ class AttentionTask(ABC):
                 torch.as_tensor(part, device=lengths.device) if isinstance(part, np.ndarray) else part
                 for part in (targets, contextual)
             )
+        elif isinstance(lengths, np.ndarray):
+            targets, contextual = (
+                part.cpu().numpy() if isinstance(part, torch.Tensor) else part for part in (targets, contextual)
+            )
         for name, part in (("num_targets", targets), ("num_contextual", contextual)):
             if not isinstance(part, int) and np.shape(part) != np.shape(lengths):
                 raise ValueError(
