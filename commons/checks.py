@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ def require_at_least(name: str, value: Any, least: int, *, optional: bool = Fals
         raise _no_integer(name, value, least, ", or leave it out" if optional else "")
     if value > _MOST:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least} and below 2**63: lower it")
+
+
+def take_python_scalars(settings: Any) -> None:
+    """Replace numpy's scalars in the fields of a dataclass, also a frozen one, by Python's: JSON has only those."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(settings, each.name, value.item())
 
 
 def as_count(value: Any, name: str, least: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from commons.checks import require_one_of
+from commons.checks import require_one_of, take_python_scalars
 from commons.perf_model.partitioner import METHODS
 
 Mode = Literal["balance", "observe", "off"]
@@ -66,6 +66,7 @@ class ShufflerOptions:
     verify: bool = False
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         if isinstance(self.calibration, os.PathLike):
             object.__setattr__(self, "calibration", os.fspath(self.calibration))
         if not (self.calibration is None or (isinstance(self.calibration, str) and self.calibration)):

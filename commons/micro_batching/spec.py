@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from commons.checks import require_at_least, require_one_of
+from commons.checks import require_at_least, require_one_of, take_python_scalars
 from commons.micro_batching.allocation import get_allocate_fn
 
 Order = Literal["heaviest_first", "light_ends"]
@@ -40,6 +40,7 @@ class MicroBatchSpec:
     to light together, or "light_ends", so that a pipeline fills and drains with light ones."""
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         for name in ("n_mbs", "granularity", "n_mbs_divisor"):
             require_at_least(name, getattr(self, name), 1)
         if self.max_tokens_per_mb is not None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
-from commons.checks import require_at_least
+from commons.checks import require_at_least, take_python_scalars
 from commons.perf_model.attention_pairs import attention_pairs, is_zero
 
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
@@ -61,6 +61,7 @@ class AttentionTask(ABC):
     num_layers: int = 1
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(item.default, bool) or value is None:

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import json
 import threading
 import time
 import weakref
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
@@ -53,6 +55,16 @@ def test_options_are_validated_when_made(changes, message):
 
 
 OPTIONS = ShufflerOptions()
+
+
+def test_options_may_be_numpys():
+    """The message was that np.float32(0.5) must be in [0, 1]."""
+    numbers = {"slack": np.float32(0.5), "min_gain": np.float16(0.25), "timeout": np.int64(9), "verify": np.bool_(True)}
+    options = ShufflerOptions(**numbers, ranks_per_node=np.int64(8), max_tokens_per_rank=np.uint32(9))
+    assert options == ShufflerOptions(
+        "balance", slack=0.5, ranks_per_node=8, max_tokens_per_rank=9, min_gain=0.25, timeout=9, verify=True
+    )
+    json.dumps(dataclasses.asdict(options))  # ranks compare them as JSON
 
 
 def test_the_registry():

@@ -74,6 +74,23 @@ def test_any_integer_dtype_gives_the_same_int64(dtype):
     assert all(isinstance(value, int) and value >= 0 for value in exact)
 
 
+def test_lengths_and_targets_of_any_two_kinds_match():
+    """An array or a list with a tensor of targets was numpy's error about operand types."""
+    task, counts = HSTUAttentionTask(64, 4, 16), ([9, 5], [2, 1])
+    kinds = (list, np.array, torch.tensor)
+    made = [task.get_workloads(one(counts[0]), other(counts[1])) for one in kinds for other in kinds]
+    assert [each.tolist() for each in made] == [made[0].tolist()] * 9
+    assert [type(each) for each in made] == [np.ndarray] * 6 + [torch.Tensor] * 3
+
+
+@pytest.mark.parametrize("number", [np.int64(4), np.uint8(4), np.int32(4)])
+def test_dimensions_may_be_numpys(number):
+    """The message was that np.int64(4) must be an integer."""
+    task = HSTUAttentionTask(number, number, number, num_layers=number, max_attn_len=number, causal=np.bool_(True))
+    assert task == HSTUAttentionTask(4, 4, 4, num_layers=4, max_attn_len=4)
+    assert type(task.hidden_size) is int and task.causal is True and type(task.get_workloads(200)) is int
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
