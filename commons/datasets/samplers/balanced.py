@@ -162,10 +162,11 @@ class BalancedBatchSampler(PlannedSampler):
         order = self._unit_order(epoch)
         first = self._first_unit(row, self._ends(order))
         total = self._num_steps(first)
+        seed = [self._seed, epoch if self._shuffle else 0]
         for number in range(-(-total // self._window)):
             begin, end = self._window_begin(first, number), self._window_begin(first, number + 1)
             steps = min(self._window, total - number * self._window)
-            yield from self._plan_window(order[begin:end], steps, [self._seed, epoch, begin * self._unit_size])
+            yield from self._plan_window(order[begin:end], steps, [*seed, begin * self._unit_size])
 
     def _plan_window(self, units: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
         if self._padded:

@@ -248,6 +248,15 @@ def test_the_same_for_every_rank_and_epoch_and_another_order_in_the_next():
         assert list(sampler) != list(sampler) and sampler.epoch == 2
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_without_shuffle_every_epoch_is_the_same(padded):
+    """The steps of a window came in another order in every epoch."""
+    sampler = BalancedBatchSampler(
+        work_of_users(64), 2, num_ranks=2, rank=1, window=4, shuffle=False, seed=1, padded=padded
+    )
+    assert list(sampler) == list(sampler) == list(sampler)
+
+
 @pytest.mark.parametrize("huge", [2**62, 2**63, 10**30])
 def test_limits_that_nothing_reaches(huge):
     work = [5, 6, 3, 2]
