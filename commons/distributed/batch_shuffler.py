@@ -195,7 +195,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             pg_group: the group, if not the shuffler's own.
 
         Raises:
-            ValueError: not a number.
+            ValueError: not a number, or stats of a group of another size.
         """
         if not isinstance(milliseconds, numbers.Real):
             raise ValueError(f"milliseconds is {milliseconds!r}; a step takes a positive number of them: correct it")

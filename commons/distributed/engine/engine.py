@@ -290,6 +290,12 @@ class ShuffleEngine:
     def report_step_time(self, milliseconds: float, stats: ShuffleStats, pg_group: dist.ProcessGroup | None) -> None:
         """See `BaseTaskBalancedBatchShuffler.report_step_time`."""
         group = self._group(pg_group)
+        ranks, known = 1 if group is None else dist.get_world_size(group), len(stats.loads_after)
+        if known != ranks:
+            raise ValueError(
+                f"the stats have the loads of {known} ranks, and pg_group has {ranks} ranks; a time belongs to this "
+                "rank's load in the group of its shuffle: pass that group as pg_group"
+            )
         self.step_times.add(milliseconds, stats.loads_after[0 if group is None else dist.get_rank(group)])
 
     @property

@@ -271,6 +271,19 @@ def test_windows_find_speeds_by_their_own_reports_and_plan_with_them(two_ranks):
         assert steps[:, SLOW].sum() / steps.sum() == pytest.approx(share, rel=0.03)
 
 
+def _time_of_another_group():
+    own, *_ = dist.new_subgroups(1)
+    with closing(SquareShuffler()) as shuffler:
+        shuffler.shuffle(rich_batch(0, [2] * 4), own)
+        shuffler.report_step_time(1.0, shuffler.last_stats, own)
+        return raised_by(lambda: shuffler.report_step_time(1.0, shuffler.last_stats))
+
+
+def test_a_time_is_of_the_group_of_its_shuffle(two_ranks):
+    for said in two_ranks.run(_time_of_another_group):
+        assert said.startswith("ValueError: the stats have the loads of 1 ranks, and pg_group has 2 ranks; ")
+
+
 def _tensor_parallel(factors):
     """DP 2 × TP 2: the speeds that each rank sees, where one rank is slow."""
     from megatron.core import parallel_state
