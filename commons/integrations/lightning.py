@@ -65,7 +65,8 @@ class BalancedBatches(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue within the epoch of a checkpoint, or begin an epoch."""
         epoch = self._epoch_of(trainer)
-        self._begin(epoch, self._start if epoch == self._epoch else EPOCH_START)
+        is_resumed = epoch == self._epoch and self._num_batches == 0  # with overfit_batches the epoch is always 0
+        self._begin(epoch, self._start if is_resumed else EPOCH_START)
         self._set_number(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

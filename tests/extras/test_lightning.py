@@ -186,6 +186,10 @@ def test_overfitted_batches_are_the_same_in_every_epoch(tmp_path):
     assert first == expected * 3
     resumed = {"resume": tmp_path / "step=2.ckpt", "max_epochs": 3, "overfit_batches": 2}
     assert fit(tmp_path / "again", BalancedBatches(sampler), sampler, **resumed) == expected * 2
+    within = {"max_epochs": 3, "overfit_batches": 2}
+    fit(tmp_path / "within", BalancedBatches(sampler), sampler, **within)
+    rest = fit(tmp_path / "again", BalancedBatches(sampler), sampler, tmp_path / "within" / "step=1.ckpt", **within)
+    assert rest == expected[1:] + expected * 2
 
 
 def test_a_run_resumed_at_the_end_of_an_epoch_trains_a_longer_epoch_whole(tmp_path):
