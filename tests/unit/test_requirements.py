@@ -181,7 +181,7 @@ def test_every_row_with_a_version_is_looked_at():
 @pytest.mark.parametrize("name", NAMED)
 def test_versions_are_those_that_are_pinned(name):
     newest, _, oldest = NAMED[name].partition(", oldest ")
-    pinned = {**pins("extras.txt", "3.12"), **pins("dev.txt", "3.12"), **pins("cpu.txt", "3.12")}
+    pinned = {key: pin for file in ("rl", "extras", "dev", "cpu") for key, pin in pins(f"{file}.txt", "3.12").items()}
     assert pinned[name.lower()] == newest
     if oldest:
         assert pins("oldest.txt", "3.12")[name.lower()] == oldest
