@@ -233,7 +233,7 @@ def _lengths(trainer: Trainer) -> list[int]:
             f"rows of train_dataset have no field {name!r} to count tokens in; balancing needs the lengths of rows: "
             "pass lengths="
         )
-    rows = dataset[name] if name in columns else (row[name] for row in dataset)
+    rows = dataset[name] if name in columns else (dataset[row][name] for row in range(len(dataset)))
     with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
         return [bar.update() or len(row) for row in rows]
 

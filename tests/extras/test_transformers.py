@@ -288,6 +288,25 @@ def test_a_compute_loss_of_a_subclass_must_use_the_count_of_items(tmp_path):
     balanced(Logged(model=make_model(), **options)).get_train_dataloader()
 
 
+def test_a_data_set_is_read_by_its_length(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from evenrank.integrations.transformers import balanced
+    from tests.extras.balanced_trainer import make_model, make_rows, pad
+
+    class Endless(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, row):
+            assert row < 20, "a row behind the last one was read"
+            return make_rows(20)[row]
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
+    trainer = Trainer(model=make_model(), args=arguments, train_dataset=Endless(), data_collator=pad)
+    assert len(balanced(trainer).get_train_dataloader()) == 10
+
+
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
         "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
