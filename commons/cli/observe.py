@@ -29,7 +29,6 @@ from commons.cli.simulate.simulation import Source, simulate
 from commons.console import print_error
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times
-from commons.trainer.ranks.rank_info import RankInfo
 from commons.whole_folder import whole_file
 
 # Seconds that rank 0 waits for the files of the other ranks.
@@ -91,14 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _observe(options: Observe, script: list[str]) -> int:
-    ranks = RankInfo.if_launched()
-    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    own = options.folder / f"rank{rank}.npz"
-    own.unlink(missing_ok=True)  # the record of an earlier run
-
     from commons.pipeline.recording import Recorder
 
-    recorder, here = Recorder(), Path.cwd()
+    rank, world_size = _own_rank()
+    here = Path.cwd()
+
+    def begin() -> None:
+        """Remove the record of an earlier run; the script knows its rank by now, whatever started it."""
+        nonlocal rank, world_size
+        rank, world_size = _own_rank()
+        (here / options.folder / f"rank{rank}.npz").unlink(missing_ok=True)
+
+    begin()
+    recorder = Recorder(begin)
     recorder.install()
     status: Any = 0
     try:
@@ -107,7 +111,7 @@ def _observe(options: Observe, script: list[str]) -> int:
         status = stop.code
     finally:
         os.chdir(here)  # our paths are relative to it, and scripts may leave it, as Hydra does
-        with whole_file(own) as file:
+        with whole_file(options.folder / f"rank{rank}.npz") as file:
             np.savez_compressed(
                 file,
                 world_size=np.int64(world_size),
@@ -123,6 +127,15 @@ def _observe(options: Observe, script: list[str]) -> int:
         return status or 0
     print_error(str(status))
     return 1
+
+
+def _own_rank() -> tuple[int, int]:
+    """Rank and number of ranks: of the process group or, before there is one, by the launcher's variables."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _run(script: list[str]) -> None:
@@ -186,8 +199,9 @@ def _read(folder: Path, patience: float) -> list[dict[str, np.ndarray]]:
             f"{unknown} steps were trained, and the row lengths of none are known; the pipeline must read batches with "
             "KeyedJaggedTensors on the host: let the pipeline copy them to the device"
             if unknown
-            else "the script trained no step with one of TorchRec's pipelines; if it has its own training loop, pass "
-            "the rows' lengths to evenrank simulate"
+            else "the script trained no step with one of TorchRec's pipelines in this process; if it starts its ranks "
+            "itself, let torchrun start them; if it has its own training loop, pass the rows' lengths to evenrank "
+            "simulate"
         )
     return ranks
 

@@ -47,22 +47,38 @@ class Recorder:
         lengths: for each step, the tokens of its rows, int64 `(rows,)`.
         seconds: for each step, the seconds since the end of the previous step; NaN for the first step of an epoch.
         unknown: number of steps without lengths, because their batches were on a device or have no jagged tensor.
+
+    Args:
+        begin: called after the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], Any] = lambda: None) -> None:
+        self._begin = begin
+        self._has_begun = False
         self.lengths: list[np.ndarray] = []
         self.seconds: list[float] = []
         self.unknown = 0
         self._flights: weakref.WeakKeyDictionary[Any, _Flight] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
-        """Start to record all of TorchRec's training pipelines."""
+        """Start to record all of TorchRec's training pipelines, and subclasses that the script defines."""
+        base = train_pipelines.TrainPipeline
         for reader in _READERS:
             self._wrap(reader, "_next_batch", self._reading)
-        for pipeline in _subclasses(train_pipelines.TrainPipeline):
-            if "progress" in vars(pipeline) and not pipeline.__name__.startswith("Eval"):
-                is_staged = issubclass(pipeline, train_pipelines.StagedTrainPipeline)
-                self._wrap(pipeline, "progress", self._staging if is_staged else self._training)
+        for pipeline in _subclasses(base):
+            self._record(pipeline)
+
+        def record_subclass(pipeline: type[train_pipelines.TrainPipeline[Any, Any]], **kwargs: Any) -> None:
+            super(base, pipeline).__init_subclass__(**kwargs)
+            self._record(pipeline)
+
+        base.__init_subclass__ = classmethod(record_subclass)
+
+    def _record(self, pipeline: type) -> None:
+        """Record the steps of a pipeline that defines `progress`."""
+        if "progress" in vars(pipeline) and not pipeline.__name__.startswith("Eval"):
+            is_staged = issubclass(pipeline, train_pipelines.StagedTrainPipeline)
+            self._wrap(pipeline, "progress", self._staging if is_staged else self._training)
 
     @staticmethod
     def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -115,6 +131,9 @@ class Recorder:
     def _trained(self, pipeline: Any, flight: _Flight) -> None:
         lengths, now, began = flight.lengths.popleft(), time.perf_counter(), flight.ended
         flight.ended = now
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin()
         if not getattr(getattr(pipeline, "_model", None), "training", True):
             return
         if lengths is None:

@@ -52,11 +52,6 @@ class RankInfo:
             address=f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
         )
 
-    @classmethod
-    def if_launched(cls) -> RankInfo | None:
-        """`of_torchrun`; None if no launcher has started the process."""
-        return cls.of_torchrun() if "RANK" in os.environ else None
-
     def set_environment(self) -> None:
         """Set the environment variables that torchrun would set: torch and TorchRec read them."""
         host, _, port = self.address.rpartition(":")

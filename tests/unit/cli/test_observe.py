@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage, StagedTrainPipeline
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -22,6 +23,8 @@ from tests.helpers.cuda.pretended_streams import DEFAULT_STREAM, PretendedStream
 from tests.helpers.documents.pages import read_page
 from tests.helpers.models.torchrec_model import rank_batches
 
+INSTALL = Recorder.install
+
 
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch):
@@ -29,6 +32,31 @@ def unchanged(monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(Recorder, "install", lambda self: None)
+
+
+FORKED_PIPELINE = """
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+class Forked(TrainPipelineBase):
+    def __init__(self):
+        self._batch_count, self._model = 0, torch.nn.Linear(1, 1)
+
+    def progress(self, batches):
+        return self._next_batch(batches)
+
+
+dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+lengths = torch.tensor([3, 4])
+Forked().progress(iter([KeyedJaggedTensor(["item"], torch.arange(7), lengths=lengths)]))
+assert not Path("observed/rank1.npz").exists()
+dist.destroy_process_group()
+"""
 
 
 def loaded(seed=0, steps=40):
@@ -61,7 +89,10 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
         (["--hidden-size", "0", "--task", "hstu", "script.py"], "hidden_size"),
         (["--window", "1", "script.py"], "window is 1"),
         (["--html", "page.txt", "script.py"], "a page is an .html file"),
-        (["script.py"], "the script trained no step with one of TorchRec's pipelines; if it has its own training loop"),
+        (
+            ["script.py"],
+            "trained no step with one of TorchRec's pipelines in this process; if it starts its ranks itself",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
@@ -85,6 +116,28 @@ def test_a_script_may_leave_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["script.py"]) == 2  # it trained nothing
     assert (tmp_path / "observed" / "rank0.npz").is_file() and not [*(tmp_path / "elsewhere").iterdir()]
+
+
+@pytest.mark.parametrize("started", [{"RANK": "1", "WORLD_SIZE": "2"}, {}])
+def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, tmp_path, monkeypatch):
+    """The launcher sets the variables that torch needs, or none; the second rank may only then be known."""
+    for pipeline in recording._subclasses(train_pipelines.TrainPipeline):
+        for name in {"progress", "_next_batch"} & vars(pipeline).keys():
+            monkeypatch.setattr(pipeline, name, vars(pipeline)[name])  # restored afterwards
+    monkeypatch.setattr(train_pipelines.TrainPipeline, "__init_subclass__", lambda: None)
+    monkeypatch.setattr(Recorder, "install", INSTALL)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "observed").mkdir()
+    (tmp_path / "observed" / "rank1.npz").write_text("the record of an earlier run")
+    (tmp_path / "script.py").write_text(FORKED_PIPELINE)
+    assert main(["script.py"]) == 0
+    with np.load(tmp_path / "observed" / "rank1.npz") as record:
+        assert record["lengths"].tolist() == [3, 4] and record["world_size"] == 2
+    assert len([*(tmp_path / "observed").iterdir()]) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", None])
