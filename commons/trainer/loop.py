@@ -314,7 +314,10 @@ class TrainingLoop:
         return self._has_trained_all(self._step) or self._may_stop_after(self._step)
 
     def _total_steps(self, start: Place) -> int:
-        """Steps of the run, including the steps before a checkpoint; an estimate if `max_train_iters` counts rows."""
+        """Steps of the run, including the steps before a checkpoint.
+
+        An estimate if nothing depends on the exact number: with a budget, it takes a plan of every epoch.
+        """
         limit = math.inf if self._args.max_train_iters is None else self._args.max_train_iters
         if self._schedule.in_rows:
             limit = limit / self._data.rows_per_step
@@ -323,10 +326,13 @@ class TrainingLoop:
         steps, epoch = self._step, self._progress.epoch
         if epoch < self._num_epochs:
             steps += self._data.num_steps(epoch, start)
-        for following in range(epoch + 1, self._num_epochs):
-            if steps >= limit:
-                break
-            steps += self._data.steps_of_epoch(following)
+        if self._args.optimization.lr_schedule == "constant" or self._schedule.in_rows:
+            steps += max(0, self._num_epochs - epoch - 1) * self._data.most_batches
+        else:
+            for following in range(epoch + 1, self._num_epochs):
+                if steps >= limit:
+                    break
+                steps += self._data.steps_of_epoch(following)
         return max(self._step, math.ceil(min(limit, steps)))
 
     def _total_rows(self) -> int:

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections import Counter
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -250,14 +249,17 @@ def test_a_loader_of_the_users_own(two_ranks):
         assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
 
 
-<<<<<<< HEAD
+class ValueShuffler(TokensBalancedBatchShuffler):
+    def get_workloads(self, batch):
+        return batch
+
+
 def _distributed_by_rank_0(options):
     """This rank's rows of a batch whose rows are their workloads, and the timeout."""
     args = TrainerArgs(4, 4, single_rank_load=True, balance_batch=True, shuffler=options)
     loader = DataLoader(torch.tensor([100] + [1] * 7), batch_size=8)
-    shuffler = SimpleNamespace(get_workloads=lambda batch: batch)
     with mock.patch.object(trainer_epochs, "SingleRankLoader", wraps=SingleRankLoader) as made:
-        epochs = Epochs(loader, Parts(args, None, None, (), loader), shuffler)
+        epochs = Epochs(loader, Parts(args, None, None, (), loader), ValueShuffler())
     with contextlib.closing(epochs):
         return next(epochs.open(0, EPOCH_START)).tolist(), made.call_args.kwargs["timeout"]
 
@@ -265,7 +267,8 @@ def _distributed_by_rank_0(options):
 def test_rank_0_follows_the_options_of_the_shuffler(two_ranks):
     options = ShufflerOptions(equal_size=False, timeout=70.0)
     assert two_ranks.run(_distributed_by_rank_0, options) == [([100], 70.0), ([1] * 7, 70.0)]
-=======
+
+
 class GroupShuffler(TokensBalancedBatchShuffler):
     """Keeps the rows of a user together."""
 
@@ -282,7 +285,6 @@ def _error_with_groups(*args, **changes):
 def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tmp_path, way, name):
     for error in two_ranks.run(_error_with_groups, data, str(tmp_path), **way):
         assert error.startswith(f"ValueError: {name} is True and GroupShuffler has get_groups; ")
->>>>>>> 7b5fd195 (balance_batch and balance_sampler refuse a shuffler with get_groups: they separated the rows of a group without a word)
 
 
 def _seed_of_worker_processes(tensor_parallel_size):
