@@ -130,7 +130,10 @@ def test_values_up_to_the_limit_are_exact():
         ([2**61, 2**61], r"the sum of workloads is 4611686018427387904; it must be below 2\^62, .*: scale"),
         (np.full(5, 2**62), r"the sum of workloads is 23058430092136939520; it must be below"),
         ([[1, 2], [3, 4]], r"workloads has shape \(2, 2\); one value per row is needed: flatten"),
-        (7, r"workloads has shape \(\); one value per row"),
+        (7, "workloads is 7; one value per row is needed: pass a list"),
+        (None, "workloads is None; one value per row is needed: pass a list"),  # the remedy was to flatten it
+        ({0: 1}, "workloads is a dict; one value per row"),
+        (torch.tensor(7), "workloads is a Tensor; one value per row"),
         ([[1, 2], [3]], r"workloads is not a one-dimensional list of integers"),
         (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
         ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
