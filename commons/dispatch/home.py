@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_fields import DenseField
@@ -118,6 +119,7 @@ class _Followed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given = Rows.of(tuple(gradients))
         moved = ctx.move_back(given) or given.select([])  # a rank without rows passes on gradients of 0 rows

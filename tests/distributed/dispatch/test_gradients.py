@@ -85,6 +85,24 @@ def test_a_batch_of_0_rows_has_gradients_of_0(two_ranks):
     assert without == [0.0] * len(with_rows)
 
 
+def _penalty_on_gradients():
+    x = torch.ones(3, requires_grad=True)
+    moved = redistribute_balanced({"x": x}, [1, 2, 3])
+    squares = moved.send_home(moved.batch["x"] ** 2)
+    (gradient,) = torch.autograd.grad(squares.sum(), x, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_gradients_of_gradients_are_refused(two_ranks):
+    """They were constants, so that a gradient penalty had no effect."""
+    for refused in two_ranks.run(_penalty_on_gradients):
+        assert "once_differentiable" in refused
+
+
 def _dtypes():
     rank = dist.get_rank()
     batch = {"x": torch.arange(3.0).add(rank).to(torch.bfloat16).requires_grad_()}
