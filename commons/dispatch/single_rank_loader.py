@@ -68,6 +68,7 @@ class SingleRankLoader(Iterable[Any]):
         self._pin_memory = pin_memory
         self._channel = DispatchChannel(resolve_process_group(group), timeout)
         self._batches = 0
+        self._closed = False
         self._resume: dict[str, Any] | None = None
         self._options, error, self._trims = check_options(
             {"src": src, "equal_size": equal_size}, trim, self._channel.world_size
@@ -144,6 +145,7 @@ class SingleRankLoader(Iterable[Any]):
 
     def close(self) -> None:
         """Release the process groups; the loader cannot be used afterwards."""
+        self._closed = True
         self._channel.close()
 
     def _own_loader(self) -> Any:
@@ -157,6 +159,8 @@ class SingleRankLoader(Iterable[Any]):
     def _shares_of(self, source: Iterator[Any] | None, error: Exception | None) -> Iterator[BalancedShare[Any]]:
         """Iterate once over the source's data, on all ranks together."""
         while True:
+            if self._closed:  # without the groups, the other ranks' data would seem to end
+                raise RuntimeError("the SingleRankLoader is closed; it cannot be read again: make a new one")
             share = scatter_rows(
                 self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source), error
             )

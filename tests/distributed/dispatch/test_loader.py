@@ -165,6 +165,21 @@ def test_what_a_loader_tells(two_ranks):
     assert two_ranks.run(describe_loader) == [(3, True, True), None]
 
 
+def read_when_closed():
+    loader = SingleRankLoader(list(dict_batches([4] * 3)) if dist.get_rank() == 0 else None, timeout=20)
+    begun = iter(loader)
+    next(begun)
+    loader.close()
+    for batches in (begun, iter(loader)):
+        with pytest.raises(RuntimeError, match="the SingleRankLoader is closed; it cannot be read again: make a new"):
+            next(batches)
+
+
+def test_a_closed_loader_is_refused(two_ranks):
+    """Other ranks' data seemed to end, and the source waited for them in a collective of the user's group."""
+    two_ranks.run(read_when_closed)
+
+
 def test_without_ranks():
     loader = SingleRankLoader(list(padded_batches([2, 1], 2)), workloads_of)
     assert [as_values(batch) for batch in loader] == [as_values(batch) for batch in padded_batches([2, 1], 2)]
