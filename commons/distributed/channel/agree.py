@@ -276,16 +276,16 @@ class ControlChannel(NamedCollectives):
             if pair is not None:
                 break_connections(pair.connections)
 
-    def close(self, *, collected: bool = False) -> None:
+    def close(self, *, ordered: bool = True) -> None:
         """Return the groups to the pool, unless a collective has failed in them; without effect in a forked process.
 
-        `collected`: see `release_groups`.
+        `ordered`: see `release_groups`.
         """
         if os.getpid() != self._process:
             return
         for pair in (self._groups, self._groups_of_main):
             if pair is not None and self._intact:
-                release_groups(self.members, pair, self._given, collected=collected)
+                release_groups(self.members, pair, self._given, ordered=ordered)
         self._groups = self._groups_of_main = self._given = None
 
 

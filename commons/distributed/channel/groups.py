@@ -66,9 +66,8 @@ class GroupPair(NamedTuple):
 class RankSet:
     """The pool of groups over the same ranks, in one world, and what is counted there."""
 
-    closed: list[GroupPair] = field(default_factory=list)  # returned by close(), in the same order on all ranks
-    # Returned by garbage collection, by number: at different times on the ranks.
-    collected: dict[int, GroupPair] = field(default_factory=dict)
+    ordered: list[GroupPair] = field(default_factory=list)  # returned in the same order on all ranks
+    unordered: dict[int, GroupPair] = field(default_factory=dict)  # by number, returned at different times on the ranks
     num_pairs: int = 0  # pairs that were made
     num_channels: int = 0  # channels that were made
     beside_store: list[int] | None = None  # the ranks on the default store's host; None until a channel has gathered it
@@ -139,8 +138,8 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     """Take groups over the ranks of `group` from the pool, or make them; all ranks call this in the same order."""
     members = dist.get_process_group_ranks(group)
     ranks = rank_set(members)
-    fitting = [index for index, pair in enumerate(ranks.closed) if _fits(pair, group)]
-    pair = ranks.closed.pop(fitting[-1]) if fitting else _collected_on_all(ranks, group)
+    fitting = [index for index, pair in enumerate(ranks.ordered) if _fits(pair, group)]
+    pair = ranks.ordered.pop(fitting[-1]) if fitting else _free_on_all(ranks, group)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
             if each is not None:
@@ -179,34 +178,34 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
 
 
 def release_groups(
-    members: list[int], pair: GroupPair, group: dist.ProcessGroup | None, *, collected: bool = False
+    members: list[int], pair: GroupPair, group: dist.ProcessGroup | None, *, ordered: bool = True
 ) -> None:
     """Return a pair to the pool; never a pair in which a collective has failed.
 
-    The user's `group` is not put into the pool, because the user may destroy it. `collected` says that garbage
-    collection closed the shuffler, which happens at different times on the ranks.
+    The user's `group` is not put into the pool, because the user may destroy it. `ordered`: whether all ranks return
+    their pairs in the same order.
     """
     # The groups of a destroyed world cannot be used again.
     if not dist.is_initialized() or pair.rings[0] not in dist.distributed_c10d._world.pg_names:
         return
     if pair.payload is group:
         pair = pair._replace(payload=None, has_all_to_all=None)
-    if collected:
-        rank_set(members).collected[pair.number] = pair
+    if ordered:
+        rank_set(members).ordered.append(pair)
     else:
-        rank_set(members).closed.append(pair)
+        rank_set(members).unordered[pair.number] = pair
 
 
-def _collected_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | None:
-    """A pair whose shuffler has been garbage-collected on all ranks, by a MIN-reduction over them; None for none."""
+def _free_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | None:
+    """A pair that every rank has returned, in any order, by a MIN-reduction over them; None for none."""
     if not ranks.num_pairs:
         return None
-    free_here = {number for number, pair in ranks.collected.items() if _fits(pair, group)}
+    free_here = {number for number, pair in ranks.unordered.items() if _fits(pair, group)}
     flags = [int(number in free_here) for number in range(ranks.num_pairs)]
     free = torch.tensor(flags, dtype=torch.int32, device=numbers_device(group))
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)
     number = next((number for number, is_free in enumerate(free.tolist()) if is_free), None)
-    return None if number is None else ranks.collected.pop(number)
+    return None if number is None else ranks.unordered.pop(number)
 
 
 def _fits(pair: GroupPair, group: dist.ProcessGroup) -> bool:

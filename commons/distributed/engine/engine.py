@@ -44,8 +44,8 @@ _ABORT_SECONDS = 1.0
 # A group, and a window's size or None.
 _Key: TypeAlias = "tuple[dist.ProcessGroup | None, int | None]"
 _Channels: TypeAlias = "dict[_Key, ControlChannel]"
-# Workers and channels of garbage-collected shufflers, kept until the workers end: a daemon thread must not hold the
-# last reference to a process group, because the interpreter would abort at exit.
+# Workers and channels of shufflers that were garbage-collected, or closed while a worker waited, kept until the workers
+# end: a daemon thread must not hold the last reference to a process group, because the interpreter would abort at exit.
 _ABANDONED: deque[tuple[list[DaemonWorker], _Channels]] = deque()
 
 
@@ -326,10 +326,12 @@ class ShuffleEngine:
         self._is_closed = True
         self._when_collected.detach()
         deadline = time.monotonic() + seconds
-        # A worker that still waits for a missing rank keeps running as a daemon, and its groups are not used again.
-        ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in (self._worker, self._window_worker)]
+        workers = [self._worker, self._window_worker]
+        ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in workers]
         if all(ended):
             _close_channels(self._channels)
+        else:  # a worker still waits for a late or missing rank
+            _ABANDONED.append((workers, self._channels))
 
     def _channel(
         self, group: dist.ProcessGroup | None, window: int | None, *, of_peers: bool = False
@@ -379,15 +381,16 @@ def _abandon(workers: list[DaemonWorker], channels: _Channels) -> None:
 
 
 def _close_abandoned() -> None:
-    """Release the groups of garbage-collected shufflers whose workers have ended; called before groups are made."""
+    """Release the groups of abandoned shufflers whose workers have ended; called before groups are made."""
     for _ in range(len(_ABANDONED)):
         workers, channels = _ABANDONED.popleft()
         if all(worker.has_ended for worker in workers):
-            _close_channels(channels, collected=True)
+            _close_channels(channels)
         else:
             _ABANDONED.append((workers, channels))
 
 
-def _close_channels(channels: _Channels, collected: bool = False) -> None:
+def _close_channels(channels: _Channels) -> None:
+    """Return the groups to the pool, at different times on the ranks, because workers do not end at the same time."""
     for channel in channels.values():
-        channel.close(collected=collected)
+        channel.close(ordered=False)

@@ -159,6 +159,24 @@ def test_a_worker_that_still_waits_keeps_neither_close_nor_the_process(close):
     assert ends_by_itself(_leave_a_gather_behind, close)
 
 
+def _closed_far_apart():
+    """Rank 0 closes a shuffler with a shuffle in flight before the other ranks have started theirs."""
+    is_first, shuffler = dist.get_rank() == 0, CubicShuffler(ShufflerOptions(timeout=30.0))
+    if not is_first:
+        dist.barrier()
+    shuffler.start_shuffle(my_batch(1))
+    with mock.patch.object(engine, "_CLOSE_SECONDS", 0.1 if is_first else 30.0):
+        shuffler.close()
+    if is_first:
+        dist.barrier()
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=30.0))) as following:
+        return following.shuffle(my_batch(2)).actual_batch_size
+
+
+def test_the_next_shuffler_works_after_a_close_that_did_not_wait(ranks):
+    assert sum(ranks.run(_closed_far_apart)) == 6 * ranks.world_size
+
+
 # ------------------------------------------------------------------------------------------------------------ collected
 
 

@@ -169,7 +169,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
     monkeypatch.setattr(groups, "_num_groups", lambda: 0)
     monkeypatch.setattr(groups, "serves", lambda group, kind: False)
     monkeypatch.setattr(groups, "_align_group_names", lambda group: None)
-    monkeypatch.setattr(groups, "_collected_on_all", lambda members, group: None)
+    monkeypatch.setattr(groups, "_free_on_all", lambda members, group: None)
 
     idle = groups.acquire_groups(given, 5.0)
     assert idle.payload is None and [options.get("backend") for options in asked] == ["gloo"]
