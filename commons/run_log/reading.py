@@ -14,7 +14,7 @@ import numpy as np
 from commons.run_log.files import CONFIG_FILE, LOG_FILE, LOG_SCHEMA, SUMMARY_FILE
 from commons.version import __version__
 
-# With at least this many lines, the first line, which has the warm-up, is left out of times.
+# With at least this many lines, lines that have a warm-up are left out of times.
 _LINES_WITH_WARM_UP = 3
 # Most runs that an error names.
 _MOST_NAMED = 8
@@ -101,8 +101,14 @@ class RunLog:
 
     @property
     def timed(self) -> np.ndarray:
-        """Lines whose times count, bool `(lines,)`: without the first, which has the warm-up, if there are three."""
-        return np.arange(len(self.step)) >= (len(self.step) >= _LINES_WITH_WARM_UP)
+        """Lines whose times count, bool `(lines,)`: without the first and those of resumed runs, which have a warm-up.
+
+        With fewer than three lines, all count; if every line has a warm-up, all but the first.
+        """
+        begins = np.isfinite(self.column("resumed"))
+        begins[1:] &= not begins[1:].all()
+        begins[0] = True
+        return ~begins | (len(begins) < _LINES_WITH_WARM_UP)
 
     @property
     def mean_step_ms(self) -> np.ndarray:

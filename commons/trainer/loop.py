@@ -126,6 +126,7 @@ class TrainingLoop:
         self._results = evaluated if self._update.is_whole_after(self._step) else {}
         self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
+        self._of_first_line = {"resumed": 1} if self._step else {}  # the report leaves this line out of times
         try:
             epochs = self._train(start)
             if self._update.flush():
@@ -265,6 +266,8 @@ class TrainingLoop:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.get_scale()}
             details |= {"before_in_turn": 1} if self._data.is_before_in_turn else {}
+            details |= self._of_first_line
+            self._of_first_line = {}
             self._log.line({"step": self._step, **numbers, **scale}, details)
 
     def _save(self) -> None:

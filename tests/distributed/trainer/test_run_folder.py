@@ -173,6 +173,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     assert steps_of(folder, "loss") == [1, 2, 3, 4, 5, 6] and steps_of(folder, "eval_loss") == [2, 3, 4, 6]
     (log,) = read_runs([folder])
     assert log.steps.tolist() == [1] * 6 and [step for step, _ in log.evaluations] == [2, 3, 4, 6]
+    assert [line["step"] for line in lines(folder) if "resumed" in line] == [4]
     # Once more, though it is complete: nothing is trained and nothing evaluated, and the results stay.
     log, summary = (folder / "log.jsonl").read_bytes(), json.loads((folder / "summary.json").read_text())
     again = two_ranks.run(command, *flags)[0]

@@ -45,6 +45,19 @@ def test_means_do_not_depend_on_how_steps_were_put_into_lines(tmp_path_factory, 
     assert log.rate("tokens_per_s") == pytest.approx(tokens / sum(times) * 1e3)
 
 
+def test_warm_ups_of_resumed_runs_are_no_speed(tmp_path):
+    slow = [step | {"step_ms": 50 * step["step_ms"]} if step["step"] in (1, 21, 41) else step for step in STEPS]
+    lines = lines_of(slow, [5] * 12)
+    log = RunLog(write_run(tmp_path / "run", [lines[0], *({**line, "resumed": 1} for line in lines[1:])]))
+    assert log.timed.tolist() == [False] + [True] * 11  # a warm-up in every line
+    for line in (4, 8):
+        lines[line]["resumed"] = 1
+    log = RunLog(write_run(tmp_path / "run", lines))
+    times = [step["step_ms"] for number, step in enumerate(STEPS) if number // 5 not in (0, 4, 8)]
+    assert log.rate("rows_per_s") == pytest.approx(32e3 / np.mean(times))
+    assert RunLog(write_run(tmp_path / "run", lines[4:6])).timed.all()
+
+
 @pytest.mark.parametrize("cut", [2, 40])
 def test_the_end_of_a_line_that_is_being_written_is_left_out(tmp_path, cut):
     folder = write_run(tmp_path, LINES)
