@@ -1,7 +1,5 @@
 """Plans, routes and tables are those of digests.txt: a change that is not meant to alter them has not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.golden.cases import GROUPS, compute, expected

@@ -4,8 +4,6 @@ The checkout's folder is called evenrank, as the package in it: from the folder 
 package, before it looks for what a finder of an editable install knows, but behind what lies on its path.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

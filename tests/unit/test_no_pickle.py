@@ -3,8 +3,6 @@
 By ruff's rules on security, and by the names that pyproject.toml bans.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ evenrank works with names them.
 CI installs them on each of these Pythons.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib import metadata

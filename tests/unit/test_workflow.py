@@ -1,7 +1,5 @@
 """What CI may do and what it trusts; and what it says of the packages that are pinned."""
 
-from __future__ import annotations
-
 import re
 import sys
 from email.message import Message

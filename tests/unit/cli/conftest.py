@@ -1,7 +1,5 @@
 """Run command lines: their printed text, their JSON, and their one-line errors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The `evenrank` command: results on stdout, mistakes in one line on stderr with exit status 2, and its completion."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """`evenrank simulate` and `evenrank calibrate` on a config of HSTU, and on a model of the user's own."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

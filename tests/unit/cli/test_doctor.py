@@ -1,7 +1,5 @@
 """`evenrank doctor`: what is wrong is said with its remedy, and ends with status 1."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Lengths for `evenrank simulate`: every kind of file reads alike, and what is no length is named in one line."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What observation says of recorded rows, and mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pages and pictures: what `--html` and `--figure` write."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`evenrank report`: its table, JSON, page and pictures, and what it says of folders that are no runs."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import re

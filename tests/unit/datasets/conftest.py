@@ -1,7 +1,5 @@
 """Generated users in several shards, for the tests of data sets and loaders."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows dealt out: every row once, even work, whole groups, and predictions back in the batch's order."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from unittest import mock

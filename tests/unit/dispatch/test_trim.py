@@ -2,8 +2,6 @@
 widths are filled with the padding that they have.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

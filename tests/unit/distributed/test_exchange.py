@@ -3,8 +3,6 @@
 That rows arrive whole: tests/distributed/distributed/test_shuffler.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which rank is slow, told from simulated times: slow hardware within 50 steps, uneven data never."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

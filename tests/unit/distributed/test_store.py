@@ -1,7 +1,5 @@
 """The store: an answer or an error within the deadline that names the host, alive, silent or ended; who is missing."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import multiprocessing

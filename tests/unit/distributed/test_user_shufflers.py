@@ -1,7 +1,5 @@
 """A user's own shuffler, found by name: from a module in the working directory, or from an installed package."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The daemon worker: jobs in order, none for nobody, and an answer for all who wait if its thread ends."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from types import SimpleNamespace

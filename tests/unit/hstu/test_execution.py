@@ -1,7 +1,5 @@
 """How layers are computed: Triton or PyTorch, compiled or not, by what works. No GPU is needed to see it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import platform

@@ -1,7 +1,5 @@
 """The cases of `interpreted/`, in a process of their own: the interpreter is chosen before Triton is imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

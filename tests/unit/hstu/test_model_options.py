@@ -1,7 +1,5 @@
 """Options of the HSTU model that change how it computes, not what: execution, widths of tables, times, settings."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The HSTU shuffler's workloads are those of the tokens that the model computes."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton backend without a GPU: its code by Triton's compiler, its refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

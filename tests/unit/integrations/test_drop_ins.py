@@ -1,7 +1,5 @@
 """Functions with the signatures of other frameworks: every sample once, under the cap, as these expect it."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

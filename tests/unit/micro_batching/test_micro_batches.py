@@ -1,7 +1,5 @@
 """pack_micro_batches on one rank: any batch, blocks that stay whole, order, weights of the loss, mistakes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

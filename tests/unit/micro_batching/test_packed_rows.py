@@ -1,7 +1,5 @@
 """Packed rows: tokens, positions, masks and labels of rows put end to end; gradients as of the padded batch."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The allocators: what always holds, how good they are, what they say about a mistake, and the metrics."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Calibrations: what is fitted, saved, matched and turned into workloads."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

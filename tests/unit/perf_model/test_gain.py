@@ -1,7 +1,5 @@
 """What a shuffle is worth: predicted before a run, measured in it, and said in the table of stats."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What balancing gains a model that pads its rows, in counted operations: the table of docs/own_shuffler.md."""
 
-from __future__ import annotations
-
 import functools
 import re
 

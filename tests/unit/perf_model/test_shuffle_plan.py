@@ -1,7 +1,5 @@
 """One native call: from the messages of all ranks to the plan and one rank's exchange; mistakes that it refuses."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

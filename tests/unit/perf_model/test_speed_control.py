@@ -1,7 +1,5 @@
 """Speeds from simulated times, in a closed loop: what they become, when they stay, and that they never oscillate."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Workloads: against a count over the mask and the products of a model's matrices, dtypes, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

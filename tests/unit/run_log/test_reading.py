@@ -1,7 +1,5 @@
 """What a log says when it is read: every number, and every line that is none in one sentence."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

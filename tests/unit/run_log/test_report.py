@@ -1,7 +1,5 @@
 """What a report says of a run, against what its steps were made of."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

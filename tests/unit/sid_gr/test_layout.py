@@ -1,7 +1,5 @@
 """Blocks of rows for the attention, and the layers that compute it."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

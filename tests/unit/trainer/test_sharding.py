@@ -1,7 +1,5 @@
 """What is known before tables are sharded: the memory of a GPU, and the tables that fbgemm cannot look up."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 

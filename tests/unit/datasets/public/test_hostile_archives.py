@@ -1,7 +1,5 @@
 """Archives that were made to do harm: they are answered with one line, in memory that does not grow with them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

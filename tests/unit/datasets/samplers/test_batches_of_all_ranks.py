@@ -1,7 +1,5 @@
 """Samplers of known workloads: a batch for every rank, groups in one batch, and arguments that are refused."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

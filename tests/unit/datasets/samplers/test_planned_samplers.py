@@ -1,7 +1,5 @@
 """Samplers of known workloads: every row once, limits kept, and exactly the rest from any place."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

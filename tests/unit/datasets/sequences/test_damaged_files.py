@@ -1,7 +1,5 @@
 """Data sets, semantic-ID maps and raw data that are damaged in any way: success, or a user's mistake in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

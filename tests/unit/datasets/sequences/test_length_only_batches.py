@@ -1,7 +1,5 @@
 """Outlines: batches of all rows with their lengths alone, of which a shuffler tells the workloads of a data set."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Parquet files of one's own: every way to be wrong, in one line that says what to do."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

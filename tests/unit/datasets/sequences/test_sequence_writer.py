@@ -1,7 +1,5 @@
 """Data sets appear whole or not at all, are the same on every machine, and a full disk is named."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

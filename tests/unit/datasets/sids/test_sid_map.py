@@ -1,7 +1,5 @@
 """Semantic IDs: maps and their files, how mistakes are reported, and maps that are made from histories."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Cases for Triton's interpreter, which has to be asked for before Triton is imported: see test_interpreted.py."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -3,8 +3,6 @@
 And the comparison at the first step, of kernels that compute what they should and of others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The native core: one library for every Python, what is summed over rows, and mistakes that it refuses."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

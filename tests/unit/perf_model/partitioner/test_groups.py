@@ -1,7 +1,5 @@
 """Rows that stay together are planned as one row with the sums of their workloads and tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import assume, given

@@ -1,7 +1,5 @@
 """Rows as they cross the ranks: nothing is lost in narrow columns, and no mistake is read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Groups of padded rows: every row once, limits kept, and no grouping of any kind is cheaper."""
 
-from __future__ import annotations
-
 import functools
 import math
 

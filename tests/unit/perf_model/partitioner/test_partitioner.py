@@ -1,7 +1,5 @@
 """Plans: every index once, bounds by counting, ties, caps, and what is accepted. What all plans keep: test_grid.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Plans for ranks of different speeds: the largest load ÷ speed is small, and no plan goes below the bound."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A folder of checkpoints: what is whole, what is kept, and whose it is; and the random states in it."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

@@ -1,7 +1,5 @@
 """Arguments of a run: defaults, and one-line errors with the value, the rule and the remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from commons.datasets.random.distribution import LengthDistribution

@@ -1,7 +1,5 @@
 """Configs and calibrations that are damaged in any way: they load, or a user's mistake is named in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

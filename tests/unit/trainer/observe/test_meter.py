@@ -1,7 +1,5 @@
 """What a run counts and averages, and how a process ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

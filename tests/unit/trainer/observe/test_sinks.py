@@ -1,7 +1,5 @@
 """Sinks against the real libraries: figures arrive under their names, failures are said once, missing ones refused."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import importlib.util

@@ -1,7 +1,5 @@
 """Training in float16: scaled losses, unscaled tables, steps that are left out when gradients overflow."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """What is due after which step, in steps and in rows, over epochs and after a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Processes as ranks: numbers, signals and exit statuses; a GPU that does not work, before groups are made."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
