@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.cli import recipes
-from commons.cli.main import main
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.samplers.epoch import Place
@@ -62,14 +61,14 @@ def config(tmp_path, monkeypatch):
     return tmp_path / "run.toml"
 
 
-def test_it_is_simulated(config, capsys):
-    assert main(["simulate", "--config", str(config), "--ranks", "2", "--steps", "3"]) == 0
-    assert "2 ranks × 4 rows, 3 steps" in " ".join(capsys.readouterr().out.split())
+def test_it_is_simulated(config, told):
+    shown = told("simulate", "--config", str(config), "--ranks", "2", "--steps", "3")
+    assert "2 ranks × 4 rows, 3 steps" in " ".join(shown.split())
 
 
-def test_calibrating_says_what_is_missing(config, tmp_path, capsys):
-    assert main(["calibrate", "--config", str(config), "--output", str(tmp_path / "c.toml")]) == 2
-    assert "Least has no make_batch; measurements train its batches: define it" in capsys.readouterr().err
+def test_calibrating_says_what_is_missing(config, tmp_path, mistake):
+    said = mistake("calibrate", "--config", str(config), "--output", str(tmp_path / "c.toml"))
+    assert "Least has no make_batch; measurements train its batches: define it" in said
     with pytest.raises(ValueError, match="Least has no single_process_model; measurements train this model: define it"):
         Least.load(config, torch.device("cpu")).train_step(None)
 

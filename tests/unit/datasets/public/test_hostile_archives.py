@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -18,6 +17,7 @@ from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from tests.helpers.datasets.archives import error_of, write_tar, write_zip
 from tests.helpers.datasets.movielens import MOVIES, MOVIES_20M, RATINGS, RATINGS_20M, USERS
+from tests.helpers.jobs.programs import run_program
 
 PURE = VERSIONS["kuairand-pure"]
 LOGS = [f"KuaiRand-Pure/data/{name}" for name in PURE.event_files]
@@ -100,10 +100,8 @@ def test_memory_does_not_grow_with_them(tmp_path):
     ]
     cases = [(name, str(tmp_path / source)) for name, source, _ in expected]
     arguments = json.dumps([cases, str(tmp_path / "output")])
-    result = subprocess.run(
-        [sys.executable, "-c", PREPROCESS, arguments], capture_output=True, text=True, timeout=300, check=True
-    )
-    for (_, source, message), (status, grown, error) in zip(expected, json.loads(result.stdout)):
+    done = run_program(sys.executable, "-c", PREPROCESS, arguments, timeout=300)
+    for (_, source, message), (status, grown, error) in zip(expected, json.loads(done.stdout)):
         assert (status, error.count("\n")) == ((2, 1) if message else (0, 0)), error
         assert message in error
         assert grown < 256, (source, grown)

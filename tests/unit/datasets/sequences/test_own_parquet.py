@@ -1,10 +1,7 @@
 """Parquet files of one's own: event logs and tables of users to the columnar files, and every way to be wrong."""
 
-from __future__ import annotations
-
 import datetime
 import shlex
-import subprocess
 import sys
 from collections import defaultdict
 from unittest import mock
@@ -16,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commons.cli.main import main
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.sequences import event_store
 from commons.datasets.sequences import writer as sequence_writer
@@ -27,6 +23,7 @@ from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
 from tests.helpers.datasets.own_events import COLUMNS, EVENTS, write
 from tests.helpers.datasets.stored_users import users_of, vocabularies_of
+from tests.helpers.jobs.programs import run_program
 
 
 def rows_of(path):
@@ -225,11 +222,8 @@ with event_store.EventStore(source.parent / "store") as store:
     own_parquet.EventFiles(source, EventColumns("uid", "iid", "ts")).add_to(store)
     print(store.num_rows, memory("VmHWM") - before)
 """
-        result = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / "events.parquet")],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
-        found, grown = map(int, result.stdout.split())
+        done = run_program(sys.executable, "-c", program, tmp_path / "events.parquet")
+        found, grown = map(int, done.stdout.split())
         assert found == rows and grown < 110  # the rows alone are 137 MiB
 
 
@@ -271,15 +265,14 @@ class TestTraining:
         with pytest.raises(ValueError, match=message):
             self.loader(tmp_path, columns)
 
-    def test_raw_files_are_answered_with_the_command(self, tmp_path, monkeypatch, capsys):
+    def test_raw_files_are_answered_with_the_command(self, tmp_path, told):
         (tmp_path / "log").mkdir()
         write(tmp_path / "log" / "events.parquet")
         for source in (tmp_path / "log", tmp_path / "log" / "events.parquet"):
             with pytest.raises(ValueError, match="assigns: run `evenrank preprocess parquet --source") as caught:
                 self.loader(source, COLUMNS)
         command = str(caught.value).split("`")[1].replace("FOLDER", str(tmp_path / "data"))
-        assert main(shlex.split(command)[1:]) == 0
-        assert "3 (train" in capsys.readouterr().out
+        assert "3 (train" in told(*shlex.split(command)[1:])
         assert len(self.loader(tmp_path / "data", COLUMNS).dataset) > 0
 
     def test_no_times(self, tmp_path):
@@ -292,25 +285,28 @@ class TestTraining:
 
 
 class TestConfig:
-    def test_the_example_config_preprocesses_too(self, tmp_path, capsys):
+    def test_the_example_config_preprocesses_too(self, tmp_path, told, mistake):
         config = "hstu/configs/parquet.toml"
         columns = load_config_file(TrainConfig, config).dataset.columns
         assert columns == EventColumns("uid", "iid", "ts", "s", ("click", "like"), ("gender",))
         write(tmp_path / "events.parquet", like=[0, 1, 0, 1, 0])
         arguments = ["--source", str(tmp_path / "events.parquet"), "--output", str(tmp_path / "data")]
-        assert main(["preprocess", "parquet", *arguments, "--config", config]) == 0
+        parquet = ["preprocess", "parquet", *arguments]
+        told(*parquet, "--config", config)
         assert rows_of(tmp_path / "data")["b"] == ([(5, 0, 10), (-7, 3, 20), (-7, 1, 30)], {"gender": "f"})
-        capsys.readouterr()
-        assert main(["preprocess", "parquet", *arguments, "--config", config, "--columns.user", "uid"]) == 2
-        assert "columns are given by flags and by config" in capsys.readouterr().err
-        assert main(["preprocess", "ml-1m", *arguments, "--columns.user", "uid"]) == 2
-        assert "columns or a config are given for ml-1m, whose columns are known" in capsys.readouterr().err
-        (tmp_path / "empty.toml").write_text("")
-        assert main(["preprocess", "parquet", *arguments, "--config", str(tmp_path / "empty.toml")]) == 2
-        assert "empty.toml has no [dataset]" in capsys.readouterr().err
-        (tmp_path / "short.toml").write_text("[dataset]\ndataset_name = 'parquet'\n")
-        assert main(["preprocess", "parquet", *arguments, "--config", str(tmp_path / "short.toml")]) == 2
-        assert "short.toml [dataset]: max_history_seqlen is missing; it has no default" in capsys.readouterr().err
+        said = mistake(*parquet, "--config", config, "--columns.user", "uid")
+        assert "columns are given by flags and by config" in said
+        said = mistake("preprocess", "ml-1m", *arguments, "--columns.user", "uid")
+        assert "columns or a config are given for ml-1m, whose columns are known" in said
+        for text, message in (
+            ("", "own.toml has no [dataset]"),
+            (
+                "[dataset]\ndataset_name = 'parquet'\n",
+                "own.toml [dataset]: max_history_seqlen is missing; it has no def",
+            ),
+        ):
+            (tmp_path / "own.toml").write_text(text)
+            assert message in mistake(*parquet, "--config", str(tmp_path / "own.toml"))
 
     def test_columns_are_for_parquet_alone(self, tmp_path):
         (tmp_path / "a.toml").write_text(

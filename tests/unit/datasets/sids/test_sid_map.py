@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commons import available_memory
-from commons.cli.main import main
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import preprocess_parquet
@@ -241,23 +240,21 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
 
 
 class TestCommand:
-    def test_movielens_from_end_to_end(self, generated, tmp_path, capsys):
-        sizes = ["--codebook-sizes", "32", "32", "32"]
-        output = ["--output", str(tmp_path / "sids.parquet")]
-        assert main(["make-sids", "ml-1m", "--source", str(generated), *output, *sizes]) == 0
-        shown = capsys.readouterr().out
+    def test_movielens_from_end_to_end(self, generated, tmp_path, told):
+        made = ["--output", str(tmp_path / "sids.parquet"), "--codebook-sizes", "32", "32", "32"]
+        shown = told("make-sids", "ml-1m", "--source", str(generated), *made)
         assert "32 × 32 × 32" in shown and "3,883" in shown
         sid_map = SIDMap.load(tmp_path / "sids.parquet", [32, 32, 32])
         assert sid_map.item_ids.tolist() == list(range(3883))
 
-    def test_parquet(self, tmp_path):
+    def test_parquet(self, tmp_path, told):
         table = pa.table({"seen": [[10, 20, 30], [20, 30, 99]], "split": ["train", "test"]})
         pq.write_table(table, tmp_path / "h.parquet")
         command = ["make-sids", "parquet", "--source", str(tmp_path / "h.parquet"), "--history-column", "seen"]
-        assert main([*command, "--output", str(tmp_path / "s.parquet"), "--codebook-sizes", "2", "2", "2"]) == 0
+        told(*command, "--output", str(tmp_path / "s.parquet"), "--codebook-sizes", "2", "2", "2")
         assert SIDMap.load(tmp_path / "s.parquet", [2, 2, 2]).item_ids.tolist() == [10, 20, 30, 99]
 
-    def test_a_preprocessed_log_of_ones_own(self, tmp_path, capsys):
+    def test_a_preprocessed_log_of_ones_own(self, tmp_path, told, mistake):
         users = [[3, 5, 7, 11], [5, 7, 13], [3, 13, 5, 11]]
         log = [(f"u{user}", f"i{item}", time) for user, items in enumerate(users) for time, item in enumerate(items)]
         events = pa.table(dict(zip(("uid", "iid", "ts"), map(list, zip(*log)))))
@@ -265,7 +262,7 @@ class TestCommand:
         columns = EventColumns("uid", "iid", "ts")
         path = preprocess_parquet(columns, tmp_path / "log.parquet", tmp_path / "data", test_fraction=0)
         command = ["make-sids", "parquet", "--output", str(tmp_path / "s.parquet"), "--codebook-sizes", "2", "2", "2"]
-        assert main([*command, "--source", str(tmp_path / "data")]) == 0
+        told(*command, "--source", str(tmp_path / "data"))
         sid_map = SIDMap.load(tmp_path / "s.parquet", [2, 2, 2])
         sizes = {"batch_size": 3, "max_history_seqlen": 9, "max_num_candidates": 2}
         (batch,) = get_data_loader("sid-parquet", dataset_path=tmp_path / "data", sid_map=sid_map, **sizes)
@@ -275,11 +272,9 @@ class TestCommand:
         assert [[items[tuple(codes)] for codes in row] for row in candidates] == [
             [f"i{item}" for item in row[-2:]] for row in users
         ]
-        assert main([*command, "--source", str(tmp_path)]) == 2
-        assert "run `evenrank preprocess parquet" in capsys.readouterr().err
+        assert "run `evenrank preprocess parquet" in mistake(*command, "--source", str(tmp_path))
 
-    def test_mistakes_are_one_line(self, tmp_path, capsys):
-        assert main(["make-sids", "parquet", "--source", "no.parquet", "--output", str(tmp_path / "s.npy")]) == 2
-        assert "a map is a .parquet file: rename it\n" in capsys.readouterr().err
-        assert main(["make-sids", "parquet", "--source", "no.parquet", "--output", str(tmp_path / "s.parquet")]) == 2
-        assert "no.parquet does not exist" in capsys.readouterr().err
+    def test_mistakes_are_one_line(self, tmp_path, mistake):
+        command = ["make-sids", "parquet", "--source", "no.parquet", "--output"]
+        assert "a map is a .parquet file: rename it\n" in mistake(*command, str(tmp_path / "s.npy"))
+        assert "no.parquet does not exist" in mistake(*command, str(tmp_path / "s.parquet"))

@@ -1,7 +1,6 @@
 """The native core: one library for every Python, what is summed over rows, and mistakes that it refuses."""
 
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from commons.perf_model.partitioner import as_int64_workloads, core, refine
 from commons.perf_model.partitioner.arguments import CheckedArguments
 from commons.perf_model.partitioner.sources import NATIVE, hash_of_sources
+from tests.helpers.jobs.programs import run_program
 
 INT64_MAX = 2**63 - 1
 IMPORT = "import commons.perf_model.partitioner.core"
@@ -120,7 +120,7 @@ def copied_package(tmp_path):
 
 def error_of_import(package):
     """The last line that an import prints on stderr."""
-    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=package.parents[2], capture_output=True, text=True)
+    done = run_program(sys.executable, "-c", IMPORT, cwd=package.parents[2])
     assert done.returncode
     return done.stderr.splitlines()[-1]
 

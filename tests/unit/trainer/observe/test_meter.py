@@ -1,8 +1,6 @@
 """What a run counts and averages, and how a process ends."""
 
-import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +14,7 @@ from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepS
 from commons.trainer.observe.times import StepClock
 from commons.trainer.ranks import errors
 from commons.trainer.ranks.launch import initialize_ranks
+from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.trainer_loops import Parts
 
 
@@ -111,9 +110,7 @@ def test_how_programs_end(tmp_path):
         "interrupted": (-signal.SIGINT, "", ""),  # a shell says 130
         "ignored": (0, "goes on\n", ""),
     }
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *cases]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = run_program(sys.executable, "-c", PROGRAM, tmp_path, *cases)
     assert done.stderr == ""
     found = [(tmp_path / name / "out", tmp_path / name / "err") for name in cases]
     ends = [(int(status), *(file.read_text() for file in own)) for status, own in zip(done.stdout.split(), found)]

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import resource
 import socket
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -27,6 +26,7 @@ from commons.trainer.observe.sinks import (
     open_sinks,
     require_sinks,
 )
+from tests.helpers.jobs.programs import run_program
 
 NUMBERS = {"step": 7, "loss": 0.5, "eval_NDCG@10": 0.25, "moved": True}
 RECORD = NUMBERS | {"loads_after": (3, 5), "rank_speeds": [2.0, None]}
@@ -207,8 +207,7 @@ def test_sinks_are_imported_where_they_are_asked_for():
         "import sys, evenrank, commons.trainer.observe.train_log; "
         "print([name for name in ('wandb', 'mlflow', 'opentelemetry', 'prometheus_client') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_program(sys.executable, "-c", code).stdout == "[]\n"
 
 
 def test_a_port_that_is_none():
