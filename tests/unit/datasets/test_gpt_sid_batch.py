@@ -1,7 +1,5 @@
 """GPTSIDBatch: what random batches look like, what is refused, what a row costs in tokens, and how rows travel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -81,61 +79,47 @@ class TestRandom:
         codes = batch.features.values().view(-1, 3) - torch.tensor(codebook_offsets(SIZES))
         assert {tuple(row) for row in codes.tolist()} == {(0, 1, 2), (4, 2, 6)}
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"num_real": 7}, "actual_batch_size is 7"),
-            ({"longest": -1}, "max_history_length is -1"),
-            ({"most_candidates": -2}, "max_candidate_length is -2"),
-            ({"sids": torch.zeros(4, 2, dtype=torch.int64)}, "sids have shape (4, 2), there are 3 codebooks"),
-        ],
-    )
-    def test_mistakes(self, options, message):
-        with pytest.raises(ValueError) as caught:
-            random_batch(**options)
-        assert message in str(caught.value)
 
-    @pytest.mark.parametrize(("sizes", "message"), [([], "num_hierarchies is 0"), ([4, 0], "at least one code")])
-    def test_codebooks_without_codes(self, sizes, message):
-        with pytest.raises(ValueError, match=message):
-            GPTSIDBatch.random(2, sizes, 5, device="cpu")
+ITEM = [0, 5, 8]
 
 
 class TestChecks:
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        ("make", "message"),
         [
-            ({"history_feature_name": "past"}, "history_feature_name is 'past', the keys are"),
-            ({"candidate_feature_name": "history"}, "are both 'history'"),
-            ({"feature_to_max_seqlen": {"history": 9}}, "not the candidate_feature_name 'candidate'"),
-            ({"num_hierarchies": 0, "codebook_sizes": None}, "num_hierarchies is 0"),
-            ({"num_hierarchies": 2}, "codebook_sizes is [5, 3, 7], num_hierarchies is 2"),
-            ({"codebook_sizes": [5, 3, 0]}, "at least one code"),
+            (lambda: random_batch(num_real=7), "actual_batch_size is 7"),
+            (lambda: random_batch(longest=-1), "max_history_length is -1"),
+            (lambda: random_batch(most_candidates=-2), "max_candidate_length is -2"),
+            (lambda: random_batch(sids=torch.zeros(4, 2).long()), r"sids have shape \(4, 2\), there are 3 codebooks"),
+            (lambda: GPTSIDBatch.random(2, [], 5, device="cpu"), "num_hierarchies is 0"),
+            (lambda: GPTSIDBatch.random(2, [4, 0], 5, device="cpu"), "at least one code"),
+            (lambda: build(ITEM, ITEM, history_feature_name="past"), "history_feature_name is 'past', the keys are"),
+            (lambda: build(ITEM, ITEM, candidate_feature_name="history"), "are both 'history'"),
+            (lambda: build(ITEM, ITEM, feature_to_max_seqlen={"history": 9}), "not the candidate_feature_name 'cand"),
+            (lambda: build(ITEM, ITEM, num_hierarchies=0, codebook_sizes=None), "num_hierarchies is 0"),
+            (lambda: build(ITEM, ITEM, num_hierarchies=2), r"codebook_sizes is \[5, 3, 7\], num_hierarchies is 2"),
+            (lambda: build(ITEM, ITEM, codebook_sizes=[5, 3, 0]), "at least one code"),
+            (lambda: build(ITEM[:2], ITEM), "row 0 of 'history' has 2 ids, num_hierarchies is 3"),
         ],
     )
-    def test_fields(self, changes, message):
-        with pytest.raises(ValueError) as caught:
-            build([0, 5, 8], [1, 6, 9], **changes)
-        assert message in str(caught.value)
-
-    def test_half_an_item(self):
-        with pytest.raises(ValueError, match="row 0 of 'history' has 2 ids, num_hierarchies is 3"):
-            build([0, 5], [1, 6, 9])
+    def test_what_is_no_batch_is_refused(self, make, message):
+        with pytest.raises(ValueError, match=message):
+            make()
 
     @pytest.mark.parametrize(
         ("ids", "code", "hierarchy"), [([0, 5, 15], 7, 2), ([5, 5, 8], 5, 0), ([0, 5, 8, 1, 3, 8], -2, 1)]
     )
     def test_an_id_outside_its_codebook(self, ids, code, hierarchy):
         with pytest.raises(ValueError, match=f"has code {code} in hierarchy {hierarchy}"):
-            build([0, 5, 8], ids)
-        assert build([0, 5, 8], ids, codebook_sizes=None).codebook_sizes is None  # unchecked
+            build(ITEM, ids)
+        assert build(ITEM, ids, codebook_sizes=None).codebook_sizes is None  # unchecked
 
 
 class TestTokens:
     def test_bos_and_all_codes_but_the_last(self):
-        assert build([0, 5, 8] * 4, [0, 5, 8] * 2).sequence_lengths().tolist() == [1 + 12 + 5]
-        assert build([0, 5, 8] * 4, []).sequence_lengths().tolist() == [1 + 12]
-        assert build([], [0, 5, 8]).sequence_lengths().tolist() == [3]
+        assert build(ITEM * 4, ITEM * 2).sequence_lengths().tolist() == [1 + 12 + 5]
+        assert build(ITEM * 4, []).sequence_lengths().tolist() == [1 + 12]
+        assert build([], ITEM).sequence_lengths().tolist() == [3]
 
     def test_padding_has_no_tokens_and_a_user_without_items_has_one(self):
         batch = random_batch(batch_size=3, num_real=2, longest=0, most_candidates=0)

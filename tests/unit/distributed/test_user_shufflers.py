@@ -22,6 +22,7 @@ RUN = {
     "trainer": {"train_batch_size": 1, "eval_batch_size": 1},
     "dataset": {"dataset_name": "random", "max_history_seqlen": 5},
 }
+FLAGS = [f"--{section}.{name}={value}" for section in RUN for name, value in RUN[section].items()]
 
 
 @pytest.fixture
@@ -43,18 +44,9 @@ def write_module(folder, name, registered=None):
     (folder / f"{name}.py").write_text(MODULE.format(decorator=decorator))
 
 
-def flags_of(config):
-    return [
-        part
-        for section in config
-        for name, value in config[section].items()
-        for part in (f"--{section}.{name}", str(value))
-    ]
-
-
 def test_import_registers_a_shuffler_of_the_working_directory(here):
     write_module(here, "our_shuffler", "ours")
-    config = load_config(TrainConfig, [*flags_of(RUN), "--shuffler-type", "ours", "--import", "our_shuffler"])
+    config = load_config(TrainConfig, [*FLAGS, "--shuffler-type", "ours", "--import", "our_shuffler"])
     assert (config.shuffler_type, config.imports) == ("ours", ("our_shuffler",))
     assert BatchShufflerFactory.list_available()["ours"].__module__ == "our_shuffler"
 
@@ -109,7 +101,7 @@ def test_an_installed_package_brings_its_shufflers(here, monkeypatch):
     shuffler = BatchShufflerFactory.create("theirs")
     assert type(shuffler).__module__ == "their_class"
     shuffler.close()
-    assert load_config(TrainConfig, [*flags_of(RUN), "--shuffler-type", "theirs2"]).shuffler_type == "theirs2"
+    assert load_config(TrainConfig, [*FLAGS, "--shuffler-type", "theirs2"]).shuffler_type == "theirs2"
     assert {"theirs", "theirs2"} <= BatchShufflerFactory.list_available().keys()
     for name in ("torn", "other"):
         with pytest.raises(ImportError, match=f"batch shuffler '{name}' is their_.* cannot be imported .*: mend or"):

@@ -1,7 +1,5 @@
 """The resumable loader: exactly the rest of the batches, with and without workers; a new order in every epoch."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

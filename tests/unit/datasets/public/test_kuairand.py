@@ -1,7 +1,5 @@
 """KuaiRand: the raw archives to the columnar files, every way in which they can be wrong, and the generated ones."""
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MovieLens: raw archives to columnar files, every way in which one can be wrong, and generated ratings."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from pathlib import Path
@@ -174,7 +172,6 @@ class TestBadArchives:
             ({"movies": MOVIES + "9::A::B\n"}, "movies.dat line 4 has movie_id 9 again"),
             ({"ratings": RATINGS + "8::50::5::200\n"}, "ratings.dat line 6 has user_id 8, which users.dat"),
             ({"ratings": "7::51::5::200\n" + RATINGS}, "ratings.dat line 1 has movie_id 51, which movies.dat"),
-            ({"ratings": RATINGS + "\0" * 50}, "ratings.dat line 6 is '\\x00"),
             ({"ratings": ""}, "ratings.dat is empty"),
             ({"ratings": "x" * 500}, "xxx' …;"),
         ],

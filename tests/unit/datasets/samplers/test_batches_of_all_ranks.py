@@ -99,48 +99,70 @@ def test_our_loader_reads_the_batches_of_one_rank_and_of_its_own_data_set(rows, 
         ResumableLoader(range(40), BalancedBatchSampler([1] * rows, 4, num_ranks=2, rank=rank))
 
 
+def balanced_of(**changes):
+    options = {"workloads": [1] * len(changes.get("groups", "123")), "batch_size": 2, "num_ranks": 2, "rank": 0}
+    return BalancedBatchSampler(**options | changes)
+
+
+def budget_of(**changes):
+    options = {"workloads": [1] * len(changes.get("groups", "123")), "budget_per_rank": 4, "num_ranks": 2, "rank": 0}
+    return BudgetBatchSampler(**options | changes)
+
+
+BALANCED, BUDGET, EITHER = [balanced_of], [budget_of], [balanced_of, budget_of]
+ODD = {"groups": [0, 0, 1, 1, 1]}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("makers", "changes", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
-        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
-        ({"window": 1.5}, "window is 1.5; it must be an integer of at least 1"),
-        ({"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
-        ({"rank": 2}, "rank is 2, num_ranks is 2; ranks are counted from 0"),
-        ({"seed": -1}, "seed is -1; it must be an integer of at least 0"),
-        ({"workloads": [1, -2]}, r"workloads\[1\] is -2; values must be non-negative"),
-        ({"max_tokens": 4, "padded": True}, "max_tokens is 4, padded is True; the tokens of a padded batch are its"),
-        ({"speeds": [1]}, r"speeds has shape \(1,\), num_ranks is 2; each has one speed: pass 2 positive integers"),
-        ({"speeds": [1, 2], "padded": True}, "speeds are given, padded is True; .*: leave out one of them"),
-        ({"max_tokens": 4, "tokens": [1, 5, 2]}, "row 1 alone has 5 tokens, max_tokens is 4; no plan can keep that"),
+        (BALANCED, {"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        (BALANCED, {"window": 1.5}, "window is 1.5; it must be an integer of at least 1"),
+        (EITHER, {"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
+        (EITHER, {"rank": 2}, "rank is 2, num_ranks is 2; ranks are counted from 0"),
+        (EITHER, {"seed": -1}, "seed is -1; it must be an integer of at least 0"),
+        (EITHER, {"workloads": [1, -2]}, r"workloads\[1\] is -2; values must be non-negative"),
+        (
+            EITHER,
+            {"max_tokens": 4, "padded": True},
+            "max_tokens is 4, padded is True; the tokens of a padded",
+        ),
+        (EITHER, {"speeds": [1]}, r"speeds has shape \(1,\), num_ranks is 2; .*: pass 2 positive integers"),
+        (EITHER, {"speeds": [1, 2], "padded": True}, "speeds are given, padded is True; .*: leave out one of them"),
+        (EITHER, {"max_tokens": 4, "tokens": [1, 5, 2]}, "row 1 alone has 5 tokens, max_tokens is 4; no plan"),
+        (BUDGET, {"budget_per_rank": 0}, "budget_per_rank is 0; it must be an integer of at least 1"),
+        (
+            BUDGET,
+            {"workloads": [6, 5]},
+            "budget_per_rank is 4, the lightest row costs 5; .* several rows",
+        ),
+        (BUDGET, {"max_rows": 0}, "max_rows is 0; it must be an integer of at least 1"),
+        (BALANCED, ODD, "groups have different numbers of rows; .*: use a BudgetBatchSampler"),
+        (BALANCED, {"groups": [0, 0, 1, 1], "batch_size": 3}, "batch_size is 3, groups .*: give a multiple of 2"),
+        (EITHER, {"groups": [0, 0, 1, 1], "padded": True}, "groups are given, padded is True; .*: leave out one"),
+        (EITHER, {"groups": [0] * 4}, "the data set has 1 groups, num_ranks is 2; .*: use fewer ranks or more groups"),
+        (EITHER, {"groups": [0, 1], "workloads": [1] * 4}, r"groups has shape \(2,\), there are 4 rows"),
+        (
+            EITHER,
+            {"groups": [3, 3, 1, 1], "tokens": [1, 2, 3, 4], "max_tokens": 6},
+            "group 1 has 7 tokens in 2 rows, max_tokens is 6; they stay together",
+        ),
+        (BUDGET, ODD | {"max_rows": 2}, "max_rows is 2, groups have different .*: leave it out, or cap memory"),
+        (BUDGET, {"groups": [0, 0, 1, 1], "max_rows": 1}, "max_rows is 1, groups have 2 rows, .*: raise it"),
+        (BUDGET, ODD | {"budget_per_rank": 1}, "budget_per_rank is 1, the lightest group costs 2; .* several groups"),
     ],
 )
-def test_a_wrong_argument(changes, message):
+def test_a_wrong_argument_is_refused(makers, changes, message):
     """Of what `partition` takes too, one stands for all, which the same functions check."""
-    options = {"workloads": [1, 2, 3], "batch_size": 2, "num_ranks": 2, "rank": 0} | changes
-    with pytest.raises(ValueError, match=message):
-        BalancedBatchSampler(**options)
-    for name in ("batch_size", "window"):
-        options.pop(name, None)
-    if not changes.keys() & {"batch_size", "window"}:
+    for make in makers:
         with pytest.raises(ValueError, match=message):
-            BudgetBatchSampler(**options, budget_per_rank=4)
+            make(**changes)
 
 
-def test_a_wrong_budget_or_place():
-    for changes, message in (
-        ({"budget_per_rank": 0}, "budget_per_rank is 0; it must be an integer of at least 1"),
-        ({"budget_per_rank": 1}, "budget_per_rank is 1, the lightest row costs 2; the budget must allow several rows"),
-        ({"max_rows": 0}, "max_rows is 0; it must be an integer of at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            BudgetBatchSampler([2, 3], **{"budget_per_rank": 9, "num_ranks": 1, "rank": 0} | changes)
-    with pytest.raises(TypeError, match="equal_size"):
-        BudgetBatchSampler([2, 3], budget_per_rank=9, num_ranks=1, rank=0, equal_size=True)
-    sampler = BalancedBatchSampler([1, 2], 1, num_ranks=1, rank=0, window=2)
+def test_a_place_is_within_a_window():
     message = "steps is 2, the window of this BalancedBatchSampler is 2; a place is after 0 to 1 steps of a window"
     with pytest.raises(ValueError, match=message):
-        sampler.start_at(0, 2)
+        balanced_of(window=2).start_at(0, 2)
 
 
 @st.composite
@@ -202,38 +224,3 @@ def test_another_grouping_is_another_sampler():
     groupings = ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3])
     first, other = (BalancedBatchSampler([1] * 8, 2, groups=groups, **options).identity() for groups in groupings)
     assert first != other
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"groups": [0, 0, 1]}, "groups have different numbers of rows; .*: use a BudgetBatchSampler"),
-        ({"groups": [0, 0, 1, 1], "batch_size": 3}, "batch_size is 3, groups have 2 rows; .*: give a multiple of 2"),
-        ({"groups": [0, 0, 1, 1], "padded": True}, "groups are given, padded is True; .*: leave out one of them"),
-        ({"groups": [0, 0, 0, 0]}, "the data set has 1 groups, num_ranks is 2; .*: use fewer ranks or more groups"),
-        ({"groups": [0, 1]}, r"groups has shape \(2,\), there are 4 rows"),
-        (
-            {"groups": [3, 3, 1, 1], "tokens": [1, 2, 3, 4], "max_tokens": 6},
-            "group 1 has 7 tokens in 2 rows, max_tokens is 6; they stay together",
-        ),
-    ],
-)
-def test_groups_that_batches_cannot_hold(options, said):
-    options = {"batch_size": 2, "num_ranks": 2, "rank": 0} | options
-    rows = len(options["groups"]) if "shape" not in said else 4
-    with pytest.raises(ValueError, match=said):
-        BalancedBatchSampler([1] * rows, **options)
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"max_rows": 2}, "max_rows is 2, groups have different numbers of rows; .*: leave it out, or cap memory"),
-        ({"max_rows": 1, "groups": [0, 0, 1, 1]}, "max_rows is 1, groups have 2 rows, which stay together: raise it"),
-        ({"budget_per_rank": 1}, "budget_per_rank is 1, the lightest group costs 2; .* allow several groups"),
-    ],
-)
-def test_limits_that_groups_cannot_keep(options, said):
-    options = {"budget_per_rank": 8, "num_ranks": 1, "rank": 0, "groups": [0, 0, 1, 1, 1]} | options
-    with pytest.raises(ValueError, match=said):
-        BudgetBatchSampler([1] * len(options["groups"]), **options)

@@ -163,47 +163,38 @@ def test_budget_epochs_and_places(work, budget, num_ranks, max_rows, max_tokens,
     assert len(work) - place.row - rest.total() < len(others)
 
 
+def sums_of(sampler, values, num_ranks):
+    """By step and rank the sum over its rows; the last step may be an incomplete one, and is left out."""
+    return np.array([np.bincount(step.ranks, values[step.rows], num_ranks) for step in sampler.plan(0)][:-1])
+
+
+def waiting(loads, speeds):
+    """What the steps take ÷ what they would take if all ranks were always busy."""
+    return (loads / speeds).max(axis=1).sum() * speeds.sum() / loads.sum()
+
+
 def test_a_window_evens_the_steps_and_a_budget_their_tokens():
-    """The largest load ÷ the mean, and the most tokens of a rank ÷ the mean: over all steps and ranks."""
-    lengths, num_ranks = draw("user-like", 16 * 64 * 8, 0), 16
+    lengths, ranks = draw("user-like", 16 * 64 * 8, 0), {"num_ranks": 16, "rank": 0}
     work = COSTS["HSTU"](lengths)
-
-    def figures(plan):
-        steps = list(plan)
-        cells = np.concatenate([step.ranks + number * num_ranks for number, step in enumerate(steps[:-1])])
-        rows = np.concatenate([step.rows for step in steps[:-1]])
-        count = (len(steps) - 1) * num_ranks
-        loads = np.bincount(cells, work[rows], count).reshape(-1, num_ranks)
-        tokens = np.bincount(cells, lengths[rows], count)
-        return loads.max(1).sum() * num_ranks / loads.sum(), tokens.max() / tokens.mean()
-
-    def balanced(window):
-        return figures(BalancedBatchSampler(work, 32, num_ranks=num_ranks, rank=0, window=window).plan(0))
-
-    one, eight = balanced(1), balanced(8)
-    budget = int(work.max())  # of no less room: steps of a row above the budget cost what that row does
-    constant = figures(BudgetBatchSampler(work, budget_per_rank=budget, num_ranks=num_ranks, rank=0).plan(0))
-    assert eight[0] < 1.01 < 1.2 < one[0] and constant[0] < 1.01
-    assert constant[1] < 1.15 < min(one[1], eight[1])
+    one, eight = (BalancedBatchSampler(work, 32, window=window, **ranks) for window in (1, 8))
+    # Of no less room: steps of a row above the budget cost what that row does.
+    constant = BudgetBatchSampler(work, budget_per_rank=int(work.max()), **ranks)
+    waits = [waiting(sums_of(each, work, 16), np.ones(16)) for each in (one, eight, constant)]
+    assert max(waits[1:]) < 1.01 < 1.2 < waits[0]
+    tokens = [sums_of(each, lengths, 16) for each in (one, eight, constant)]
+    most = [each.max() / each.mean() for each in tokens]
+    assert most[2] < 1.15 < min(most[:2])
 
 
 def test_slow_ranks_get_less_work():
     """On mixed devices, steps come within a hundredth of what all ranks' speeds allow, where equal work waits."""
-    work, speeds = work_of_users(8 * 16 * 40), [10, 10, 10, 10, 6, 6, 6, 6]
-
-    def share(sampler):
-        """What the steps take ÷ what they would take if all ranks were always busy."""
-        loads = np.array([np.bincount(step.ranks, work[step.rows], 8) for step in sampler.plan(0)])
-        return (loads / speeds).max(axis=1).sum() * sum(speeds) / loads.sum()
-
-    def balanced(**options):
-        return share(BalancedBatchSampler(work, 16, num_ranks=8, rank=0, window=8, **options))
-
-    def budget(**options):
-        return share(BudgetBatchSampler(work, budget_per_rank=int(work.mean() * 60), num_ranks=8, rank=0, **options))
-
-    assert balanced(speeds=speeds) < 1.01 < 1.25 < balanced()
-    assert budget(speeds=speeds) < 1.01 < 1.25 < budget()
+    work, speeds, ranks = work_of_users(8 * 16 * 40), np.array([10] * 4 + [6] * 4), {"num_ranks": 8, "rank": 0}
+    for make in (
+        lambda **options: BalancedBatchSampler(work, 16, window=8, **ranks, **options),
+        lambda **options: BudgetBatchSampler(work, budget_per_rank=int(work.mean() * 60), **ranks, **options),
+    ):
+        by_speed, equal = (waiting(sums_of(make(**each), work, 8), speeds) for each in ({"speeds": speeds}, {}))
+        assert by_speed < 1.01 < 1.25 < equal
 
 
 def test_padded_batches_cost_less_than_batches_of_equal_work():

@@ -21,57 +21,69 @@ def error_of(source, columns=COLUMNS, kind=ValueError):
     return str(caught.value)
 
 
+LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
+
+
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "changes", "message"),
     [
-        (EventColumns(), "columns.user is not given; "),
-        (EventColumns("uid"), "columns.item is not given; "),
-        (EventColumns("uid", "iid"), "columns.time is not given, and a row of"),
-        (EventColumns("uid", "iid", "time"), "columns.time has 'time'; "),
-        (EventColumns("uid", "iid", "ts", actions=("clik",)), "has the columns uid, iid, ts, click, stars, gender: co"),
-        (EventColumns("uid", "iid", "ts", actions=("star > 1",)), "columns.actions has 'star'; "),
-        (EventColumns("uid", "iid", "ts", actions=("click",) * 2), "has 2 entries, 1 of them different"),
-        (EventColumns("uid", "iid", "ts", actions=tuple(map(str, range(16)))), "16 entries"),
-        (EventColumns("uid", "iid", "ts", actions=("iid",)), "column 'iid' of"),
-        (EventColumns("uid", "iid", "ts", actions=("gender",)), "is of type string; an action is 0 or 1, or a"),
-        (EventColumns("uid", "iid", "ts", actions=("stars",)), "has a null in row 3, counted from 1;"),
-        (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), "cannot be compared as in 'stars >= many'"),
+        (EventColumns(), {}, "columns.user is not given; "),
+        (EventColumns("uid"), {}, "columns.item is not given; "),
+        (EventColumns("uid", "iid"), {}, "columns.time is not given, and a row of"),
+        (EventColumns("uid", "iid", "time"), {}, "columns.time has 'time'; "),
+        (
+            EventColumns("uid", "iid", "ts", actions=("clik",)),
+            {},
+            "has the columns uid, iid, ts, click, stars, gender: co",
+        ),
+        (EventColumns("uid", "iid", "ts", actions=("star > 1",)), {}, "columns.actions has 'star'; "),
+        (EventColumns("uid", "iid", "ts", actions=("click",) * 2), {}, "has 2 entries, 1 of them different"),
+        (EventColumns("uid", "iid", "ts", actions=tuple(map(str, range(16)))), {}, "16 entries"),
+        (EventColumns("uid", "iid", "ts", actions=("iid",)), {}, "column 'iid' of"),
+        (EventColumns("uid", "iid", "ts", actions=("gender",)), {}, "is of type string; an action is 0 or 1, or a"),
+        (EventColumns("uid", "iid", "ts", actions=("stars",)), {}, "has a null in row 3, counted from 1;"),
+        (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), {}, "cannot be compared as in 'stars >= many'"),
         (
             EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
+            {},
             "is of type string, 'gender >= 3' compares with a number; texts are ordered alphabetically",
         ),
-        (EventColumns("gender", "iid", "ts"), "column 'gender' of"),
-        (EventColumns("uid", "iid", "ts", context=("stars",)), "is of type double; it must have integers, str"),
-        (EventColumns("uid", "iid", "ts", context=("iid",)), "is columns.item and also columns.user"),
-        (EventColumns("uid", "uid", "ts"), "is columns.item and also columns.user or columns.context"),
+        (EventColumns("gender", "iid", "ts"), {}, "column 'gender' of"),
+        (EventColumns("uid", "iid", "ts", context=("stars",)), {}, "is of type double; it must have integers, str"),
+        (EventColumns("uid", "iid", "ts", context=("iid",)), {}, "is columns.item and also columns.user"),
+        (EventColumns("uid", "uid", "ts"), {}, "is columns.item and also columns.user or columns.context"),
+        *(
+            (
+                EventColumns("uid", "iid", "ts", context=(name,)),
+                {name: [1] * 5},
+                f"column {name!r} cannot name a feature",
+            )
+            for name in ("a/b", "a.b", "actions", "timestamp", "split")
+        ),
+        (COLUMNS, {"uid": ["b", "a", None, "b", "c"]}, "events.parquet has a null in row 3, counted from 1;"),
+        (COLUMNS, {"iid": [1, None, 3, 4, 5]}, "column 'iid' of"),
+        (COLUMNS, {"ts": [1, 2, 3, None, 5]}, "has a null in row 4, counted from 1"),
+        (COLUMNS, {"ts": [1.0, float("nan"), 3, 4, 5]}, "has the time nan in row 2, counted from 1;"),
+        (COLUMNS, {"ts": [1.0, float("nan"), 1.0, 1.0, 1.0]}, "has the time nan in row 2, counted from 1;"),
+        (COLUMNS, {"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 1, counted from 1;"),
+        (COLUMNS, {"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
+        (COLUMNS, {"ts": [-(2**62)] * 5}, "long before 1970"),
+        (COLUMNS, {"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
+        (COLUMNS, {"iid": [1.5] * 5}, "is of type double; it must have integers, strings or booleans"),
+        (
+            COLUMNS,
+            {"iid": pa.array([2**63] * 5, pa.uint64())},
+            "has the integer 9223372036854775808 in row 1, counted from 1;",
+        ),
+        (COLUMNS, {"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 1, counted from 1;"),
+        (COLUMNS, {"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
+        (COLUMNS, {"TS": [1] * 5}, "columns 'ts', 'TS' of"),
+        (COLUMNS, {name: [] for name in EVENTS} | {"uid": pa.array([], pa.string())}, "is of type null"),
+        (COLUMNS, {name: pa.array(values).slice(0, 0) for name, values in EVENTS.items()}, "has no users in any row"),
     ],
 )
-def test_columns(tmp_path, columns, message):
-    assert message in error_of(write(tmp_path / "events.parquet"), columns)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"uid": ["b", "a", None, "b", "c"]}, "events.parquet has a null in row 3, counted from 1;"),
-        ({"iid": [1, None, 3, 4, 5]}, "column 'iid' of"),
-        ({"ts": [1, 2, 3, None, 5]}, "has a null in row 4, counted from 1"),
-        ({"ts": [1.0, float("nan"), 3, 4, 5]}, "has the time nan in row 2, counted from 1;"),
-        ({"ts": [1.0, float("nan"), 1.0, 1.0, 1.0]}, "has the time nan in row 2, counted from 1;"),
-        ({"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 1, counted from 1;"),
-        ({"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
-        ({"ts": [-(2**62)] * 5}, "long before 1970"),
-        ({"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
-        ({"iid": [1.5] * 5}, "is of type double; it must have integers, strings or booleans"),
-        ({"iid": pa.array([2**63] * 5, pa.uint64())}, "has the integer 9223372036854775808 in row 1, counted from 1;"),
-        ({"click": [2, 0, 0, 1, 1]}, "events.parquet has 2 in row 1, counted from 1;"),
-        ({"gender": [["m"]] * 5}, "is a list, and 'iid' is not"),
-        ({"TS": [1] * 5}, "columns 'ts', 'TS' of"),
-        ({name: [] for name in EVENTS} | {"uid": pa.array([], pa.string())}, "is of type null"),
-    ],
-)
-def test_values(tmp_path, changes, message):
-    assert message in error_of(write(tmp_path / "events.parquet", **changes))
+def test_columns_and_values_of_events(tmp_path, columns, changes, message):
+    assert message in error_of(write(tmp_path / "events.parquet", **changes), columns)
 
 
 @pytest.mark.parametrize(
@@ -82,20 +94,14 @@ def test_values(tmp_path, changes, message):
         ({"iid": [[1, 2], None]}, "has a null in row 2, counted from 1"),
         ({"iid": [[1, None], [2, 3]]}, "has a null in row 1, counted from 1"),
         ({"uid": [[1], [2]]}, "is a list, and one row per user with lists"),
+        (
+            {"iid": pa.array([[], []], pa.list_(pa.int64())), "ts": pa.array([[], []], pa.list_(pa.int64()))},
+            "no items in",
+        ),
     ],
 )
-def test_lists(tmp_path, changes, message):
-    table = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
-    source = write(tmp_path / "users.parquet", table, **changes)
-    assert message in error_of(source, EventColumns("uid", "iid", "ts"))
-
-
-def test_no_rows(tmp_path):
-    source = tmp_path / "events.parquet"
-    pq.write_table(pa.table(EVENTS).slice(0, 0), source)
-    assert "has no users in any row" in error_of(source)
-    write(source, {"uid": [1], "iid": pa.array([[]], pa.list_(pa.int64()))})
-    assert "has no items in any row" in error_of(source, EventColumns("uid", "iid"))
+def test_lists_of_users(tmp_path, changes, message):
+    assert message in error_of(write(tmp_path / "users.parquet", LISTS, **changes), EventColumns("uid", "iid", "ts"))
 
 
 def test_files(tmp_path):
@@ -130,13 +136,6 @@ def test_an_output_within_the_source(tmp_path):
         with pytest.raises(ValueError, match="is within source .*: give another output"):
             preprocess_parquet(COLUMNS, source, output)
     assert [entry.name for entry in tmp_path.iterdir()] == ["events.parquet"]
-
-
-@pytest.mark.parametrize("name", ["a/b", "a.b", "actions", "timestamp", "split"])
-def test_names_that_no_feature_can_have(tmp_path, name):
-    source = write(tmp_path / "events.parquet", **{name: [1] * 5})
-    columns = EventColumns("uid", "iid", "ts", context=(name,))
-    assert f"column {name!r} cannot name a feature" in error_of(source, columns)
 
 
 def test_columns_that_differ_only_in_case(tmp_path):

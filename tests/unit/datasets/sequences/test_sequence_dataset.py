@@ -1,7 +1,5 @@
 """Batches from the columnar files: equal to a slow assembly, read lazily, sharded, through a DataLoader."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The times of items: seconds of the same items, last among the features, neither tokens nor ids."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

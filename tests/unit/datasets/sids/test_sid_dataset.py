@@ -1,7 +1,5 @@
 """Batches of semantic IDs: equal to a slow assembly, cut at the old end and counted, mistakes reported."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
