@@ -5,8 +5,6 @@ every digest as it is. test_golden.py compares; `python -m tests.golden.cases` w
 alters plans on purpose.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random numbers that are the same on every machine and with every release of numpy: integers alone, no libm."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from commons.splitmix import GOLDEN, mix64

@@ -1,7 +1,5 @@
 """`import evenrank`: every public name of the design, lazily, and the version."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import sys

@@ -76,7 +76,6 @@ def test_a_program_gets_its_arguments(monkeypatch):
         (measure, ["--foo"], "Unrecognized options: --foo"),
         (measure, ["--rows", "many"], "Error parsing --rows: invalid literal for int() with base 10: 'many'"),
         (measure, ["--rows", "0"], "--rows is 0; it must be an integer of at least 1"),
-        (measure, ["--seeds", "0"], "--seeds is 0; it must be an integer of at least 1"),
         (measure, ["--ranks", "8", "1"], "--ranks is 1; it must be an integer of at least 2"),
         (measure, ["--warmup", "-1"], "--warmup is -1; it must be an integer of at least 0"),
         (measure, ["--device", "tpu"], "invalid choice 'tpu'"),

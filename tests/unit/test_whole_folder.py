@@ -1,7 +1,5 @@
 """Folders that are whole or not there, whatever happens to their writers."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Jagged attention against a reference that loops over rows and pairs, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """AUC per task against the count of well-ordered pairs; metrics of retrieval against a sorted list of all items."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

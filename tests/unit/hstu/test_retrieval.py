@@ -1,7 +1,5 @@
 """Retrieval: the loss against loops over pairs, negatives that belong to their row, and settings."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

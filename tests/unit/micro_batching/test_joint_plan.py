@@ -1,7 +1,5 @@
 """The joint plan of all ranks' micro-batches, without ranks: what always holds, how even it is, mistakes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -179,7 +179,6 @@ def test_one_row_and_rows_without_tokens():
         (([5, 4, 4, 4, 1], 8, 1, 4), None),
         (([1, -2], 8), r"values\[1\] is -2; values must be non-negative integers"),
         (([1], 0), "capacity is 0; it must be an integer of at least 1"),
-        (([1], 2.5), "capacity is 2.5; it must be an integer"),
         (([1], 2, 0), "min_groups is 0; it must be an integer of at least 1"),
         (([1], 2, 1, 0), "n_groups_divisor is 0; it must be an integer of at least 1"),
     ],

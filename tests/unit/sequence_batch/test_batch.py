@@ -84,7 +84,6 @@ def test_features_and_labels_are_enough():
     [
         ({"actual_batch_size": 4}, "actual_batch_size is 4, batch_size is 3"),
         ({"actual_batch_size": -1}, "actual_batch_size is -1; it must be an integer of at least 0"),
-        ({"batch_size": -1}, "batch_size is -1; it must be an integer of at least 0"),
         ({"batch_size": "3"}, "batch_size is '3'; it must be an integer of at least 0"),
         ({"actual_batch_size": 2}, "values in padding rows"),
         ({"batch_size": None, "labels": torch.zeros(2)}, r"number of rows: \{'features': 3, 'labels': 2\}"),

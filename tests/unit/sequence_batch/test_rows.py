@@ -94,10 +94,6 @@ def test_a_padding_row_before_a_real_one_is_refused():
         select_rows(padded_batch([4, 7], 3), [2, 0])
 
 
-def test_selected_padding_stays_padding():
-    assert as_values(padded_batch([4, 7], 4).index_select([1, 0, 1, 3])) == as_values(padded_batch([7, 4, 7], 4))
-
-
 def test_results_own_their_storage():
     for make in (dense, nested, kjt):
         batch = make([3, 1])

@@ -1,7 +1,5 @@
 """The trie of valid SIDs, beam search over it and metrics of generated items, against enumeration."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -1,7 +1,5 @@
 """What a row costs, counted over the operations of the decoder; and the configs that are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

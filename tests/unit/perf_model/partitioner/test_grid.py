@@ -1,7 +1,5 @@
 """What every grid keeps: each sample once, counts, caps, the bound, and never worse than without a window."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Plans near home for many partitions: what they keep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

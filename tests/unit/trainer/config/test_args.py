@@ -71,7 +71,6 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"dataset_name": ""}, "dataset_name is empty"),
-        ({"max_num_candidates": -1}, "max_num_candidates is -1"),
         ({"num_tasks": 0}, "num_tasks is 0"),
         (
             {"dataset_name": "ml-1m", "length_distribution": LengthDistribution("zipf", alpha=1.2)},
