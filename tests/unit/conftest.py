@@ -1,10 +1,14 @@
-"""Run command lines: their printed text, their JSON, and their one-line errors."""
+"""Command lines that are run, their printed text, JSON and one-line errors; and a generated data set."""
 
 import json
+from unittest import mock
 
 import pytest
 
+from benchmarks.raw_data.movielens import generate_movielens
 from commons.cli.main import main
+from commons.datasets.public.movielens import preprocess_movielens
+from commons.datasets.sequences import writer as sequence_writer
 
 
 @pytest.fixture
@@ -44,3 +48,17 @@ def mistake(capsys):
         return printed.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory):
+    """Folder with the shards of 150 generated users in row groups of at most 16: four shards of each split."""
+    folder = tmp_path_factory.mktemp("generated")
+    generate_movielens(folder / "ml-1m.zip", num_users=150, seed=2)
+    with (
+        mock.patch.object(sequence_writer, "_MOST_USERS_PER_GROUP", 16),
+        mock.patch.object(sequence_writer, "_INTERACTIONS_PER_SHARD", 12_000),
+    ):
+        path = preprocess_movielens(folder / "ml-1m.zip", folder, test_fraction=0.2)
+    assert len(list(path.glob("*.parquet"))) == 8
+    return folder

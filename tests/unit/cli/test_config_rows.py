@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from commons.cli import recipes
-from commons.cli.main import main
 from commons.cli.recipes import load_recipe, read_config_rows
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.random.dataset import user_like_dataset
@@ -263,34 +262,24 @@ def test_random_data_are_those_of_training_and_have_no_end(tmp_path):
     assert read == [ranks[rank][step].features.values().tolist() for step in range(3) for rank in range(4)]
 
 
-def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path):
+def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path, generated):
     """The loads of the simulated ranks are those of the batches that the ranks' own loaders give."""
-    rng = np.random.default_rng(0)
-    counts = np.sort(rng.integers(3, 60, 53)).tolist()
-    ratings = [f"{user}::{rng.integers(1, 40)}::5::{at}" for user, count in enumerate(counts, 1) for at in range(count)]
-    source = write_zip(
-        tmp_path / "ml-1m.zip",
-        ratings="\n".join(ratings) + "\n",
-        users="".join(f"{user}::M::25::1::1\n" for user in range(1, len(counts) + 1)),
-        movies="".join(f"{movie}::A (2000)::War\n" for movie in range(1, 40)),
-    )
-    assert main(["preprocess", "ml-1m", "--source", str(source), "--output", str(tmp_path)]) == 0
     for shuffle in ("false", "true"):
         config = tmp_path / "run.toml"
-        own = f'dataset_name = "ml-1m"\ndataset_path = "{tmp_path}"\nshuffle = {shuffle}'
-        text = CONFIG.format(candidates=0).replace("num_batches = 5\n", "")
+        own = f'dataset_name = "ml-1m"\ndataset_path = "{generated}"\nshuffle = {shuffle}'
+        text = CONFIG.format(candidates=0).replace("num_batches = 5\n", "").replace("= 64", "= 3000")
         config.write_text(text.replace('dataset_name = "random"', own))
         target = load_recipe("hstu", config, torch.device("cpu"))
         for num_ranks in (2, 3):
-            source = read_config_rows(config, "hstu", ShufflerOptions(), 50 * num_ranks)
+            source = read_config_rows(config, "hstu", ShufflerOptions(), 150 * num_ranks)
             steps = len(target.single_loader.dataset) // (8 * num_ranks)
             largest = [0] * steps
             for rank in range(num_ranks):
                 loader = get_data_loader(
                     "ml-1m",
-                    dataset_path=tmp_path,
+                    dataset_path=generated,
                     batch_size=8,
-                    max_history_seqlen=64,
+                    max_history_seqlen=3000,
                     rank=rank,
                     world_size=num_ranks,
                     shuffle=shuffle == "true",

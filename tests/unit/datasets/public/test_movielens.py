@@ -273,10 +273,7 @@ def test_the_files_are_those_that_the_archive_becomes(tmp_path):
 
 
 def test_the_latest_movies_tell_what_comes_next(archive_path, tmp_path):
-    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last.
-
-    That ratings can be learnt, too: tests/distributed/hstu/test_retrieval.py.
-    """
+    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last."""
     path = preprocess_movielens(archive_path, tmp_path, test_fraction=0.3)
     rows = pq.read_table(path).select(["movie_id", "split"]).to_pylist()
     movies = columns_of(archive_path, "movies", "movie", "title", "genres")
