@@ -125,7 +125,7 @@ class TestLengthDistribution:
 
 def _dataset(**arguments) -> RandomHSTUDataset:
     configs = [FeatureConfig(["item", "action"], [1000, 5], 30, is_jagged=True)]
-    options = {"batch_size": 4, "num_batches": 5, **arguments}
+    options = {"batch_size": 4, "num_batches": 5, "max_num_candidates": 3, "num_tasks": 2, **arguments}
     return RandomHSTUDataset(configs, "item", action_feature_name="action", **options)
 
 
