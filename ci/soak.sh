@@ -31,8 +31,7 @@ step() {
   "$python" -m "$@" || failed+=("$*")
 }
 step tests.soak --steps "$steps" --ranks 4 --seed 0
-step pytest -q --hypothesis-profile soak tests/unit/datasets/sequences/test_damaged_files.py \
-  tests/unit/trainer/config/test_damaged_configs.py
+step pytest -q --hypothesis-profile soak tests/unit/test_damaged_files.py
 step pytest -q --hypothesis-profile soak tests/distributed/test_stateful.py
 if [ -d tests/faults ]; then
   step tests.faults --trials "$trials" --store agent
