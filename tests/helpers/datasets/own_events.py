@@ -1,7 +1,5 @@
 """A few events of one's own, in the columns that preprocessing is told of."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 

@@ -1,7 +1,5 @@
 """Batches of samplers, step by step."""
 
-from __future__ import annotations
-
 from commons.datasets.samplers.epoch import EPOCH_START
 
 

@@ -1,7 +1,5 @@
 """Users whose histories have semantic ids."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

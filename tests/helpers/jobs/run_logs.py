@@ -1,7 +1,5 @@
 """Folders of runs that have not been trained: steps whose times follow from their loads, and the log of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import statistics
