@@ -107,3 +107,21 @@ class TestAudit:
         shown, wrong = self.run("--help"), self.run("--database")
         assert shown.returncode == 0 and "--database URL" in shown.stdout and "--ignore-vuln" in shown.stdout
         assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "--database needs a URL" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "found"),
+    [
+        (r"(setup-python)@\S+", r"\1@v5", "uses actions/setup-python at v5"),
+        (r"(actions/checkout)@\S+", r"\1@main", "uses actions/checkout at main"),
+        (r"contents: read", "contents: write", "more than read"),
+        (r"permissions:\n  contents: read", "", "more than read"),
+        (r"(runs-on: ubuntu-latest)", r"\1\n    permissions: {id-token: write}", "permissions of its own"),
+        (r"persist-credentials: false", "fetch-depth: 0", "leaves its token"),
+        (r"  # v[\d.]+", "", "uses: actions/checkout@"),
+        (r"(run: make install)", r"\1 TOKEN=${{ secrets.TOKEN }}", "reads a secret"),
+    ],
+)
+def test_a_workflow_that_does_is_found(pattern, replacement, found):
+    text, count = re.subn(pattern, replacement, (ROOT / ".github/workflows/ci.yml").read_text())
+    assert count and any(found in line for line in wrong_in(text))

@@ -258,6 +258,12 @@ def test_steps_of_constant_cost_are_advised_with_what_gives_them():
     assert gain == pytest.approx(advice.speed_up, rel=0.02)
 
 
+@pytest.mark.parametrize("lengths", ["zipf:1.2:4096", "lognormal:130:1.4:8192", "lognormal:1000:0.05", "zipf:3:9"])
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_advice_on_real_plans(lengths, batch_size):
+    check(advise(lengths, batch_size, (4, 16), (2, 4), 16))
+
+
 def test_a_window_that_lifts_nothing_is_not_said_to():
     rows = np.array([6 * MEAN, *[MEAN // 8] * 7])  # the first one alone is more than an even share
     ways = [way(name, ratio, bound=round(1.4 * MEAN)) for name, ratio in (("as loaded", 1.5), ("refined", 1.4))]

@@ -54,6 +54,16 @@ def test_no_assignment_goes_below_the_bound_and_the_plan_is_near_the_best(case):
     assert reached <= 2 * best  # what a plan by swaps cannot always reach is below 1 % of such cases, see below
 
 
+def test_small_cases_are_mostly_optimal():
+    rng, optimal, cases = np.random.default_rng(0), 0, 60
+    for _ in range(cases):
+        workloads, speeds = rng.choice([0, 1, 2, 3, 5, 8, 13, 50], rng.integers(3, 8)), rng.integers(50, 101, 3)
+        plan = partition(workloads, 3, equal_size=False, speeds=speeds)
+        best = min(slowest(workloads, each, speeds.tolist()) for each in product(range(3), repeat=len(workloads)))
+        optimal += slowest(workloads, plan.assignment, speeds.tolist()) == best
+    assert optimal >= 0.95 * cases
+
+
 many = st.lists(st.integers(0, 10_000), min_size=1, max_size=80)
 
 
