@@ -42,7 +42,7 @@ class SingleRankLoader(Iterable[Any]):
         group: the ranks; None for megatron-core's data-parallel group if parallel_state is initialised, else all ranks.
         equal_size: with workloads, numbers of rows per rank differ by at most one.
         trim: the fields that are padded sequences: each share is as wide as its own longest row.
-        pin_memory: put shares into pinned host memory.
+        pin_memory: put shares into pinned host memory; without effect on a machine without a GPU.
         timeout: seconds after which a missing rank is reported; the source must load a batch in less time.
 
     Raises:
@@ -65,7 +65,7 @@ class SingleRankLoader(Iterable[Any]):
         self.loader = loader
         self._get_workloads = get_workloads
         self._equal_size = equal_size
-        self._pin_memory = pin_memory
+        self._pin_memory = pin_memory and torch.cuda.is_available()  # torch raises an error without a GPU
         self._channel = DispatchChannel(resolve_process_group(group), timeout)
         self._batches = 0
         self._closed = False
