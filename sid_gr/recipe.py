@@ -20,13 +20,14 @@ from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.evaluation import Metrics
+from commons.trainer.ranks.collectives import limit_collectives
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
 from sid_gr.batch_shuffler import decoder_flops
 from sid_gr.megatron_core import TransformerBlock, parallel_state
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
-from sid_gr.parallel import initialize_model_parallel, tensor_parallel_size
+from sid_gr.parallel import groups_of_decoder, initialize_model_parallel, tensor_parallel_size
 from sid_gr.sharding import build_distributed_model
 from sid_gr.train_config import TrainConfig
 
@@ -73,6 +74,8 @@ class SIDGRRecipe(Recipe):
         self._made_groups = not parallel_state.model_parallel_is_initialized()
         if self._made_groups:
             initialize_model_parallel(size)
+            for group in groups_of_decoder():  # megatron-core's timeout is half an hour
+                limit_collectives(self.config.trainer.shuffler.timeout, group)
         elif size != tensor_parallel_size():
             raise ValueError(
                 f"tensor_model_parallel_size is {size}, megatron-core's groups exist already, with "

@@ -119,13 +119,14 @@ def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     return gather_values(on_all_ranks(lambda: work() if dist.get_rank() == 0 else None, device), device)[0]
 
 
-def limit_collectives(timeout: float) -> None:
-    """Set the timeout of WORLD to the shuffler's timeout, in seconds, plus five seconds; for a group of this run.
+def limit_collectives(timeout: float, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of a group to the shuffler's timeout, in seconds, plus five seconds; for a group of this run.
 
-    Called after the group has connected: ranks wait for late ranks with the longer default timeout until then.
+    Called after the group, by default WORLD, has connected: ranks wait for late ranks with the longer default timeout
+    until then.
     """
     limit = datetime.timedelta(seconds=timeout + _GRACE_SECONDS)
-    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD if group is None else group)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,15 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.absence import RankMissingError
+from commons.distributed.options import ShufflerOptions
+from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks import collectives
 from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
 from commons.trainer.ranks.stop import StopSignal
+from sid_gr.megatron_core import parallel_state
+from sid_gr.recipe import SIDGRRecipe
+from sid_gr.train_config import TrainConfig
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import error_of, limit_waits, meet, my_batch
 from tests.helpers.ranks.rank_pool import RankPool
@@ -30,6 +35,18 @@ def _of_the_model():
     limit_waits(0.5)
     with missing_ranks_named(lambda: 7):
         dist.all_reduce(torch.ones(1))
+
+
+def _of_the_decoder():
+    args = TrainerArgs(1, 1, shuffler=ShufflerOptions(timeout=0.5), eval_metrics=())
+    with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
+        SIDGRRecipe(TrainConfig(args, DatasetArgs("sid-random", 4)), torch.device("cpu")).prepare_ranks()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return meet("rank 0 has given up")
+    limit_waits(0.5)
+    with missing_ranks_named(lambda: 7):
+        dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def _of_the_end_of_a_step():
@@ -55,6 +72,7 @@ def _stays_away(collective):
     ("collective", "said"),
     [
         (_of_the_model, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
+        (_of_the_decoder, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
         (
             _of_the_end_of_a_step,
             r"rank 1 did not take part in the agreement to stop of step 2.* raise trainer\.shuffler\.timeout",
