@@ -239,6 +239,11 @@ class TrainerArgs:
                     f"{name} and enable_balanced_shuffler are both True; {who} balances the rows, so they need no "
                     "shuffle: set one of them"
                 )
+        if self.balances_at_loading and self.shuffler.mode == "off" and self.shuffler.calibration is not None:
+            raise ValueError(
+                f"shuffler.mode is 'off' and shuffler.calibration is {self.shuffler.calibration!r}; a shuffler in mode "
+                "'off' reads no calibration, so rows would be balanced by operations: leave out one of the two"
+            )
         self._check_balancing_beyond_a_batch()
         # With a budget these are the most rows of a step, not the least.
         least_rows = 1 if self.balancing == "budget" else self.global_batch_size or self.train_batch_size

@@ -65,6 +65,10 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             {"schedule_in": "rows", "eval_interval": 16, "global_batch_size": 32},
             "eval_interval is 16, schedule_in is 'rows' and a step has 32 rows or more",
         ),
+        (
+            SAMPLER | {"shuffler": ShufflerOptions(mode="off", calibration="gpu.toml")},
+            "shuffler.mode is 'off' and shuffler.calibration is 'gpu.toml'; .* balanced by operations: leave out one",
+        ),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it must be an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it is a folder"),
