@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,7 @@ class RunLog:
         if not summary:
             notes.append(f"no readable {SUMMARY_FILE}: the run is still running, or stopped early")
         names = dict.fromkeys(name for line in lines for name in line)
-        of_ranks = {name for line in lines for name, value in line.items() if value.ndim}
-        unknown = np.array(np.nan)
+        of_ranks = {name for line in lines for name, value in line.items() if isinstance(value, np.ndarray)}
         self.name = str(folder)  # the folder as the user gave it
         self.config = config  # the saved config of the run; empty if unknown
         self.notes = tuple(notes)  # remarks on the log, one sentence each
@@ -66,11 +67,11 @@ class RunLog:
         self.step = np.array([line["step"] for line in lines], dtype=np.int64)
         # float64 `(lines,)` by name, means over the steps of a line (median for `step_ms`); NaN if a line has no value
         self.columns = {
-            name: np.array([line.get(name, unknown) for line in lines]) for name in names if name not in of_ranks
+            name: np.array([line.get(name, math.nan) for line in lines]) for name in names if name not in of_ranks
         }
         # by name, for each line float64 `(ranks,)` with NaN for an unknown rank, or None if the line has no values
         self.of_ranks = {
-            name: tuple(value if (value := line.get(name, unknown)).ndim else None for line in lines)
+            name: tuple(value if isinstance(value := line.get(name), np.ndarray) else None for line in lines)
             for name in of_ranks
         }
         # steps with their metrics, whose names are without `eval_`; ascending
@@ -183,16 +184,17 @@ def _require_log(folder: Path) -> None:
     raise ValueError(f"{folder} has no {LOG_FILE}; a run writes it to its run_dir, on rank 0: {remedy}")
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, np.ndarray]], bool]:
-    """The records of a log as float64 arrays, `()` or `(ranks,)`, and whether its last line is incomplete."""
-    records: list[dict[str, np.ndarray]] = []
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The records of a log, floats and float64 `(ranks,)`, and whether its last line is incomplete."""
+    records: list[dict[str, Any]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
                 schema = record.pop("schema")
-                values = {name: np.array(value, dtype=np.float64) for name, value in record.items()}
-                values["step"] = np.array(record["step"], dtype=np.int64)
+                # One string for all lines: a long log has millions of names.
+                values = {sys.intern(name): _known(value) for name, value in record.items()}
+                values["step"] = np.int64(record["step"])
             except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
                 if not line.endswith(b"\n"):  # the last line is incomplete
                     return records, True
@@ -205,11 +207,17 @@ def _read_lines(path: Path) -> tuple[list[dict[str, np.ndarray]], bool]:
                     f"{path} line {number} has schema {schema!r}; evenrank {__version__} reads schema {LOG_SCHEMA}: "
                     "use the release that wrote the log"
                 )
-            for value in values.values():
-                if value.dtype == np.float64:
-                    value[~np.isfinite(value)] = np.nan
             records.append(values)
     return records, False
+
+
+def _known(value: Any) -> Any:
+    """A number as a float, or a list of them as float64 `(ranks,)`; NaN for one that is unknown or infinite."""
+    if isinstance(value, list):
+        numbers = np.array(value, dtype=np.float64)
+        return np.where(np.isfinite(numbers), numbers, np.nan)
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else math.nan
 
 
 def _read_beside(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -54,6 +55,17 @@ def test_warm_ups_of_resumed_runs_are_no_speed(tmp_path):
     times = [step["step_ms"] for number, step in enumerate(STEPS) if number // 5 not in (0, 4, 8)]
     assert log.rate("rows_per_s") == pytest.approx(32e3 / np.mean(times))
     assert RunLog(write_run(tmp_path / "run", lines[4:6])).timed.all()
+
+
+def test_a_long_log_takes_at_most_four_times_its_size_of_memory(tmp_path):
+    folder = write_run(tmp_path / "run", lines_of(STEPS, [1] * 60) * 20)
+    tracemalloc.start()
+    try:
+        RunLog(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * (folder / "log.jsonl").stat().st_size
 
 
 @pytest.mark.parametrize("cut", [2, 40])
