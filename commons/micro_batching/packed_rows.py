@@ -84,7 +84,9 @@ def pack_rows(
             begin with these two dimensions have an entry per token, the other fields remain unchanged. Or without
             `attention_mask`: fields per token are nested tensors `(rows, tokens, ...)` of layout torch.jagged.
         mask: "block_diagonal" if a token attends to its whole row, "causal" if it attends to itself and earlier tokens
-            of its row. The mask takes T² bytes; None for kernels that take `cu_seqlens`.
+            of its row. It is True where a token attends, as in torch's scaled_dot_product_attention; Hugging Face's
+            "eager" attention adds its mask to the scores, and needs `torch.where(mask, 0.0, -torch.inf)` instead. It
+            takes T² bytes; None for kernels that take `cu_seqlens`.
         pad_to_multiple_of: T is a multiple of it; the fill, of zeros and ignored labels, is a row of its own.
         ignore_index: label that the loss ignores.
 
