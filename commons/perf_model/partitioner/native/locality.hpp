@@ -94,39 +94,40 @@ struct Repair {
 //
 // The light partition must stay within the limit, so a swap removes at most `room` from the heavy one, and the row that
 // comes back weighs at least (weight of the row) - room. Load removed beyond the excess is no gain.
-inline bool relieve(WorkingPartition& plan, Index heavy, const Share& share, const Repair& repair) {
+inline bool relieve(WorkingPartition<RowsByWeight>& plan, Index heavy, const Share& share, const Repair& repair) {
   const Weights& loads = plan.loads();
-  const std::vector<Item>& rows = plan.items(heavy);
+  const std::vector<Item>& rows = plan.rows(heavy);
   const Weight excess = loads[heavy] - repair.limit;
   const Place at_heavy = repair.home.place_of(heavy);
-  Swap best{-1};
+  Swap best;
   for (Index at_light = 0; at_light < share.size(); ++at_light) {
     const Index light = share[at_light];
     const Weight room = repair.limit - loads[light];
     // The remaining partitions of the share are heavier: none has more room.
     if (room <= 0 || best.value >= kFree + (std::min(room, excess) >> repair.efficiency.gain_shift)) break;
-    const std::vector<Item>& others = plan.items(light);
+    const std::vector<Item>& others = plan.rows(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);
     const Place at_lighter = repair.home.place_of(light);
     const Weight lightest = num_others > 0 ? others.back().weight : kMax;
     Weight below = 0;
-    for (const Item& row : rows) {
+    for (Index number = 0; number < static_cast<Index>(rows.size()); ++number) {
+      const Item& row = rows[number];
       if (row.weight <= lightest && !may_move) break;  // no swap for lighter rows either
       while (below < num_others && others[below].weight >= row.weight - room) ++below;
       if (below == 0 && !may_move) continue;
       const Weight cost_out = repair.home.cost_at(row.row, at_lighter) - repair.home.cost_at(row.row, at_heavy);
-      const auto consider = [&](const Item& back, Weight cost) {
-        const Weight taken = row.weight - back.weight;
+      const auto consider = [&](Weight taken, Weight cost, Index back) {
         if (taken <= 0 || taken > room) return;
-        const Weight efficiency = repair.efficiency.above(best.value, std::min(taken, excess), cost);
-        if (efficiency >= 0 && plan.keeps_cap(heavy, light, row, back)) best = {efficiency, light, row, back};
+        const Weight value = repair.efficiency.above(best.value, std::min(taken, excess), cost);
+        if (value >= 0 && plan.keeps_cap(heavy, {value, light, number, back})) best = {value, light, number, back};
       };
       for (Weight at = below - 1; at >= std::max<Weight>(below - kHomeReach, 0); --at) {
         const Index back = others[at].row;
-        consider(others[at], cost_out + repair.home.cost_at(back, at_heavy) - repair.home.cost_at(back, at_lighter));
+        const Weight cost_back = repair.home.cost_at(back, at_heavy) - repair.home.cost_at(back, at_lighter);
+        consider(row.weight - others[at].weight, cost_out + cost_back, static_cast<Index>(at));
       }
-      if (may_move) consider({0, kNone}, cost_out);
+      if (may_move) consider(row.weight, cost_out, kNone);
     }
   }
   return plan.apply(heavy, best);
@@ -139,7 +140,7 @@ struct Round {
   Index most_heavy = 0;
 };
 
-inline Round relieve_groups(WorkingPartition& plan, std::vector<Indices>& groups, const Repair& repair,
+inline Round relieve_groups(WorkingPartition<RowsByWeight>& plan, std::vector<Indices>& groups, const Repair& repair,
                             const Level& level) {
   Round round;
   for (Indices& group : groups) {
@@ -179,7 +180,7 @@ inline Weight excess_of(const Weights& loads, Weight limit) {
 // swap is left. `parts`, by row, keeps the limits of sizes.
 inline Indices repair(const Problem& problem, Indices parts, Weight limit, const Home& home, const Cap& cap = {}) {
   const Index num_parts = problem.num_parts;
-  WorkingPartition plan(problem, std::move(parts), cap);
+  auto plan = working_partition(problem, std::move(parts), cap);
   const Repair repair{home, limit, Efficiency::of(problem.weights.front(), home.sizes)};
   int rounds = 0;
   for (const Weight size : group_sizes(home, num_parts)) {

@@ -42,14 +42,12 @@ class HeaviestLowered {
         order_(problem.order),
         weights_(problem.weights),
         num_light_(static_cast<Index>(problem.order.size())),
-        limits_(problem.limits),
         limit_(limit),
         most_tried_(request.num_steps == 1 ? kMostTried : kFewTried),
         base_(problem.first_loads()),
         cap_(request.cap()),
-        held_(parts, sum_by_rank(parts, request.workloads, problem.num_parts, problem.base), cap_),
+        plan_(RowsBySample{request.workloads, sizes, request.home, problem.order}, problem, parts, cap_),
         places_(Place::of_all(problem.num_parts, request.num_steps, request.ranks_per_node)),
-        rows_(request, problem.order, parts, sizes, problem.num_parts),
         heaviest_(loads_),
         lightest_(loads_),
         left_rank_(problem.num_parts, request.num_steps == 1),
@@ -72,7 +70,7 @@ class HeaviestLowered {
       if (!is_large(request_.workloads[order_[row]], heavy)) continue;
       while (loads_[heavy] > limit_) {
         const Swap swap = nearby(heavy);
-        if (swap.efficiency < 0) break;
+        if (!swap.exists()) break;
         carry_out(heavy, swap);
       }
       leave_lightest(heavy);
@@ -83,7 +81,7 @@ class HeaviestLowered {
       const Index heavy = heaviest_.winner();
       if (heavy == kNone || loads_[heavy] <= limit_) break;
       const Swap found = find_swap(heavy);
-      if (found.efficiency < 0) {
+      if (!found.exists()) {
         if (leave_lightest(heavy)) continue;
         heaviest_.leave(heavy);
         if (--may_fail < 0) break;
@@ -93,19 +91,13 @@ class HeaviestLowered {
       }
     }
     if (request_.num_steps == 1) swap_for_lighter_rows(swaps);  // in a grid it would move more rows than a repair
-    return {std::move(held_.parts), std::move(held_.loads)};
+    return {plan_.release(), loads_};
   }
 
  private:
-  struct Swap {
-    Weight efficiency = -1;
-    Index light = kNone;
-    Index row = kNone;   // number among the rows of the heavy partition
-    Index back = kNone;  // number among the rows of the light partition; kNone for a move
-  };
   // Swaps the other rows of a partition with one large row for the lightest rows of all; returns whether its load fell.
   bool leave_lightest(Index heavy) {
-    const std::vector<SortedRows::Row>& own = rows_.of(heavy);
+    const std::vector<RowsBySample::Row>& own = plan_.rows(heavy);
     if (own.empty() || !is_large(own[0].weight, heavy)) return false;
     if (own.size() > 1 && is_large(own[1].weight, heavy)) return false;
     has_large_[heavy] = true;
@@ -120,7 +112,7 @@ class HeaviestLowered {
         continue;
       }
       const Swap swap = best_within(heavy, light);
-      if (swap.efficiency >= 0) {
+      if (swap.exists()) {
         carry_out(heavy, swap);
       } else {
         ++failed;
@@ -132,13 +124,7 @@ class HeaviestLowered {
   bool is_large(Weight weight, Index part) const { return weight > limit_ - base_[part] - weight; }
 
   void carry_out(Index heavy, const Swap& swap) {
-    const SortedRows::Row& row = rows_.of(heavy)[swap.row];
-    held_.give(heavy, swap.light, row.sample, row.weight);
-    if (swap.back != kNone) {
-      const SortedRows::Row& back = rows_.of(swap.light)[swap.back];
-      held_.give(swap.light, heavy, back.sample, back.weight);
-    }
-    rows_.swap(heavy, swap.row, swap.light, swap.back);
+    plan_.apply(heavy, swap);
     // Partitions above the limit are used only in heaviest_, others only in lightest_, so only that one is updated. The
     // outdated load in the other one is on the same side of the limit.
     for (const Index part : {heavy, swap.light}) {
@@ -151,7 +137,7 @@ class HeaviestLowered {
   Swap nearby(Index heavy) {
     const Index steps = request_.num_steps;
     const Swap swap = within(heavy, places_[heavy].rank * steps, steps, left_rank_);
-    if (swap.efficiency >= 0) return swap;
+    if (swap.exists()) return swap;
     return within(heavy, places_[heavy].first * steps, request_.ranks_per_node * steps, left_node_);
   }
   // A swap with the lightest of `size` partitions from `first` on; if there is none, sets left[heavy].
@@ -161,24 +147,24 @@ class HeaviestLowered {
     Index light = first;
     for (Index part = first + 1; part < end; ++part) light = loads_[part] < loads_[light] ? part : light;
     const Swap swap = best_within(heavy, light);
-    if (swap.efficiency < 0) left[heavy] = true;
+    if (!swap.exists()) left[heavy] = true;
     return swap;
   }
-  // A swap with a light partition of the rank, the node or of all; efficiency is -1 if there is none.
+  // A swap with a light partition of the rank, the node or of all.
   Swap find_swap(Index heavy) {
     Swap swap = nearby(heavy);
-    if (swap.efficiency >= 0) return swap;
-    for (std::size_t tried = 0; swap.efficiency < 0 && !left_lightest_[heavy] && tried < most_tried_; ++tried) {
+    if (swap.exists()) return swap;
+    for (std::size_t tried = 0; !swap.exists() && !left_lightest_[heavy] && tried < most_tried_; ++tried) {
       const Index light = lightest_.at(tried);
       if (light == kNone || loads_[light] >= limit_) break;
       swap = best_within(heavy, light);
     }
-    if (swap.efficiency < 0) left_lightest_[heavy] = true;
-    if (swap.efficiency < 0 && !forced_[heavy]) {
+    if (!swap.exists()) left_lightest_[heavy] = true;
+    if (!swap.exists() && !forced_[heavy]) {
       forced_[heavy] = true;
       const Index light = lightest_.at(0);
       swap = best(heavy, light, loads_[heavy] - loads_[light] - 1);
-      if (swap.efficiency >= 0) heaviest_.enter(light, loads_[light]);
+      if (swap.exists()) heaviest_.enter(light, loads_[light]);
     }
     return swap;
   }
@@ -187,7 +173,7 @@ class HeaviestLowered {
     for (Index heavy = 0; heavy < static_cast<Index>(loads_.size()); ++heavy) {
       for (; swaps > 0 && loads_[heavy] > limit_; --swaps) {
         const Swap swap = find_lighter_row(heavy);
-        if (swap.efficiency < 0) break;
+        if (!swap.exists()) break;
         carry_out(heavy, swap);
       }
     }
@@ -196,7 +182,7 @@ class HeaviestLowered {
   // rows are tried first, because they move the fewest tokens.
   Swap find_lighter_row(Index heavy) {
     const Weight excess = loads_[heavy] - limit_;
-    const std::vector<SortedRows::Row>& rows = rows_.of(heavy);
+    const std::vector<RowsBySample::Row>& rows = plan_.rows(heavy);
     Weight last = kMax;
     for (auto row = rows.rbegin(); row != rows.rend(); ++row) {
       if (std::exchange(last, row->weight) == row->weight) continue;
@@ -205,7 +191,7 @@ class HeaviestLowered {
         const Index light = parts_[order_[other - weights_.begin()]];
         if (loads_[light] + row->weight - *other > limit_) continue;
         const Swap swap = best_within(heavy, light);
-        if (swap.efficiency >= 0) return swap;
+        if (swap.exists()) return swap;
       }
     }
     return {};
@@ -217,33 +203,31 @@ class HeaviestLowered {
   Swap best(Index heavy, Index light, Weight room) {
     Swap best;
     if (room <= 0) return best;
-    best.light = light;
-    const std::vector<SortedRows::Row>& rows = rows_.of(heavy);
-    const std::vector<SortedRows::Row>& others = rows_.of(light);
+    const std::vector<RowsBySample::Row>& rows = plan_.rows(heavy);
+    const std::vector<RowsBySample::Row>& others = plan_.rows(light);
     const Index num_others = static_cast<Index>(others.size());
     const Place at_heavy = places_[heavy], at_light = places_[light];
     const Weight excess = loads_[heavy] - limit_;
-    const bool may_move = static_cast<Weight>(rows.size()) > limits_.min_count && num_others < limits_.max_count;
+    const bool may_move = plan_.may_move(heavy, light);
     const Weight most_moved = may_move ? room : 0;
     const Weight too_light = may_move ? -1 : others.empty() ? kMax : others.back().weight;  // rows up to it cannot swap
+    const auto take_if_kept = [&](Weight value, Index row, Index back) {
+      if (value >= 0 && plan_.keeps_cap(heavy, {value, light, row, back})) best = {value, light, row, back};
+    };
     Index enough = 0;  // number of the other rows that are heavy enough to come back
     for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
-      const SortedRows::Row& row = rows[at];
+      const RowsBySample::Row& row = rows[at];
       if (row.weight <= too_light) break;
       while (enough < num_others && others[enough].weight >= row.weight - room) ++enough;
       if (enough > 0 && others[enough - 1].weight < row.weight) {
-        const SortedRows::Row& back = others[enough - 1];
+        const RowsBySample::Row& back = others[enough - 1];
         const Weight taken = std::min(row.weight - back.weight, excess);
         const Weight cost = row.cost_of_move(at_heavy, at_light) + back.cost_of_move(at_light, at_heavy);
-        const Weight efficiency = efficiency_.above(best.efficiency, taken, cost);
-        if (efficiency >= 0 && held_.keeps_cap(heavy, light, row.sample, back.sample)) {
-          best = {efficiency, light, at, enough - 1};
-        }
+        take_if_kept(efficiency_.above(best.value, taken, cost), at, enough - 1);
       }
       if (row.weight <= most_moved && row.weight > 0) {
         const Weight taken = std::min(row.weight, excess);
-        const Weight efficiency = efficiency_.above(best.efficiency, taken, row.cost_of_move(at_heavy, at_light));
-        if (efficiency >= 0 && held_.keeps_cap(heavy, light, row.sample, kNone)) best = {efficiency, light, at, kNone};
+        take_if_kept(efficiency_.above(best.value, taken, row.cost_of_move(at_heavy, at_light)), at, kNone);
       }
     }
     return best;
@@ -253,16 +237,14 @@ class HeaviestLowered {
   const Indices& order_;
   const Weights& weights_;  // in this order
   Index num_light_;  // the rows of order_ from this one on are known to be in partitions without room
-  Limits limits_;
   Weight limit_;
   std::size_t most_tried_;
   Weights base_;
   const Cap cap_;
-  HeldRows held_;
-  const Indices& parts_ = held_.parts;
-  const Weights& loads_ = held_.loads;
+  WorkingPartition<RowsBySample> plan_;
+  const Indices& parts_ = plan_.parts();
+  const Weights& loads_ = plan_.loads();
   std::vector<Place> places_;  // of each partition
-  SortedRows rows_;
   Tournament<true> heaviest_;
   LightestParts lightest_;
   std::vector<bool> left_rank_;      // partitions without a swap with the lightest of their rank,

@@ -25,32 +25,34 @@ inline Weight near(Weight bound) { return bound + bound / kTolerance; }
 // The larger of the two loads falls by min(d, H - L - d), which is largest for d = (H - L) / 2. So the candidates for
 // each row of the heavy partition are the rows of the light one whose weights are next to (its weight) - (H - L) / 2.
 // Both sides are sorted by weight, so one pass finds all candidates.
-inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weight reach) {
+inline bool lower(WorkingPartition<RowsByWeight>& plan, Index heavy, const Share& share, Weight reach) {
   const Weights& loads = plan.loads();
-  const std::vector<Item>& rows = plan.items(heavy);
+  const std::vector<Item>& rows = plan.rows(heavy);
   Swap best{0};
   for (Index at_light = 0; at_light < share.size(); ++at_light) {
     const Index light = share[at_light];
     const Weight gap = loads[heavy] - loads[light];
     // The larger load cannot fall by more than half the gap, and gaps only get smaller.
     if (gap / 2 <= best.value) break;
-    const std::vector<Item>& others = plan.items(light);
+    const std::vector<Item>& others = plan.rows(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);
-    const auto consider = [&](const Item& row, const Item& back) {
-      const Weight taken = row.weight - back.weight;
-      const Weight fall = std::min(taken, gap - taken);
-      if (fall > best.value && plan.keeps_cap(heavy, light, row, back)) best = {fall, light, row, back};
+    const auto consider = [&](Index row, Weight taken, Index back) {
+      const Swap swap{std::min(taken, gap - taken), light, row, back};
+      if (swap.value > best.value && plan.keeps_cap(heavy, swap)) best = swap;
     };
     const Weight lightest = may_move || others.empty() ? 0 : others.back().weight;
     Weight below = 0;
-    for (const Item& row : rows) {
-      if (row.weight - lightest <= best.value) break;  // neither this row nor a lighter one makes a better swap
-      const Weight threshold = row.weight - gap / 2;
+    for (Index row = 0; row < static_cast<Index>(rows.size()); ++row) {
+      const Weight weight = rows[row].weight;
+      if (weight - lightest <= best.value) break;  // neither this row nor a lighter one makes a better swap
+      const Weight threshold = weight - gap / 2;
       while (below < num_others && others[below].weight >= threshold) ++below;
       const Weight end = std::min(below + reach, num_others);
-      for (Weight at = std::max<Weight>(below - reach, 0); at < end; ++at) consider(row, others[at]);
-      if (may_move) consider(row, {0, kNone});
+      for (Weight at = std::max<Weight>(below - reach, 0); at < end; ++at) {
+        consider(row, weight - others[at].weight, static_cast<Index>(at));
+      }
+      if (may_move) consider(row, weight, kNone);
     }
   }
   return plan.apply(heavy, best);
@@ -65,7 +67,7 @@ inline bool lower(WorkingPartition& plan, Index heavy, const Share& share, Weigh
 inline Indices refine(const Problem& problem, Indices parts, Weight target, const Cap& cap = {}) {
   const Index num_parts = problem.num_parts;
   if (num_parts == 1) return parts;
-  WorkingPartition plan(problem, std::move(parts), cap);
+  auto plan = working_partition(problem, std::move(parts), cap);
   const Weight reach = cap.exists() ? kReachWithCap : kReach;
   Indices ranked = range(num_parts);
   Weight checkpoint = kMax;

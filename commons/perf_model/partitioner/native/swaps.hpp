@@ -8,10 +8,19 @@
 
 namespace evenrank {
 
-// A row and its weight; {0, kNone} is the row that comes back in a move.
+// A row and its weight.
 struct Item {
   Weight weight;
   Index row;
+};
+
+// The rows of a problem, numbered by weight.
+struct RowsByWeight {
+  using Row = Item;
+  static constexpr bool kAtFirstUse = false;
+  const Weights& weights;
+
+  Item read(Index row) const { return {weights[row], row}; }
 };
 
 // Orders partitions by load, heaviest first, ties by index.
@@ -22,109 +31,156 @@ struct ByLoad {
 
 inline void rank_by_load(const Weights& loads, Indices& parts) { std::sort(parts.begin(), parts.end(), ByLoad{loads}); }
 
-// The loads of partitions, updated while rows move between them; rows are in any order, but in that of `cap.weights`.
-struct HeldRows {
-  Indices parts;
-  Weights loads;
-  const Cap& cap;
-  Weights held;  // the second weight per partition; empty without a cap
-
-  HeldRows(Indices parts_of_rows, Weights loads_of_parts, const Cap& kept)
-      : parts(std::move(parts_of_rows)), loads(std::move(loads_of_parts)), cap(kept) {
-    if (cap.exists()) held = sum_by_rank(parts, cap.weights, static_cast<Index>(loads.size()), cap.base);
-  }
-
-  // Whether the cap allows giving `row` from `heavy` to `light`, and `back` (or kNone) the other way.
-  bool keeps_cap(Index heavy, Index light, Index row, Index back) const {
-    if (held.empty()) return true;
-    const Weight taken = cap.weights[row] - (back == kNone ? 0 : cap.weights[back]);
-    return held[heavy] - taken <= cap.limit && held[light] + taken <= cap.limit;
-  }
-
-  void give(Index from, Index to, Index row, Weight weight) {
-    parts[row] = to;
-    loads[from] -= weight;
-    loads[to] += weight;
-    if (held.empty()) return;
-    held[from] -= cap.weights[row];
-    held[to] += cap.weights[row];
-  }
-};
-
 // A swap of a heavy partition with a light one; a larger value is better.
 struct Swap {
-  Weight value;
-  Index light = kNone;
-  Item row{};
-  Item back{};
+  Weight value = -1;
+  Index light = kNone;  // kNone for no swap
+  Index row = kNone;    // number among the rows of the heavy partition
+  Index back = kNone;   // number among the rows of the light partition; kNone for a move
+
+  bool exists() const { return light != kNone; }
 };
 
-// A plan that is changed in place by swaps.
+// A plan that is changed in place by swaps. The rows of a partition are in descending order of weight, ties by number. They
+// are read at the start or, with Rows::kAtFirstUse, when a partition is first used.
+template <typename Rows>
 class WorkingPartition {
  public:
-  WorkingPartition(const Problem& problem, Indices parts, const Cap& cap)
-      : rows_(std::move(parts), problem.first_loads(), cap),
-        items_(problem.num_parts),
-        changed_(problem.num_parts, true),
-        limits_(problem.limits) {
-    const Weights& weights = problem.weights;
-    const Indices counts = count_per_part(rows_.parts, problem.num_parts);
-    for (Index part = 0; part < problem.num_parts; ++part) items_[part].reserve(counts[part] + 1);
-    for (std::size_t row = 0; row < weights.size(); ++row) {
-      items_[rows_.parts[row]].push_back({weights[row], static_cast<Index>(row)});
-      rows_.loads[rows_.parts[row]] += weights[row];
+  using Row = typename Rows::Row;
+
+  // Rows that are read at their first use list their numbers in `rows.order`; others are numbered in the order of weight.
+  WorkingPartition(const Rows& rows, const Problem& problem, Indices parts, const Cap& cap)
+      : source_(rows),
+        limits_(problem.limits),
+        cap_(cap),
+        parts_(std::move(parts)),
+        loads_(sum_by_rank(parts_, rows.weights, problem.num_parts, problem.base)),
+        next_(Rows::kAtFirstUse ? parts_.size() : 0),
+        unread_(Rows::kAtFirstUse ? problem.num_parts : 0),
+        rows_(problem.num_parts),
+        changed_(problem.num_parts, true) {
+    if (cap.exists()) held_ = sum_by_rank(parts_, cap.weights, problem.num_parts, cap.base);
+    if constexpr (Rows::kAtFirstUse) {
+      for (auto row = rows.order.rbegin(); row != rows.order.rend(); ++row) {
+        Unread& unread = unread_[parts_[*row]];
+        next_[*row] = std::exchange(unread.first, *row);
+        ++unread.count;
+      }
+    } else {
+      const Indices counts = count_per_part(parts_, problem.num_parts);
+      for (Index part = 0; part < problem.num_parts; ++part) rows_[part].reserve(counts[part] + 1);
+      for (std::size_t row = 0; row < parts_.size(); ++row) {
+        rows_[parts_[row]].push_back(rows.read(static_cast<Index>(row)));
+      }
     }
   }
 
-  const Weights& loads() const { return rows_.loads; }
-  const std::vector<Item>& items(Index part) const { return items_[part]; }
-  Indices release() { return std::move(rows_.parts); }
+  const Indices& parts() const { return parts_; }
+  const Weights& loads() const { return loads_; }
+  const std::vector<Row>& rows(Index part) {
+    std::vector<Row>& rows = rows_[part];
+    if (rows.capacity() == 0) read(unread_[part], rows);
+    return rows;
+  }
+  Indices release() { return std::move(parts_); }
 
   // Sorts partitions by load, heaviest first. Partitions whose loads have not changed since the last call must be in
   // order, so only the others are sorted and merged.
   void rank(Indices& parts) {
     const auto first = std::stable_partition(parts.begin(), parts.end(), [&](Index part) { return !changed_[part]; });
-    std::sort(first, parts.end(), ByLoad{loads()});
+    std::sort(first, parts.end(), ByLoad{loads_});
     for (auto part = first; part != parts.end(); ++part) changed_[*part] = false;
-    std::inplace_merge(parts.begin(), first, parts.end(), ByLoad{loads()});
+    std::inplace_merge(parts.begin(), first, parts.end(), ByLoad{loads_});
   }
   // Call it before rank() with other partitions than in the last call.
   void forget_order() { changed_.assign(changed_.size(), true); }
 
-  // Whether the limits of sizes allow a move.
+  // Whether the limits of sizes allow a move; the rows of both partitions have been read.
   bool may_move(Index heavy, Index light) const {
-    return static_cast<Weight>(items_[heavy].size()) > limits_.min_count &&
-           static_cast<Weight>(items_[light].size()) < limits_.max_count;
+    return static_cast<Weight>(rows_[heavy].size()) > limits_.min_count &&
+           static_cast<Weight>(rows_[light].size()) < limits_.max_count;
   }
 
-  bool keeps_cap(Index heavy, Index light, const Item& row, const Item& back) const {
-    return rows_.keeps_cap(heavy, light, row.row, back.row);
+  // Whether the cap allows a swap of `heavy`.
+  bool keeps_cap(Index heavy, const Swap& swap) const {
+    if (held_.empty()) return true;
+    const auto weight = [&](Index part, Index number) { return cap_.weights[rows_[part][number].row]; };
+    const Weight taken = weight(heavy, swap.row) - (swap.back == kNone ? 0 : weight(swap.light, swap.back));
+    return held_[heavy] - taken <= cap_.limit && held_[swap.light] + taken <= cap_.limit;
   }
 
   // Carries out a swap of `heavy`, if it is one; returns whether it is.
   bool apply(Index heavy, const Swap& swap) {
-    if (swap.light == kNone) return false;
-    give(heavy, swap.light, swap.row);
-    if (swap.back.row != kNone) give(swap.light, heavy, swap.back);
+    if (!swap.exists()) return false;
+    std::vector<Row>& source = rows_[heavy];
+    std::vector<Row>& target = rows_[swap.light];
+    give(heavy, swap.light, source[swap.row]);
+    if (swap.back == kNone) {
+      target.push_back(source[swap.row]);
+      sink(target, target.size() - 1);
+      source.erase(source.begin() + swap.row);
+    } else {
+      give(swap.light, heavy, target[swap.back]);
+      std::swap(source[swap.row], target[swap.back]);
+      sink(source, swap.row);
+      sink(target, swap.back);
+    }
     return true;
   }
 
  private:
-  void give(Index from, Index to, const Item& item) {
-    const auto by_row = [](const Item& a, const Item& b) { return a.row < b.row; };
-    auto& source = items_[from];
-    auto& target = items_[to];
-    source.erase(std::lower_bound(source.begin(), source.end(), item, by_row));
-    target.insert(std::lower_bound(target.begin(), target.end(), item, by_row), item);
-    changed_[from] = changed_[to] = true;
-    rows_.give(from, to, item.row, item.weight);
+  struct Unread {
+    Index first = kNone;
+    Index count = 0;
+  };
+  void read(const Unread& unread, std::vector<Row>& rows) const {
+    rows.reserve(unread.count + 1);
+    for (Index row = unread.first; row != kNone; row = next_[row]) rows.push_back(source_.read(row));
   }
 
-  HeldRows rows_;
-  std::vector<std::vector<Item>> items_;  // rows per partition, heaviest first
-  std::vector<char> changed_;             // whether the load has changed since rank()
+  void give(Index from, Index to, const Row& row) {
+    parts_[row.row] = to;
+    loads_[from] -= row.weight;
+    loads_[to] += row.weight;
+    changed_[from] = changed_[to] = true;
+    if (held_.empty()) return;
+    held_[from] -= cap_.weights[row.row];
+    held_[to] += cap_.weights[row.row];
+  }
+
+  // Moves row number `at` to its position; the other rows are in order.
+  static void sink(std::vector<Row>& rows, std::size_t at) {
+    const Row row = rows[at];
+    const auto begin = rows.begin(), place = begin + at;
+    const auto before = [](const Row& one, const Row& other) {
+      return one.weight != other.weight ? one.weight > other.weight : one.row < other.row;
+    };
+    if (at > 0 && before(row, rows[at - 1])) {
+      const auto first = std::upper_bound(begin, place, row, before);
+      std::move_backward(first, place, place + 1);
+      *first = row;
+    } else {
+      const auto last = std::lower_bound(place + 1, rows.end(), row, before);
+      std::move(place + 1, last, place);
+      *(last - 1) = row;
+    }
+  }
+
+  const Rows source_;
   Limits limits_;
+  const Cap& cap_;
+  Indices parts_;  // of each row
+  Weights loads_;
+  Weights held_;                // the second weight per partition; empty without a cap
+  Indices next_;                // the next lighter row of the same partition
+  std::vector<Unread> unread_;  // the rows of each partition at the start
+  std::vector<std::vector<Row>> rows_;  // without capacity before they are read
+  std::vector<char> changed_;  // whether the load has changed since rank()
 };
+
+inline WorkingPartition<RowsByWeight> working_partition(const Problem& problem, Indices parts, const Cap& cap) {
+  return {RowsByWeight{problem.weights}, problem, std::move(parts), cap};
+}
 
 // The partitions with which one of the heavy partitions may swap. All but the `num_heavy` heaviest of `ranked` are dealt
 // to these in turn, lightest first; a remainder is left out.
