@@ -211,9 +211,6 @@ class HeaviestLowered {
     const bool may_move = plan_.may_move(heavy, light);
     const Weight most_moved = may_move ? room : 0;
     const Weight too_light = may_move ? -1 : others.empty() ? kMax : others.back().weight;  // rows up to it cannot swap
-    const auto take_if_kept = [&](Weight value, Index row, Index back) {
-      if (value >= 0 && plan_.keeps_cap(heavy, {value, light, row, back})) best = {value, light, row, back};
-    };
     Index enough = 0;  // number of the other rows that are heavy enough to come back
     for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
       const RowsBySample::Row& row = rows[at];
@@ -223,11 +220,15 @@ class HeaviestLowered {
         const RowsBySample::Row& back = others[enough - 1];
         const Weight taken = std::min(row.weight - back.weight, excess);
         const Weight cost = row.cost_of_move(at_heavy, at_light) + back.cost_of_move(at_light, at_heavy);
-        take_if_kept(efficiency_.above(best.value, taken, cost), at, enough - 1);
+        const Weight value = efficiency_.above(best.value, taken, cost);
+        if (value >= 0 && plan_.keeps_cap(heavy, {value, light, at, enough - 1})) {
+          best = {value, light, at, enough - 1};
+        }
       }
       if (row.weight <= most_moved && row.weight > 0) {
         const Weight taken = std::min(row.weight, excess);
-        take_if_kept(efficiency_.above(best.value, taken, row.cost_of_move(at_heavy, at_light)), at, kNone);
+        const Weight value = efficiency_.above(best.value, taken, row.cost_of_move(at_heavy, at_light));
+        if (value >= 0 && plan_.keeps_cap(heavy, {value, light, at, kNone})) best = {value, light, at, kNone};
       }
     }
     return best;

@@ -49,12 +49,12 @@ struct RowsBySample {
     // The additional cost of the row at place `to`, when it is at place `from`.
     Weight cost_of_move(const Place& from, const Place& to) const { return size * (to.cost(home) - from.cost(home)); }
   };
-  static constexpr bool kAtFirstUse = true;  // most partitions are never used
   const Weights& weights;
   const Weights& sizes;
   const Indices& home;
   const Indices& order;  // the samples, heaviest first
 
+  Index heaviest(Index place) const { return order[place]; }
   Row read(Index sample) const { return {weights[sample], sizes[sample], sample, home[sample]}; }
 };
 

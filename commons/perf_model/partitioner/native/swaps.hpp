@@ -17,9 +17,9 @@ struct Item {
 // The rows of a problem, numbered by weight.
 struct RowsByWeight {
   using Row = Item;
-  static constexpr bool kAtFirstUse = false;
   const Weights& weights;
 
+  Index heaviest(Index place) const { return place; }
   Item read(Index row) const { return {weights[row], row}; }
 };
 
@@ -42,45 +42,38 @@ struct Swap {
 };
 
 // A plan that is changed in place by swaps. The rows of a partition are in descending order of weight, ties by number. They
-// are read at the start or, with Rows::kAtFirstUse, when a partition is first used.
+// are read at their first use, because many partitions are never used.
 template <typename Rows>
 class WorkingPartition {
  public:
   using Row = typename Rows::Row;
 
-  // Rows that are read at their first use list their numbers in `rows.order`; others are numbered in the order of weight.
+  // `rows.heaviest(n)` is row number n in this order.
   WorkingPartition(const Rows& rows, const Problem& problem, Indices parts, const Cap& cap)
       : source_(rows),
         limits_(problem.limits),
         cap_(cap),
         parts_(std::move(parts)),
         loads_(sum_by_rank(parts_, rows.weights, problem.num_parts, problem.base)),
-        next_(Rows::kAtFirstUse ? parts_.size() : 0),
-        unread_(Rows::kAtFirstUse ? problem.num_parts : 0),
+        ordered_(parts_.size()),
+        ends_(count_per_part(parts_, problem.num_parts)),
         rows_(problem.num_parts),
         changed_(problem.num_parts, true) {
     if (cap.exists()) held_ = sum_by_rank(parts_, cap.weights, problem.num_parts, cap.base);
-    if constexpr (Rows::kAtFirstUse) {
-      for (auto row = rows.order.rbegin(); row != rows.order.rend(); ++row) {
-        Unread& unread = unread_[parts_[*row]];
-        next_[*row] = std::exchange(unread.first, *row);
-        ++unread.count;
-      }
-    } else {
-      const Indices counts = count_per_part(parts_, problem.num_parts);
-      for (Index part = 0; part < problem.num_parts; ++part) rows_[part].reserve(counts[part] + 1);
-      for (std::size_t row = 0; row < parts_.size(); ++row) {
-        rows_[parts_[row]].push_back(rows.read(static_cast<Index>(row)));
-      }
+    Index before = 0;
+    for (Index& end : ends_) before += std::exchange(end, before);
+    const Index num_rows = static_cast<Index>(parts_.size());
+    for (Index place = 0; place < num_rows; ++place) {
+      const Index row = rows.heaviest(place);
+      ordered_[ends_[parts_[row]]++] = row;
     }
   }
 
   const Indices& parts() const { return parts_; }
   const Weights& loads() const { return loads_; }
   const std::vector<Row>& rows(Index part) {
-    std::vector<Row>& rows = rows_[part];
-    if (rows.capacity() == 0) read(unread_[part], rows);
-    return rows;
+    if (rows_[part].capacity() == 0) read(part);
+    return rows_[part];
   }
   Indices release() { return std::move(parts_); }
 
@@ -129,13 +122,10 @@ class WorkingPartition {
   }
 
  private:
-  struct Unread {
-    Index first = kNone;
-    Index count = 0;
-  };
-  void read(const Unread& unread, std::vector<Row>& rows) const {
-    rows.reserve(unread.count + 1);
-    for (Index row = unread.first; row != kNone; row = next_[row]) rows.push_back(source_.read(row));
+  void read(Index part) {
+    const Index first = part == 0 ? 0 : ends_[part - 1];
+    rows_[part].reserve(ends_[part] - first + 1);
+    for (Index at = first; at < ends_[part]; ++at) rows_[part].push_back(source_.read(ordered_[at]));
   }
 
   void give(Index from, Index to, const Row& row) {
@@ -172,8 +162,8 @@ class WorkingPartition {
   Indices parts_;  // of each row
   Weights loads_;
   Weights held_;                // the second weight per partition; empty without a cap
-  Indices next_;                // the next lighter row of the same partition
-  std::vector<Unread> unread_;  // the rows of each partition at the start
+  Indices ordered_;  // the rows at the start, partition by partition
+  Indices ends_;     // where each partition ends in ordered_
   std::vector<std::vector<Row>> rows_;  // without capacity before they are read
   std::vector<char> changed_;  // whether the load has changed since rank()
 };
