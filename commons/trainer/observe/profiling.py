@@ -39,7 +39,8 @@ class StepProfiler:
         self._window = (args.profile_step_start, args.profile_step_end)
         self._path = Path(args.run_dir) / f"trace-rank{dist.get_rank()}.json"
         self._profile: torch.profiler.profile | None = None
-        self._is_written = not args.profile
+        # A run resumed after these steps may have their trace from before.
+        self._is_written = not args.profile or (first_step >= args.profile_step_end and self._path.is_file())
         self._counters: list[_Counters] = []
         self._recorder = SpanRecorder()
         self._step_began = time.time_ns()

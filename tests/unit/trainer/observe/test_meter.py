@@ -9,8 +9,9 @@ import torch
 from commons.distributed.stats import ShuffleStats
 from commons.trainer import TrainerArgs
 from commons.trainer.observe import meter as meters
-from commons.trainer.observe import times
+from commons.trainer.observe import profiling, times
 from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepSums
+from commons.trainer.observe.profiling import StepProfiler
 from commons.trainer.observe.times import StepClock
 from commons.trainer.ranks import errors
 from commons.trainer.ranks.launch import initialize_ranks
@@ -139,3 +140,14 @@ def test_a_run_dir_that_cannot_be_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"run_dir is '.*/file/run', which cannot be written \(Not a directory\)"):
         errors.log_to_file(tmp_path / "file" / "run")
+
+
+def test_a_run_resumed_after_its_trace_does_not_miss_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(profiling.dist, "get_rank", lambda: 0)
+    args = TrainerArgs(1, 1, run_dir=str(tmp_path), profile=True, profile_step_start=4, profile_step_end=8)
+    for has_trace in (False, True):
+        if has_trace:
+            (tmp_path / "trace-rank0.json").touch()
+        caplog.clear()
+        StepProfiler(args, torch.device("cpu"), first_step=8).close()
+        assert ("no trace was recorded" in caplog.text) is not has_trace
