@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from itertools import chain
 from unittest import mock
 
 import numpy as np
@@ -48,7 +49,8 @@ BUDGET = {
     **{"balance_sampler": True, "budget_per_rank": 5.0, "batch_size": 12},
     "shuffler": ShufflerOptions(equal_size=False),
 }
-RESUMED = [STAGE, SAMPLER, BUDGET, {"single_rank_load": True, "balance_batch": True}]  # the last are dealt out
+DEALT = {"single_rank_load": True, "balance_batch": True}
+RESUMED = [STAGE, SAMPLER, BUDGET, DEALT]
 _STAGE_BEFORE_A_COMMIT = [
     pytest.param(STAGE, id="stage"),
     pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
@@ -85,6 +87,23 @@ def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     if way is not STAGE:
         assert not any(line["moved"] or line["bytes_sent"] for line in trained)  # observed, and nothing to move
     assert next(line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line) == 4
+
+
+def test_rows_that_one_rank_loads_are_those_that_each_rank_loads_by_itself(ranks, data, tmp_path):
+    """In turn the very same batches; balanced the same rows in every step, also in the last, with few rows."""
+    ways, users = {"own": {}, "in turn": {"single_rank_load": True}, "balanced": DEALT}, {}
+    sizes = {"batch_size": 8 // ranks.world_size, "dataset": {"max_history_seqlen": 200}}
+    for name, way in ways.items():
+        result = ranks.run(train, data, str(tmp_path / name), **sizes, **way)
+        users[name] = [batches for _, batches, *_ in result]
+
+    def of_steps(name):
+        return [sorted(chain.from_iterable(step)) for step in zip(*users[name], strict=True)]
+
+    own, in_turn = ([list(filter(None, batches)) for batches in users[name]] for name in ("own", "in turn"))
+    assert own == in_turn and of_steps("balanced") == of_steps("in turn")
+    imbalance = {name: [line["imbalance_before"] for line in lines(tmp_path / name) if "loss" in line] for name in ways}
+    assert len(imbalance["balanced"]) == 8 and sum(imbalance["balanced"]) < 0.5 * sum(imbalance["in turn"])
 
 
 @pytest.mark.parametrize(("way", "stops"), before_a_commit([(STAGE, (4,))], [(way, (4, 8)) for way in RESUMED]))
