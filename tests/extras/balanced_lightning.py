@@ -5,9 +5,11 @@ Started by torchrun: `python -m torch.distributed.run … -m tests.extras.balanc
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,15 @@ from evenrank.integrations.lightning import BalancedBatches
 
 NUM_ROWS, EPOCHS, BATCH = 40, 3, 4
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, NUM_ROWS).astype(np.int64) + 1
+SAMPLERS = {
+    "balanced": functools.partial(BalancedBatchSampler, LENGTHS, BATCH, window=2),
+    "budget": functools.partial(BudgetBatchSampler, LENGTHS, budget_per_rank=int(LENGTHS.sum()) // 8),
+}
+
+
+def make_sampler(kind: str, **options: Any) -> Any:
+    """A sampler of one rank of one, unless the options say otherwise."""
+    return SAMPLERS[kind](**{"num_ranks": 1, "rank": 0} | options)
 
 
 class Rows(LightningModule):
@@ -29,37 +40,58 @@ class Rows(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.seen: list[list[int]] = []
+        self.seen: list[Any] = []
 
     def training_step(self, rows, index):
         """The loss of some rows."""
         self.seen.append(rows.tolist())
         return (self.weight * rows.double() / NUM_ROWS - 0.5).square().mean()
 
+    def validation_step(self, rows, index):
+        """Notes that there was one."""
+        self.seen.append("validated")
+
     def configure_optimizers(self):
         """Plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(folder: Path, ranks: RankInfo, kind: str, resume: str | None = None, **changes) -> dict:
-    """Train, and say what was trained."""
-    options = {"num_ranks": ranks.world_size, "rank": ranks.rank, "seed": 5, **changes}
-    if kind == "budget":
-        sampler = BudgetBatchSampler(LENGTHS, budget_per_rank=int(LENGTHS.sum()) // 8, **options)
-    else:
-        sampler = BalancedBatchSampler(LENGTHS, BATCH, window=2, **options)
-    module = Rows()
-    rows, checkpoint = torch.arange(NUM_ROWS), None if resume is None else folder / kind / resume
-    saved = ModelCheckpoint(folder / kind, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    options = {
-        "accelerator": "cpu",
-        "devices": ranks.world_size,
-        "strategy": "ddp",
-        "max_epochs": EPOCHS,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-    }
+OPTIONS = {"accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "num_sanity_val_steps": 0}
+OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
+
+
+def saving(folder: Path, every_n_epochs: int | None = None) -> ModelCheckpoint:
+    """A checkpoint after every step or epoch."""
+    every = {"every_n_train_steps": None if every_n_epochs else 1, "every_n_epochs": every_n_epochs}
+    return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **every)
+
+
+def fit(
+    folder: Path,
+    sampler: Any,
+    resume: str | Path | None = None,
+    *,
+    callback: BalancedBatches | None = None,
+    workers: int = 0,
+    validates: bool = False,
+    every_n_epochs: int | None = None,
+    **changes: Any,
+) -> list[Any]:
+    """What one process trains."""
+    callbacks = [callback or BalancedBatches(sampler), saving(folder, every_n_epochs)]
+    trainer = Trainer(callbacks=callbacks, use_distributed_sampler=False, **OPTIONS | changes)
+    module, validation = Rows(), DataLoader([0]) if validates else None
+    loader = DataLoader(range(NUM_ROWS), batch_sampler=sampler, num_workers=workers)
+    trainer.fit(module, loader, validation, ckpt_path=None if resume is None else folder / resume)
+    return module.seen
+
+
+def train(folder: Path, kind: str, resume: str | None = None, rank: int | None = None) -> dict[str, Any]:
+    """What this rank trains, as the documentation shows."""
+    ranks = RankInfo.of_torchrun()
+    sampler = make_sampler(kind, num_ranks=ranks.world_size, rank=ranks.rank if rank is None else rank, seed=5)
+    module, rows, saved = Rows(), torch.arange(NUM_ROWS), saving(folder / kind)
+    checkpoint, options = resume and folder / kind / resume, OPTIONS | {"devices": ranks.world_size, "strategy": "ddp"}
     trainer = Trainer(callbacks=[BalancedBatches(sampler), saved], use_distributed_sampler=False, **options)
     trainer.fit(module, DataLoader(rows, batch_sampler=sampler), ckpt_path=checkpoint)
     return {"seen": module.seen, "weight": float(module.weight)}
@@ -67,17 +99,17 @@ def train(folder: Path, ranks: RankInfo, kind: str, resume: str | None = None, *
 
 def main(folder: Path) -> None:
     """Train in every way, and write what this rank saw."""
-    ranks = RankInfo.of_torchrun()
-    found = {kind: train(folder, ranks, kind) for kind in ("balanced", "budget")}
+    found: dict[str, Any] = {kind: train(folder, kind) for kind in SAMPLERS}
     steps = len(found["balanced"]["seen"])
     for step in (3, steps // EPOCHS, steps // EPOCHS + 1):  # within a window, at the end of an epoch, behind it
-        found[f"balanced from {step}"] = train(folder, ranks, "balanced", f"step={step}.ckpt")
-    found["budget from 2"] = train(folder, ranks, "budget", "step=2.ckpt")
+        found[f"balanced from {step}"] = train(folder, "balanced", f"step={step}.ckpt")
+    found["budget from 2"] = train(folder, "budget", "step=2.ckpt")
+    rank = torch.distributed.get_rank()
     try:
-        train(folder, ranks, "refused", rank=1 - ranks.rank)
+        train(folder, "balanced", rank=1 - rank)
     except ValueError as error:
         found["refused"] = str(error)
-    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(found))
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

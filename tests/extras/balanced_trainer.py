@@ -75,6 +75,14 @@ def recording(trainer: type[Trainer]) -> type[Trainer]:
 Recorder = recording(Trainer)
 
 
+def make_trainer(
+    folder: Path, kind: type[Trainer] = Trainer, model: torch.nn.Module | None = None, **arguments
+) -> Trainer:
+    """A trainer of one process, with these arguments of its settings."""
+    settings = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **arguments)
+    return kind(model=model or make_model(), args=settings, train_dataset=make_rows(), data_collator=pad)
+
+
 def train(folder: Path, name: str, **changes) -> dict:
     """Train, and say what was trained."""
     options = {

@@ -8,11 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils import data
 
 from tests.extras.conftest import answers_of_ranks
 
 pytestmark = [pytest.mark.extra("transformers"), pytest.mark.timeout(400)]
-RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    """What the program of the ranks has, in this process."""
+    from tests.extras import balanced_trainer
+
+    return balanced_trainer
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +29,16 @@ def of_ranks(tmp_path_factory):
 
 
 def steps_of(of_ranks, name):
-    """The micro-batches of every optimizer step, of all ranks."""
-    from tests.extras.balanced_trainer import ACCUMULATED, BATCH, NUM_ROWS
-
+    """The micro-batches of every optimizer step, of all ranks: two steps of accumulation, or the last of an epoch."""
     micro_batches = list(zip(*(rank[name]["seen"] for rank in of_ranks), strict=True))
-    per_epoch = -(-NUM_ROWS // (RANKS * BATCH))
-    steps, begin = [], 0
-    while begin < len(micro_batches):
-        size = min(ACCUMULATED, per_epoch - begin % per_epoch)
-        steps.append([batch for at in micro_batches[begin : begin + size] for batch in at])
-        begin += size
-    return steps
+    begins = [begin for epoch in range(0, len(micro_batches), 15) for begin in range(epoch, epoch + 15, 2)]
+    ends = [min(begin + 2, begin - begin % 15 + 15) for begin in begins]
+    return [[batch for at in micro_batches[begin:end] for batch in at] for begin, end in zip(begins, ends)]
 
 
-def losses_of_one_process(steps):
+def losses_of_one_process(steps, trainers):
     """The mean loss over all tokens of each step, and SGD by its gradient, row by row without padding."""
-    from tests.extras.balanced_trainer import RATE, make_model, make_rows
-
-    model, rows, losses = make_model(), make_rows(), []
+    model, rows, losses = trainers.make_model(), trainers.make_rows(), []
     for step in steps:
         total, terms = torch.zeros(()), 0
         for row in (row for batch in step for row in batch):
@@ -51,18 +51,18 @@ def losses_of_one_process(steps):
         loss.backward()
         with torch.no_grad():
             for weight in model.parameters():
-                weight -= RATE * weight.grad
+                weight -= trainers.RATE * weight.grad
         losses.append(loss.item())
     return losses
 
 
 @pytest.mark.parametrize("name", ["padded", "free", "window"])
-def test_every_row_once_per_epoch_and_the_losses_of_one_process(of_ranks, name):
+def test_every_row_once_per_epoch_and_the_losses_of_one_process(of_ranks, trainers, name):
     steps = steps_of(of_ranks, name)
     rows = [row for step in steps for batch in step for row in batch]
     assert len(rows) == 180 and all(Counter(rows[begin : begin + 90]) == Counter(range(90)) for begin in (0, 90))
     assert rows[:90] != rows[90:]
-    expected = losses_of_one_process(steps)
+    expected = losses_of_one_process(steps, trainers)
     for rank in of_ranks:
         assert rank[name]["losses"] == pytest.approx(expected, abs=2e-5)
     assert of_ranks[0][name]["weight"] == pytest.approx(of_ranks[1][name]["weight"], rel=1e-9)
@@ -89,23 +89,15 @@ def test_a_step_keeps_its_rows_unless_a_window_shares_them(of_ranks):
     assert of_window == of_steps
 
 
-def test_padded_micro_batches_are_even_by_rows_times_longest(of_ranks):
-    from tests.extras.balanced_trainer import make_rows
-
-    lengths = [len(row["input_ids"]) for row in make_rows()]
-
-    def work(batch):
-        return len(batch) * max(lengths[row] for row in batch)
+def test_padded_micro_batches_are_even_by_rows_times_longest(of_ranks, trainers):
+    lengths = [len(row["input_ids"]) for row in trainers.make_rows()]
 
     def slowest(steps):
-        return sum(max(work(batch) for batch in step) for step in steps)
+        return sum(max(len(rows) * max(lengths[row] for row in rows) for rows in step) for step in steps)
 
-    in_turn = [
-        [rows[begin::4] for begin in range(4)]
-        for step in steps_of(of_ranks, "padded")
-        for rows in [sorted(row for batch in step for row in batch)]
-    ]
-    assert slowest(steps_of(of_ranks, "padded")) < 0.75 * slowest(in_turn)
+    steps = steps_of(of_ranks, "padded")
+    in_order = [sorted(row for batch in step for row in batch) for step in steps]
+    assert slowest(steps) < 0.75 * slowest([[rows[begin::4] for begin in range(4)] for rows in in_order])
 
 
 @pytest.mark.parametrize(("name", "batches_before"), [("resumed", 15 + 8), ("second epoch", 15)])
@@ -117,99 +109,61 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, name, batches_before):
         assert rank[name]["weight"] == pytest.approx(rank["padded"]["weight"], rel=1e-6)
 
 
-def test_a_batch_size_that_does_not_fit_is_halved(tmp_path):
-    from transformers import TrainingArguments
-
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import BATCH, Recorder, make_model, make_rows, pad
-
-    class Full(Recorder):
+def test_a_batch_size_that_does_not_fit_is_halved(trainers, tmp_path):
+    class Full(trainers.Recorder):
         def training_step(self, model, inputs, *args, **kwargs):
-            if self._train_batch_size > BATCH:
+            if self._train_batch_size > trainers.BATCH:
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(model, inputs, *args, **kwargs)
 
     options = {"per_device_train_batch_size": 8, "num_train_epochs": 1, "auto_find_batch_size": True}
-    switches = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(output_dir=str(tmp_path), **options, **switches)
-    trainer = balanced(Full(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad))
+    trainer = trainers.balanced(trainers.make_trainer(tmp_path, Full, save_strategy="no", **options))
     trainer.seen = []
     trainer.train()
     assert sorted(row for batch in trainer.seen for row in batch) == list(range(90))
     assert len(trainer.seen) == trainer.state.max_steps == -(-90 // trainer._train_batch_size)
 
 
-def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, pad
-
-    class MeanTrainer(Trainer):
+def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(trainers, tmp_path):
+    class MeanTrainer(trainers.Trainer):
         loss_is_scaled_for_ga = False
 
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    options = {"model": make_model(), "args": arguments, "train_dataset": make_rows(), "data_collator": pad}
+    trainer = trainers.make_trainer(tmp_path, MeanTrainer)
     with pytest.raises(ValueError, match="its loss is a mean over a micro-batch .*; micro-batches of MeanTrainer have"):
-        balanced(MeanTrainer(**options)).get_train_dataloader()
-    balanced(MeanTrainer(**options), padded=False).get_train_dataloader()
+        trainers.balanced(trainer).get_train_dataloader()
+    trainers.balanced(trainers.make_trainer(tmp_path, MeanTrainer), padded=False).get_train_dataloader()
 
 
-def test_processes_that_share_a_sample_are_refused(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, pad
-
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    trainer = Trainer(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad)
+def test_processes_that_share_a_sample_are_refused(trainers, tmp_path):
+    trainer = trainers.make_trainer(tmp_path)
     trainer.get_tp_size = lambda: 2
     config = SimpleNamespace(cp_size=4, sp_size=1)
     with (
         mock.patch.object(type(trainer.accelerator), "parallelism_config", config),
         pytest.raises(ValueError, match=r"tensor, context and sequence parallel sizes are \[2, 4, 1\]; balanced"),
     ):
-        balanced(trainer).get_train_dataloader()
+        trainers.balanced(trainer).get_train_dataloader()
 
 
-def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(tmp_path):
-    from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
-    from transformers import Trainer, TrainingArguments
+def test_a_trainer_keeps_the_order_of_rows_that_it_chooses(trainers, tmp_path):
+    def choosing(make_sampler):
+        chooses = {"_get_train_sampler": lambda trainer, *args: make_sampler(trainer.train_dataset)}
+        kind = type("Choosing", (trainers.Trainer,), chooses)
+        trainer = trainers.make_trainer(tmp_path, kind, gradient_accumulation_steps=2, per_device_train_batch_size=3)
+        return trainers.balanced(trainer).get_train_dataloader().batch_sampler
 
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, pad
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args):
-            return SequentialSampler(self.train_dataset)
-
-    class Weighted(Trainer):
-        def _get_train_sampler(self, *args):
-            return WeightedRandomSampler([1.0] * 90, 90)
-
-    class Repeating(Trainer):
-        def _get_train_sampler(self, *args):
-            return RandomSampler(self.train_dataset, replacement=True, num_samples=90)
-
-    switches = {"use_cpu": True, "report_to": [], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}
-    arguments = TrainingArguments(output_dir=str(tmp_path), **switches)
-    options = {"model": make_model(), "args": arguments, "train_dataset": make_rows(), "data_collator": pad}
-    batches = list(balanced(InOrder(**options)).get_train_dataloader().batch_sampler)
+    batches = list(choosing(data.SequentialSampler))
     assert [sorted(batches[at] + batches[at + 1]) for at in range(0, 30, 2)] == [
         list(range(begin, begin + 6)) for begin in range(0, 90, 6)
     ]
-    with pytest.raises(ValueError, match="Weighted chooses its rows by a WeightedRandomSampler, which balancing would"):
-        balanced(Weighted(**options)).get_train_dataloader()
-    with pytest.raises(ValueError, match="Repeating chooses its rows by a"):
-        balanced(Repeating(**options)).get_train_dataloader()
+    with pytest.raises(ValueError, match="Choosing chooses its rows by a WeightedRandomSampler, which balancing would"):
+        choosing(lambda rows: data.WeightedRandomSampler([1.0] * 90, 90))
+    with pytest.raises(ValueError, match="Choosing chooses its rows by a"):
+        choosing(lambda rows: data.RandomSampler(rows, replacement=True, num_samples=90))
 
 
-def test_what_computes_the_loss_decides_whether_rows_are_counted(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
+def test_what_computes_the_loss_decides_whether_rows_are_counted(trainers, tmp_path):
     from commons.integrations.transformers import _has_mean_loss
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, pad
 
     def passes_on(self, logits, labels, **kwargs):
         return self.helper_loss(logits, labels, kwargs)
@@ -218,11 +172,10 @@ def test_what_computes_the_loss_decides_whether_rows_are_counted(tmp_path):
         return self.helper_loss(logits, labels)
 
     assert not _has_mean_loss(passes_on) and _has_mean_loss(ignores)
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1)
-    trainer = Trainer(model=make_model(), args=arguments, train_dataset=make_rows(), data_collator=pad)
+    trainer = trainers.make_trainer(tmp_path, label_smoothing_factor=0.1)
     trainer.label_smoother = lambda outputs, labels, shift_labels=False: outputs.loss  # as in older releases
     with pytest.raises(ValueError, match="the loss of label_smoothing_factor is a mean over a micro-batch"):
-        balanced(trainer).get_train_dataloader()
+        trainers.balanced(trainer).get_train_dataloader()
 
 
 @pytest.mark.parametrize(
@@ -230,24 +183,18 @@ def test_what_computes_the_loss_decides_whether_rows_are_counted(tmp_path):
     [
         ("BertForSequenceClassification", "the loss of BertForSequenceClassification is a mean over a micro-batch"),
         ("BertForMaskedLM", "the loss of BertForMaskedLM is a mean"),
-        (
-            "BertForQuestionAnswering",
-            "the labels are start_positions, end_positions, and the",
-        ),
+        ("BertForQuestionAnswering", "the labels are start_positions, end_positions, and the"),
         ("LlamaForSequenceClassification", "the loss of LlamaForSequenceClassification is a mean"),
     ],
 )
-def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(tmp_path, head, why):
+def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(trainers, tmp_path, head, why):
     import transformers
 
     from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_rows, pad
 
     model = getattr(transformers, head)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    options = {"args": arguments, "train_dataset": make_rows(), "data_collator": pad}
-    trainer = transformers.Trainer(model=model(model.config_class(vocab_size=256, **sizes)), **options)
+    trainer = trainers.make_trainer(tmp_path, model=model(model.config_class(vocab_size=256, **sizes)))
     if not trainer.model_accepts_loss_kwargs:  # as in older releases
         why = "the model takes no num_items_in_batch"
     with pytest.raises(ValueError, match=why):
