@@ -92,9 +92,22 @@ def own_ranks(world_size: int) -> Iterator[RankPool]:
 
 
 @pytest.fixture
+def own_two_ranks() -> Iterator[RankPool]:
+    """Two ranks of the test's own."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture
 def two_ranks(rank_pools: dict[int, RankPool]) -> RankPool:
     """A pool of two ranks."""
     return rank_pools[2]
+
+
+@pytest.fixture
+def four_ranks(rank_pools: dict[int, RankPool]) -> RankPool:
+    """A pool of four ranks."""
+    return rank_pools[4]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from commons.dispatch import redistribute, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.models.torchrec_model import make_batch
+from tests.helpers.ranks.on_ranks import on_two_ranks
 
 WIDTH = 3
 # By rank; the first has most of the work, another one no row.
@@ -103,34 +104,27 @@ def test_gradients_of_gradients_are_refused(two_ranks):
         assert "once_differentiable" in refused
 
 
-def _dtypes():
-    rank = dist.get_rank()
-    batch = {"x": torch.arange(3.0).add(rank).to(torch.bfloat16).requires_grad_()}
-    moved = redistribute_balanced(batch, [1, 5 + rank, 9])
+@on_two_ranks
+def test_dtypes_are_kept():
+    batch = {"x": torch.arange(3.0).add(dist.get_rank()).to(torch.bfloat16).requires_grad_()}
+    moved = redistribute_balanced(batch, [1, 5 + dist.get_rank(), 9])
     home = moved.send_home(moved.batch["x"] * moved.batch["x"])
     home.sum().backward()
-    return str(batch["x"].grad.dtype), (batch["x"].grad == 2 * batch["x"]).all().item(), str(home.dtype)
+    assert home.dtype == batch["x"].grad.dtype == torch.bfloat16 and torch.equal(batch["x"].grad, 2 * batch["x"])
 
 
-def test_dtypes_are_kept(two_ranks):
-    assert two_ranks.run(_dtypes) == [("torch.bfloat16", True, "torch.bfloat16")] * 2
-
-
-def _padding():
-    """A batch that states padding: its rows get no gradient."""
+@on_two_ranks
+def test_padding_rows_have_a_gradient_of_zero():
     batch = make_batch([1 + dist.get_rank(), 3], 4)
     batch.target = torch.arange(4.0, dtype=torch.float64).requires_grad_()
     moved = redistribute_balanced(batch, [1, 2, 0, 0])
     (moved.batch.target * moved.indices).sum().backward()
-    return batch.target.grad.tolist(), [2 * dist.get_rank(), 2 * dist.get_rank() + 1]
+    assert batch.target.grad.tolist() == [2 * dist.get_rank(), 2 * dist.get_rank() + 1, 0, 0]
 
 
-def test_padding_rows_have_a_gradient_of_zero(two_ranks):
-    for gradient, numbers in two_ranks.run(_padding):
-        assert gradient == [*numbers, 0, 0]
-
-
-def which_require_gradients(moves):
+@pytest.mark.parametrize("moves", [False, True])
+@on_two_ranks
+def test_what_requires_gradients_does_not_depend_on_whether_rows_move(moves):
     rank = dist.get_rank()
     batch = {"x": torch.arange(4.0).requires_grad_() * 2, "leaf": torch.ones(4, requires_grad=True)}
     moved = redistribute_balanced(batch, [1 + (20 * rank if moves else 0)] * 4)
@@ -141,14 +135,10 @@ def which_require_gradients(moves):
     with torch.no_grad():
         unfollowed = redistribute_balanced(batch, [1] * 4)
         unfollowed_home = unfollowed.send_home(unfollowed.batch["x"])
-    held = [*moved.batch.values(), home["score"], results, share.batch["leaf"]]
-    held += [*unfollowed.batch.values(), unfollowed_home, moved.send_home(torch.ones(4))]
-    return moved.num_moved > 0, [each.requires_grad for each in held]
-
-
-@pytest.mark.parametrize("moves", [False, True])
-def test_what_requires_gradients_does_not_depend_on_whether_rows_move(two_ranks, moves):
-    assert two_ranks.run(which_require_gradients, moves) == [(moves, [True] * 3 + [False] * 6)] * 2
+    assert (moved.num_moved > 0) == moves
+    assert all(each.requires_grad for each in (*moved.batch.values(), home["score"]))
+    detached = [results, share.batch["leaf"], *unfollowed.batch.values(), unfollowed_home]
+    assert not any(each.requires_grad for each in (*detached, moved.send_home(torch.ones(4))))
 
 
 def _micro_batches():
@@ -174,13 +164,10 @@ def test_results_of_micro_batches_take_their_gradients_along(ranks):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-10, atol=1e-12)
 
 
-def _the_last_of_many():
+@on_two_ranks
+def test_any_of_many_fields_may_require_gradients():
     batch = {f"x{number:02}": torch.ones(4) for number in range(70)}
-    x = batch["x69"].requires_grad_()
-    moved = redistribute_balanced(batch, [[9, 9, 9, 9], [1, 1, 1, 1]][dist.get_rank()], slack=0.0)
+    x, rank = batch["x69"].requires_grad_(), dist.get_rank()
+    moved = redistribute_balanced(batch, [1 if rank else 9] * 4, slack=0.0)
     (moved.batch["x69"] * moved.indices).sum().backward()
-    return moved.num_moved > 0 and x.grad.tolist() == [4 * dist.get_rank() + row for row in range(4)]
-
-
-def test_any_of_many_fields_may_require_gradients(two_ranks):
-    assert two_ranks.run(_the_last_of_many) == [True, True]
+    assert moved.num_moved > 0 and x.grad.tolist() == [4 * rank + row for row in range(4)]

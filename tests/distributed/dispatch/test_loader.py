@@ -16,6 +16,7 @@ from commons.dispatch import SingleRankLoader
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.any_batches import as_values, length_of, padded_batch
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_two_ranks
 
 
 def dict_batches(sizes):
@@ -58,18 +59,14 @@ def test_every_row_of_every_batch_once(ranks, balanced):
     sizes = [8, 5, 12]
     results = ranks.run(load_dicts, sizes, balanced)
     for step, size in enumerate(sizes):
+        work = [length_of(sum(sizes[:step]) + row) ** 3 + 1 for row in range(size)]
         dealt = [shares[step] for shares, _ in results]
+        in_turn = [list(range(rank, size, ranks.world_size)) for rank in range(ranks.world_size)]
         assert sorted(row for rows in dealt for row in rows) == list(range(size))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-        if not balanced:
-            assert dealt == [list(range(rank, size, ranks.world_size)) for rank in range(ranks.world_size)]
-        else:
-            loads = [sum(length_of(sum(sizes[:step]) + row) ** 3 + 1 for row in rows) for rows in dealt]
-            in_turn = [
-                sum(length_of(sum(sizes[:step]) + row) ** 3 + 1 for row in range(rank, size, ranks.world_size))
-                for rank in range(ranks.world_size)
-            ]
-            assert max(loads) <= max(in_turn)
+        assert balanced or dealt == in_turn
+        largest = [max(sum(work[row] for row in rows) for rows in each) for each in (dealt, in_turn)]
+        assert largest[0] <= largest[1]
 
 
 def load_padded(sizes, rows, balanced):
@@ -95,14 +92,12 @@ def failing():
     raise OSError("disk on fire")
 
 
-def load_until_it_fails():
-    """The number of batches before the error, the error, and what comes next."""
+@on_two_ranks
+def test_an_error_of_the_loader_is_raised_once_after_the_batches_before():
     batches = iter(SingleRankLoader(failing()))
-    return len([next(batches), next(batches)]), error_of(next, batches), next(batches, None)
-
-
-def test_an_error_of_the_loader_is_raised_once_after_the_batches_before(two_ranks):
-    assert two_ranks.run(load_until_it_fails) == [(2, "RuntimeError: rank 0: OSError: disk on fire", None)] * 2
+    assert len([next(batches), next(batches)]) == 2
+    assert error_of(next, batches) == "RuntimeError: rank 0: OSError: disk on fire"
+    assert next(batches, None) is None
 
 
 def plain_loader():
@@ -148,21 +143,16 @@ def test_a_resumed_loader_goes_on_with_the_next_batch(two_ranks, make, everywher
     assert results[0] != results[1]
 
 
-def describe_loader():
+@on_two_ranks
+def test_what_a_loader_tells():
     data = DataLoader(list(dict_batches([4] * 3)), batch_size=None)
     loader = SingleRankLoader(data if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
-        answers = len(loader), loader.dataset is data.dataset, loader.sampler is data.sampler
+        assert len(loader) == 3 and loader.dataset is data.dataset and loader.sampler is data.sampler
     else:
         with pytest.raises(TypeError, match="rank 1 has no loader; .* pass the loader on all ranks"):
             len(loader)
-        answers = None
     loader.close()
-    return answers
-
-
-def test_what_a_loader_tells(two_ranks):
-    assert two_ranks.run(describe_loader) == [(3, True, True), None]
 
 
 def read_when_closed():

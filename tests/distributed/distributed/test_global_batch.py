@@ -26,6 +26,7 @@ from tests.helpers.batches.random_batches import random_batch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import hstu_models
 from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
+from tests.helpers.ranks.on_ranks import of_all, on_ranks
 
 META = torch.device("meta")
 
@@ -67,27 +68,28 @@ def _square_batch(kind: str, seed: int, rows: int, real: int) -> BaseBatch:
     return MaskedBatch(**fields) if kind == "masked" else BaseBatch(**fields)
 
 
-def _terms(kind: str, options: dict[str, Any], sizes: list[tuple[int, int]]) -> tuple[list[int | None], int, bool]:
-    """What the batch says, also after copies; what an all-reduce says; and whether rows have moved."""
+UNEVEN = [(8, 8), (8, 3), (5, 5), (7, 1)]
+
+
+def _require_terms(
+    kind: str, options: dict[str, Any], sizes: list[tuple[int, int]], is_known: bool, moves: bool
+) -> None:
+    """What a shuffled batch says, also after copies, is what an all-reduce says, or nothing."""
     with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
         batch = shuffler.shuffle(_square_batch(kind, 1, *sizes[dist.get_rank()]))
-        moved = bool(shuffler.last_stats and shuffler.last_stats.moved)
+        assert bool(shuffler.last_stats and shuffler.last_stats.moved) == moves
     asked = torch.tensor(batch.num_loss_tokens())
     dist.all_reduce(asked)
     with collectives_counted() as collectives:
         said = [each.global_loss_terms() for each in (batch, batch.to(META), batch.to(META).to(META))]
-    assert not collectives
-    return said, int(asked), moved
-
-
-UNEVEN = [(8, 8), (8, 3), (5, 5), (7, 1)]
+    assert not collectives and said == [int(asked) if is_known else None] * 3
 
 
 @pytest.mark.parametrize("kind", ["jagged", "tensor", "none"])
 @pytest.mark.parametrize("sizes", [UNEVEN, [(8, 8)] * 4, [(8, 8), (1, 0), (8, 8), (1, 0)]], ids=str)
-def test_a_batch_knows_the_loss_terms_of_all_ranks(ranks, kind, sizes):
-    for said, asked, moved in ranks.run(_terms, kind, {}, sizes[: ranks.world_size]):
-        assert said == [asked] * 3 and moved
+@on_ranks
+def test_a_batch_knows_the_loss_terms_of_all_ranks(kind, sizes):
+    _require_terms(kind, {}, sizes, is_known=True, moves=True)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +97,13 @@ def test_a_batch_knows_the_loss_terms_of_all_ranks(ranks, kind, sizes):
     [("jagged", {"mode": "off"}), ("jagged", {"mode": "observe"}), ("jagged", {"min_gain": 0.99}), ("masked", {})],
     ids=str,
 )
-def test_it_knows_nothing_where_nobody_moves_or_a_batch_counts_in_its_own_way(ranks, kind, options):
-    for said, _, moved in ranks.run(_terms, kind, options, UNEVEN[: ranks.world_size]):
-        assert said == [None] * 3 and moved == (kind == "masked")
+@on_ranks
+def test_it_knows_nothing_where_nobody_moves_or_a_batch_counts_in_its_own_way(kind, options):
+    _require_terms(kind, options, UNEVEN, is_known=False, moves=kind == "masked")
 
 
-def _changed() -> dict[str, Any]:
-    """What batches know that were made of a shuffled one, by what was done."""
+@on_ranks
+def test_it_forgets_with_the_labels_or_the_rows():
     pair = dist.new_group([0, 1]), dist.new_group(range(dist.get_world_size())[-2:])
     mine = pair[0] if dist.get_rank() < 2 else pair[1]
     brought = _square_batch("jagged", 1, 8, 8)
@@ -115,6 +117,8 @@ def _changed() -> dict[str, Any]:
     fewer.actual_batch_size -= 1
     resized = batch.to(META)
     resized.batch_size += 1
+    groups = {"world": dist.group.WORLD, "other": mine}
+    lengths = {"other labels": other.to(META), "fewer real rows": fewer, "fewer real rows, copied": fewer.to(META)}
     on = {
         "itself": batch,
         "brought": brought,
@@ -129,81 +133,59 @@ def _changed() -> dict[str, Any]:
         "deep copy": copy.deepcopy(batch),
         "pickle": pickle.loads(pickle.dumps(batch)),
     }
-    said = {name: each.global_loss_terms() is not None for name, each in on.items()}
-    said["world group"] = batch.global_loss_terms(dist.group.WORLD) is not None
-    said["other group"] = batch.global_loss_terms(mine) is not None
-    said["lengths of other labels"] = other.to(META).global_lengths("item") is not None
-    said["lengths of fewer real rows"] = fewer.global_lengths("item") is not None
-    said["lengths of fewer, copied"] = fewer.to(META).global_lengths("item") is not None
-    said["listed"] = any("global" in name for name in vars(batch))
-    return said
+    known = {name for name, each in on.items() if each.global_loss_terms() is not None}
+    known |= {f"{name} group" for name in groups if batch.global_loss_terms(groups[name]) is not None}
+    known |= {f"lengths of {name}" for name, each in lengths.items() if each.global_lengths("item") is not None}
+    assert known == {"itself", "world group", "lengths of other labels"} | (
+        {"other group"} if dist.get_world_size() == 2 else set()
+    )
+    assert not any("global" in name for name in vars(batch))
 
 
-def test_it_forgets_with_the_labels_or_the_rows(ranks):
-    known = {"itself", "world group", "lengths of other labels"} | ({"other group"} if ranks.world_size == 2 else set())
-    for said in ranks.run(_changed):
-        assert {name for name, is_known in said.items() if is_known} == known
-
-
-def _lengths_by_rank() -> tuple[Any, list[int]]:
+@on_ranks
+def test_a_batch_knows_the_lengths_of_all_ranks():
     with closing(SquareShuffler()) as shuffler:
         batch = shuffler.shuffle(_square_batch("jagged", 1, *UNEVEN[dist.get_rank()]))
     own = batch.host_lengths("item")[0][: batch.actual_batch_size].tolist()
-    return [lengths.tolist() for lengths in batch.global_lengths("item")], own
+    assert [lengths.tolist() for lengths in batch.global_lengths("item")] == of_all([own])
 
 
-def test_a_batch_knows_the_lengths_of_all_ranks(ranks):
-    results = ranks.run(_lengths_by_rank)
-    for everywhere, _ in results:
-        assert everywhere == [own for _, own in results]
-
-
-def _in_windows(window: int) -> list[tuple[int | None, int]]:
-    """By step what the batch says, on its way to a device, and what an all-reduce says."""
+@pytest.mark.parametrize("window", [1, 3])
+@on_ranks
+def test_steps_of_a_window_know_their_own(window):
+    """On their way to a device, what an all-reduce says."""
     cached = _square_batch("jagged", 7, 6, 6)  # a data set may hand out one batch again and again
     source = itertools.chain((_square_batch("jagged", seed, 6, 6) for seed in range(5)), [cached] * 4)
-    said = []
+    known = []
     with closing(SquareShuffler()) as shuffler:
         for batch in windowed_iter(source, shuffler, window):
             asked = torch.tensor(batch.num_loss_tokens())
             dist.all_reduce(asked)
-            said.append((batch.to(META).global_loss_terms(), int(asked)))
+            known.append(batch.to(META).global_loss_terms())
+            assert known[-1] in (None, int(asked))
     assert cached.global_loss_terms() is None
-    return said
-
-
-@pytest.mark.parametrize("window", [1, 3])
-def test_steps_of_a_window_know_their_own(ranks, window):
-    for said in ranks.run(_in_windows, window):
-        assert len(said) == 9
-        assert all(known == asked for known, asked in said if known is not None)
-        assert sum(known is not None for known, _ in said) >= 5
+    assert len(known) == 9 and sum(each is not None for each in known) >= 5
 
 
 # ------------------------------------------------------------------------------------------------ models
 
 
-def _collectives_of_a_forward_pass(kind: str, mode: str) -> dict[str, int]:
+@pytest.mark.parametrize(("kind", "forward", "asking"), [("ranking", {}, 1), ("retrieval", {"all_gather": 2}, 3)])
+@on_ranks
+def test_models_ask_no_rank(kind, forward, asking):
+    """One gather each of the pool's embeddings and ids is what is left of retrieval's."""
     rank = dist.get_rank()
-    batch = random_hstu_batch(6, actual_batch_size=4 + rank % 3, longest=30 if rank == 0 else 4, seed=rank)
-    batch.feature_to_max_seqlen = dict.fromkeys(batch.feature_to_max_seqlen, 30)  # the same on all ranks
+    brought = random_hstu_batch(6, actual_batch_size=4 + rank % 3, longest=30 if rank == 0 else 4, seed=rank)
+    brought.feature_to_max_seqlen = dict.fromkeys(brought.feature_to_max_seqlen, 30)  # the same on all ranks
     hstu = dataclasses.replace(hstu_models.HSTU, max_sequence_length=80)
     config: Any = dataclasses.replace(hstu_models.CONFIG, hstu=hstu)
     if kind == "retrieval":
-        batch = dataclasses.replace(batch, labels=None)
+        brought = dataclasses.replace(brought, labels=None)
         config = RetrievalConfig(hstu, hstu_models.TABLES, "item", in_batch_pool="global")
     model = hstu_models.plain_model(config)
-    shuffler = HSTUBalancedBatchShuffler(8, 2, 3, 2, options=ShufflerOptions(mode=mode, slack=0.0))
-    with closing(shuffler):
-        batch = shuffler.shuffle(batch)
-    with collectives_counted() as collectives:
-        model(batch)
-    return dict(collectives)
-
-
-@pytest.mark.parametrize(("kind", "forward", "asking"), [("ranking", {}, 1), ("retrieval", {"all_gather": 2}, 3)])
-def test_models_ask_no_rank(ranks, kind, forward, asking):
-    """One gather each of the pool's embeddings and ids is what is left of retrieval's."""
-    assert ranks.run(_collectives_of_a_forward_pass, kind, "balance") == [forward] * ranks.world_size
-    asked = ranks.run(_collectives_of_a_forward_pass, kind, "off")
-    assert all(collectives["all_reduce"] == asking for collectives in asked)
+    for mode in ("balance", "off"):
+        with closing(HSTUBalancedBatchShuffler(8, 2, 3, 2, options=ShufflerOptions(mode=mode, slack=0.0))) as shuffler:
+            batch = shuffler.shuffle(brought)
+        with collectives_counted() as collectives:
+            model(batch)
+        assert collectives == forward if mode == "balance" else collectives["all_reduce"] == asking

@@ -18,13 +18,17 @@ from torch import fx, nn
 
 from commons.distributed import global_mean_loss, mean_over_ranks
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 # How the count of all ranks may be stated where it is known.
 KNOWN = {"known": int, "known to numpy": np.int64}
 
 
-def _gradient(counts, written):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("counts", [[3, 4, 1, 2], [0, 5, 0, 1], [0, 0, 0, 0]])
+@pytest.mark.parametrize("written", ["int", "tensor", *KNOWN])
+@on_ranks
+def test_gradients_equal_one_process(counts, written):
+    rank, counts = dist.get_rank(), counts[: dist.get_world_size()]
     torch.manual_seed(0)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(sum(counts), 5, dtype=torch.float64)
@@ -33,20 +37,13 @@ def _gradient(counts, written):
     loss = global_mean_loss(((mine @ weight) ** 2).sum(), count, global_count=known and known(sum(counts)))
     loss.backward()
     dist.all_reduce(weight.grad)
-    average = weight.grad / dist.get_world_size()
     whole = weight.detach().clone().requires_grad_()
     expected = ((rows @ whole) ** 2).sum() / max(1, len(rows))
     expected.backward()
     mean = mean_over_ranks(loss)
     assert torch.isfinite(loss) and loss.requires_grad and not mean.requires_grad
-    return float((average - whole.grad).abs().max()), abs(float(mean - expected))
-
-
-@pytest.mark.parametrize("counts", [[3, 4, 1, 2], [0, 5, 0, 1], [0, 0, 0, 0]])
-@pytest.mark.parametrize("written", ["int", "tensor", *KNOWN])
-def test_gradients_equal_one_process(ranks, counts, written):
-    for differences in ranks.run(_gradient, counts[: ranks.world_size], written):
-        assert max(differences) < 1e-12
+    assert float((weight.grad / dist.get_world_size() - whole.grad).abs().max()) < 1e-12
+    assert abs(float(mean - expected)) < 1e-12
 
 
 # Every way to write a number; in most of these not every number can be written.
@@ -70,34 +67,26 @@ COUNTS = [
 ]
 
 
-def _losses():
-    """By a count of each rank."""
+@on_two_ranks
+def test_counts_of_any_types_add_up_exactly():
     one = torch.tensor(1.0, dtype=torch.float64)
-    return [float(global_mean_loss(one, pair[dist.get_rank()])) for pair in itertools.product(COUNTS, COUNTS)]
-
-
-def test_counts_of_any_types_add_up_exactly(two_ranks):
-    totals = [float(first) + float(second) for first, second in itertools.product(COUNTS, COUNTS)]
-    expected = [2 / total if total else 0.0 for total in totals]
-    assert two_ranks.run(_losses) == [pytest.approx(expected, rel=1e-15)] * 2
-
-
-def _half_precision(dtype, count):
-    """Of a sum of 3 and W ranks: the loss and its dtype, and the gradient where terms of half precision began."""
-    terms = torch.tensor([1.0, 2.0], requires_grad=True)
-    known = global_mean_loss(terms.to(dtype).sum(), count, global_count=count * dist.get_world_size())
-    loss = global_mean_loss(terms.to(dtype).sum(), count)
-    loss.backward()
-    assert torch.equal(loss, known) and loss.dtype == known.dtype
-    return loss.item(), loss.dtype, terms.grad.tolist()
+    for pair in itertools.product(COUNTS, COUNTS):
+        total = sum(map(float, pair))
+        loss = float(global_mean_loss(one, pair[dist.get_rank()]))
+        assert loss == pytest.approx(2 / total if total else 0.0, rel=1e-15), pair
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_sums_are_scaled_in_float32(two_ranks, dtype):
+@on_two_ranks
+def test_half_precision_sums_are_scaled_in_float32(dtype):
     for count in (3, 299_999):  # a mean of about 1e-5 has two digits in float16
-        for loss, result, gradient in two_ranks.run(_half_precision, dtype, count):
-            assert result == torch.float32 and loss == pytest.approx(3 / count, rel=1e-7)
-            assert gradient == pytest.approx([1 / count] * 2, rel=0.02)
+        terms = torch.tensor([1.0, 2.0], requires_grad=True)
+        known = global_mean_loss(terms.to(dtype).sum(), count, global_count=2 * count)
+        loss = global_mean_loss(terms.to(dtype).sum(), count)
+        loss.backward()
+        assert torch.equal(loss, known) and loss.dtype == known.dtype == torch.float32
+        assert loss.item() == pytest.approx(3 / count, rel=1e-7)
+        assert terms.grad.tolist() == pytest.approx([1 / count] * 2, rel=0.02)
     assert global_mean_loss(torch.tensor(3.0), 2).dtype == torch.float32
     assert global_mean_loss(torch.tensor(3.0, dtype=torch.float64), 2).dtype == torch.float64
 
@@ -175,21 +164,15 @@ def test_a_mistake_of_one_rank_is_raised_on_all(ranks):
 # ------------------------------------------------------------------------------------------------ the mean, for a log
 
 
-def _means(numbers: list[float]) -> list[float]:
+@on_ranks
+def test_means_of_any_numbers_and_of_a_group():
     group = dist.new_group([0, 1])  # all ranks make it, some are no members
-    mine = numbers[dist.get_rank()]
+    mine = 0.0 if dist.get_rank() else 1.0
     assert mean_over_ranks(float("nan") if dist.get_rank() == 1 else 1.0).isnan()  # of a loss that has diverged
     means = [mean_over_ranks(written) for written in (mine, torch.tensor(mine), np.float64(mine), torch.tensor(mine))]
-    traced = fx.symbolic_trace(of_value)(torch.tensor(mine))
-    if dist.get_rank() < 2:
-        means.append(mean_over_ranks(mine, group) * 2 / dist.get_world_size())
-    return [float(mean) for mean in (*means, traced)]
-
-
-def test_means_of_any_numbers_and_of_a_group(ranks):
-    numbers = [1.0, 0.0, 0.0, 0.0]
-    for means in ranks.run(_means, numbers[: ranks.world_size]):
-        assert means == [1 / ranks.world_size] * len(means)
+    means.append(fx.symbolic_trace(of_value)(torch.tensor(mine)))
+    assert means == [1 / dist.get_world_size()] * 5
+    assert dist.get_rank() > 1 or mean_over_ranks(mine, group) == 0.5
 
 
 # --------------------------------------------------------------------------------------------------------------- traced
@@ -205,21 +188,17 @@ class Reduction(nn.Module):
         return global_mean_loss((terms * self.weight).sum(), count, self.groups[0])
 
 
-def _graphs():
-    """Losses and gradients of a traced graph that was copied, of one over a group of one rank, of a compiled one."""
+@on_two_ranks
+def test_a_graph_runs_by_itself_and_torch_compile_finds_no_break_in_the_loss():
+    """A traced graph that was copied, one over a group of one rank, and a compiled one."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    rank = dist.get_rank()
+    rank, losses = dist.get_rank(), []
     graphs = [copy.deepcopy(fx.symbolic_trace(Reduction(group))) for group in (None, groups[rank])]
-    losses = []
     for graph in (*graphs, torch.compile(Reduction(), backend="eager", fullgraph=True)):
         loss = graph(torch.tensor([1.0, 2.0 + rank]), torch.tensor(2 + rank))
         loss.backward()
         losses.append((loss.item(), graph.weight.grad.item()))
-    return losses
-
-
-def test_a_graph_runs_by_itself_and_torch_compile_finds_no_break_in_the_loss(two_ranks):
-    # sums 6 and 8 of 2 and 3 terms
-    for (of_all, own, compiled), total, terms in zip(two_ranks.run(_graphs), (6, 8), (2, 3)):
-        assert of_all == pytest.approx((2 * total / 5, total / 5)) and compiled == of_all
-        assert own == pytest.approx((total / terms, total / terms / 2))
+    of_all, own, compiled = losses
+    total, terms = 6 + 2 * rank, 2 + rank
+    assert of_all == pytest.approx((2 * total / 5, total / 5)) and compiled == of_all
+    assert own == pytest.approx((total / terms, total / terms / 2))

@@ -31,6 +31,7 @@ from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.ranks.faults import on_rank, raised_by
+from tests.helpers.ranks.on_ranks import on_four_ranks, on_ranks, on_two_ranks
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = 600.0
@@ -232,24 +233,18 @@ def test_a_mistake_of_one_rank_is_raised_on_all(ranks, window):
             assert not MISTAKES[name].goes_on or then == "no error", (name, then)
 
 
-def _later_mistakes():
-    """What rank 1 does wrong when batches were compared before, and with messages that are gathered once more."""
-    said = []
+@on_ranks
+def test_mistakes_of_later_batches():
+    """When batches were compared before, and with messages that are gathered once more."""
     with closing(SquareShuffler(ShufflerOptions(timeout=PATIENT))) as shuffler:
         shuffler.shuffle(my_batch(0, [4] * 4))
         planner = shuffler.engine._session(None)._planner
         with on_rank(1, mock.patch.object(planner, "plan_messages", _fails(MemoryError("no room")))):
-            said.append(raised_by(lambda: shuffler.shuffle(my_batch(1, [64] * 4))))
+            assert raised_by(lambda: shuffler.shuffle(my_batch(1, [64] * 4))) == NO_ROOM
         if dist.get_rank() == 1:
             shuffler.engine._session(None).next_step()
-        said.append(raised_by(lambda: shuffler.shuffle(my_batch(2, [4] * 4))))
-    return said
-
-
-def test_mistakes_of_later_batches(ranks):
-    for larger, step in ranks.run(_later_mistakes):
-        assert larger == NO_ROOM
-        assert f"ranks are at steps {[2, 3] + [2] * (ranks.world_size - 2)}" in step
+        said = raised_by(lambda: shuffler.shuffle(my_batch(2, [4] * 4)))
+        assert f"ranks are at steps {[2, 3] + [2] * (dist.get_world_size() - 2)}" in said
 
 
 def _workloads_of_mode_off():
@@ -269,16 +264,13 @@ def test_a_mistake_in_workloads_that_no_plan_needs(two_ranks):
         assert workloads.dtype == torch.int64 and workloads.tolist() == [1, 2, 3]
 
 
-def _where_nothing_moves(mode):
+@pytest.mark.parametrize("mode", ["observe", "off"])
+@on_two_ranks
+def test_fields_that_require_grad_stay_where_nothing_moves(mode):
     batch = my_batch(0, [4] * 4)
     batch.image = batch.image * torch.ones((), requires_grad=True)
     with closing(SquareShuffler(ShufflerOptions(mode=mode))) as shuffler:
-        return raised_by(lambda: shuffler.shuffle(batch))
-
-
-@pytest.mark.parametrize("mode", ["observe", "off"])
-def test_fields_that_require_grad_stay_where_nothing_moves(two_ranks, mode):
-    assert two_ranks.run(_where_nothing_moves, mode) == ["no error"] * 2
+        assert shuffler.shuffle(batch) is batch
 
 
 @dataclass
@@ -288,52 +280,41 @@ class Unpadded:
     features: KeyedJaggedTensor
 
 
-def _unpadded():
+@on_two_ranks
+def test_what_no_rank_can_shuffle():
     rows = 1 if dist.get_rank() == 0 else 0
     lengths = torch.full((rows,), 3)
     batch = Unpadded(KeyedJaggedTensor(keys=["a"], values=torch.arange(3 * rows), lengths=lengths, stride=rows))
     with closing(SquareShuffler()) as shuffler:
-        return [raised_by(lambda each=each: shuffler.shuffle(each)) for each in (batch, [1, 2])]
+        padding, no_batch = (raised_by(lambda each=each: shuffler.shuffle(each)) for each in (batch, [1, 2]))
+    assert "ranks [1] would train no row" in padding and "actual_batch_size" in padding
+    assert "rank 0: the batch is a list" in no_batch and no_batch.endswith("(and on rank 1)")
 
 
-def test_what_no_rank_can_shuffle(two_ranks):
-    for padding, no_batch in two_ranks.run(_unpadded):
-        assert "ranks [1] would train no row" in padding and "actual_batch_size" in padding
-        assert "rank 0: the batch is a list" in no_batch and no_batch.endswith("(and on rank 1)")
-
-
-def _mistake_in_a_subgroup():
+@on_four_ranks
+def test_ranks_of_a_subgroup_are_named_by_their_global_number():
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
         if dist.get_rank() == 3:
             shuffler.get_workloads = lambda batch: torch.full((batch.batch_size,), -1)
-        return raised_by(lambda: shuffler.shuffle(my_batch(0, [4] * 4)))
+        said = raised_by(lambda: shuffler.shuffle(my_batch(0, [4] * 4)))
+    assert "rank 3: workloads[0] is -1" in said if dist.get_rank() % 2 else said == "no error"
 
 
-def test_ranks_of_a_subgroup_are_named_by_their_global_number(rank_pools):
-    texts = rank_pools[4].run(_mistake_in_a_subgroup)
-    assert texts[0] == texts[2] == "no error"
-    assert all("rank 3: workloads[0] is -1" in text for text in (texts[1], texts[3]))
-
-
-def _warned_of():
-    """What torch and numpy warn of while ranks exchange numbers and texts."""
+@on_two_ranks
+def test_what_ranks_exchange_warns_of_nothing():
+    """Numbers and texts; neither torch nor numpy does."""
     channel = ControlChannel(dist.group.WORLD, timeout=30.0, moves_rows=False)
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)  # else a process shows its first warning alone
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             channel.gather_text(f"rank {dist.get_rank()}", 0)
             channel.gather(np.arange(6)[::2] + dist.get_rank(), 0)
     finally:
         torch.set_warn_always(always)
         channel.close()
-    return [str(warning.message) for warning in caught]
-
-
-def test_what_ranks_exchange_warns_of_nothing(two_ranks):
-    assert two_ranks.run(_warned_of) == [[], []]
 
 
 def _fails_in_dispatch():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 from typing import Any
 from unittest import mock
@@ -26,6 +24,7 @@ from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 FLOATS = [torch.float32, torch.float16, torch.float64]
 
@@ -111,59 +110,49 @@ class DirectShuffler(SquareShuffler):
         return batch.features.lengths().view(3, -1).sum(0).to(torch.int64) ** 2 + 10
 
 
-def _walks(mode):
-    """How often a step lists the fields of its batch, and whether a row moved."""
-    calls = []
-
-    def counted(batch):
-        calls.append(batch)
-        return batch_items(batch)
-
+@pytest.mark.parametrize("mode, most", [("balance", 2), ("observe", 1)])
+@on_ranks
+def test_the_fields_of_a_batch_are_walked_at_most_twice_per_step(mode, most):
     batch = my_batch(5, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
-    with closing(DirectShuffler(ShufflerOptions(mode=mode))) as shuffler, contextlib.ExitStack() as stack:
-        for module in (fields, branches):
-            stack.enter_context(mock.patch.object(module, "batch_items", counted))
+    walks = mock.Mock(side_effect=batch_items)
+    with (
+        closing(DirectShuffler(ShufflerOptions(mode=mode))) as shuffler,
+        mock.patch.object(fields, "batch_items", walks),
+        mock.patch.object(branches, "batch_items", walks),
+    ):
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(batch, handle)
-    return len(calls), result is not batch
+    assert walks.call_count == most and (result is not batch) == (mode == "balance")
 
 
-def test_the_fields_of_a_batch_are_walked_at_most_twice_per_step(ranks):
-    assert ranks.run(_walks, "balance") == [(2, True)] * ranks.world_size
-    assert ranks.run(_walks, "observe") == [(1, False)] * ranks.world_size
-
-
-def _misuse():
+@on_two_ranks
+def test_handles_are_used_once_and_on_their_own_batch():
     with closing(SquareShuffler()) as shuffler:
         batch = my_batch(1, [4] * 4)
         handle = shuffler.start_shuffle(batch)
-        others = [batch.index_select([0, 1]), *(dataclasses.replace(batch, labels=e) for e in (None, batch.sample_id))]
-        others += [alike := my_batch(1, [4] * 4), alike.to("cpu"), dataclasses.replace(alike)]
-        messages = [raised_by(functools.partial(shuffler.finish_shuffle, each, handle)) for each in others]
-        shuffler.finish_shuffle(batch, handle)
-        messages.append(raised_by(lambda: shuffler.finish_shuffle(batch, handle)))
-    return [*messages, raised_by(lambda: shuffler.start_shuffle(batch))]
 
+        def finished_with(other):
+            return raised_by(lambda: shuffler.finish_shuffle(other, handle))
 
-def test_handles_are_used_once_and_on_their_own_batch(two_ranks):
-    for messages in two_ranks.run(_misuse):
-        other, no_labels, dense_labels, *alike, twice, closed = messages
-        assert all("and is finished with another one; finish a shuffle with" in text for text in alike)
+        other = finished_with(batch.index_select([0, 1]))
         assert "started with a RichBatch of 4 rows" in other and "2 rows" in other
-        assert all("and is finished with a RichBatch of 4 rows" in text for text in (no_labels, dense_labels))
-        assert "used twice" in twice and "closed" in closed
+        for labels in (None, batch.sample_id):
+            said = finished_with(dataclasses.replace(batch, labels=labels))
+            assert "and is finished with a RichBatch of 4 rows" in said
+        for alike in (like := my_batch(1, [4] * 4), like.to("cpu"), dataclasses.replace(like)):
+            assert "and is finished with another one; finish a shuffle with" in finished_with(alike)
+        shuffler.finish_shuffle(batch, handle)
+        assert "used twice" in finished_with(batch)
+    assert "closed" in raised_by(lambda: shuffler.start_shuffle(batch))
 
 
 # ------------------------------------------------------------------------------------------------ end of data
 
 
-def _finished_after_the_end():
+@on_two_ranks
+def test_a_shuffle_that_ended_for_all_is_no_failure_to_tell_others():
     with closing(SquareShuffler()) as shuffler, mock.patch.object(ControlChannel, "post_failure") as posted:
         handle = shuffler.start_shuffle(None)
         with pytest.raises(ValueError, match="no rank has a batch at step 0; the data has ended"):
             shuffler.finish_shuffle(my_batch(1, [4] * 4), handle)
-        return handle.has_ended(), posted.called
-
-
-def test_a_shuffle_that_ended_for_all_is_no_failure_to_tell_others(two_ranks):
-    assert two_ranks.run(_finished_after_the_end) == [(True, False)] * 2
+        assert handle.has_ended() and not posted.called

@@ -4,8 +4,8 @@ groups of rows, which end on one rank, in one batch, whichever ranks brought the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from itertools import chain
 from unittest import mock
@@ -24,103 +24,66 @@ from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import error_of, logged, raised_by
+from tests.helpers.ranks.faults import logged, on_rank, raised_by
+from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 
-def _mode(options):
-    batch = my_batch(9, [8] * 4, max_length=60 if dist.get_rank() == 0 else 1)
+@pytest.mark.parametrize("options", [{"mode": "observe"}, {"mode": "off"}, {"min_gain": 0.99}], ids=str)
+@on_ranks
+def test_what_moves_nothing(options):
+    rank = dist.get_rank()
+    batch = my_batch(9, [8] * 4, max_length=60 if rank == 0 else 1)
     with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
         result, indices = shuffler.shuffle(batch, return_indices=True)
         stats = shuffler.last_stats
-    return result is batch, indices.tolist(), None if stats is None else dataclasses.asdict(stats)
+    assert result is batch and indices.tolist() == list(range(rank * 8, rank * 8 + 8))
+    if options.get("mode") == "off":
+        assert stats is None
+        return
+    assert not stats.moved and stats.bytes_sent == 0 and stats.gated == ("min_gain" in options)
+    assert stats.gated or stats.imbalance_after < stats.imbalance_before
 
 
-def test_what_moves_nothing(ranks):
-    for rank, (same, indices, stats) in enumerate(ranks.run(_mode, {"mode": "observe"})):
-        assert same and indices == list(range(rank * 8, rank * 8 + 8))
-        assert stats["imbalance_after"] < stats["imbalance_before"] and not stats["moved"] and stats["bytes_sent"] == 0
-    assert all(same and stats is None for same, _, stats in ranks.run(_mode, {"mode": "off"}))
-    for same, _, stats in ranks.run(_mode, {"min_gain": 0.99}):
-        assert same and stats["gated"] and not stats["moved"]
-
-
-def _growing():
-    """Rows of this rank, batch by batch and in windows, of which any batch may be the largest so far."""
-    rows_of_ranks, sizes = ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9]), []
+@on_ranks
+def test_a_rank_may_outgrow_the_first_batch_and_window():
+    """Batch by batch and in windows, of which any batch may be the largest so far."""
+    others = dist.get_world_size() - 1
+    expected = [2 * (others + 1), 30 + 2 * others, 9 * (others + 1)]
+    rows_of_ranks = ([2, 2, 2, 2], [2, 30, 2, 2], [9, 9, 9, 9])
     with closing(SquareShuffler()) as shuffler:
-        for step, rows in enumerate(rows_of_ranks):
-            sizes.append(shuffler.shuffle(my_batch(step, rows)).actual_batch_size)
+        batches = [shuffler.shuffle(my_batch(step, rows)) for step, rows in enumerate(rows_of_ranks)]
+        assert [sum(of_all([batch.actual_batch_size])) for batch in batches] == expected
         source = (my_batch(step, rows) for rows in rows_of_ranks for step in range(3))
-        sizes += [batch.actual_batch_size for batch in windowed_iter(source, shuffler, 3)]
-    return sizes
+        sums = [sum(of_all([batch.actual_batch_size])) for batch in windowed_iter(source, shuffler, 3)]
+    assert [sum(sums[first : first + 3]) for first in (0, 3, 6)] == [3 * rows for rows in expected]
 
 
-def test_a_rank_may_outgrow_the_first_batch_and_window(ranks):
-    expected = [2 * ranks.world_size, 30 + 2 * (ranks.world_size - 1), 9 * ranks.world_size]
-    sums = [sum(sizes) for sizes in zip(*ranks.run(_growing))]
-    assert sums[:3] == expected
-    assert [sum(sums[first : first + 3]) for first in (3, 6, 9)] == [3 * rows for rows in expected]
-
-
-def _identity():
-    batch = my_batch(9, [3, 0, 2, 5])
+@on_ranks
+def test_identity_moves_nothing_and_gives_an_empty_rank_one_row_of_padding():
+    rank, rows = dist.get_rank(), [3, 0, 2, 5]
+    batch = my_batch(9, rows)
     with closing(IdentityBalancedBatchShuffler()) as shuffler:
         result, indices, workloads = shuffler.shuffle(batch, return_indices=True, return_workloads=True)
-    return rows_as_values(result) == rows_as_values(batch), result.batch_size, indices.tolist(), workloads.tolist()
-
-
-def test_identity_moves_nothing_and_gives_an_empty_rank_one_row_of_padding(ranks):
-    rows, first = [3, 0, 2, 5], 0
-    for rank, (same, size, indices, workloads) in enumerate(ranks.run(_identity)):
-        assert same and size == max(1, rows[rank]) and workloads == [1] * rows[rank]
-        assert indices == list(range(first, first + rows[rank]))
-        first += rows[rank]
-
-
-def _empty_rows(transport):
-    """Rows of no elements: they move, and there is nothing to send."""
-    rows = 4
-    features = KeyedJaggedTensor(
-        keys=["a", "b"], values=torch.zeros(0), lengths=torch.zeros(2 * rows, dtype=torch.int64)
-    )
-    batch = BaseBatch(features, rows, {"a": 1, "b": 1})
-    weight = 1000 if dist.get_rank() == 0 else 1
-    with closing(SquareShuffler(ShufflerOptions(transport=transport, slack=0.0))) as shuffler:
-        with mock.patch.object(shuffler, "get_workloads", lambda batch: torch.arange(1, rows + 1) * weight):
-            results = [shuffler.shuffle(batch, return_indices=True) for _ in range(2)]
-        stats = shuffler.last_stats
-    return [(result.actual_batch_size, indices.tolist()) for result, indices in results], stats.moved, stats.bytes_sent
+    assert rows_as_values(result) == rows_as_values(batch) and result.batch_size == max(1, rows[rank])
+    assert workloads.tolist() == [1] * rows[rank]
+    assert indices.tolist() == list(range(sum(rows[:rank]), sum(rows[: rank + 1])))
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
-def test_rows_without_elements_move(ranks, transport):
-    answers = ranks.run(_empty_rows, transport)
-    assert all(moved and not sent for _, moved, sent in answers)
-    for step in range(2):
-        ids = [row for results, _, _ in answers for row in results[step][1]]
-        assert sorted(ids) == list(range(4 * ranks.world_size)) and answers[0][0][step][1] != [0, 1, 2, 3]
-
-
-def _verified(damage):
-    original = Part.read
-
-    def damaged(part, words, rows):
-        tensor = original(part, words, rows)
-        if damage == "nothing" or dist.get_rank() != 1:
-            return tensor
-        if damage == "weights" and part.weights:
-            tensor[0] += 1
-        if damage == "rows" and part.path == ("image",):
-            tensor[[0, 1]] = tensor[[1, 0]]
-        return tensor
-
-    batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
-    with mock.patch.object(Part, "read", damaged), closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
-
-        def move_rows():
-            assert shuffler.shuffle(batch) is not batch
-
-        return raised_by(move_rows)
+@on_ranks
+def test_rows_without_elements_move(transport):
+    """And there is nothing to send."""
+    rows, rank = 4, dist.get_rank()
+    lengths = torch.zeros(2 * rows, dtype=torch.int64)
+    features = KeyedJaggedTensor(keys=["a", "b"], values=torch.zeros(0), lengths=lengths)
+    batch = BaseBatch(features, rows, {"a": 1, "b": 1})
+    with closing(SquareShuffler(ShufflerOptions(transport=transport, slack=0.0))) as shuffler:
+        shuffler.get_workloads = lambda batch: torch.arange(1, rows + 1) * (1 if rank else 1000)
+        for _ in range(2):
+            _, indices = shuffler.shuffle(batch, return_indices=True)
+            assert sorted(of_all(indices.tolist())) == list(range(rows * dist.get_world_size()))
+            assert rank or indices.tolist() != [0, 1, 2, 3]
+        assert shuffler.last_stats.moved and not shuffler.last_stats.bytes_sent
 
 
 @pytest.mark.parametrize(
@@ -131,8 +94,23 @@ def _verified(damage):
         ("rows", "put fields of different rows together"),
     ],
 )
-def test_verify_notices_damage_on_any_rank(ranks, damage, message):
-    assert all(message in text for text in ranks.run(_verified, damage))
+@on_ranks
+def test_verify_notices_damage_on_any_rank(damage, message):
+    original = Part.read
+
+    def damaged(part, words, rows):
+        tensor = original(part, words, rows)
+        if damage == "weights" and part.weights:
+            tensor[0] += 1
+        if damage == "rows" and part.path == ("image",):
+            tensor[[0, 1]] = tensor[[1, 0]]
+        return tensor
+
+    batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
+    spoilt = on_rank(1, mock.patch.object(Part, "read", damaged))
+    with spoilt, closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
+        assert message in raised_by(lambda: shuffler.shuffle(batch))
+        assert damage != "nothing" or shuffler.last_stats.moved
 
 
 @dataclasses.dataclass
@@ -143,8 +121,9 @@ class Views(BaseBatch):
     signs: torch.Tensor = dataclasses.field(kw_only=True)
 
 
-def _verified_views():
-    """The numbers of rows before and after; the fields are made of them."""
+@on_ranks
+def test_verify_takes_views_of_any_kind():
+    """Fields are made of the numbers of rows."""
     rank = dist.get_rank()
     rows = 6 if rank else 1  # one row: its conjugate lies in memory with a stride of two
     number = torch.arange(rows, dtype=torch.float64) + 100 * rank + 1
@@ -160,33 +139,21 @@ def _verified_views():
     real = result.labels[: result.actual_batch_size]
     assert torch.equal(result.waves[: len(real), 0], torch.complex(real, -2 * real))
     assert torch.equal(result.signs[: len(real)], -real.to(torch.bfloat16))
-    return number.tolist(), real.tolist()
+    assert sorted(of_all(number.tolist())) == sorted(of_all(real.tolist()))
 
 
-def test_verify_takes_views_of_any_kind(ranks):
-    brought, trained = zip(*ranks.run(_verified_views))
-    assert sorted(chain.from_iterable(brought)) == sorted(chain.from_iterable(trained))
-
-
-def _named_tokens(names):
-    """Excess over a cap of one token, of key "b" alone: rows bring 3 values of key "a" and 1 of key "b"."""
+@on_two_ranks
+def test_what_counts_as_a_token_can_be_said():
+    """Excess over a cap of one token: rows bring 3 values of key "a" and 1 of key "b"."""
     lengths = torch.tensor([3, 3, 1, 1])
     features = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=lengths, stride=2)
     batch = BaseBatch(features, 2, {"a": 3, "b": 1})
-    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
-        shuffler.token_feature_names = names
-        try:
-            shuffler.shuffle(batch)
-        except KeyError as error:
-            return error.args[0]
-        return shuffler.last_stats.excess_tokens
-
-
-def test_what_counts_as_a_token_can_be_said(two_ranks):
-    excess = [two_ranks.run(_named_tokens, names)[0] for names in (None, ["a", "b"], ["b"])]
-    assert excess == [7, 7, 1]
-    for said in two_ranks.run(_named_tokens, ["b", "c"]):
-        assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
+    for names, excess in ((None, 7), (["a", "b"], 7), (["b"], 1), (["b", "c"], None)):
+        with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
+            shuffler.token_feature_names = names
+            said = raised_by(functools.partial(shuffler.shuffle, batch))
+            assert excess is None or shuffler.last_stats.excess_tokens == excess
+    assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
 
 
 def _observed_cap(windows):
@@ -225,23 +192,6 @@ def batch_of(rank, step, group_size):
     return make_batch([10 * (1 + place // group_size) + place % group_size for place in places], ROWS)
 
 
-def _shuffle(options, group_size):
-    with contextlib.closing(GroupShuffler(ShufflerOptions(**options))) as shuffler:
-        results = []
-        for step in range(2):
-            batch = batch_of(dist.get_rank(), step, group_size)
-            result = shuffler.shuffle(batch)
-            results.append((rows_of(batch), rows_of(result), shuffler.last_stats.loads_after))
-        return results
-
-
-def _shuffle_windows(options, group_size):
-    with contextlib.closing(GroupShuffler(ShufflerOptions(**options))) as shuffler:
-        batches = [batch_of(dist.get_rank(), step, group_size) for step in range(4)]
-        trained = list(windowed_iter(iter(batches), shuffler, 2))
-        return [list(map(rows_of, each)) for each in (batches, trained)]
-
-
 def rows_of(batch):
     """The id of every real row, and all of its values."""
     return list(zip(batch.sample_id.tolist(), map(repr, rows_as_values(batch))))
@@ -249,39 +199,37 @@ def rows_of(batch):
 
 def check_groups(before, after, group_size):
     """All rows are there as they were, and every group is in one of the batches of `after`."""
-    assert sorted(chain.from_iterable(before)) == sorted(chain.from_iterable(after))
-    homes = [Counter(sample // 10 for sample, _ in rows) for rows in after]
-    assert all(set(home.values()) == {group_size} for home in homes if home)
+    assert sorted(of_all(chain.from_iterable(before))) == sorted(of_all(chain.from_iterable(after)))
+    for home in (Counter(sample // 10 for sample, _ in rows) for rows in after):
+        assert set(home.values()) <= {group_size}
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("options", [{"equal_size": False}, {}, {"equal_size": False, "min_gain": 1.0}])
-def test_groups_come_together(ranks, world_size, options, transport):
+@on_ranks
+def test_groups_come_together(options, transport):
     group_size = 3
-    answers = ranks.run(_shuffle, {**options, "transport": transport, "verify": True}, group_size)
-    for step in zip(*answers):
-        before, after, loads = zip(*step)
-        check_groups(before, after, group_size)
-        assert len(set(loads)) == 1
-        if options.get("equal_size", True):
-            assert max(map(len, after)) - min(map(len, after)) in (0, group_size)
+    with closing(GroupShuffler(ShufflerOptions(**options, transport=transport, verify=True))) as shuffler:
+        for step in range(2):
+            batch = batch_of(dist.get_rank(), step, group_size)
+            after = rows_of(shuffler.shuffle(batch))
+            check_groups([rows_of(batch)], [after], group_size)
+            counts = of_all([len(after)])
+            assert not options.get("equal_size", True) or max(counts) - min(counts) in (0, group_size)
+            assert len(set(of_all([shuffler.last_stats.loads_after]))) == 1
 
 
-def test_groups_of_a_window_end_in_one_step_of_one_rank(ranks, world_size):
-    answers = ranks.run(_shuffle_windows, {"equal_size": False}, 3)
-    before, after = ([rows for answer in answers for rows in answer[at]] for at in (0, 1))
-    check_groups(before, after, 3)
+@on_ranks
+def test_groups_of_a_window_end_in_one_step_of_one_rank():
+    batches = [batch_of(dist.get_rank(), step, 3) for step in range(4)]
+    with closing(GroupShuffler(ShufflerOptions(equal_size=False))) as shuffler:
+        trained = list(windowed_iter(iter(batches), shuffler, 2))
+    check_groups(map(rows_of, batches), [rows_of(batch) for batch in trained], 3)
 
 
 class WrongGroups(CubicShuffler):
     def get_groups(self, batch):
         return self.wrong if dist.get_rank() else torch.zeros(batch.batch_size, dtype=torch.int64)
-
-
-def _wrong_groups(on_last):
-    with contextlib.closing(WrongGroups()) as shuffler:
-        shuffler.wrong = on_last
-        shuffler.shuffle(make_batch([10, 11, 20], 4))
 
 
 @pytest.mark.parametrize(
@@ -292,6 +240,8 @@ def _wrong_groups(on_last):
     ],
     ids=str,
 )
-def test_wrong_groups_of_one_rank_are_named_on_all(two_ranks, wrong, said):
-    answers = two_ranks.run(error_of, _wrong_groups, wrong)
-    assert len(set(answers)) == 1 and said in answers[0], answers
+@on_two_ranks
+def test_wrong_groups_of_one_rank_are_named_on_all(wrong, said):
+    with closing(WrongGroups()) as shuffler:
+        shuffler.wrong = wrong
+        assert said in raised_by(lambda: shuffler.shuffle(make_batch([10, 11, 20], 4)))

@@ -31,6 +31,7 @@ from commons.trainer.run import run_training
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models import torchrec_model as models
+from tests.helpers.ranks.on_ranks import of_all
 
 # Yields the names that the text has introduced, is sent those after the block, and looks at what it did; on every rank.
 Run: TypeAlias = Generator[dict[str, Any], dict[str, Any], None]
@@ -305,10 +306,3 @@ def train_in(folder: str, script: str, arguments: list[str]) -> None:
         module.train(load_config(module.TrainConfig, arguments, prog=script))
     finally:
         os.chdir(before)
-
-
-def of_all(items: list[Any]) -> list[Any]:
-    """The items of all ranks, in the order of the ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, items)
-    return [item for part in gathered for item in part]

@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 import evenrank
 from benchmarks.shared.plain import plain_karmarkar_karp
 from tests.helpers.documents.documented import ROOT, documented_blocks
-from tests.helpers.documents.documented_names import Run, hstu_batches, of_all
+from tests.helpers.documents.documented_names import Run, hstu_batches
+from tests.helpers.ranks.on_ranks import of_all
 
 
 def _sparse(lengths: dict[str, list[int]]) -> KeyedJaggedTensor:
