@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
 from commons.distributed.exchange.row_exchange import RowExchange
-from commons.pipeline import balanced, balanced_iter, shuffle_stage
+from commons.pipeline import balanced, balanced_iter
 from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
-from tests.helpers.cuda.pretended_streams import DEFAULT_STREAM, PretendedStream, on_stream, replaced, with_streams
+from tests.helpers.cuda.pretended_streams import replaced, with_streams
 from tests.helpers.cuda.stream_sanitizer import sanitized
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import SampleBatch, rank_batches
@@ -26,6 +26,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     CubicShuffler,
     before_a_commit,
     require_pipeline,
+    staged_pipeline,
     steps_of,
 )
 
@@ -59,11 +60,7 @@ def _train(name: str, model: Any, optimizer: Any, source: Iterator[Any], shuffle
 
 
 def _train_staged(_: str, model: Any, optimizer: Any, source: Iterator[Any], shuffler: CubicShuffler) -> int:
-    stream = PretendedStream(name="memcpy stream")
-    copy = stock.PipelineStage("copy", lambda batch: batch.to(CPU, non_blocking=True), stream)
-    stages = [copy, shuffle_stage(shuffler, stream)]
-    pipeline = stock.StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
-    pipeline._stream_context = on_stream
+    pipeline = staged_pipeline(shuffler)
     steps, balanced_source = 0, balanced_iter(source, shuffler)
     while (batch := pipeline.progress(balanced_source)) is not None:
         optimizer.zero_grad()

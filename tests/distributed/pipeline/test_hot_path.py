@@ -17,6 +17,7 @@ from commons.pipeline import balanced
 from commons.sequence_batch import schema
 from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
 from tests.helpers.models.torchrec_model import AnyBatch
+from tests.helpers.ranks.on_ranks import on_ranks
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = str(Path(commons.pipeline.__file__).parents[1])
@@ -43,8 +44,15 @@ class _Calls:
                 self.dataclasses.add(made)
 
 
-def _five_batches():
-    """What all batches need, and what the fourth needs, from the loader to the end of its step."""
+def _types_of_the_page():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page[page.index("types\n") : page.index("## One protocol")]
+    return dict(re.findall(r"^\| `(\w+)` \|.*\| `([\w/]+)\.py` \|$", section, re.MULTILINE))
+
+
+@on_ranks
+def test_the_page_lists_the_types_that_a_batch_meets_and_they_stand_in_few_files():
+    """Of five batches what all need, and what the fourth needs, from the loader to the end of its step."""
     first, fourth, moved = _Calls(), _Calls(), []
     threading.setprofile(lambda *event: current(*event))  # before the worker thread starts
     current = first
@@ -73,20 +81,7 @@ def _five_batches():
     names = {each.__name__: each.__module__.replace(".", "/") for each in first.classes | fourth.classes}
     parts = {name for name, each in vars(schema).items() if dataclasses.is_dataclass(each)} - {"BatchSchema"}
     parts |= {kind.__name__ for kind in schema.KINDS}
-    return sorted(fourth.files), sorted({each.__name__ for each in fourth.dataclasses} - parts), names, all(moved)
-
-
-def _types_of_the_page():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page[page.index("types\n") : page.index("## One protocol")]
-    return dict(re.findall(r"^\| `(\w+)` \|.*\| `([\w/]+)\.py` \|$", section, re.MULTILINE))
-
-
-def test_the_page_lists_the_types_that_a_batch_meets_and_they_stand_in_few_files(ranks):
-    listed = _types_of_the_page()
-    assert 0 < len(listed) <= MOST_TYPES
-    for files, made, classes, moved in ranks.run(_five_batches):
-        assert moved
-        assert set(made) <= set(listed)
-        assert {name: f"commons/{file}" for name, file in listed.items()}.items() <= classes.items()
-        assert len(files) <= MOST_FILES, "\n".join(files)
+    made, listed = {each.__name__ for each in fourth.dataclasses} - parts, _types_of_the_page()
+    assert all(moved) and 0 < len(listed) <= MOST_TYPES and made <= set(listed)
+    assert {name: f"commons/{file}" for name, file in listed.items()}.items() <= names.items()
+    assert len(fourth.files) <= MOST_FILES, "\n".join(sorted(fourth.files))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter
+from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.models.torchrec_model import KEYS, SampleBatch, head_of
+from tests.helpers.models.torchrec_model import SampleBatch, head_of
 from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     CubicShuffler,
@@ -31,6 +33,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     steps_of,
 )
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import of_all, on, on_two_ranks
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
 SCHEDULES = [
@@ -40,7 +43,6 @@ SCHEDULES = [
 # In `make test`: on the main thread, ahead, further ahead, and on a thread.
 FIRST = ["base", "sparse", "semi-sync, before it starts", "copies on a thread", "eval"]
 ROWS = 4
-LENGTHS = [1, 2, 5, 12]
 
 
 class Injected(Exception):
@@ -48,20 +50,18 @@ class Injected(Exception):
 
 
 def named_batch(rank: int, step: int) -> SampleBatch:
-    """Every value says which row it is of, and all batches have as many of them."""
-    ids = torch.arange(ROWS) + 1 + rank * 100_000 + step * 100
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(step * 7 + rank))
-    # Rank 0 has the long rows, so that rows move; the sum is the same in every step.
-    lengths = (torch.tensor(LENGTHS)[order] * (3 if rank == 0 else 1)).repeat(len(KEYS))
-    row = torch.repeat_interleave(ids.repeat(len(KEYS)), lengths)
-    return SampleBatch(
-        features=KeyedJaggedTensor(KEYS, row % models.NUM_IDS, lengths=lengths, weights=row.double(), stride=ROWS),
-        batch_size=ROWS,
-        feature_to_max_seqlen=dict.fromkeys(KEYS, 64),
-        actual_batch_size=ROWS,
-        sample_id=ids,
-        target=ids.double(),
-    )
+    """Rows that depend on their ids alone; rank 0 has the long ones, so that rows move."""
+    return as_loaded([1 + rank * 100_000 + step * 100 + row for row in range(ROWS)])
+
+
+def as_loaded(ids: list[int]) -> SampleBatch:
+    return models.make_batch(ids, len(ids), longest=3 if max(ids) > 100_000 else 40)
+
+
+def is_torn(batch: SampleBatch) -> bool:
+    """Whether a row is not what its id says."""
+    ids = batch.sample_id[: batch.actual_batch_size].tolist()
+    return rows_as_values(batch) != [row for sample in ids for row in rows_as_values(as_loaded([sample]))]
 
 
 def ids_of(*batches: tuple[int, int]) -> list[int]:
@@ -112,12 +112,7 @@ class Run:
             raise Injected(f"in the {place}")
 
     def _look(self, _: Any, inputs: tuple[Any, ...]) -> None:
-        batch = inputs[1]
-        for key in KEYS:
-            jagged = batch.features[key]
-            row = torch.repeat_interleave(batch.sample_id, jagged.lengths().long())
-            self.torn += int((jagged.weights().long() != row).sum())
-        self.torn += int((batch.target.long() != batch.sample_id).sum())
+        self.torn += is_torn(inputs[1])
         self._maybe_fail("forward")
 
     def progress(self, source: Source) -> None:
@@ -138,58 +133,26 @@ class Run:
         self.shuffler.close()
 
 
-def _in_the_middle_of_a_step(pipeline, places, fails_after):
+@pytest.mark.parametrize("pipeline", before_a_commit(["sparse", "copies on a thread", "eval"], SCHEDULES))
+@on_two_ranks
+def test_an_error_in_a_step_tears_no_row(pipeline):
     """All ranks fail in the same place; the pipeline refuses to go on until it is reset."""
-    results = []
-    for place in places:
-        run = Run(pipeline)
-        source = own_batches(10)
+    fails_after = 1 + list(PIPELINES).index(pipeline) % 3 if pipeline in PIPELINES else 2
+    for place in ["forward"] if pipeline == "eval" else ["forward", "backward", "optimizer"]:
+        run, source = Run(pipeline), own_batches(10)
         for _ in range(fails_after):
             run.progress(source)
         run.fails_in = place
-        messages = [error_of(run.progress, source) for _ in range(2)]
+        first, second = (error_of(run.progress, source) for _ in range(2))
+        assert first == f"Injected: in the {place}"
+        assert f"raised Injected: in the {place}" in second and "reset() on every rank" in second
         run.trainer.reset()
         run.to_the_end(source)
-        results.append((messages, run.torn, run.seen, run.moved))
-        run.close()
-    return results
-
-
-@pytest.mark.parametrize("pipeline", before_a_commit(["sparse", "copies on a thread", "eval"], SCHEDULES))
-def test_an_error_in_a_step_tears_no_row(two_ranks, pipeline):
-    places = ["forward"] if pipeline == "eval" else ["forward", "backward", "optimizer"]
-    fails_after = 1 + list(PIPELINES).index(pipeline) % 3 if pipeline in PIPELINES else 2
-    answers = two_ranks.run(_in_the_middle_of_a_step, pipeline, places, fails_after)
-    for place, *results in zip(places, *answers):
-        for messages, torn, _, moved in results:
-            assert messages[0] == f"Injected: in the {place}" and torn == 0 and moved > 2
-            assert f"raised Injected: in the {place}" in messages[1] and "reset() on every rank" in messages[1]
-        seen = [sample for _, _, ids, _ in results for sample in ids]
-        assert len(seen) == len(set(seen))
+        seen = of_all(run.seen)
+        assert run.torn == 0 and run.moved > 2 and len(seen) == len(set(seen))
         # what reset() drops is what was in flight: at most the copied batches, and the one read ahead
         assert 2 * ROWS * 10 - len(seen) <= 2 * ROWS * 5
-
-
-def _between_steps(pipeline, cause, same_iterator):
-    """Rank 1 fails at its fourth batch: an error once, on every rank, after the batches before; then it goes on."""
-    run = Run(pipeline)
-    rank, bad = dist.get_rank(), 3
-    if cause == "workload" and rank == 1:
-        run.shuffler.fails_with = int(named_batch(1, bad).sample_id[0])
-    source = own_batches(8, fails_at=bad if cause == "loader" and rank == 1 else None)
-    trained_before, message = 0, ""
-    try:
-        while True:
-            run.progress(source)
-            trained_before += 1
-    except RuntimeError as error:
-        message = str(error)
-    if not same_iterator:
-        source = own_batches(4, first=20)
-    run.to_the_end(source)
-    answer = message, trained_before, run.torn, run.seen
-    run.close()
-    return answer
+        run.close()
 
 
 @pytest.mark.parametrize("pipeline", before_a_commit(FIRST, SCHEDULES))
@@ -202,22 +165,31 @@ def _between_steps(pipeline, cause, same_iterator):
         pytest.param("workload", True, marks=pytest.mark.slow),
     ],
 )
-def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(two_ranks, pipeline, cause, same_iterator):
-    answers = two_ranks.run(_between_steps, pipeline, cause, same_iterator)
-    for message, trained_before, torn, _ in answers:
-        assert message == f"rank 1: Injected: in the {cause}"
-        assert (trained_before, torn) == (3, 0)
-    steps = {0: list(range(8)), 1: list(range(8))} if same_iterator else {rank: [0, 1, 2, 3] for rank in (0, 1)}
-    if cause == "workload" or not same_iterator:
-        steps[1].remove(3)  # the batch at fault, or never read
-    if not same_iterator:
-        steps = {rank: [*own, 20, 21, 22, 23] for rank, own in steps.items()}
-    expected = ids_of(*((rank, step) for rank, own in steps.items() for step in own))
-    assert sorted(i for *_, seen in answers for i in seen) == expected
+@on_two_ranks
+def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(pipeline, cause, same_iterator):
+    """Rank 1 fails at its fourth batch: an error on every rank, after the batches before; then it goes on."""
+    run, rank, bad = Run(pipeline), dist.get_rank(), 3
+    if cause == "workload" and rank == 1:
+        run.shuffler.fails_with = int(named_batch(1, bad).sample_id[0])
+    source = own_batches(8, fails_at=bad if cause == "loader" and rank == 1 else None)
+    trained_before = 0
+    with pytest.raises(RuntimeError, match=f"^rank 1: Injected: in the {cause}$"):
+        while True:
+            run.progress(source)
+            trained_before += 1
+    run.to_the_end(source if same_iterator else own_batches(4, first=20))
+    assert (trained_before, run.torn) == (3, 0)
+    steps = list(range(8 if same_iterator else 4))
+    if rank == 1 and (cause == "workload" or not same_iterator):
+        steps.remove(bad)  # the batch at fault, or never read
+    steps += [] if same_iterator else [20, 21, 22, 23]
+    assert sorted(of_all(run.seen)) == sorted(of_all(ids_of(*((rank, step) for step in steps))))
+    run.close()
 
 
-def _always_failing():
-    """A loader that fails for good fails every step, and a shuffler that is right again goes on."""
+@on_two_ranks
+def test_a_loader_that_fails_for_good_fails_every_time():
+    """And a shuffler that is right again goes on."""
     run = Run("sparse")
 
     class Broken(Iterator[Any]):
@@ -225,18 +197,12 @@ def _always_failing():
             raise Injected("for good")
 
     source = Broken() if dist.get_rank() == 0 else own_batches(2)
-    messages = [error_of(run.progress, source) for _ in range(3)]
+    for _ in range(3):
+        assert error_of(run.progress, source) == "RuntimeError: rank 0: Injected: for good"
     run.to_the_end(own_batches(2, first=20))
-    answer = messages, run.seen
-    run.close()
-    return answer
-
-
-def test_a_loader_that_fails_for_good_fails_every_time(two_ranks):
-    answers = two_ranks.run(_always_failing)
-    assert all(messages == ["RuntimeError: rank 0: Injected: for good"] * 3 for messages, _ in answers)
     expected = ids_of((0, 20), (0, 21), (1, 20), (1, 21), (1, 0))  # rank 1 had read one of its first, not the second
-    assert sorted(i for _, ids in answers for i in ids) == expected
+    assert sorted(of_all(run.seen)) == expected
+    run.close()
 
 
 @dataclasses.dataclass
@@ -247,62 +213,49 @@ class PlainBatch:
     batch_size: int
 
 
-def _not_pipelineable():
-    """A batch that TorchRec cannot copy, on both ranks and on rank 1 alone; the pipeline goes on with the next ones."""
+@on_two_ranks
+def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank():
+    """On both ranks and on rank 1 alone; the pipeline goes on with the next ones."""
     run, said, rank = Run("sparse"), [], dist.get_rank()
     for step, plain in enumerate((True, rank == 1)):
         batch: Any = named_batch(rank, step)
         if plain:
             batch = PlainBatch(batch.features, batch.sample_id, batch.target, ROWS)
         said.append(error_of(run.progress, iter([batch])))
+    both, one = said
+    assert both == one.replace("rank 1:", "rank 0:") + " (and on rank 1)"
+    assert one.startswith(
+        "TypeError: rank 1: the batch is a PlainBatch, without to and record_stream; a pipeline trains"
+    )
     run.to_the_end(own_batches(1, first=2))
-    answer = said, run.seen
+    # Rank 0 keeps the batch that was not the reason.
+    assert sorted(of_all(run.seen)) == ids_of((0, 1), (0, 2), (1, 2))
     run.close()
-    return answer
 
 
-def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank(two_ranks):
-    answers = two_ranks.run(_not_pipelineable)
-    for (both, one), _ in answers:
-        assert both == one.replace("rank 1:", "rank 0:") + " (and on rank 1)"
-        assert one.startswith(
-            "TypeError: rank 1: the batch is a PlainBatch, without to and record_stream; a pipeline trains"
-        )
-    expected = ids_of((0, 1), (0, 2), (1, 2))  # rank 0 keeps the batch that was not the reason
-    assert sorted(i for _, ids in answers for i in ids) == expected
-
-
-def _staged_error():
-    shuffler = FailingShuffler(ShufflerOptions(timeout=30.0))
+@on_two_ranks
+def test_a_staged_pipeline_is_made_anew_after_an_error():
+    shuffler, seen = FailingShuffler(ShufflerOptions(timeout=30.0)), []
 
     def run(source):
         staged = staged_pipeline(shuffler)
         while (batch := staged.progress(source)) is not None:
-            rows = batch.sample_id[: batch.actual_batch_size].tolist()
-            weights = torch.repeat_interleave(batch.sample_id, batch.features[KEYS[0]].lengths())
-            assert torch.equal(batch.features[KEYS[0]].weights().long(), weights)
-            seen.extend(rows)
+            assert not is_torn(batch)
+            seen.extend(batch.sample_id[: batch.actual_batch_size].tolist())
 
-    seen: list[int] = []
-    message = error_of(run, balanced_iter(own_batches(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler))
+    source = balanced_iter(own_batches(6, fails_at=3 if dist.get_rank() == 1 else None), shuffler)
+    assert error_of(run, source) == "RuntimeError: rank 1: Injected: in the loader"
     run(balanced_iter(own_batches(2, first=20), shuffler))
     plain = error_of(run, own_batches(1))
+    assert "got a SampleBatch whose shuffle was not started" in plain and plain.endswith(": wrap the iterator")
+    rows = of_all(seen)
+    # The good batch of rank 0 in the step of the error comes again.
+    assert len(rows) == len(set(rows)) and set(ids_of((0, 3), (0, 20), (0, 21), (1, 20), (1, 21))) <= set(rows)
     shuffler.close()
-    return message, seen, plain
 
 
-def test_a_staged_pipeline_is_made_anew_after_an_error(two_ranks):
-    answers = two_ranks.run(_staged_error)
-    assert all(message == "RuntimeError: rank 1: Injected: in the loader" for message, _, _ in answers)
-    for *_, plain in answers:
-        assert "got a SampleBatch whose shuffle was not started" in plain and plain.endswith(": wrap the iterator")
-    seen = [i for _, ids, _ in answers for i in ids]
-    # the good batch of rank 0 in the step of the error comes again
-    expected = ids_of((0, 3), (0, 20), (0, 21), (1, 20), (1, 21))
-    assert len(seen) == len(set(seen)) and set(expected) <= set(seen)
-
-
-def _shared_with_a_thread():
+@on("two_ranks", timeout=60)
+def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline():
     """A training pipeline in the middle of its data, and an evaluation that reads on a thread, with one shuffler."""
     model, optimizer = models.build_sharded()
     shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
@@ -311,7 +264,8 @@ def _shared_with_a_thread():
     evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
     training = own_batches(6)
     trainer.progress(training)
-    messages = [error_of(evaluator.progress, own_batches(3, first=20))]
+    said = "ValueError: .* already drives a BalancedTrainPipelineSparseDist whose data has not ended"
+    assert re.match(said, error_of(evaluator.progress, own_batches(3, first=20)))
     list(steps_of(trainer, training))  # the training is not disturbed
     trainer.detach()
     model.eval()
@@ -320,18 +274,12 @@ def _shared_with_a_thread():
     model.train()
     other = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
     iterator = own_batches(1, first=40)
-    messages += [error_of(other.progress, iterator), error_of(balanced_iter, iterator, shuffler)]
+    for text in (error_of(other.progress, iterator), error_of(balanced_iter, iterator, shuffler)):
+        assert re.match("ValueError: .* already drives a BalancedEvalPipelineSparseDist", text)
     evaluator.reset()
+    evaluator.detach()
     other.progress(iterator)
     shuffler.close()
-    return messages
-
-
-def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline(two_ranks):
-    for messages in two_ranks.run(_shared_with_a_thread, timeout=60):
-        assert all(text.startswith("ValueError") for text in messages)
-        assert "already drives a BalancedTrainPipelineSparseDist whose data has not ended" in messages[0]
-        assert all("already drives a BalancedEvalPipelineSparseDist" in text for text in messages[1:])
 
 
 @dataclasses.dataclass
@@ -344,8 +292,10 @@ class _Comparable(CubicShuffler):
         super().__init__(ShufflerOptions(timeout=20.0))
 
 
-def _left_and_dropped(first, second):
-    """A pipeline is left half way and dropped; rank 0 happens to hold on to it."""
+@pytest.mark.parametrize("first, second", list(itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist])))
+@on("two_ranks", timeout=60)
+def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(first, second):
+    """It is left half way; rank 0 happens to hold on to it."""
     model, optimizer = models.build_sharded()
     shuffler, device = _Comparable(), torch.device("cpu")
     kept = [balanced(first)(model, optimizer, device, batch_shuffler=shuffler)]
@@ -354,15 +304,7 @@ def _left_and_dropped(first, second):
     if dist.get_rank() == 1:
         kept.clear()
         gc.collect()
-    message = error_of(
-        balanced(second)(model, optimizer, device, batch_shuffler=shuffler).progress, own_batches(2, first=20)
-    )
+    following = balanced(second)(model, optimizer, device, batch_shuffler=shuffler)
+    said = f"ValueError: .* already drives a Balanced{first.__name__} whose data has not ended"
+    assert re.match(said, error_of(following.progress, own_batches(2, first=20)))
     shuffler.close()
-    return message
-
-
-def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(two_ranks):
-    for first, second in itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist]):
-        for message in two_ranks.run(_left_and_dropped, first, second, timeout=60):
-            assert message.startswith("ValueError")
-            assert f"already drives a Balanced{first.__name__} whose data has not ended" in message

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -38,26 +39,20 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     steps_of,
     train,
 )
-
-
-def _left_near_the_end(pipeline, runs):
-    """The user goes on to another iterator when all batches but one or two have been trained."""
-    answers = []
-    for count, steps in runs:
-        counts = [count] * dist.get_world_size()
-        answers.append(train(("build_sharded",), pipeline, "balance", [(counts, 0), (counts, 10)], steps)["seen"])
-    return answers
+from tests.helpers.ranks.on_ranks import of_all, on, on_ranks, on_two_ranks
 
 
 @pytest.mark.parametrize(
     "pipeline", before_a_commit(["base", "sparse", "prefetch"], ["lite", "fused", "semi-sync, before it starts"])
 )
-def test_an_iterator_left_with_its_last_batches_in_flight(two_ranks, pipeline):
-    runs = [(2, 1), (3, 1), (3, 2)]
-    for (count, steps), *seen in zip(runs, *two_ranks.run(_left_near_the_end, pipeline, runs)):
+@on_two_ranks
+def test_an_iterator_left_with_its_last_batches_in_flight(pipeline):
+    """The user goes on to another iterator when all batches but one or two have been trained."""
+    for count, steps in ((2, 1), (3, 1), (3, 2)):
+        iterators = [([count] * 2, 0), ([count] * 2, 10)]
+        seen = of_all(itertools.chain(*train(("build_sharded",), pipeline, "balance", iterators, steps)["seen"]))
         read = count if pipeline not in ("base", "lite") else min(count, steps + 2)  # these read less far ahead
-        expected = expected_ids([read] * 2, 2) + expected_ids([count] * 2, 2, 10)
-        assert sorted(i for rank in seen for step in rank for i in step) == sorted(expected)
+        assert sorted(seen) == sorted(expected_ids([read] * 2, 2) + expected_ids([count] * 2, 2, 10))
 
 
 def test_no_rank_has_data(two_ranks):
@@ -65,60 +60,47 @@ def test_no_rank_has_data(two_ranks):
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
 
 
-def _staged(counts, kind):
-    model, optimizer = models.build_sharded()
-    shuffler, seen = make_shuffler(kind), []
-    try:
-        for epoch in range(2):  # a Staged pipeline ends with its iterator: a new one for every epoch
-            pipeline = staged_pipeline(shuffler)
-            source = balanced_iter(rank_batches(dist.get_rank() + 10 * epoch, counts[dist.get_rank()], SIZES), shuffler)
-            while (batch := pipeline.progress(source)) is not None:
-                seen.append(batch.sample_id[: batch.actual_batch_size].tolist())
-                optimizer.zero_grad()
-                loss, _ = model(batch)
-                loss.backward()
-                optimizer.step()
-        return seen, weights_of(model)
-    finally:
-        shuffler.close()
+@on_ranks
+def test_the_staged_pipeline_trains_everything_to_the_end_and_the_same():
+    rank, size, counts, seen, weights = dist.get_rank(), dist.get_world_size(), [5, 3, 0, 7], {}, {}
+    for kind in ("balance", "identity"):
+        model, optimizer = models.build_sharded()
+        with contextlib.closing(make_shuffler(kind)) as shuffler:
+            for epoch in range(2):  # a Staged pipeline ends with its iterator: a new one for every epoch
+                pipeline = staged_pipeline(shuffler)
+                source = balanced_iter(rank_batches(rank + 10 * epoch, counts[rank], SIZES), shuffler)
+                while (batch := pipeline.progress(source)) is not None:
+                    optimizer.zero_grad()
+                    loss, _ = model(batch)
+                    loss.backward()
+                    optimizer.step()
+        seen[kind], weights[kind] = head_of(model).seen, weights_of(model)
+        rows = expected_ids(counts[:size], size) + expected_ids(counts[:size], size, 10)
+        assert sorted(of_all(itertools.chain(*seen[kind]))) == sorted(rows)
+        assert len(set(of_all([len(seen[kind])]))) == 1
+    assert seen["balance"] != seen["identity"]
+    assert largest_difference(weights["balance"], weights["identity"]) < 1e-5
 
 
-def test_the_staged_pipeline_trains_everything_to_the_end_and_the_same(ranks):
-    counts = [5, 3, 0, 7][: ranks.world_size]
-    on, off = (ranks.run(_staged, counts, kind) for kind in ("balance", "identity"))
-    expected = expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10)
-    for results in (on, off):
-        assert sorted(i for seen, _ in results for step in seen for i in step) == sorted(expected)
-        assert len({len(seen) for seen, _ in results}) == 1
-    assert [seen for seen, _ in on] != [seen for seen, _ in off]
-    assert largest_difference(on[0][1], off[0][1]) < 1e-5
-
-
-def _reset(pipeline_class):
-    """Reset with batches in flight, three times, at a different pace on every rank; then a whole epoch."""
+@pytest.mark.parametrize(
+    "pipeline_class", [TrainPipelineSparseDist, EvalPipelineSparseDist]
+)  # the latter's thread loads
+@on("ranks", timeout=60)
+def test_reset_drains_what_is_in_flight_on_every_rank(pipeline_class):
+    """With batches in flight, three times, at a different pace on every rank; then a whole epoch."""
     model, optimizer = models.build_sharded()
     model.train(pipeline_class is not EvalPipelineSparseDist)
-    shuffler = CubicShuffler()
-    pipeline = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    try:
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        pipeline = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
         for attempt in range(3):
             pipeline.progress(rank_batches(dist.get_rank() + 10 * attempt, 5, [6]))
             time.sleep(0.05 * dist.get_rank())
             pipeline.reset()
         head_of(model).trained.clear()
         list(steps_of(pipeline, rank_batches(dist.get_rank() + 50, 3, [6])))
-        return head_of(model).seen
-    finally:
         pipeline.reset()
-        shuffler.close()
-
-
-@pytest.mark.parametrize(
-    "pipeline_class", [TrainPipelineSparseDist, EvalPipelineSparseDist]
-)  # the latter's thread loads
-def test_reset_drains_what_is_in_flight_on_every_rank(ranks, pipeline_class):
-    results = ranks.run(_reset, pipeline_class, timeout=60)
-    assert sum(len(step) for seen in results for step in seen) == 3 * 6 * ranks.world_size
+    size = dist.get_world_size()
+    assert sorted(of_all(itertools.chain(*head_of(model).seen))) == expected_ids([3] * size, size, 50, [6])
 
 
 def _train_and_evaluate(pipeline, kind, detach_every):
@@ -181,6 +163,29 @@ def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipel
     assert on[0][2] == sorted(on[0][2]) and len(on[0][2]) == 2 * max(counts)
 
 
+def _train_evaluate_train(kind):
+    """One hybrid pipeline: train to the end, evaluate to the end, train on; its weights, rows and errors."""
+    model, optimizer = models.build_sharded()
+    with contextlib.closing(make_shuffler(kind)) as shuffler:
+        pipeline_class, _ = EVALUATIONS["eval hybrid"]
+        pipeline = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        errors = 0.0
+        for first, training in ((0, True), (10, False), (20, True)):
+            model.train(training)
+            source = rank_batches(dist.get_rank() + first, 3 - dist.get_rank(), [6, 2])
+            errors += (not training) * sum(map(float, steps_of(pipeline, source)))
+    return weights_of(model), sorted(of_all(itertools.chain(*head_of(model).seen))), sum(of_all([errors]))
+
+
+@pytest.mark.slow
+@on_two_ranks
+def test_a_hybrid_pipeline_trains_and_evaluates_in_turn():
+    (weights, rows, errors), (expected, same, all_errors) = map(_train_evaluate_train, ("balance", "identity"))
+    assert largest_difference(weights, expected) < 1e-5
+    assert rows == same and len(rows) > 40
+    assert errors == pytest.approx(all_errors, rel=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------ iterators left early
 
 
@@ -193,40 +198,30 @@ class _SlowThread(LookAhead):
         return super()._read_ahead()
 
 
-def _change_before_the_end(leave_after):
-    original, hooks.LookAhead = hooks.LookAhead, _SlowThread
+@pytest.mark.parametrize("leave_after", before_a_commit([1, 4], [3, 5]))
+@on("ranks", timeout=60)
+def test_an_evaluation_may_change_its_iterator_at_any_step(leave_after):
     model, optimizer = models.build_sharded()
-    model.eval()
-    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
-    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    try:
+    shuffler, size = CubicShuffler(ShufflerOptions(timeout=20.0)), dist.get_world_size()
+    with mock.patch.object(hooks, "LookAhead", _SlowThread), contextlib.closing(shuffler):
+        pipeline_class = balanced(EvalPipelineSparseDist)
+        evaluator = pipeline_class(model.eval(), optimizer, torch.device("cpu"), batch_shuffler=shuffler)
         first = rank_batches(dist.get_rank(), 5, [6])
         for _ in range(leave_after):
             evaluator.progress(first)
         for epoch in (1, 2):
             list(steps_of(evaluator, rank_batches(dist.get_rank() + 10 * epoch, 3, [6])))
-        return head_of(model).seen
-    finally:
-        hooks.LookAhead = original
         evaluator.reset()
-        shuffler.close()
-
-
-@pytest.mark.parametrize("leave_after", before_a_commit([1, 4], [3, 5]))
-def test_an_evaluation_may_change_its_iterator_at_any_step(ranks, leave_after):
-    seen = [i for rank in ranks.run(_change_before_the_end, leave_after, timeout=60) for step in rank for i in step]
+    seen = of_all(itertools.chain(*head_of(model).seen))
     assert len(seen) == len(set(seen))
-    for epoch in (1, 2):
-        assert set(expected_ids([3] * ranks.world_size, ranks.world_size, 10 * epoch, [6])) <= set(seen)
+    assert all(set(expected_ids([3] * size, size, 10 * epoch, [6])) <= set(seen) for epoch in (1, 2))
 
 
-def _asked_after_the_end():
-    source = Source(rank_batches(dist.get_rank(), 1 if dist.get_rank() else 5, [6]))
+@on_two_ranks
+def test_a_source_that_has_ended_is_not_asked_again():
+    steps = 1 if dist.get_rank() else 5
+    source = Source(rank_batches(dist.get_rank(), steps, [6]))
     with contextlib.closing(CubicShuffler()) as shuffler:
-        count = len(list(LookAhead(source, shuffler)))
+        assert len(list(LookAhead(source, shuffler))) == 5
         shuffler.drain()
-    return source.read, count
-
-
-def test_a_source_that_has_ended_is_not_asked_again(two_ranks):
-    assert two_ranks.run(_asked_after_the_end) == [(6, 5), (2, 5)]
+    assert source.read == steps + 1

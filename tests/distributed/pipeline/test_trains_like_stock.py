@@ -56,7 +56,8 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     steps_of,
 )
 from tests.helpers.pipelines.trainer_loops import Parts, StatedHead
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_two_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -157,13 +158,9 @@ def test_a_subclass_that_copies_by_itself_is_balanced(two_ranks, name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_subclass_that_loses_a_batch_or_the_shuffle_is_told_so(two_ranks, name):
-    for message in two_ranks.run(_refusal, name):
-        assert REFUSED_SUBCLASSES[REFUSED[name][0]] in message
-
-
-def _refusal(name: str) -> str:
-    return raised_by(lambda: _balanced(name, REFUSED))
+@on_two_ranks
+def test_a_subclass_that_loses_a_batch_or_the_shuffle_is_told_so(name):
+    assert REFUSED_SUBCLASSES[REFUSED[name][0]] in error_of(_balanced, name, REFUSED)
 
 
 def _wrapped(wrapper: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -21,6 +21,7 @@ from commons.pipeline import balanced, windowed_iter
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
 from tests.helpers.ranks.faults import limit_waits, meet, raised_by
+from tests.helpers.ranks.on_ranks import on
 from tests.helpers.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]
@@ -104,32 +105,9 @@ def test_a_program_that_ends_while_a_window_is_read_ends_well():
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("call", ["close", "drain"])
+@pytest.mark.parametrize("call", ["close", "drain", "reset"])
 def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(call):
-    go_on = threading.Event()
-
-    def source():
-        yield from models.rank_batches(0, 3, [6])
-        go_on.wait(60)
-
-    shuffler = CubicShuffler(ShufflerOptions(timeout=0.5))
-    windowed = windowed_iter(source(), shuffler, 3)
-    next(windowed)  # and the next window is being read
-    try:
-        with (
-            mock.patch.object(engine, "GRACE_SECONDS", 0.5),
-            pytest.raises(
-                RuntimeError, match=rf"^{call}\(\) has waited 1 s for the iterator of rank 0, whose next\(\)"
-            ),
-        ):
-            windowed.close() if call == "close" else shuffler.drain()
-    finally:
-        go_on.set()
-    windowed.close()
-    shuffler.close()
-
-
-def test_reset_names_the_rank_whose_loader_blocks_its_thread():
+    """Of a window, or of a pipeline whose thread loads."""
     blocks, go_on = threading.Event(), threading.Event()
 
     def source():
@@ -138,22 +116,31 @@ def test_reset_names_the_rank_whose_loader_blocks_its_thread():
         go_on.wait(60)
 
     shuffler = CubicShuffler(ShufflerOptions(timeout=0.5))
-    model, optimizer = models.build_plain()
-    evaluator = balanced(EvalPipelineSparseDist)(model.eval(), optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    evaluator.progress(source())
+    if call == "reset":
+        model, optimizer = models.build_plain()
+        reader = balanced(EvalPipelineSparseDist)(model.eval(), optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        reader.progress(source())
+    else:
+        reader = windowed_iter(source(), shuffler, 3)
+        next(reader)  # and the next window is being read
     assert blocks.wait(60)
-    said = r"^reset\(\) has waited 1 s for the iterator of rank 0, whose next\(\) has not returned"
+    stop = shuffler.drain if call == "drain" else getattr(reader, call)
+    said = rf"^{call}\(\) has waited 1 s for the iterator of rank 0, whose next\(\) has not returned"
     try:
         with mock.patch.object(engine, "GRACE_SECONDS", 0.5), pytest.raises(RuntimeError, match=said):
-            evaluator.reset()
+            stop()
     finally:
         go_on.set()
-    evaluator.reset()
+    stop()
     shuffler.close()
 
 
-def _reset_on_rank_1():
-    """Rank 1 resets its pipeline in the middle of the data and goes on, as after an error of its model alone."""
+@on("own_two_ranks", timeout=100)
+def test_a_rank_that_resets_alone_moves_no_rows():
+    """They would arrive in another rank's exchange of an earlier step, where gloo ends the process.
+
+    Rank 1 resets its pipeline in the middle of the data and goes on, as after an error of its model alone.
+    """
     model, _ = models.build_plain()
     model.head.forward = lambda embeddings, batch: (embeddings["item"].values().sum(), batch.sample_id)  # no collective
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -163,12 +150,7 @@ def _reset_on_rank_1():
         trainer.progress(source)
         if dist.get_rank() == 1:
             trainer.reset()
-        return raised_by(lambda: list(steps_of(trainer, source)))
-
-
-def test_a_rank_that_resets_alone_moves_no_rows():
-    """They would arrive in another rank's exchange of an earlier step, where gloo ends the process."""
-    with RankPool(2) as pool:
-        waited, alone = pool.run(_reset_on_rank_1, timeout=100)
-    said = "ValueError: rank 0 calls gather and rank 1 calls gather after 1 reset(); all ranks make the same calls"
-    assert alone.startswith(said) and (waited == alone or "rank 1 did not take part in the exchange of" in waited)
+        said = raised_by(lambda: list(steps_of(trainer, source)))
+    alone = "ValueError: rank 0 calls gather and rank 1 calls gather after 1 reset(); all ranks make the same calls"
+    waited = dist.get_rank() == 0 and "rank 1 did not take part in the exchange of" in said
+    assert said.startswith(alone) or waited, said

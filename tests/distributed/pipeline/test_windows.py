@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -25,6 +24,7 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, Source, expected_ids
 from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import wait_for
 
 
@@ -141,8 +141,8 @@ def test_observing_says_what_a_window_gives(ranks):
     assert observed[0]["windows"][0]["token_fraction_moved"] == 0 < moved[0]["windows"][0]["token_fraction_moved"]
 
 
-def _reads_ahead():
-    """How many batches have been read after the first of each window, given time; and that a pause does not read on."""
+@on_two_ranks
+def test_the_next_window_is_read_while_one_trains_and_nothing_beyond_it():
     read = [0]
 
     def source():
@@ -150,26 +150,32 @@ def _reads_ahead():
             read[0] += 1
             yield batch
 
-    seen = []
     with closing(CubicShuffler()) as shuffler:
         windowed = windowed_iter(source(), shuffler, 3)
-        seen.append(read[0])
+        seen = [read[0]]
         for index, _ in enumerate(windowed):
             if index % 3 == 0:
                 wait_for(lambda index=index: read[0] >= min(12, index + 6), 20)
                 seen.append(read[0])
                 time.sleep(0.05)
-                assert read[0] == seen[-1]
-    return seen
+                assert read[0] == seen[-1]  # nor does a pause read on
+    assert seen == [0, 6, 9, 12, 12]
 
 
-def test_the_next_window_is_read_while_one_trains_and_nothing_beyond_it(two_ranks):
-    assert two_ranks.run(_reads_ahead) == [[0, 6, 9, 12, 12]] * 2
-
-
-def _fails_once(where, at):
-    """Rank 1 has a bad batch; what is raised where, and what is trained in all."""
-    failing = dist.get_rank() == 1
+@pytest.mark.parametrize(
+    ("where", "at", "kind", "text"),
+    [
+        ("loader", 4, "RuntimeError", "rank 1: OSError: the disk is gone"),
+        ("workloads", 5, "RuntimeError", "rank 1: ArithmeticError: no cost"),
+        ("negative", 0, "ValueError", "rank 1: workloads[0] is -"),
+        ("dtype", 4, "ValueError", "rank 1: this batch differs from the first: field 'target'"),
+        # Of first batches nobody knows which is right: all ranks leave theirs out.
+        ("dtype", 0, "SchemasDifferError", "the batches of ranks 0 and 1 differ: field 'target'"),
+    ],
+)
+@on_ranks
+def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(where, at, kind, text):
+    failing, size = dist.get_rank() == 1, dist.get_world_size()
     batches = list(models.rank_batches(dist.get_rank(), 8, [4]))
     if failing and where == "dtype":
         batches[at] = dataclasses.replace(batches[at], target=batches[at].target.double())
@@ -195,47 +201,11 @@ def _fails_once(where, at):
                 errors.append((len(ids), type(error).__name__, str(error)))
                 continue
             ids.append(batch.sample_id[: batch.actual_batch_size].tolist())
-    return ids, errors
-
-
-@pytest.mark.parametrize(
-    ("where", "at", "kind", "text"),
-    [
-        ("loader", 4, "RuntimeError", "rank 1: OSError: the disk is gone"),
-        ("workloads", 5, "RuntimeError", "rank 1: ArithmeticError: no cost"),
-        ("negative", 0, "ValueError", "rank 1: workloads[0] is -"),
-        ("dtype", 4, "ValueError", "rank 1: this batch differs from the first: field 'target'"),
-        # Of first batches nobody knows which is right: all ranks leave theirs out.
-        ("dtype", 0, "SchemasDifferError", "the batches of ranks 0 and 1 differ: field 'target'"),
-    ],
-)
-def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(ranks, where, at, kind, text):
-    answers = ranks.run(_fails_once, where, at)
-    for _, errors in answers:
-        ((position, raised, said),) = errors
-        assert (position, raised) == (at // 3 * 3, kind) and text in said
-    trained = sorted(row for ids, _ in answers for batch in ids for row in batch)
-    faulty = [] if where == "loader" else range(ranks.world_size) if (where, at) == ("dtype", 0) else [1]
-    lost = [row for rank in faulty for row in range(1 + 100_000 * rank + 100 * at, 5 + 100_000 * rank + 100 * at)]
-    everything = expected_ids([8] * ranks.world_size, ranks.world_size, sizes=[4])
-    assert trained == sorted(set(everything) - set(lost))
-
-
-def _refused(window, kind=None):
-    batch = make_batch([1 + dist.get_rank()], 1)
-    if kind == "torchrec":
-        batch = TorchRecBatch(
-            torch.rand(2, 3),
-            KeyedJaggedTensor(keys=["a"], values=torch.arange(2), lengths=torch.ones(2, dtype=torch.int64)),
-            torch.ones(2),
-        )
-    elif kind == "device":
-        batch = batch.to(torch.device("meta"))
-    own = window[dist.get_rank()] if isinstance(window, list) else window
-    cost = mock.patch.object(CubicShuffler, "get_workloads", lambda *_: torch.ones(2, dtype=torch.int64))
-    memory = mock.patch.object(available_memory, "available_memory", lambda: 1000 if kind == "memory" else None)
-    with closing(CubicShuffler()) as shuffler, memory, cost if kind == "torchrec" else contextlib.nullcontext():
-        return raised_by(lambda: next(windowed_iter([batch] if kind == "list" else iter([batch]), shuffler, own)))
+    ((position, raised, said),) = errors
+    assert (position, raised) == (at // 3 * 3, kind) and text in said
+    faulty = [] if where == "loader" else range(size) if (where, at) == ("dtype", 0) else [1]
+    lost = {row for rank in faulty for row in range(1 + 100_000 * rank + 100 * at, 5 + 100_000 * rank + 100 * at)}
+    assert sorted(of_all(itertools.chain(*ids))) == sorted({*expected_ids([8] * size, size, sizes=[4])} - lost)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +221,21 @@ def _refused(window, kind=None):
         (2, "list", "give iter() of it (and on rank 1"),
     ],
 )
-def test_bad_windows_are_refused_on_every_rank(two_ranks, window, kind, text):
-    for said in two_ranks.run(_refused, window, kind):
-        assert text in said
+@on_two_ranks
+def test_bad_windows_are_refused_on_every_rank(window, kind, text):
+    batch = make_batch([1 + dist.get_rank()], 1)
+    if kind == "torchrec":
+        features = KeyedJaggedTensor(keys=["a"], values=torch.arange(2), lengths=torch.ones(2, dtype=torch.int64))
+        batch = TorchRecBatch(torch.rand(2, 3), features, torch.ones(2))
+    elif kind == "device":
+        batch = batch.to(torch.device("meta"))
+    own = window[dist.get_rank()] if isinstance(window, list) else window
+    memory = mock.patch.object(available_memory, "available_memory", lambda: 1000 if kind == "memory" else None)
+    with closing(CubicShuffler()) as shuffler, memory:
+        if kind == "torchrec":
+            shuffler.get_workloads = lambda batch: torch.ones(2, dtype=torch.int64)
+        source = [batch] if kind == "list" else iter([batch])
+        assert text in raised_by(lambda: next(windowed_iter(source, shuffler, own)))
 
 
 def test_what_is_no_shuffler_is_refused():
@@ -272,21 +254,15 @@ def test_stats_are_taken_once_per_batch_and_do_not_pile_up(monkeypatch):
             windowed.take_stats()
 
 
-def _left_half_way():
-    """Windows are left in their middle, closed or not, and others come after them; in the end nothing waits."""
-    shuffler = CubicShuffler(ShufflerOptions(timeout=60.0))
-    seen = []
-    for attempt in range(4):
-        windowed = windowed_iter(models.rank_batches(dist.get_rank() + 10 * attempt, 8, [4]), shuffler, 3)
-        seen.append(len(list(itertools.islice(windowed, 2 + attempt))))
-        if attempt % 2:
-            windowed.close()
-            assert next(windowed, None) is None
-        del windowed
-    seen.append(len(list(windowed_iter(models.rank_batches(dist.get_rank() + 50, 8, [4]), shuffler, 3))))
-    shuffler.close()
-    return seen
-
-
-def test_windows_may_be_left_in_their_middle(ranks):
-    assert ranks.run(_left_half_way) == [[2, 3, 4, 5, 8]] * ranks.world_size
+@on_ranks
+def test_windows_may_be_left_in_their_middle():
+    """Closed or not, and others come after them; in the end nothing waits."""
+    with closing(CubicShuffler(ShufflerOptions(timeout=60.0))) as shuffler:
+        for attempt in range(4):
+            windowed = windowed_iter(models.rank_batches(dist.get_rank() + 10 * attempt, 8, [4]), shuffler, 3)
+            assert len(list(itertools.islice(windowed, 2 + attempt))) == 2 + attempt
+            if attempt % 2:
+                windowed.close()
+                assert next(windowed, None) is None
+            del windowed
+        assert len(list(windowed_iter(models.rank_batches(dist.get_rank() + 50, 8, [4]), shuffler, 3))) == 8

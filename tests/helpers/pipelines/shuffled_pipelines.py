@@ -103,8 +103,9 @@ def make_shuffler(kind):
 def staged_pipeline(shuffler):
     """TorchRec's StagedTrainPipeline, which copies and shuffles batches of `balanced_iter`."""
     pretend_from_now_on()
-    copy = stock.PipelineStage("copy", lambda batch: batch.to(torch.device("cpu")), PretendedStream())
-    stages = [copy, shuffle_stage(shuffler, copy.stream)]
+    stream, cpu = PretendedStream(name="memcpy stream"), torch.device("cpu")
+    copy = stock.PipelineStage("copy", lambda batch: batch.to(cpu, non_blocking=True), stream)
+    stages = [copy, shuffle_stage(shuffler, stream)]
     pipeline = stock.StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
     pipeline._stream_context = on_stream
     return pipeline
