@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from commons.integrations.model_cost import model_cost
+from commons.perf_model.partitioner import as_int64_workloads
 
 pytestmark = [pytest.mark.extra("transformers"), pytest.mark.timeout(400)]
 BERT = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -19,6 +24,8 @@ def make(name, options):
     """A model of random weights whose experts and attention are computed by products that torch counts."""
     import transformers
 
+    if not hasattr(transformers, name):
+        pytest.skip(f"this release of transformers has no {name}")
     model = getattr(transformers, name)
     config = model.config_class(pad_token_id=0, **options)
     config._attn_implementation = config._experts_implementation = "eager"
@@ -27,12 +34,20 @@ def make(name, options):
 
 def counted(model, length):
     """The operations of a row's forward pass."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.ones(1, length, dtype=torch.int64))
     return counter.get_total_flops()
+
+
+def cost_of(model, *lengths):
+    """The workloads of rows."""
+    return model_cost(model)(np.array(lengths)).tolist()
+
+
+def cost_of_pair(model):
+    """Of two tokens beyond what each costs."""
+    one, two = cost_of(model, 1, 2)
+    return two - 2 * one
 
 
 @pytest.mark.parametrize(
@@ -54,37 +69,29 @@ def counted(model, length):
     ],
 )
 def test_a_row_costs_the_operations_that_torch_counts(name, options, causal):
-    from commons.integrations.model_cost import model_cost
-
-    try:
-        model = make(name, options)
-    except AttributeError:
-        pytest.skip(f"this release of transformers has no {name}")
-    cost = model_cost(model)
-    of_pair = int(cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0]) // (1 if causal else 2)
+    model = make(name, options)
+    of_pair = cost_of_pair(model) // (1 if causal else 2)
     for length in (64, 128):
         # Eager attention computes masked pairs too: L² instead of L(L + 1) / 2.
         masked = of_pair * (length * length - length * (length + 1) // 2) if causal else 0
         # A router is not counted, nor are the rotations of positions.
-        assert counted(model, length) - masked == pytest.approx(int(cost(np.array([length]))[0]), rel=0.01)
+        assert counted(model, length) - masked == pytest.approx(cost_of(model, length)[0], rel=0.01)
 
 
-def test_every_layer_of_falcon_h1_has_attention():
-    from commons.integrations.model_cost import model_cost
-
-    try:
-        model = make("FalconH1ForCausalLM", LLAMA | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16})
-    except AttributeError:
-        pytest.skip("this release of transformers has no FalconH1")
-    cost = model_cost(model)
-    assert cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0] == 4 * 4 * 4 * 16
+@pytest.mark.parametrize(
+    ("name", "options", "layers"),
+    [
+        ("FalconH1ForCausalLM", LLAMA | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, 4),
+        ("Qwen3NextForCausalLM", MOE | LINEAR | {"head_dim": 16, "linear_num_key_heads": 2}, 1),
+    ],
+)
+def test_pairs_are_those_of_the_layers_that_have_attention(name, options, layers):
+    """Of four: every one in Falcon H1, one in Qwen3-Next."""
+    assert cost_of_pair(make(name, options)) == layers * 4 * 4 * 16
 
 
 def test_the_wrapper_of_an_adapted_matrix_counts_nothing_itself():
     """As PEFT's layers do: `in_features` and `out_features` of their own, and the matrix as `base_layer`."""
-    import torch
-
-    from commons.integrations.model_cost import model_cost
 
     class Adapted(torch.nn.Module):
         def __init__(self, base_layer):
@@ -92,45 +99,25 @@ def test_the_wrapper_of_an_adapted_matrix_counts_nothing_itself():
             self.base_layer = base_layer
             self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
 
-    model, lengths = make("LlamaForCausalLM", LLAMA), np.array([1, 17])
-    expected = model_cost(model)(lengths).tolist()
+    model = make("LlamaForCausalLM", LLAMA)
+    expected = cost_of(model, 1, 17)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-    assert model_cost(model)(lengths).tolist() == expected
-
-
-def test_the_layers_without_attention_have_no_pairs():
-    from commons.integrations.model_cost import model_cost
-
-    try:
-        model = make("Qwen3NextForCausalLM", MOE | LINEAR | {"head_dim": 16, "linear_num_key_heads": 2})
-    except AttributeError:
-        pytest.skip("this release of transformers has no Qwen3Next")
-    cost = model_cost(model)
-    assert cost(np.array([2]))[0] - 2 * cost(np.array([1]))[0] == 4 * 4 * 16  # of one layer in four
+    assert cost_of(model, 1, 17) == expected
 
 
 def test_the_text_of_a_multimodal_model_is_counted():
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    from commons.integrations.model_cost import model_cost
-
     vision = CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**LLAMA), vision_config=vision))
-    lengths = np.array([1, 17])
-    assert model_cost(model)(lengths).tolist() == model_cost(make("LlamaForCausalLM", LLAMA))(lengths).tolist()
+    assert cost_of(model, 1, 17) == cost_of(make("LlamaForCausalLM", LLAMA), 1, 17)
 
 
 def test_the_costs_of_a_large_model_can_be_summed():
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from commons.integrations.model_cost import model_cost
-    from commons.perf_model.partitioner import as_int64_workloads
-
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     with torch.device("meta"):
-        cost = model_cost(LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)))
+        cost = model_cost(make("LlamaForCausalLM", {"vocab_size": 32000, **sizes}))
     workloads = as_int64_workloads(cost(np.full(1_000_000, 1000)))
     of_token, of_pair = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000), 32 * 4 * 4096
     exact = (of_token * 2000 + of_pair * 2000 * 2001 // 2) / (of_token * 1000 + of_pair * 1000 * 1001 // 2)
@@ -138,10 +125,7 @@ def test_the_costs_of_a_large_model_can_be_summed():
 
 
 def test_a_model_of_unknown_cost_is_refused():
-    import torch
     import transformers
-
-    from commons.integrations.model_cost import model_cost
 
     names = ("PerceiverForMaskedLM", "T5GemmaForConditionalGeneration")
     with torch.device("meta"):
