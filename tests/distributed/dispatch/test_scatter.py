@@ -14,6 +14,7 @@ from commons.dispatch import scatter_balanced
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, length_of, padded_batch
 from tests.helpers.ranks.faults import missed
+from tests.helpers.ranks.on_ranks import of_all, on_four_ranks, on_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 
 
@@ -111,7 +112,9 @@ def test_a_rank_that_does_not_take_part_is_named():
     assert "all ranks make the same calls" in message and "Shuffler" not in message
 
 
-def scatter_in_steps(pad):
+@pytest.mark.parametrize("pad", [False, True])
+@on_ranks
+def test_more_of_the_same_rows(pad):
     """Log-probabilities to the source, advantages from there: to the rows that they belong to."""
     is_source = dist.get_rank() == 1
     ids = list(range(10, 21))
@@ -127,12 +130,7 @@ def scatter_in_steps(pad):
     assert more["text"][:real] == [f"t{sample}" for sample in share.batch.sample_id[:real].tolist()]
     wide = share.scatter_more(torch.arange(14) if is_source else None)  # of the whole batch, padding included
     assert wide[:real].tolist() == share.indices[:real].tolist()
-    return real
-
-
-@pytest.mark.parametrize("pad", [False, True])
-def test_more_of_the_same_rows(ranks, pad):
-    assert sum(ranks.run(scatter_in_steps, pad)) == 11
+    assert sum(of_all([real])) == 11
 
 
 def test_without_ranks():
@@ -141,20 +139,12 @@ def test_without_ranks():
     assert torch.equal(share.gather_back(share.batch)["ids"], dense([1, 2, 3]))
 
 
-def in_a_subgroup():
-    group = dist.new_group([1, 3])
-    if dist.get_rank() not in (1, 3):
-        return None
-    is_source = dist.get_rank() == 3
-    share = scatter_balanced(
-        dense([1, 2, 3]) if is_source else None, [3, 2, 1] if is_source else None, src=1, group=group
-    )
-    back = share.gather_back(share.batch)
-    return share.indices.tolist(), None if back is None else back.tolist()
-
-
-def test_a_source_is_a_rank_of_its_group(rank_pools):
-    results = rank_pools[4].run(in_a_subgroup)
-    assert results[0] is results[2] is None and results[1][1] is None
-    assert results[3][1] == dense([1, 2, 3]).tolist()
-    assert sorted(results[1][0] + results[3][0]) == [0, 1, 2]
+@on_four_ranks
+def test_a_source_is_a_rank_of_its_group():
+    group, dealt = dist.new_group([1, 3]), []
+    if dist.get_rank() in (1, 3):
+        is_source, rows = dist.get_rank() == 3, dense([1, 2, 3])
+        share = scatter_balanced(*((rows, [3, 2, 1]) if is_source else (None, None)), src=1, group=group)
+        back, dealt = share.gather_back(share.batch), share.indices.tolist()
+        assert torch.equal(back, rows) if is_source else back is None
+    assert sorted(of_all(dealt)) == [0, 1, 2]

@@ -5,7 +5,7 @@ is flattened, and every row arrives as it was.
 from __future__ import annotations
 
 import collections
-import itertools
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import steps_of
 from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.on_ranks import of_all, on_ranks
 
 SIZES = [7, 2, 5, 1]
 STEPS = 4
@@ -53,77 +54,67 @@ def row_values(batches: list[Any]) -> list[Any]:
     return [row for batch in batches for row in rows_as_values(batch)]
 
 
-def same_rows(before: list[Any], after: list[Any]) -> bool:
-    """Whether the same rows with every field are on the ranks together; of all ranks' answers."""
-    counted = [collections.Counter(row for rank in rows for row in rank) for rows in (before, after)]
-    return counted[0] == counted[1] and sum(counted[0].values()) > 0
-
-
-def _shuffled(sizes, rows, shuffler_class, **options):
-    batches = [own_batch(step, sizes, rows) for step in range(2)]
-    with closing(shuffler_class(options=ShufflerOptions(**options))) as shuffler:
-        results = [shuffler.shuffle(batch) for batch in batches]
-        stats = shuffler.last_stats
-        moved = stats is not None and stats.moved
-    if stats is not None:  # the values of KeyedJaggedTensors are looked up, those of JaggedTensors are not
-        held = [value for _, value in row_fields(batches[1]) if isinstance(value, KeyedJaggedTensor)]
-        assert stats.lookups_before[dist.get_rank()] == sum(value.values().numel() for value in held) > 0
-    for step, result in enumerate(results):
-        assert type(result) is type(batches[0]) and result.batch_size == -1
-        assert result.data_timestamp == dist.get_rank() + step / 10  # each rank's own
-        assert isinstance(result.sequence_dense_features["price"], JaggedTensor)
-        assert result.dense_features["user"].keys() == ["age", "geo"]
-    same = [result is batch for result, batch in zip(results, batches)]
-    return row_values(batches), row_values(results), moved, same
+def require_same_rows(before: list[Any], after: list[Any]) -> None:
+    """The same rows with every field are on the ranks together."""
+    counted = [collections.Counter(of_all(rows)) for rows in (before, after)]
+    assert counted[0] == counted[1] and counted[0].total() > 0
 
 
 @pytest.mark.parametrize("rows", [None, 9])
-@pytest.mark.parametrize("shuffler", [ClicksShuffler, TokensBalancedBatchShuffler])
-def test_every_row_arrives_whole_by_both_transports(ranks, rows, shuffler):
-    by_transport = []
+@pytest.mark.parametrize("shuffler_class", [ClicksShuffler, TokensBalancedBatchShuffler])
+@on_ranks
+def test_every_row_arrives_whole_by_both_transports(rows, shuffler_class):
+    rank, by_transport = dist.get_rank(), []
     for transport in ("all_to_all", "all_gather"):
-        answers = ranks.run(_shuffled, SIZES, rows, shuffler, transport=transport, verify=True)
-        before, after, moved, same = zip(*answers)
-        assert all(moved) and not all(itertools.chain(*same)) and same_rows(before, after)
-        by_transport.append(after)
+        batches = [own_batch(step, rows=rows) for step in range(2)]
+        with closing(shuffler_class(options=ShufflerOptions(transport=transport, verify=True))) as shuffler:
+            results = [shuffler.shuffle(batch) for batch in batches]
+            stats = shuffler.last_stats
+        # The values of KeyedJaggedTensors are looked up, those of JaggedTensors are not.
+        held = [value for _, value in row_fields(batches[1]) if isinstance(value, KeyedJaggedTensor)]
+        assert stats.moved and stats.lookups_before[rank] == sum(value.values().numel() for value in held) > 0
+        for step, result in enumerate(results):
+            assert type(result) is type(batches[0]) and result is not batches[step] and result.batch_size == -1
+            assert result.data_timestamp == rank + step / 10  # each rank's own
+            assert isinstance(result.sequence_dense_features["price"], JaggedTensor)
+            assert result.dense_features["user"].keys() == ["age", "geo"]
+        by_transport.append(row_values(results))
+        require_same_rows(row_values(batches), by_transport[-1])
     assert by_transport[0] == by_transport[1]
 
 
-def _trained(rows):
+@pytest.mark.parametrize("rows", [None, 8])
+@on_ranks
+def test_a_pipeline_trains_every_row_whole(rows):
     trained, own = [], [own_batch(step, rows=rows) for step in range(STEPS)]
     model = AnyBatch(lambda batch: trained.extend(rows_as_values(batch)))
     own = own[:-1] if dist.get_rank() == 1 else own  # one rank ends before the others
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with closing(ClicksShuffler()) as shuffler:
         pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-        moved = sum(pipeline.last_stats.moved for _ in steps_of(pipeline, iter(own)))
-    return row_values(own), trained, moved
+        assert [pipeline.last_stats.moved for _ in steps_of(pipeline, iter(own))] == [True] * STEPS
+    require_same_rows(row_values(own), trained)
 
 
-@pytest.mark.parametrize("rows", [None, 8])
-def test_a_pipeline_trains_every_row_whole(ranks, rows):
-    before, after, moved = zip(*ranks.run(_trained, rows))
-    assert same_rows(before, after) and set(moved) == {STEPS}
-
-
-def _windowed(counts):
-    own = [own_batch(step, rows=8) for step in range(counts[dist.get_rank()])]
+@on_ranks
+def test_windows_of_nested_batches():
+    rank = dist.get_rank()
+    own = [own_batch(step, rows=8) for step in range([4, 2, 3, 4][rank])]
     with closing(ClicksShuffler()) as shuffler:
         window = windowed_iter(iter(own), shuffler, 2)
         results = list(window)
         window.close()
+    require_same_rows(row_values(own), row_values(results))
     stamps = [result.data_timestamp for result in results]
-    return row_values(own), row_values(results), stamps
+    assert len(stamps) == 4
+    if rank == 0:
+        assert sorted(stamps) == [0.0, 0.1, 0.2, 0.3]
+    if rank == 1:
+        assert set(stamps) <= {1.0, 1.1, 0.0}
 
 
-def test_windows_of_nested_batches(ranks):
-    before, after, stamps = zip(*ranks.run(_windowed, [4, 2, 3, 4]))
-    assert same_rows(before, after)
-    assert len({len(each) for each in stamps}) == 1 and sorted(stamps[0]) == [0.0, 0.1, 0.2, 0.3]
-    assert all(stamp in (1.0, 1.1, 0.0) for stamp in stamps[1])
-
-
-def _redistributed():
+@on_ranks
+def test_dispatch_of_nested_batches():
     batch = None if dist.get_rank() == 1 else own_batch(0)
     workloads = None if batch is None else ClicksShuffler.get_workloads(None, batch)
     result = redistribute_balanced(batch, workloads)
@@ -133,12 +124,9 @@ def _redistributed():
     if batch is not None:
         assert home["cost"].tolist() == workloads.tolist()
         assert torch.equal(home["groups"]["user"].values(), batch.dense_features["user"].values())
-    return [] if batch is None else rows_as_values(batch), rows_as_values(result.batch)
-
-
-def test_dispatch_of_nested_batches(ranks):
-    before, after = zip(*ranks.run(_redistributed))
-    assert same_rows(before, after) and all(after)
+    after = rows_as_values(result.batch)
+    require_same_rows([] if batch is None else rows_as_values(batch), after)
+    assert after
 
 
 # ------------------------------------------------------------------------------------------ every other nesting
@@ -162,7 +150,9 @@ def _deep(ids):
     )
 
 
-def _every_nesting(transport):
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+@on_ranks
+def test_branches_of_every_kind(transport):
     rank = dist.get_rank()
     ids = [5 * each + 2 for each in range(6)] if rank == 0 else [5 * (100 * rank + each) for each in range(4)]
     batch = _deep(ids) if rank != 1 else None
@@ -173,14 +163,8 @@ def _every_nesting(transport):
     assert isinstance(result.more["td"], TensorDict) and result.more["td"].batch_size == (result.batch_size,)
     assert isinstance(result.more["groups"]["kt"], KeyedTensor) and result.more["unit"] == "s"
     assert isinstance(result.listed[0], tuple) and result.listed[0][1] == "kept"
-    terms = result.global_loss_terms()
-    return [] if batch is None else rows_as_values(batch), rows_as_values(result), terms, result.num_loss_tokens()
-
-
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
-def test_branches_of_every_kind(ranks, transport):
-    before, after, terms, own_terms = zip(*ranks.run(_every_nesting, transport))
-    assert same_rows(before, after) and set(terms) == {sum(own_terms)}
+    require_same_rows([] if batch is None else rows_as_values(batch), rows_as_values(result))
+    assert result.global_loss_terms() == sum(of_all([result.num_loss_tokens()]))
 
 
 @dataclass
@@ -197,21 +181,17 @@ class Outer:
     values: torch.Tensor
 
 
-def _stated_by_a_part():
+@on_ranks
+def test_padding_that_a_part_of_the_batch_states():
     batch = Outer(Inner(torch.arange(2) + 1, 2), torch.arange(2.0) + 1) if dist.get_rank() == 0 else None
     with closing(OneEach()) as shuffler:
         shuffler.get_workloads = lambda batch: torch.tensor([5, 3])
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
-    assert result.inner.ids.tolist() == result.values.tolist()
-    return result.values.tolist(), result.inner.actual_batch_size
-
-
-def test_padding_that_a_part_of_the_batch_states(ranks):
-    values, real = zip(*ranks.run(_stated_by_a_part))
-    assert sorted(itertools.chain(*values))[-2:] == [1, 2] and sum(real) == 2
-    assert real[:2] == (1, 1) and values[0] == ([1, 0] if values[0][0] == 1 else [2, 0])
-    assert all(each == [0] for each in values[2:])
+    values = result.values.tolist()
+    assert result.inner.ids.tolist() == values and result.inner.actual_batch_size == (dist.get_rank() < 2)
+    assert len(values) == (2 if dist.get_rank() == 0 else 1)
+    assert sorted(of_all(values)) == [*[0] * (dist.get_world_size() - 1), 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
@@ -230,21 +210,16 @@ class OneEach(BaseTaskBalancedBatchShuffler):
         return torch.ones(3, dtype=torch.int64)
 
 
-def _other_stamps():
-    """Errors where rank 1's first batch has another value, and where its second one has."""
-    said = []
-    for stamps in ([1.0], [0.0, 1.0]):
+@on_ranks
+def test_a_plain_value_that_differs_says_how_it_is_declared():
+    """In rank 1's first batch, and in its second one."""
+    for stamps, said in (
+        ([1.0], "the batches of ranks 0 and 1 differ: field 'stamp': 0.0 and 1.0; "),
+        ([0.0, 1.0], "rank 1: this batch differs from the first: field 'stamp': 0.0 and 1.0; "),
+    ):
         with closing(OneEach()) as shuffler:
             for stamp in stamps:
                 batch = Stamped({"a": torch.ones(3)}, stamp if dist.get_rank() == 1 else 0.0)
-                text = raised_by(lambda batch=batch: shuffler.shuffle(batch))
-        said.append(text)
-    return said
-
-
-def test_a_plain_value_that_differs_says_how_it_is_declared(ranks):
-    for first, later in ranks.run(_other_stamps):
-        assert "the batches of ranks 0 and 1 differ: field 'stamp': 0.0 and 1.0; " in first
-        assert "rank 1: this batch differs from the first: field 'stamp': 0.0 and 1.0; " in later
-        for text in (first, later):
-            assert "let these values differ between ranks: register_batch_type(Stamped, " in text and "\n" not in text
+                text = raised_by(functools.partial(shuffler.shuffle, batch))
+        assert said in text and "\n" not in text
+        assert "let these values differ between ranks: register_batch_type(Stamped, " in text

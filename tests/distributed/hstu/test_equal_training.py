@@ -24,6 +24,7 @@ from hstu.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models.hstu_models import model_of, with_timestamps
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit, train_steps
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 STEPS = 7
 TABLES = {"user": 30, "item": 50, "action": 6}
@@ -70,14 +71,8 @@ def random_batches(candidates):
     )
 
 
-def _train_both_ways(task, candidates, sharding):
-    """Weights before; with the shuffler on and off the weights behind; the rows that moved; and the losses of both."""
-    before, on, losses_on, moved = _train("hstu", task, candidates, sharding)
-    _, off, losses_off, _ = _train("identity", task, candidates, sharding)
-    return before, on, off, moved, losses_on, losses_off
-
-
 def _train(kind, task, candidates, sharding):
+    """Weights before and after, losses, and how often rows moved."""
     device = torch.device("cpu")
     torch.manual_seed(0)
     config = MODELS[task]
@@ -109,8 +104,10 @@ def _train(kind, task, candidates, sharding):
     ("task", "candidates"),
     before_a_commit([("ranking by time", 3), ("windows", 3), ("drawn", 0), ("global", 0)], [("ranking", 0)]),
 )
-def test_plain_tables_in_float64(ranks, task, candidates):
-    before, on, off, moved, losses_on, losses_off = ranks.run(_train_both_ways, task, candidates, None)[0]
+@on_ranks
+def test_plain_tables_in_float64(task, candidates):
+    before, on, losses_on, moved = _train("hstu", task, candidates, None)
+    _, off, losses_off, _ = _train("identity", task, candidates, None)
     assert moved > 5
     for name in on:
         assert float((on[name] - off[name]).abs().max()) < 1e-10
@@ -124,8 +121,11 @@ def test_plain_tables_in_float64(ranks, task, candidates):
         [("ranking", "table_wise"), ("drawn", "row_wise")], [("ranking by time", "row_wise"), ("global", "table_wise")]
     ),
 )
-def test_sharded_tables_in_float32(ranks, task, sharding):
-    _, on, off, moved, losses_on, losses_off = ranks.run(_train_both_ways, task, 0, sharding)[0]
+@on_ranks
+def test_sharded_tables_in_float32(task, sharding):
+    (_, on, losses_on, moved), (_, off, losses_off, _) = (
+        _train(kind, task, 0, sharding) for kind in ("hstu", "identity")
+    )
     assert moved > 5
     for name in on:
         # A small weight, such as a bias, is the sum of terms of order 1, which float32 rounds.
@@ -135,8 +135,9 @@ def test_sharded_tables_in_float32(ranks, task, sharding):
 
 
 @pytest.mark.slow
-def test_negatives_of_neighbours_change_with_the_neighbours(two_ranks):
+@on_two_ranks
+def test_negatives_of_neighbours_change_with_the_neighbours():
     """What the docs say cannot be avoided; and that the tests above would notice."""
-    *_, moved, losses_on, losses_off = two_ranks.run(_train_both_ways, "neighbours", 0, None)[0]
+    (_, _, on, moved), (_, _, off, _) = (_train(kind, "neighbours", 0, None) for kind in ("hstu", "identity"))
     assert moved > 5
-    assert abs(sum(losses_on) - sum(losses_off)) > 1e-4 * sum(losses_off)
+    assert abs(sum(on) - sum(off)) > 1e-4 * sum(off)

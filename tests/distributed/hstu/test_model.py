@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +22,8 @@ from hstu.sharding import build_distributed_model, dense_parameters
 from tests.helpers.models import hstu_models
 from tests.helpers.models.hstu_models import random_batch
 from tests.helpers.models.torchrec_model import weights_of
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 CPU = torch.device("cpu")
 HSTU = dataclasses.replace(hstu_models.HSTU, max_sequence_length=64)
@@ -48,80 +48,65 @@ def batch_of_step(step: int) -> HSTUBatch:
     return random_batch(12, longest=20, seed=step, max_num_candidates=step % 2 * 4)
 
 
-def train_sharded(sharding):
-    torch.manual_seed(0)
-    model = HSTURankingModel(CONFIG)
+@pytest.mark.parametrize("sharding", [None, "table_wise", "row_wise", {"item": "row_wise", "user": "table_wise"}])
+@on_ranks
+def test_sharded_training_equals_one_process(sharding):
+    model, alone = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = build_distributed_model(
         model, device=CPU, embedding_optimizer="sgd", embedding_lr=0.5, sharding=sharding
     )
+    assert sorted(dense_parameters(parallel)) == sorted(name for name in before if not name.startswith("embedding."))
     started = weights_of(parallel)
-    optimizer = torch.optim.SGD(dense_parameters(parallel).values(), lr=0.5)
+    for name, value in before.items():
+        assert torch.equal(started[name], value), name
+    alone.load_state_dict(before)
+    optimizers = [torch.optim.SGD(each, lr=0.5) for each in (dense_parameters(parallel).values(), alone.parameters())]
     for step in range(4):
         # In one step a rank has no tokens, in the last one none has.
         own = padding(4) if step == 3 else share(batch_of_step(step), empty_rank=1 if step == 1 else None)
-        optimizer.zero_grad()
-        parallel(own)[0].backward()
-        optimizer.step()
-    return before, started, weights_of(parallel), sorted(dense_parameters(parallel))
-
-
-@pytest.mark.parametrize("sharding", [None, "table_wise", "row_wise", {"item": "row_wise", "user": "table_wise"}])
-def test_sharded_training_equals_one_process(ranks, sharding):
-    before, started, after, names = ranks.run(train_sharded, sharding)[0]
-    assert names == sorted(name for name in before if not name.startswith("embedding."))
-    for name, value in before.items():
-        assert torch.equal(started[name], value), name
-    model = HSTURankingModel(CONFIG)
-    model.load_state_dict(before)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch_of_step(step))[0].backward()
-        optimizer.step()
-    for name, value in model.state_dict().items():
+        for each, batch, optimizer in zip((parallel, alone), (own, batch_of_step(step)), optimizers):
+            if step < 3 or each is parallel:
+                optimizer.zero_grad()
+                each(batch)[0].backward()
+                optimizer.step()
+    after = weights_of(parallel)
+    for name, value in alone.state_dict().items():
         assert not torch.equal(value, before[name]), name
         torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-5)
 
 
-def shard_from_meta():
+@on_two_ranks
+def test_tables_on_meta_are_initialised_by_their_shards():
     torch.manual_seed(dist.get_rank())
     model = HSTURankingModel(CONFIG, embedding_device=torch.device("meta"))
     parallel = build_distributed_model(model, device=CPU, sharding="row_wise")
     parallel(share(batch_of_step(0)))[0].backward()
     table = weights_of(parallel)["embedding.collections.8.embeddings.item.weight"]
-    head = parallel.module.dense.head[0].weight.detach().clone()
-    return table, head
-
-
-def test_tables_on_meta_are_initialised_by_their_shards(two_ranks):
-    (table, head), (_, other_head) = two_ranks.run(shard_from_meta)
     assert bool(table.all()) and 0.9 < float(table.abs().max()) * 50**0.5 < 1.1  # ±1/√rows, and one small update
     assert not torch.equal(table[:2], table[25:27])  # shards do not start alike
-    assert torch.equal(head, other_head)  # rank 0's
+    first, second = of_all([parallel.module.dense.head[0].weight.tolist()])
+    assert first == second  # rank 0's
 
 
-def refusals():
-    models = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
-    options = [{"embedding_optimizer": "adam"}, {"embedding_optimizer": "lion"}, {"embedding_lr": 0.0}]
-    options += [{"sharding": each} for each in ("data_parallel", {"movie": "row_wise"}, {"item": "diagonal"})]
-    return [
-        raised_by(functools.partial(build_distributed_model, models[plain], device=CPU, **each))
-        for plain, each in [*((0, each) for each in options), (1, {})]
+@on_two_ranks
+def test_what_cannot_be_sharded_is_refused():
+    model, plain = HSTURankingModel(CONFIG), HSTURankingModel(CONFIG, plain_embeddings=True)
+    refused = [
+        ({"embedding_optimizer": "adam"}, "embedding_optimizer is 'adam' on CPU"),
+        ({"embedding_optimizer": "lion"}, "embedding_optimizer is 'lion'"),
+        ({"embedding_lr": 0.0}, "embedding_lr is 0.0"),
+        ({"sharding": "data_parallel"}, "sharding of table 'user' is 'data_parallel' on CPU"),
+        (
+            {"sharding": {"movie": "row_wise"}},
+            "sharding names tables ['movie'], the model has ['user', 'tags', 'item',",
+        ),
+        ({"sharding": {"item": "diagonal"}}, "sharding of table 'item' is 'diagonal'"),
+        ({"model": plain}, "the model has plain embeddings"),
     ]
-
-
-def test_what_cannot_be_sharded_is_refused(two_ranks):
-    for messages in two_ranks.run(refusals):
-        assert [message.removeprefix("ValueError: ").split(";")[0] for message in messages] == [
-            "embedding_optimizer is 'adam' on CPU",
-            "embedding_optimizer is 'lion'",
-            "embedding_lr is 0.0",
-            "sharding of table 'user' is 'data_parallel' on CPU",
-            "sharding names tables ['movie'], the model has ['user', 'tags', 'item', 'action']: correct the names",
-            "sharding of table 'item' is 'diagonal'",
-            "the model has plain embeddings",
-        ]
+    for changes, said in refused:
+        text = error_of(build_distributed_model, **{"model": model, "device": CPU} | changes)
+        assert text.startswith(f"ValueError: {said}"), text
 
 
 def test_sharding_needs_a_process_group():
@@ -132,53 +117,42 @@ def test_sharding_needs_a_process_group():
 # ---------------------------------------------------------------------------------------------------------- metrics
 
 
-def gathered_auc(scores_by_rank):
-    metrics = RankingMetrics(1)
-    for score, label in scores_by_rank[dist.get_rank()]:
-        metrics.update(RankingOutput(torch.tensor([[score]]), torch.tensor([[label]]), torch.zeros(()), 1))
-    return metrics.compute()["auc_task_0"]
+@on_ranks
+def test_auc_is_over_all_ranks_also_those_without_predictions():
+    def gathered(scores_by_rank):
+        metrics = RankingMetrics(1)
+        for score, label in scores_by_rank[dist.get_rank()]:
+            metrics.update(RankingOutput(torch.tensor([[score]]), torch.tensor([[label]]), torch.zeros(()), 1))
+        return metrics.compute()["auc_task_0"]
 
-
-def test_auc_is_over_all_ranks_also_those_without_predictions(ranks):
-    scores = [[(1.0, 1.0), (5.0, 0.0), (-2.0, 0.0)], [], [(6.0, 1.0)], []][: ranks.world_size]
-    expected = 0.5 if ranks.world_size == 2 else 0.75
-    assert ranks.run(gathered_auc, scores) == [expected] * ranks.world_size
-    nothing = ranks.run(gathered_auc, [[]] * ranks.world_size)
-    assert all(math.isnan(value) for value in nothing)
+    scores = [[(1.0, 1.0), (5.0, 0.0), (-2.0, 0.0)], [], [(6.0, 1.0)], []]
+    assert gathered(scores) == (0.5 if dist.get_world_size() == 2 else 0.75)
+    assert math.isnan(gathered([[]] * 4))
 
 
 # ------------------------------------------------------------------------------------------------------------ execution
 
 
-def _texts():
-    return gather_texts("é" * 3 * dist.get_rank(), CPU)
+@on_ranks
+def test_texts_of_all_ranks():
+    texts = gather_texts("é" * 3 * dist.get_rank(), CPU)
+    assert texts == ["é" * 3 * rank for rank in range(dist.get_world_size())]
 
 
-def test_texts_of_all_ranks(ranks):
-    expected = ["é" * 3 * rank for rank in range(ranks.world_size)]
-    assert ranks.run(_texts) == [expected] * ranks.world_size
-
-
-def _compiles():
-    """Rank 1 has no compiler."""
-    problem = "it failed (no compiler)" if dist.get_rank() == 1 else None
+@on_ranks
+def test_where_one_rank_cannot_compile_none_does():
+    rank = dist.get_rank()
     hstu = dataclasses.replace(HSTU, execution=ExecutionConfig(compile=True))
     with (
-        mock.patch.object(execution, "compile_problem", lambda device: problem),
-        mock.patch.object(execution.platform, "node", lambda: f"node{dist.get_rank()}"),
+        mock.patch.object(execution, "compile_problem", lambda _: "it failed (no compiler)" if rank == 1 else None),
+        mock.patch.object(execution.platform, "node", lambda: f"node{rank}"),
         mock.patch.object(execution, "_warn_once") as warn,
     ):
         model = HSTURankingModel(dataclasses.replace(CONFIG, hstu=hstu))
         build_distributed_model(model, device=CPU, sharding="table_wise", local_world_size=dist.get_world_size())
-        return execution_of(hstu, CPU, torch.float32), [call.args[0] for call in warn.call_args_list]
-
-
-def test_where_one_rank_cannot_compile_none_does(ranks):
-    found = ranks.run(_compiles)
-    assert [each for each, _ in found] == [Execution(False, False)] * ranks.world_size
-    (warning,) = found[0][1]
-    assert "on node node1 (rank 1) it failed (no compiler)" in warning
-    assert all(warnings == [] for _, warnings in found[1:])
+        assert execution_of(hstu, CPU, torch.float32) == Execution(False, False)
+    said = [call.args[0] for call in warn.call_args_list]
+    assert len(said) == (rank == 0) and all("on node node1 (rank 1) it failed (no compiler)" in text for text in said)
 
 
 class _Ranks(execution._Ranks):
@@ -226,13 +200,14 @@ def _choose(backend, broken):
         return chosen.uses_triton, measured, [each["forward"].queries for each in triton_launch._BLOCKS.values()]
 
 
-def test_the_first_rank_of_every_kind_of_gpu_measures_for_the_others(ranks):
-    first = [rank % 2 for rank in range(ranks.world_size)]
-    expected = [(True, [rank] if rank < 2 else [], [16 << first[rank]]) for rank in range(ranks.world_size)]
-    assert ranks.run(_choose, "auto", None) == expected
+@on_ranks
+def test_the_first_rank_of_every_kind_of_gpu_measures_for_the_others():
+    rank = dist.get_rank()
+    assert _choose("auto", None) == (True, [rank] if rank < 2 else [], [16 << rank % 2])
 
 
-def test_where_one_rank_cannot_use_the_kernels_none_does(ranks):
-    assert [used for used, *_ in ranks.run(_choose, "auto", 1)] == [False] * ranks.world_size
-    refused = set(ranks.run(_choose, "triton", 1))
-    assert len(refused) == 1 and "(rank 1) its kernels cannot run; choose 'pytorch'" in refused.pop()
+@on_ranks
+def test_where_one_rank_cannot_use_the_kernels_none_does():
+    used, *_ = _choose("auto", 1)
+    assert not used
+    assert "(rank 1) its kernels cannot run; choose 'pytorch'" in _choose("triton", 1)

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.raw_data.movielens import generate_movielens
-from commons.datasets.public.movielens import preprocess_movielens
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.metrics import RankingMetrics
@@ -26,7 +24,8 @@ from hstu.train_config import TrainConfig
 from tests.distributed.hstu.test_model import CONFIG, HSTU, share
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models.hstu_models import TABLES, model_of, random_batch
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 CPU = torch.device("cpu")
 CONFIGS = {"ranking": CONFIG, "retrieval": RetrievalConfig(HSTU, TABLES, "item", embedding_dims={"item": 4})}
@@ -85,42 +84,15 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(ranks, task, sharding):
         assert results == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
-def gather_and_use(counts):
-    rank = dist.get_rank()
-    values = (torch.arange(counts[rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
-    everything = gather_rows(values)
-    (everything * (rank + 1)).sum().backward()
-    return everything.detach(), values.grad
-
-
 @pytest.mark.parametrize("counts", [[3, 0, 1, 2], [0, 0, 0, 0]])
-def test_gathered_rows_have_the_gradients_of_all_ranks(ranks, counts):
-    answers = ranks.run(gather_and_use, counts)
-    world_size = ranks.world_size
-    expected = [torch.arange(counts[rank] * 2.0).view(-1, 2) + 100 * rank for rank in range(world_size)]
-    for rank, (everything, grad) in enumerate(answers):
-        assert torch.equal(everything, torch.cat(expected))
-        assert torch.equal(grad, torch.full((counts[rank], 2), world_size * (world_size + 1) / 2))
-
-
-# ---------------------------------------------------------------------------------------------------------- learning
-
-
-@pytest.fixture(scope="module")
-def generated_movielens(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ml-1m")
-    preprocess_movielens(generate_movielens(folder / "raw", num_users=500, seed=1).path, folder, test_fraction=0.2)
-    return folder
-
-
-@pytest.mark.slow
-def test_ranking_on_generated_movielens_beats_popularity(two_ranks, generated_movielens, tmp_path):
-    flags = ["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", str(generated_movielens)]
-    flags += ["--dataset.shuffle", "--trainer.train-batch-size", "16", "--trainer.num-epochs", "3"]
-    flags += ["--dataset.max-history-seqlen", "64", "--model.hidden-size", "32", "--model.kv-channels", "16"]
-    flags += ["--trainer.eval-interval", "1000", "--optimizer.dense-lr", "2e-3", "--optimizer.embedding-lr", "0.05"]
-    _, _, metrics = two_ranks.run(run_config, flags, tmp_path)[0]
-    assert metrics["eval_auc_task_0"] > 0.05 + metrics["eval_popularity_auc_task_0"] > 0.5
+@on_ranks
+def test_gathered_rows_have_the_gradients_of_all_ranks(counts):
+    size, of_ranks = dist.get_world_size(), [torch.arange(n * 2.0).view(-1, 2) + 100 * r for r, n in enumerate(counts)]
+    values = of_ranks[dist.get_rank()].clone().requires_grad_()
+    everything = gather_rows(values)
+    (everything * (dist.get_rank() + 1)).sum().backward()
+    assert torch.equal(everything, torch.cat(of_ranks[:size]))
+    assert torch.equal(values.grad, torch.full_like(values, size * (size + 1) / 2))
 
 
 # ------------------------------------------------------------------------------------------------ runs from a config
@@ -182,11 +154,8 @@ def test_retrieval_from_a_config_and_resumed(two_ranks, tmp_path, negatives, com
     assert (compute_dtype == "fp32" and not scales) or scales[8] == first["loss_scale"] < scales[4] < scale
 
 
-def messages_of(cases, run_dir):
-    return [raised_by(functools.partial(run_config, flags, run_dir)) for flags in cases]
-
-
-def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
+@on_two_ranks
+def test_mistakes_are_named_on_every_rank(tmp_path):
     retrieval = ["--task", "retrieval"]
     cases = {
         "task is 'retrieval' and max_num_candidates is 2": [*retrieval, "--dataset.max-num-candidates", "2"],
@@ -195,19 +164,16 @@ def test_mistakes_are_named_on_every_rank(two_ranks, tmp_path):
         "compile is True and the device is 'cpu'": ["--model.compile", "True"],
         "the table of 'item_id' is 6 wide": ["--model.item-embedding-dim", "6"],
     }
-    for messages in two_ranks.run(messages_of, list(cases.values()), tmp_path):
-        for start, message in zip(cases, messages):
-            assert start in message and "\n" not in message, (start, message)
+    for said, flags in cases.items():
+        text = error_of(run_config, flags, tmp_path)
+        assert said in text and "\n" not in text, text
 
 
-def counted_features():
+@on_two_ranks
+def test_times_and_negatives_are_no_tokens_to_balance():
     flags = ["--shuffler-type", "tokens", "--model.time-bias", "--task", "retrieval", "--model.num-negatives", "7"]
     recipe = HSTURecipe(load_config(TrainConfig, [*RUN.split(), *flags]), CPU)
     shuffler = recipe.build_shuffler(balances=True)
     shuffler.close()
-    return shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
-
-
-def test_times_and_negatives_are_no_tokens_to_balance(two_ranks):
-    (counted, loaded), _ = two_ranks.run(counted_features)
+    counted, loaded = shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
     assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1

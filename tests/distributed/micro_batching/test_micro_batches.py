@@ -20,6 +20,7 @@ from commons.distributed import global_mean_loss
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.ranks.faults import error_of, missed, raised_by
+from tests.helpers.ranks.on_ranks import on_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
@@ -53,16 +54,12 @@ def test_all_ranks_make_as_many_and_none_is_empty(ranks, algorithm):
     assert max(divided[1][1]) - min(divided[1][1]) <= 1
 
 
-def test_one_collective(ranks):
-    counts = ranks.run(_count_gathers, LENGTHS)
-    assert counts == [[6]] * ranks.world_size  # a gather of six integers
-
-
-def _count_gathers(lengths_of):
+@on_ranks
+def test_one_collective():
     redistribute_balanced(torch.arange(2), [1, 1])  # connects the ranks, also for rows
     with mock.patch.object(ControlChannel, "gather", autospec=True, side_effect=ControlChannel.gather) as gather:
-        _pack(lengths_of, {"max_tokens_per_mb": 31})
-    return [len(call.args[1]) for call in gather.mock_calls]
+        _pack(LENGTHS, {"max_tokens_per_mb": 31})
+    assert [len(call.args[1]) for call in gather.mock_calls] == [6]  # a gather of six integers
 
 
 def test_a_rank_with_few_rows_is_spared_by_a_tighter_packing(two_ranks):
@@ -102,8 +99,12 @@ def _pack_in_pairs(lengths_of):
     return len(packed) or said
 
 
-def _accumulate(fewest_terms_of_a_mean, joint=False):
-    """Gradients of DistributedDataParallel over micro-batches, and of one process over all rows."""
+@pytest.mark.parametrize(
+    ("fewest_terms_of_a_mean", "joint"), [(None, False), (1, False), (None, True)], ids=["sums", "means", "joint"]
+)
+@on_ranks
+def test_gradients_are_those_of_one_process(fewest_terms_of_a_mean, joint):
+    """Those of DistributedDataParallel over micro-batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     rows_of = [5, 9, 3, 7][:world_size]
@@ -138,13 +139,8 @@ def _accumulate(fewest_terms_of_a_mean, joint=False):
     model.zero_grad()
     global_mean_loss(sum_of(parallel, data[rank]), int(data[rank]["terms"].sum())).backward()
     direct = torch.cat([weight.grad.flatten() for weight in model.parameters()])
-    return [float((each - expected).abs().max()) for each in (reached, direct)], float(expected.abs().max())
-
-
-@pytest.mark.parametrize("how", [(None,), (1,), (None, True)], ids=["sums", "means", "joint"])
-def test_gradients_are_those_of_one_process(ranks, how):
-    for differences, largest in ranks.run(_accumulate, *how):
-        assert max(differences) < 1e-14 and largest > 1e-3
+    assert float(expected.abs().max()) > 1e-3
+    assert all(float((each - expected).abs().max()) < 1e-14 for each in (reached, direct))
 
 
 UNEVEN_LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2, 2, 1], [1, 1, 1, 1, 1, 1], [30, 1, 1], []]

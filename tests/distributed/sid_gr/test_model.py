@@ -31,7 +31,8 @@ from tests.helpers.models.sid_models import (
     model_parallel,
 )
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 METRICS = ["HitRate@1", "HitRate@5", "NDCG@5", "Recall@3"]
 
@@ -45,77 +46,63 @@ def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max())
 
 
-def _against_plain_pytorch(heads):
-    """Largest differences of losses and of gradients, over batches with padding and empty histories."""
-    with model_parallel():
-        return [_worst_of(heads, dtype) for dtype in (torch.float64, torch.float32)]
-
-
-def _worst_of(heads, dtype):
-    worst = {"loss": 0.0, "gradient": 0.0}
-    for seed in range(3):
-        model = make_model(heads=heads)
-        model.dense.to(dtype)
-        plain = PlainDecoder(model.decoder, table_of(model))
-        batch = make_batch(seed, num_real=6 - seed)
-        loss, output = model(batch)
-        loss.backward()
-        expected = plain.loss_sum(batch)
-        # Both ranks bring the same batch: W × own sum ÷ global count is own sum ÷ own count.
-        (expected / output.num_loss_tokens).backward()
-        assert output.num_loss_tokens == sum(codes.numel() for codes in codes_of_rows(batch, CANDIDATE)) > 0
-        worst["loss"] = max(worst["loss"], abs(float(output.loss_sum) - float(expected)) / float(expected))
-        pairs = [(parameter.grad, plain.weights[name].grad) for name, parameter in model.dense.named_parameters()]
-        pairs.append((table_of(model).grad, plain.table.grad))
-        for found, wanted in pairs:
-            wanted = torch.zeros_like(found).double() if wanted is None else wanted
-            worst["gradient"] = max(worst["gradient"], _largest(found, wanted))
-    return worst
-
-
 @pytest.mark.parametrize("heads", before_a_commit(["separate"], ["shared"]))
-def test_loss_and_gradients_are_those_of_plain_pytorch(two_ranks, heads):
-    for exact, rounded in two_ranks.run(_against_plain_pytorch, heads):
-        # The table and its gradient are float32.
-        assert exact["loss"] < 1e-13 and exact["gradient"] < 1e-6
-        assert rounded["loss"] < 1e-6 and rounded["gradient"] < 1e-5
+@pytest.mark.parametrize(
+    ("dtype", "most_of_loss", "most_of_gradient"),
+    [(torch.float64, 1e-13, 1e-6), (torch.float32, 1e-6, 1e-5)],  # the table and its gradient are float32
+)
+@on_two_ranks
+def test_loss_and_gradients_are_those_of_plain_pytorch(heads, dtype, most_of_loss, most_of_gradient):
+    """Over batches with padding and empty histories."""
+    with model_parallel():
+        for seed in range(3):
+            model = make_model(heads=heads)
+            model.dense.to(dtype)
+            plain = PlainDecoder(model.decoder, table_of(model))
+            batch = make_batch(seed, num_real=6 - seed)
+            loss, output = model(batch)
+            loss.backward()
+            expected = plain.loss_sum(batch)
+            # Both ranks bring the same batch: W × own sum ÷ global count is own sum ÷ own count.
+            (expected / output.num_loss_tokens).backward()
+            assert output.num_loss_tokens == sum(codes.numel() for codes in codes_of_rows(batch, CANDIDATE)) > 0
+            assert float(output.loss_sum) == pytest.approx(float(expected), rel=most_of_loss, abs=0)
+            pairs = [(parameter.grad, plain.weights[name].grad) for name, parameter in model.dense.named_parameters()]
+            for found, wanted in (*pairs, (table_of(model).grad, plain.table.grad)):
+                assert _largest(found, 0 if wanted is None else wanted) < most_of_gradient
 
 
-def _groups_of_a_bound_world():
-    world = dist.group.WORLD
-    world.bound_device_id = torch.device("cuda", 3)
+@on_two_ranks
+def test_groups_of_ranks_that_are_bound_to_a_device_connect_when_they_are_used():
+    """To one that is not here: torch connects a new group at once where its device is given."""
+    world, bound = dist.group.WORLD, torch.device("cuda", 3)
+    world.bound_device_id = bound
     made = len(dist.distributed_c10d._world.pg_names)
     try:
         with model_parallel(2):
             groups = list(dist.distributed_c10d._world.pg_names)[made:]
-            return len(groups), [group.bound_device_id for group in groups], world.bound_device_id
+            assert len(groups) > 10 and {group.bound_device_id for group in groups} == {None}
+            assert world.bound_device_id == bound
     finally:
         world.bound_device_id = None
 
 
-def test_groups_of_ranks_that_are_bound_to_a_device_connect_when_they_are_used(two_ranks):
-    """To one that is not here: torch connects a new group at once where its device is given."""
-    for number, devices, bound in two_ranks.run(_groups_of_a_bound_world):
-        assert number > 10 and set(devices) == {None} and bound == torch.device("cuda", 3)
-
-
-def _generated():
+@on_two_ranks
+def test_generation_equals_enumeration_and_cached_decoding_equals_uncached():
     with model_parallel():
         _compare_with_enumeration()
-        differences = []
         for seed in range(3):
             model = make_model(beam_width=7).eval()
             batch = make_batch(seed, batch_size=5, num_real=5 - seed)
             cached, uncached = model.generate(batch), model.generate(batch, use_cache=False)
             assert cached.leaves.shape == (5 - seed, 7)
             assert torch.equal(cached.leaves, uncached.leaves)
-            differences.append(_largest(cached.log_probs, uncached.log_probs.double()))
+            assert _largest(cached.log_probs, uncached.log_probs.double()) < 1e-5
             # What a row gets does not depend on its candidates, nor on the rows beside it.
             alone = model.generate(batch.index_select([0]))
             assert torch.equal(alone.leaves[0], cached.leaves[0])
             _, output = model(batch)
             assert torch.equal(output.generated.leaves, cached.leaves)
-        return max(differences)
 
 
 def _compare_with_enumeration():
@@ -130,10 +117,6 @@ def _compare_with_enumeration():
         assert _largest(found.log_probs[row], scores[ranking]) < 1e-5
 
 
-def test_generation_equals_enumeration_and_cached_decoding_equals_uncached(two_ranks):
-    assert max(two_ranks.run(_generated)) < 1e-5
-
-
 def share(batch):
     """This rank's rows, unevenly many; the last rank has padding alone."""
     rank, owners = dist.get_rank(), dist.get_world_size() - 1
@@ -144,15 +127,16 @@ def share(batch):
     return make_batch(0, batch_size=2, num_real=0)
 
 
-def _metrics_of_all_ranks(sharding):
+@pytest.mark.parametrize("sharding", before_a_commit(["row_wise"], ["table_wise"]))
+@on_ranks
+def test_every_user_counts_once_on_any_number_of_ranks(sharding):
     with model_parallel():
-        whole = [make_batch(seed, batch_size=9) for seed in range(2)]
         plain_model = make_model(beam_width=SID_MAP.num_items).eval()
         plain = PlainDecoder(plain_model.decoder, table_of(plain_model))
         model = build_sharded(sharding, beam_width=SID_MAP.num_items).eval()
         metrics = GenerationMetrics(METRICS, SID_MAP.num_items)
         values = {name: [] for name in METRICS}
-        for batch in whole:
+        for batch in (make_batch(seed, batch_size=9) for seed in range(2)):
             with torch.no_grad():
                 _, output = model(share(batch))
             metrics.update(output)
@@ -165,17 +149,12 @@ def _metrics_of_all_ranks(sharding):
                     values[name].append(metric_of_user(name, ranking, true))
         expected = {name: statistics.fmean(of_users) for name, of_users in values.items()}
         errors = {f"{name}_se": statistics.pstdev(each) / math.sqrt(len(each)) for name, each in values.items()}
-        return metrics.compute(), expected | errors
-
-
-@pytest.mark.parametrize("sharding", before_a_commit(["row_wise"], ["table_wise"]))
-def test_every_user_counts_once_on_any_number_of_ranks(ranks, sharding):
-    for found, expected in ranks.run(_metrics_of_all_ranks, sharding):
-        assert found == pytest.approx(expected, abs=1e-9)
+        assert metrics.compute() == pytest.approx(expected | errors, abs=1e-9)
         assert 0 < expected["HitRate@5"] < 1
 
 
-def _gradients_after_backward():
+@on_two_ranks
+def test_gradients_are_those_of_one_backward_pass():
     """`grad` holds the averaged gradients, of one backward pass; an evaluation between two passes changes nothing."""
     with model_parallel():
         model = build_sharded("row_wise", embedding_lr=1e-30)
@@ -201,57 +180,53 @@ def _gradients_after_backward():
         model.train()
         # The first pass has trained the table, at a rate of next to nothing: the second one sees the same weights.
         second = gradients()
-        return max(_largest(second[name], first[name].double()) for name in first), len(names)
+        assert len(names) > 20 and all(_largest(second[name], first[name].double()) < 1e-6 for name in first)
 
 
-def test_gradients_are_those_of_one_backward_pass(two_ranks):
-    for difference, count in two_ranks.run(_gradients_after_backward):
-        assert difference < 1e-6 and count > 20
-
-
-def _no_loss_terms():
-    with model_parallel():
-        return [_step_without_terms(everywhere) for everywhere in (False, True)]
-
-
-def _step_without_terms(everywhere):
-    model = build_sharded("row_wise")
+@pytest.mark.parametrize("everywhere", [False, True])
+@on_two_ranks
+def test_no_rows_on_a_rank_or_on_all(everywhere):
     empty = everywhere or dist.get_rank() == 0
-    batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
-    loss, output = model(batch)
-    loss.backward()
-    grads = [parameter.grad for parameter in dense_parameters(model).values()]
-    with torch.no_grad():
-        generated = model.eval()(batch)[1].generated.leaves.shape
-    return float(loss), output.num_loss_tokens, all(torch.isfinite(g).all() for g in grads), tuple(generated)
+    with model_parallel():
+        model = build_sharded("row_wise")
+        batch = make_batch(0, batch_size=3, num_real=0) if empty else make_batch(1)
+        loss, output = model(batch)
+        loss.backward()
+        assert all(torch.isfinite(parameter.grad).all() for parameter in dense_parameters(model).values())
+        with torch.no_grad():
+            generated = model.eval()(batch)[1].generated.leaves.shape
+        assert (output.num_loss_tokens == 0) == empty
+        assert not empty or (float(loss), generated) == (0.0, (0, 5))
 
 
-def test_no_rows_on_a_rank_or_on_all(two_ranks):
-    for everywhere, (first, second) in enumerate(zip(*two_ranks.run(_no_loss_terms))):
-        assert first == (0.0, 0, True, (0, 5))
-        assert second[2] and (second[1] == 0) is bool(everywhere)
+@on_two_ranks
+def test_mistakes():
+    def require(said, call, *args, **kwargs):
+        assert said in (text := error_of(call, *args, **kwargs)), text
 
-
-def _mistakes():
-    found = {"no groups": raised_by(make_model), "world": raised_by(lambda: initialize_model_parallel(3))}
+    require("RuntimeError: megatron-core's parallel_state is not initialised", make_model)
+    require("ValueError: tensor_model_parallel_size is 3, there are 2 ranks", initialize_model_parallel, 3)
     with model_parallel():
         model, other, trie = make_model(), make_batch(0), SIDTrie(SID_MAP.codes, (5, 3, 6))
         other.num_hierarchies, other.codebook_sizes = 1, None
-        calls = {
-            "groups of another size": lambda: make_model(tensor_model_parallel_size=2),
-            "beam": lambda: make_model(beam_width=24),
-            "no beam": lambda: make_model(beam_width=0),
-            "codebooks": lambda: SIDGRModel(model.config, trie=trie),
-            "no trie": lambda: SIDGRModel(model.config).generate(make_batch(0)),
-            "no labels": lambda: model(make_batch(0, with_labels=False)),
-            "hierarchies": lambda: model(other),
-            "sizes": lambda: model(GPTSIDBatch.random(2, (4, 3, 4), 3, device=CPU)),
-            "long row": lambda: model(_long_batch()),
-            "full history": lambda: model.generate(_full_batch()),
-            "sharding": lambda: build_distributed_model(model, device=CPU, sharding="data_parallel"),
-            "width": lambda: build_distributed_model(make_model(hidden_size=6), device=CPU),
-        }
-        return found | {name: raised_by(call) for name, call in calls.items()}
+        said = "ValueError: tensor_model_parallel_size is 2, the groups were made for 1"
+        require(said, make_model, tensor_model_parallel_size=2)
+        require("ValueError: beam width is 24, there are 23 valid SIDs", make_model, beam_width=24)
+        require("ValueError: beam width is 0, there are 23 valid SIDs", make_model, beam_width=0)
+        said = "ValueError: codebook_sizes of the model are [5, 3, 4], those of the valid SIDs [5, 3, 6]"
+        require(said, SIDGRModel, model.config, trie=trie)
+        require("RuntimeError: the model has no trie", SIDGRModel(model.config).generate, make_batch(0))
+        require("TypeError: labels are NoneType", model, make_batch(0, with_labels=False))
+        require("ValueError: the batch has 1 hierarchies, the model 3", model, other)
+        said = "ValueError: codebook_sizes of the batch are [4, 3, 4], those of the model [5, 3, 4]"
+        require(said, model, GPTSIDBatch.random(2, (4, 3, 4), 3, device=CPU))
+        require("max_items is 15; the model has no more positions", model, _long_batch())
+        said = "ValueError: row 1 has a history of 15 items, max_items is 15; the generated item needs"
+        require(said, model.generate, _full_batch())
+        said = "ValueError: sharding is 'data_parallel'"
+        require(said, build_distributed_model, model, device=CPU, sharding="data_parallel")
+        said = "ValueError: the table of 'codes' is 6 wide; fbgemm's tables are a multiple of 4 wide"
+        require(said, build_distributed_model, make_model(hidden_size=6), device=CPU)
 
 
 def _long_batch():
@@ -265,30 +240,9 @@ def _full_batch():
     return GPTSIDBatch.random_of_lengths(torch.tensor([most - 1, most]), torch.tensor([1, 0]), SIZES)
 
 
-def test_mistakes(two_ranks):
-    for found in two_ranks.run(_mistakes):
-        expected = {
-            "no groups": "RuntimeError: megatron-core's parallel_state is not initialised",
-            "world": "ValueError: tensor_model_parallel_size is 3, there are 2 ranks",
-            "groups of another size": "ValueError: tensor_model_parallel_size is 2, the groups were made for 1",
-            "beam": "ValueError: beam width is 24, there are 23 valid SIDs",
-            "no beam": "ValueError: beam width is 0, there are 23 valid SIDs",
-            "codebooks": "ValueError: codebook_sizes of the model are [5, 3, 4], those of the valid SIDs [5, 3, 6]",
-            "no trie": "RuntimeError: the model has no trie",
-            "no labels": "TypeError: labels are NoneType",
-            "hierarchies": "ValueError: the batch has 1 hierarchies, the model 3",
-            "sizes": "ValueError: codebook_sizes of the batch are [4, 3, 4], those of the model [5, 3, 4]",
-            "long row": "max_items is 15; the model has no more positions",
-            "full history": "ValueError: row 1 has a history of 15 items, max_items is 15; the generated item needs",
-            "sharding": "ValueError: sharding is 'data_parallel'",
-            "width": "ValueError: the table of 'codes' is 6 wide; fbgemm's tables are a multiple of 4 wide",
-        }
-        assert found.keys() == expected.keys()
-        for name, start in expected.items():
-            assert start in found[name]
-
-
-def _on_cpu():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to ask for")
+@on_two_ranks
+def test_megatron_core_asks_for_a_cuda_device_and_is_given_the_cpu():
     with model_parallel():
         model = make_model()
 
@@ -306,8 +260,3 @@ def _on_cpu():
             assert torch.cuda.current_device is asked
         assert {parameter.main_grad.device.type for parameter in wrapped.parameters()} == {"cpu"}
         assert isinstance(wrapped.module, SIDDecoder) and parallel_state.get_data_parallel_world_size() == 2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to ask for")
-def test_megatron_core_asks_for_a_cuda_device_and_is_given_the_cpu(two_ranks):
-    two_ranks.run(_on_cpu)
