@@ -13,7 +13,7 @@ from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.batches.any_batches import dense
 from tests.helpers.ranks.faults import error_of
 
-ONE_TO_THREE = {"batch": {"a": dense([1, 2, 3])}, "workloads": [1, 2, 30]}
+ONE_TO_THREE = {"batch": {"a": dense([1, 2, 3]), "meta": "same"}, "workloads": [1, 2, 30]}
 NOTHING = {"batch": None, "workloads": None}
 
 
@@ -93,6 +93,10 @@ MISTAKES = {
         (lambda rank: {"trim": Trim("ab"[rank])}, "trim is [\"Trim(mask='a', lengths=None"),
         (lambda rank: {"src": 9}, "rank 0: src is 9, the group has 2 ranks; "),
         (
+            lambda rank: {"trim": Trim("mask")},
+            "KeyError: \"rank 0: the batch has no field 'mask' to trim by; its fields are 'a'",
+        ),
+        (
             lambda rank: {"equal_size": np.bool_(True)},
             "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON",
         ),
@@ -123,8 +127,12 @@ MISTAKES = {
             "there are 1 rows for 2 parts (chunks or ranks); every part needs at least one: use",
         ),
         (
-            lambda rank: {"batch": {"a": dense([1, 2, 3]).int()}} if rank else {},
+            lambda rank: {"batch": {"a": dense([1, 2, 3]).int(), "meta": "same"}} if rank else {},
             "the batches of ranks 0 and 1 differ: field 'a': tensor int64 [3] and tensor int32 [3]; type, keys,",
+        ),
+        (
+            lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
+            "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; type, keys,",
         ),
         (
             lambda rank: {"workloads": None} if rank else {},

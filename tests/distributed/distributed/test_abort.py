@@ -25,7 +25,7 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import ends_by_itself, my_batch
-from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.on_ranks import on, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import wait_for
 
 # Far above what the test may take, which the pool limits: nothing ends by it.
@@ -64,9 +64,11 @@ def _pipeline(shuffler):
 WAITS = {"gather": _gather, "exchange": _exchange, "window": _window, "pipeline": _pipeline}
 
 
-def _abort_and_start_again(folder):
+@on("own_two_ranks", timeout=240)
+def test_whatever_waits_ends_at_once_and_the_process_starts_again(tmp_path):
     """Rank 0 waits for rank 1 in every way, and is aborted by another thread; each time on process groups made anew."""
-    return [_abort_in(name, folder) for name in WAITS]
+    for name in WAITS:
+        _abort_in(name, tmp_path)
 
 
 def _abort_in(name, folder):
@@ -74,7 +76,7 @@ def _abort_in(name, folder):
     shuffler = CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
     if name != "exchange":
         shuffler.shuffle(my_batch())
-    wait, text = WAITS[name](shuffler), ""
+    wait = WAITS[name](shuffler)
     if rank == 0:
         thread = threading.Timer(0.2, shuffler.abort)  # by then it waits; on a busy machine it may begin to
         thread.start()
@@ -92,28 +94,17 @@ def _abort_in(name, folder):
         dist.barrier()
         with pytest.raises(RuntimeError) as heard:
             shuffler.shuffle(my_batch(1))
-        text = str(heard.value)
+        assert name != "gather" or str(heard.value) == "rank 0 aborted its shuffler: see the log there"
         shuffler.abort()
     threads = [each for each in threading.enumerate() if "Shuffler" in each.name]
     for thread in threads:
         thread.join(60)
-    threads = [each.name for each in threads if each.is_alive()]
+    assert not [each.name for each in threads if each.is_alive()], name
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
     with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=60.0))) as again:
         again.shuffle(my_batch())
-        moved = again.last_stats.moved
-    return name, text, threads, moved
-
-
-def test_whatever_waits_ends_at_once_and_the_process_starts_again(tmp_path):
-    with RankPool(2) as pool:
-        answers = pool.run(_abort_and_start_again, str(tmp_path), timeout=240)
-    for rank, results in enumerate(answers):
-        for name, text, threads, moved in results:
-            assert not threads and moved, (name, threads)
-            if rank == 1 and name == "gather":
-                assert text == "rank 0 aborted its shuffler: see the log there"
+        assert again.last_stats.moved
 
 
 def test_abort_before_the_first_shuffle_after_close_and_again():
@@ -232,8 +223,9 @@ def test_dropped_shufflers_leave_nothing_behind(ranks):
         assert len([i for _, _, seen in answers for ids in seen for i in ids]) == 10 * 6 * ranks.world_size
 
 
-def _collected():
-    """An iterator of a staged pipeline and its shuffler refer to each other; both go together."""
+@on_two_ranks
+def test_a_shuffler_and_its_iterator_are_collected_together():
+    """An iterator of a staged pipeline and its shuffler refer to each other."""
     shuffler = CubicShuffler(ShufflerOptions(timeout=30.0))
     source = balanced_iter(rank_batches(dist.get_rank(), 2, [6]), shuffler)
     next(source)
@@ -241,8 +233,4 @@ def _collected():
     gone = weakref.ref(shuffler)
     del shuffler, source
     gc.collect()
-    return gone() is None
-
-
-def test_a_shuffler_and_its_iterator_are_collected_together(two_ranks):
-    assert two_ranks.run(_collected) == [True, True]
+    assert gone() is None

@@ -27,6 +27,7 @@ from tests.helpers.models.calibrations import MeasuredShuffler, write_calibratio
 from tests.helpers.models.torchrec_model import build_sharded, head_of, make_batch, rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
 from tests.helpers.ranks.faults import my_batch, raised_by
+from tests.helpers.ranks.on_ranks import of_all, on, on_two_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -97,14 +98,10 @@ def test_gloo_ranks_train_on_the_cpu(tmp_path):
         assert moved == (True, True) and said == "no error" and trained == [3, 3] and rows == of_rank
 
 
-def _one_of_two_sees_a_gpu():
-    with pretended_gpu() if dist.get_rank() == 0 else nullcontext():
-        return _shuffle(None)
-
-
+@on("own_two_ranks")  # fresh ranks, as above
 def test_ranks_that_see_a_gpu_and_ranks_that_see_none_connect_alike():
-    with RankPool(2) as pool:  # fresh ranks, as above
-        assert pool.run(_one_of_two_sees_a_gpu) == [True, True]
+    with pretended_gpu() if dist.get_rank() == 0 else nullcontext():
+        assert _shuffle(None)
 
 
 def test_a_single_process_on_the_cpu(tmp_path):
@@ -117,8 +114,9 @@ def test_a_single_process_on_the_cpu(tmp_path):
                 assert shuffler.shuffle(batch) is batch
 
 
-def _with_another_default_device():
-    """What calls on the host return in a script that has called torch.set_default_device; no data is on this one."""
+@on_two_ranks
+def test_the_default_device_of_a_script_does_not_matter():
+    """As after torch.set_default_device, of a device that no data is on."""
     rank, rows = dist.get_rank(), {"ids": torch.arange(4), "names": np.array(["a", "b", "c", "d"])}
     batches = [my_batch(), make_batch([7], 1)] if rank == 0 else [make_batch([9], 1)]
     loss, work = torch.ones(()), [9, 1, 1, 1]
@@ -132,23 +130,13 @@ def _with_another_default_device():
             trained += result.sample_id[: result.actual_batch_size].tolist()
         split, moved = split_balanced(rows, 2, work, pad=True), redistribute_balanced(rows, work)
         packed = pack_micro_batches(rows, MicroBatchSpec(max_tokens_per_mb=9), work)
-        return (
-            trained,
-            [indices.tolist(), own.tolist()],
-            raised_by(lambda: global_mean_loss(loss, -rank)),
-            split.restore([each["ids"] for each in split.chunks]).tolist(),
-            moved.send_home(moved.batch)["ids"].tolist(),
-            sorted(row for each in packed for row in each["ids"].tolist()),
-        )
-
-
-def test_the_default_device_of_a_script_does_not_matter(two_ranks):
-    answers = two_ranks.run(_with_another_default_device)
-    assert sorted(row for trained, *_ in answers for row in trained) == [1, 2, 3, 4, 5, 6, 7, 9]
-    assert [len(own) for _, (_, own), *_ in answers] == [6, 1]
-    assert [ids for _, (ids, _), *_ in answers] == [[0, 1, 2, 3, 4, 5], [6]]
-    for _, _, error, *rows in answers:
-        assert "rank 1: local_count is -1.0" in error and rows == [[0, 1, 2, 3]] * 3
+        error = raised_by(lambda: global_mean_loss(loss, -rank))
+        restored = split.restore([each["ids"] for each in split.chunks]).tolist()
+        home = moved.send_home(moved.batch)["ids"].tolist()
+    assert sorted(of_all(trained)) == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert indices.tolist() == [[0, 1, 2, 3, 4, 5], [6]][rank] and len(own) == len(indices)
+    assert "rank 1: local_count is -1.0" in error
+    assert restored == home == sorted(row for each in packed for row in each["ids"].tolist()) == [0, 1, 2, 3]
 
 
 def _group(*kinds):
@@ -178,8 +166,12 @@ def test_a_device_that_the_group_is_bound_to_comes_before_the_current_one(monkey
     assert only_device(_group("cuda")) == numbers_device(_group("cuda")) == bound  # a subgroup has the world's device
 
 
-def _pinned(device):
-    """How many arrays two shuffles pin, by a shuffler that was told its device, and the devices of its worker."""
+@pytest.mark.parametrize(
+    ("device", "pinned", "devices"),
+    [(CPU, 0, []), (torch.device("cuda", 1), 2, [1])],  # one array of each shuffle, by a thread on the batch's GPU
+)
+@on_two_ranks
+def test_index_arrays_are_pinned_for_cuda_alone(device, pinned, devices):
     count, current, empty = [], [], torch.empty
 
     def counted(*sizes, pin_memory=False, **options):
@@ -196,13 +188,7 @@ def _pinned(device):
             handle = shuffler.start_shuffle(make_batch([1 + dist.get_rank(), 9], 2))
             handle.prepared()
             handle.drain()
-    return len(count), current
-
-
-def test_index_arrays_are_pinned_for_cuda_alone(two_ranks):
-    assert two_ranks.run(_pinned, CPU) == [(0, [])] * 2
-    # One array of each shuffle, by a thread that is on the batch's GPU.
-    assert two_ranks.run(_pinned, torch.device("cuda", 1)) == [(2, [1])] * 2
+    assert len(count) == pinned and current == devices
 
 
 def test_the_event_of_a_copy_is_on_its_own_device(monkeypatch):

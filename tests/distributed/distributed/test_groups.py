@@ -29,8 +29,8 @@ from tests.helpers.models.torchrec_model import (
     weights_of,
 )
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, steps_of
-from tests.helpers.ranks.faults import my_batch, own_groups, raised_by
-from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.faults import my_batch, own_groups
+from tests.helpers.ranks.on_ranks import of_all, on, on_four_ranks, on_two_ranks
 
 
 def _trained(rank, shuffler):
@@ -69,32 +69,28 @@ def test_tensor_parallel_peers_do_not_double_the_gradients(two_ranks, rank_pools
         assert largest_difference(weights, reference) < 1e-5
 
 
-def _given_group():
-    """Each half trains by itself, in a pipeline; and what is said of the other half's group."""
+@on_four_ranks
+def test_a_given_group_shuffles_by_itself():
+    """Each half trains by itself, in a pipeline."""
     half, rank = dist.get_rank() // 2, dist.get_rank()
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    members = [[0, 1], [2, 3]]
+    groups = [dist.new_group(each) for each in members]
     model, optimizer = build_plain()
     keywords = {"model": model, "optimizer": optimizer, "device": torch.device("cpu"), "pg_group": groups[half]}
     with closing(CubicShuffler(pg_group=groups[half])) as shuffler:
         pipeline = TrainPipelineFactory.create("none", batch_shuffler=shuffler, **keywords)
         list(steps_of(pipeline, rank_batches(rank, 3, [6])))
-    mistake = raised_by(lambda: resolve_process_group(groups[1 - half]))
-    return head_of(model).seen, describe_group(groups[half]), mistake
+    seen = of_all([list(itertools.chain(*head_of(model).seen))])
+    rows = [int(i) for each in members[half] for batch in rank_batches(each, 3, [6]) for i in batch.sample_id]
+    assert sorted(row for each in members[half] for row in seen[each]) == sorted(rows)
+    assert describe_group(groups[half]) == f"ranks {members[half]}"
+    with pytest.raises(ValueError, match="is not in the given process group"):
+        resolve_process_group(groups[1 - half])
 
 
-def test_a_given_group_shuffles_by_itself(rank_pools):
-    answers = rank_pools[4].run(_given_group)
-    for half in ([0, 1], [2, 3]):
-        seen = sorted(i for rank in half for step in answers[rank][0] for i in step)
-        assert seen == sorted(int(i) for rank in half for batch in rank_batches(rank, 3, [6]) for i in batch.sample_id)
-        assert answers[half[0]][1] == f"ranks {half}"
-    assert all("ValueError: " in mistake and "is not in the given process group" in mistake for *_, mistake in answers)
-
-
-def _payload_groups():
-    """The groups of shufflers when they are made, by name, and the backends of the groups that were made."""
-    had, asked = [], []
-    new_group = dist.new_group
+@on_two_ranks
+def test_only_shufflers_that_move_rows_make_a_payload_group():
+    had, asked, new_group = [], [], dist.new_group
 
     def ask(*args, **kwargs):
         asked.append(kwargs.get("backend"))
@@ -114,16 +110,11 @@ def _payload_groups():
             shuffler.close()
             if kind is CubicShuffler:
                 groups._WORLDS.clear()
-    return had, asked
-
-
-def test_only_shufflers_that_move_rows_make_a_payload_group(two_ranks):
-    for had, asked in two_ranks.run(_payload_groups):
-        # The names are those in dumps of the flight recorder.
-        assert had == [["evenrank/control"]] * 2 + [["evenrank/control", "evenrank/payload"]] * 2
-        # The rings of the first, those for the gather on the main thread, the payload group of the third, and both of
-        # the fourth.
-        assert asked == ["gloo", "gloo", None, "gloo", None]
+    # The names are those in dumps of the flight recorder.
+    assert had == [["evenrank/control"]] * 2 + [["evenrank/control", "evenrank/payload"]] * 2
+    # The rings of the first, those for the gather on the main thread, the payload group of the third, and both of the
+    # fourth.
+    assert asked == ["gloo", "gloo", None, "gloo", None]
 
 
 class _World(SimpleNamespace):
@@ -184,32 +175,22 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
         assert nccl is None if max_ctas is None else nccl.config.max_ctas == max_ctas
 
 
-def _rows_over_other_backends(folder):
-    """Shufflers over groups that serve the host, in a world that serves CUDA alone: backends, rows, and groups made."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+@on("own_ranks")
+def test_rows_go_over_the_backend_of_the_given_group(tmp_path):
+    """As on a host group of ranks that train with NCCL: here in a world that serves CUDA alone."""
+    rank, world_size, by_backend = dist.get_rank(), dist.get_world_size(), []
     dist.destroy_process_group()
-    dist.init_process_group("cuda:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    found = []
-    for backend in ("gloo", "cpu:gloo", "gloo"):
+    dist.init_process_group("cuda:gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=world_size)
+    for backend, makes_groups in (("gloo", True), ("cpu:gloo", True), ("gloo", False)):  # the pool has those of both
         group = dist.new_group(backend=backend)
         before = groups._num_groups()
         shuffler = CubicShuffler(pg_group=group)
         (channel,) = shuffler.engine._channels.values()
-        backends = dist.get_backend_config(channel.payload_group)
+        assert dist.get_backend_config(channel.payload_group) == dist.get_backend_config(group)
         with closing(shuffler):
-            rows = [shuffler.shuffle(batch).sample_id.tolist() for batch in rank_batches(rank, 2, [6])]
-        found.append((backends == dist.get_backend_config(group), rows, groups._num_groups() > before))
-    return found
-
-
-def test_rows_go_over_the_backend_of_the_given_group(world_size, tmp_path):
-    """As on a host group of ranks that train with NCCL; the pool has groups of both backends."""
-    with RankPool(world_size) as pool:
-        found = pool.run(_rows_over_other_backends, str(tmp_path))
-    for of_rank in found:
-        assert all(is_its_own for is_its_own, _, _ in of_rank)
-        assert [makes for _, _, makes in of_rank] == [True, True, False]
-        assert of_rank[0][1] == of_rank[1][1] == of_rank[2][1]
+            by_backend.append([shuffler.shuffle(batch).sample_id.tolist() for batch in rank_batches(rank, 2, [6])])
+        assert (groups._num_groups() > before) == makes_groups
+    assert by_backend[0] == by_backend[1] == by_backend[2]
 
 
 def _payload_tried(error, failing_ranks, others_hang=False):
@@ -233,19 +214,20 @@ def _payload_tried(error, failing_ranks, others_hang=False):
         return sent.call_count, shuffler.last_stats.moved, result.sample_id[: result.actual_batch_size].tolist()
 
 
-def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all(own_ranks):
+@on("own_ranks", timeout=120)
+def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all():
     """A rank that has too little memory for it fails, with its own error; the others quote it and wait for nothing."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+    quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
+    expected = ("OutOfMemoryError", str(error)) if dist.get_rank() == 1 else ("RankMissingError", quoted)
     for others_hang in (True, False):
-        for rank, said in enumerate(own_ranks.run(_payload_tried, error, [1], others_hang, timeout=60)):
-            quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
-            assert said == (("OutOfMemoryError", str(error)) if rank == 1 else ("RankMissingError", quoted))
+        assert _payload_tried(error, [1], others_hang) == expected
 
 
-def test_ranks_send_by_all_gather_where_one_has_no_all_to_all(ranks):
+@on("ranks", timeout=120)
+def test_ranks_send_by_all_gather_where_one_has_no_all_to_all():
+    rows = [1 + 1000 * rank + row for rank in range(dist.get_world_size()) for row in range(6)]
     for error in (RuntimeError("Backend mpi does not support alltoall_base"), NotImplementedError()):
         for only in ([1], [0, 1, 2, 3]):
-            answers = ranks.run(_payload_tried, error, only, timeout=60)
-            assert [(calls, moved) for calls, moved, _ in answers] == [(0, True)] * ranks.world_size
-            expected = [1 + 1000 * rank + row for rank in range(ranks.world_size) for row in range(6)]
-            assert sorted(i for *_, ids in answers for i in ids) == expected
+            calls, moved, ids = _payload_tried(error, only)
+            assert (calls, moved) == (0, True) and sorted(of_all(ids)) == rows

@@ -27,6 +27,7 @@ from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.models.torchrec_model import rank_batches, weights_of
 from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
 from tests.helpers.ranks.faults import my_batch, on_rank, raised_by
+from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 
 
@@ -38,42 +39,41 @@ class UnawareShuffler(MeasuredShuffler):
         self.cost = self.task
 
 
-def _calibrated(path):
-    with closing(MeasuredShuffler(ShufflerOptions(calibration=path))) as shuffler:
-        batch = my_batch()
+@pytest.fixture
+def calibration(tmp_path):
+    """The path of a file."""
+    return write_calibration(tmp_path / "c.toml")
+
+
+@on_ranks
+def test_workloads_are_the_measured_times(calibration):
+    with closing(MeasuredShuffler(ShufflerOptions(calibration=calibration))) as shuffler:
+        batch, units = my_batch(), shuffler.cost.units_per_ms
         expected = 0.25 + 0.5 * batch.features.lengths().view(-1, 6)[0].double()
-        times = shuffler.get_workloads(batch) / shuffler.cost.units_per_ms
-        result, workloads = shuffler.shuffle(batch, return_workloads=True)
+        times = shuffler.get_workloads(batch) / units
+        _, workloads = shuffler.shuffle(batch, return_workloads=True)
         stats = shuffler.last_stats
-        own = float(workloads.sum()) / shuffler.cost.units_per_ms
     assert isinstance(shuffler.cost, CalibratedTask) and stats.moved
-    saved = (max(stats.loads_before) - max(stats.loads_after)) / shuffler.cost.units_per_ms
     assert torch.allclose(times.double(), expected, rtol=1e-3)
-    return own, saved, stats.predicted_saving_ms
+    loads = stats.loads_after
+    assert int(workloads.sum()) == loads[dist.get_rank()] and max(loads) <= 1.1 * sum(loads) / len(loads)
+    assert stats.predicted_saving_ms == pytest.approx((max(stats.loads_before) - max(loads)) / units)
+    assert stats.predicted_saving_ms > 0.5
 
 
-def test_workloads_are_the_measured_times(ranks, tmp_path):
-    answers = ranks.run(_calibrated, write_calibration(tmp_path / "c.toml"))
-    times = [own for own, _, _ in answers]
-    assert max(times) <= 1.1 * sum(times) / len(times)
-    for _, saved, predicted in answers:
-        assert predicted == pytest.approx(saved) and predicted > 0.5
-
-
-def _gated(path, min_gain):
+@on_ranks
+def test_the_gate_is_of_measured_times(calibration):
     """Nobody moves, and no row crosses, when the gain is below the gate."""
-    options = ShufflerOptions(calibration=path, min_gain=min_gain, transport="all_to_all")
-    with closing(MeasuredShuffler(options)) as shuffler:
-        with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as sent:
-            result = shuffler.shuffle(batch := my_batch())
-        return shuffler.last_stats.gated, shuffler.last_stats.predicted_saving, sent.call_count, result is batch
-
-
-def test_the_gate_is_of_measured_times(ranks, tmp_path):
-    path = write_calibration(tmp_path / "c.toml")
-    (_, gain, _, _), *_ = ranks.run(_gated, path, 0.0)
-    assert all(answer == (True, 0.0, 0, True) for answer in ranks.run(_gated, path, gain * 1.01))
-    assert all(answer[:3] == (False, gain, 1) for answer in ranks.run(_gated, path, gain * 0.99))
+    gain = 0.0
+    for share in (0.0, 1.01, 0.99):
+        options = ShufflerOptions(calibration=calibration, min_gain=gain * share, transport="all_to_all")
+        with closing(MeasuredShuffler(options)) as shuffler:
+            with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as sent:
+                result = shuffler.shuffle(batch := my_batch())
+            stats, gated = shuffler.last_stats, share > 1
+            gain = gain or stats.predicted_saving
+            assert gain > 0 and stats.gated == (result is batch) == gated and sent.call_count == (not gated)
+            assert stats.predicted_saving == (0.0 if gated else gain)
 
 
 def _shuffles(path, kind=MeasuredShuffler):
@@ -101,25 +101,23 @@ def _slower(load, name):
     return dataclasses.replace(load(name), per_token=0.75)
 
 
-def test_ranks_with_other_calibrations_stop(ranks, tmp_path):
-    good = write_calibration(tmp_path / "c.toml")
-    for text in ranks.run(_rank_1_reads, good, _missing):
+def test_ranks_with_other_calibrations_stop(ranks, calibration, tmp_path):
+    for text in ranks.run(_rank_1_reads, calibration, _missing):
         assert "rank 1: calibration" in text and "does not exist" in text
-    for text in ranks.run(_rank_1_reads, good, _slower):
+    for text in ranks.run(_rank_1_reads, calibration, _slower):
         assert "calibrations differ" in text and "0.75" in text and "per_token" in text and "per_row" not in text
-    for text in ranks.run(_another_file_on_rank_1, good, write_calibration(tmp_path / "d.toml")):
+    for text in ranks.run(_another_file_on_rank_1, calibration, write_calibration(tmp_path / "d.toml")):
         assert "options differ" in text and "d.toml" in text
 
 
-def test_a_calibration_that_does_not_fit_is_refused(two_ranks, tmp_path):
+def test_a_calibration_that_does_not_fit_is_refused(two_ranks, calibration, tmp_path):
     other_model = write_calibration(tmp_path / "m.toml", task=dataclasses.replace(MeasuredShuffler.task, num_layers=3))
     other_device = write_calibration(tmp_path / "d.toml", name="another processor")
-    fitting = write_calibration(tmp_path / "c.toml")
     for text in two_ranks.run(_shuffles, other_model):
         assert "model.num_layers = 3, here it is 2" in text and "m.toml" in text
     for text in two_ranks.run(_shuffles, other_device):
         assert "device.name = 'another processor'" in text
-    for text in two_ranks.run(_shuffles, fitting, UnawareShuffler):
+    for text in two_ranks.run(_shuffles, calibration, UnawareShuffler):
         assert "UnawareShuffler does not compute its workloads with self.calibrated(task)" in text
 
 
@@ -134,15 +132,14 @@ def _unchanged(load, name):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_peers_need_the_same_calibration(tmp_path):
-    path = write_calibration(tmp_path / "c.toml")
+def test_tensor_parallel_peers_need_the_same_calibration(calibration):
     with RankPool(4) as pool:
-        assert pool.run(_tensor_parallel_costs, path, _unchanged) == ["no error"] * 4
+        assert pool.run(_tensor_parallel_costs, calibration, _unchanged) == ["no error"] * 4
         # Ranks 0 and 2, and 1 and 3, share batches; 0 and 1 are peers.
-        texts = pool.run(_tensor_parallel_costs, path, _slower)
+        texts = pool.run(_tensor_parallel_costs, calibration, _slower)
         assert all("calibrations differ: rank 0 has {'per_token'" in text for text in texts[:2])
         assert all("in shuffle of tensor-parallel peers; all ranks pass the same" in text for text in texts)
-        texts = pool.run(_tensor_parallel_costs, path, _missing)
+        texts = pool.run(_tensor_parallel_costs, calibration, _missing)
         assert all("rank 1: calibration" in text and "does not exist" in text for text in texts)
 
 
@@ -160,7 +157,7 @@ def report(shuffler, stats, factor, slow=SLOW):
 
 
 def _steps(factors, state=None):
-    """Stats of a step for each factor of the slow rank's times; of every 120th also the rows before and after."""
+    """Stats of a step for each factor of the slow rank's times; no row is lost or doubled."""
     taken = []
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
         shuffler.load_state_dict(state or {})
@@ -168,21 +165,19 @@ def _steps(factors, state=None):
             batch = rich_batch(step, [16] * 4, max_length=20)
             result = shuffler.shuffle(batch)
             report(shuffler, shuffler.last_stats, factor)
-            rows = map(rows_as_values, (batch, result)) if step % 120 == 0 else ((), ())
-            taken.append((shuffler.last_stats, *rows))
+            taken.append(shuffler.last_stats)
+            if step % 120 == 0:
+                before, after = (sorted(of_all(rows_as_values(each))) for each in (batch, result))
+                assert before == after
     return taken
 
 
-def test_a_slow_rank_gets_less_and_all_of_it_again(ranks):
-    size = ranks.world_size
-    answers = ranks.run(_steps, [1.0] * 30 + [1.5] * 100 + [1.0] * 120)
-    stats = [each for each, _, _ in answers[0]]
-    for steps in zip(*answers):
-        assert all(
-            each.speeds == steps[0][0].speeds and each.loads_after == steps[0][0].loads_after for each, *_ in steps
-        )
-        before, after = ([row for step in steps for row in step[at]] for at in (1, 2))
-        assert sorted(before) == sorted(after)  # no row is lost or doubled
+@on_ranks
+def test_a_slow_rank_gets_less_and_all_of_it_again():
+    size = dist.get_world_size()
+    stats = _steps([1.0] * 30 + [1.5] * 100 + [1.0] * 120)
+    of_ranks = of_all([[(each.speeds, each.loads_after) for each in stats]])
+    assert of_ranks == of_ranks[:1] * size
     speeds, loads = (np.array([getattr(each, name) for each in stats]) for name in ("speeds", "loads_after"))
     assert (speeds[:40] == FASTEST).all() and (speeds[-1] == FASTEST).all()
     # The times have no fixed part, so that a rank of factor 1.5 gets 1 ÷ 1.5 of what the others get.
@@ -200,27 +195,22 @@ def test_a_slow_rank_gets_less_and_all_of_it_again(ranks):
         assert stats[step].imbalance_after == pytest.approx(max(times) / mean - 1)
 
 
-def test_a_token_cap_is_kept_whatever_the_speeds(two_ranks):
+@on_two_ranks
+def test_a_token_cap_is_kept_whatever_the_speeds():
+    """A little above an even share."""
     state = {"speeds": [1024, 512]}
-    *_, (free, *_) = two_ranks.run(_steps, [2.0] * 3, state)[0]
-    assert free.loads_after[0] > 1.8 * free.loads_after[1]
-    for tokens, cap, excess in two_ranks.run(_capped, state):
-        assert excess == 0 and tokens <= cap
-
-
-def _capped(state):
-    """Tokens of this rank in the third step, with a cap a little above an even share."""
-    tokens = torch.tensor(rich_batch(2, [16] * 4, max_length=20).features.values().numel())
-    dist.all_reduce(tokens)
-    cap = int(tokens) // dist.get_world_size() + 40
+    free = _steps([2.0] * 3, state)[-1].loads_after
+    assert free[0] > 1.8 * free[1]
+    batch = rich_batch(2, [16] * 4, max_length=20)
+    cap = sum(of_all([batch.features.values().numel()])) // dist.get_world_size() + 40
     shuffler = SquareShuffler(ShufflerOptions(speeds="measured", max_tokens_per_rank=cap))
-    shuffler.token_feature_names = list(rich_batch(2, [16] * 4).features.keys())
+    shuffler.token_feature_names = list(batch.features.keys())
     with closing(shuffler):
         shuffler.load_state_dict(state)
         for _ in range(3):
             result = shuffler.shuffle(rich_batch(2, [16] * 4, max_length=20))
             report(shuffler, shuffler.last_stats, 2.0)
-        return result.features.values().numel(), cap, shuffler.last_stats.excess_tokens
+        assert result.features.values().numel() <= cap and shuffler.last_stats.excess_tokens == 0
 
 
 def _train_with(option, counts):
@@ -251,23 +241,18 @@ def test_the_training_is_the_same(ranks):
     assert trained["measured"][2][:, SLOW].sum() < trained["equal"][2][:, SLOW].sum()
 
 
-def _reported_windows():
-    """Rows in all, the loads of the last steps and the last speeds, of windows whose steps are reported."""
+@on_two_ranks
+def test_windows_find_speeds_by_their_own_reports_and_plan_with_them():
+    rows, loads = 0, []
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
         batches = windowed_iter((rich_batch(step, [8] * 4, max_length=20) for step in range(180)), shuffler, 2)
-        rows, loads = 0, []
         for batch in batches:
             rows += batch.actual_batch_size
             stats = batches.take_stats()
             loads.append(stats.loads_after)
             report(shuffler, stats, 1.5)
-        return rows, np.array(loads), stats.speeds
-
-
-def test_windows_find_speeds_by_their_own_reports_and_plan_with_them(two_ranks):
-    (rows, loads, speeds), (more, _, same) = two_ranks.run(_reported_windows)
-    assert rows + more == 180 * 16 and speeds == same == (1024, 683)
-    for steps, share in ((loads[:40], 0.5), (loads[-40:], 0.4)):
+    assert sum(of_all([rows])) == 180 * 16 and stats.speeds == (1024, 683)
+    for steps, share in ((np.array(loads[:40]), 0.5), (np.array(loads[-40:]), 0.4)):
         assert steps[:, SLOW].sum() / steps.sum() == pytest.approx(share, rel=0.03)
 
 

@@ -7,9 +7,7 @@ one of Python's, whose all-to-all blocks its caller until the group is aborted, 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,11 +24,12 @@ from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
 from commons.trainer.optimize.updates import FiniteLossGuard
+from tests.faults.rank import be_agent, start_process
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, on_rank, own_groups, raised_by
-from tests.helpers.ranks.rank_pool import RankPool
-from tests.helpers.ranks.stopped_ranks import fault, run_with_fault, wait_for
+from tests.helpers.ranks.on_ranks import on
+from tests.helpers.ranks.stopped_ranks import fault, port_of, run_with_fault, wait_for
 
 # Survivors learn of a death by their connections, and end long before a timeout.
 PATIENT = 600.0
@@ -46,7 +45,7 @@ def _used_shuffler():
     return shuffler
 
 
-# ------------------------------------------------------------------------------------------------ rank 1 dies
+# ---------------------------------------------------------------------------- a rank, or the host of the store, is gone
 
 
 def _die(folder):
@@ -71,14 +70,34 @@ def _look_at_losses(folder):
     guard.check()
 
 
+def _shuffle(folder, number):
+    """One step, the fault of rank 0, which hosts the store, and another step."""
+    shuffler = CubicShuffler()
+    shuffler.shuffle(my_batch())
+    dist.barrier()
+    limit_waits(0.5)
+    if dist.get_rank() == 0:
+        fault(folder, number)
+    shuffler.shuffle(my_batch(1))
+
+
+HOST = "rank 0 hosts it and has "
+
+
 @pytest.mark.parametrize(
-    "work, what", [(_exchange, "exchange of step 1"), (_look_at_losses, "check of the losses of step 8")]
+    "work, args, survivor, said",
+    [
+        (_exchange, (), 0, "rank 1 did not take part in the exchange of step 1 (ranks [0, 1]); "),
+        (_look_at_losses, (), 0, "rank 1 did not take part in the check of the losses of step 8 (ranks [0, 1]); "),
+        (_shuffle, (signal.SIGSTOP,), 1, "gather of step 1 failed on rank 1 and the store does not answer; " + HOST),
+        (_shuffle, (signal.SIGKILL,), 1, HOST + "ended"),
+    ],
 )
-def test_a_rank_that_has_died_is_named(tmp_path, work, what):
-    ended = run_with_fault(tmp_path, work, waits_for=[0], limit=LIMIT, world_size=2)[0]
+def test_a_rank_that_is_gone_is_named_without_a_line_of_torchs(tmp_path, work, args, survivor, said):
+    ended = run_with_fault(tmp_path, work, *args, waits_for=[survivor], limit=LIMIT, world_size=2)[survivor]
     assert ended.status == 1, ended
-    assert ended.error.startswith(f"RankMissingError: rank 1 did not take part in the {what} (ranks [0, 1]); ")
-    assert "frame #" not in ended.stderr
+    assert ended.error.startswith("RankMissingError: ") and said in ended.error
+    assert "frame #" not in ended.stderr and ended.stderr.count("Traceback") == 1  # the program's
 
 
 def _start_without_waiting(folder):
@@ -184,38 +203,6 @@ def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_pat
         assert "raise ShufflerOptions.timeout" in each.error
 
 
-# ------------------------------------------------------------------------------------------------ the host of the store
-
-
-def _shuffle(folder, number):
-    """One step, the fault of rank 0, and another step."""
-    shuffler = CubicShuffler()
-    shuffler.shuffle(my_batch())
-    dist.barrier()
-    limit_waits(0.5)
-    if dist.get_rank() == 0:
-        fault(folder, number)
-    shuffler.shuffle(my_batch(1))
-
-
-@pytest.mark.parametrize(
-    "number, said",
-    [
-        (
-            signal.SIGSTOP,
-            "the gather of step 1 failed on rank 1 and the store does not answer; rank 0 hosts it and has ",
-        ),
-        (signal.SIGKILL, "rank 0 hosts it and has ended"),
-    ],
-)
-def test_where_the_host_of_the_store_leaves_it_is_known_who(tmp_path, number, said):
-    ended = run_with_fault(tmp_path, _shuffle, number, waits_for=[1], limit=LIMIT, world_size=2)[1]
-    assert ended.status == 1, ended
-    assert "frame #" not in ended.stderr
-    assert ended.stderr.count("Traceback") == 1  # of the program; torch's own errors are a line of ours
-    assert ended.error.startswith("RankMissingError: ") and said in ended.error
-
-
 # ----------------------------------------------------------------------------------------------- the end of the program
 
 
@@ -243,25 +230,17 @@ try:
 except StoreUnavailableError:
     sys.exit(7)
 """
-STORE_HOST = """
-import time
-import torch.distributed as dist
-
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.mark.slow
-def test_a_program_ends_with_its_own_status_though_the_store_does_not_answer():
-    with subprocess.Popen([sys.executable, "-c", STORE_HOST], stdout=subprocess.PIPE, text=True) as host:
-        try:
-            port = host.stdout.readline().strip()
-            ended = run_program(sys.executable, "-c", PROGRAM, host.pid, port)
-        finally:
-            os.kill(host.pid, signal.SIGCONT)
-            host.kill()
+def test_a_program_ends_with_its_own_status_though_the_store_does_not_answer(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    host = start_process(tmp_path, "store", be_agent, tmp_path)
+    try:
+        ended = run_program(sys.executable, "-c", PROGRAM, host.pid, port_of(tmp_path))
+    finally:
+        host.kill()
+        host.join()
     assert ended.returncode == 7, ended
     assert "terminate called" not in ended.stderr and "frame #" not in ended.stderr
 
@@ -350,38 +329,26 @@ def test_ranks_that_wait_for_rows_end_with_the_error_of_the_one_that_failed(own_
                 assert text == f"RankMissingError: {quoted}" and aborted == hangs_in_the_call
 
 
-def _finishes_another_batch():
+@on("ranks", timeout=100)  # a sixth of the shuffler's
+def test_a_rank_that_fails_alone_is_quoted_by_the_others():
     shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
     handle = shuffler.start_shuffle(own := my_batch())
     batch = my_batch(1, rows=5) if dist.get_rank() == 1 else own
-    return raised_by(lambda: shuffler.finish_shuffle(batch, handle))
+    quoted = "" if dist.get_rank() == 1 else "RankMissingError: rank 1 failed in the exchange of step 0: "
+    said = raised_by(lambda: shuffler.finish_shuffle(batch, handle))
+    assert said.startswith(f"{quoted}ValueError: the handle of step 0 was started with"), said
 
 
-def test_a_rank_that_fails_alone_is_quoted_by_the_others(ranks):
-    answers = ranks.run(_finishes_another_batch, timeout=100)  # a sixth of the shuffler's
-    assert answers[1].startswith("ValueError: the handle of step 0 was started with")
-    for text in (answers[0], *answers[2:]):
-        assert text.startswith(
-            "RankMissingError: rank 1 failed in the exchange of step 0: ValueError: the handle of st"
-        )
-
-
-def _leaves_an_exchange_out():
+@on("own_two_ranks", timeout=100)
+def test_ranks_that_wait_in_different_collectives_say_so():
     """Rank 1 starts the next shuffle and never finishes this one, as after a failed step of its model."""
+    rank, places = dist.get_rank(), ["exchange of step 0", "gather of step 1"]
     shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
     handle = shuffler.start_shuffle(batch := my_batch())
     handle.prepared()
     dist.barrier()
     limit_waits(4.0)
-    if dist.get_rank() == 1:
-        return raised_by(shuffler.start_shuffle(my_batch(1)).prepared)
-    return raised_by(lambda: shuffler.finish_shuffle(batch, handle))
-
-
-def test_ranks_that_wait_in_different_collectives_say_so():
-    with RankPool(2) as pool:
-        answers = pool.run(_leaves_an_exchange_out, timeout=100)
-    places = ["exchange of step 0", "gather of step 1"]
-    for rank, text in enumerate(answers):
-        said = f"rank {1 - rank} waited in the {places[1 - rank]}, not in the {places[rank]} (ranks [0, 1]); every"
-        assert text.startswith(f"RankMissingError: {said} rank must call the shuffler for every step")
+    following = shuffler.start_shuffle(my_batch(1)).prepared if rank == 1 else None
+    text = raised_by(following or (lambda: shuffler.finish_shuffle(batch, handle)))
+    said = f"rank {1 - rank} waited in the {places[1 - rank]}, not in the {places[rank]} (ranks [0, 1]); every"
+    assert text.startswith(f"RankMissingError: {said} rank must call the shuffler for every step"), text

@@ -28,6 +28,7 @@ from tests.helpers.batches.random_batches import random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
 from tests.helpers.ranks.faults import my_batch as my_rows
+from tests.helpers.ranks.on_ranks import on, on_two_ranks
 from tests.helpers.ranks.rank_pool import PRELOAD, RankPool
 
 _SECONDS = 20.0
@@ -55,7 +56,8 @@ def _in_child(action: Callable[[], Any]) -> str:
     return said
 
 
-def _calls_in_children() -> tuple[int, dict[str, str], int]:
+@on_two_ranks
+def test_a_forked_child_is_told_of_the_fork():
     batch = my_batch(0, [4] * 4)
     with closing(SquareShuffler(ShufflerOptions(timeout=60.0))) as shuffler:
         shuffler.shuffle(batch)
@@ -79,14 +81,9 @@ def _calls_in_children() -> tuple[int, dict[str, str], int]:
         rows = shuffler.finish_shuffle(batch, handle).batch_size  # this process goes on
         rows += shuffler.shuffle(batch).batch_size
         rows += sum(each.batch_size for each in windows)
-    return os.getpid(), said, rows
-
-
-def test_a_forked_child_is_told_of_the_fork(two_ranks):
-    for process, said, rows in two_ranks.run(_calls_in_children):
-        expected = f"RuntimeError: the shuffler belongs to process {process}, and process "
-        assert all(each.startswith(expected) and "was forked from it" in each for each in said.values()), said
-        assert rows == 6 * 4
+    expected = f"RuntimeError: the shuffler belongs to process {os.getpid()}, and process "
+    assert all(each.startswith(expected) and "was forked from it" in each for each in said.values()), said
+    assert rows == 6 * 4
 
 
 def _use_in_child(rows: Any) -> None:
@@ -164,38 +161,30 @@ def test_shufflers_old_and_new_work_in_every_world(own_ranks, tmp_path):
             assert (old, rows) == (new, rows) == expected[rank]
 
 
-def _traced_loss_again(store):
-    model = torch.fx.symbolic_trace(_Mean())
-    first = float(model(torch.tensor(6.0)))
-    _begin_again(store)
-    return first, float(model(torch.tensor(6.0)))
-
-
 class _Mean(torch.nn.Module):
     def forward(self, total):
         return global_mean_loss(total, 2)
 
 
-def test_a_traced_loss_finds_the_new_group(own_ranks, tmp_path):
-    assert own_ranks.run(_traced_loss_again, str(tmp_path / "store")) == [(6.0 * 2 / 4,) * 2] * 2
+@on("own_ranks")
+def test_a_traced_loss_finds_the_new_group(tmp_path):
+    model = torch.fx.symbolic_trace(_Mean())
+    first = float(model(torch.tensor(6.0)))
+    _begin_again(tmp_path / "store")
+    assert first == float(model(torch.tensor(6.0))) == 6.0 * 2 / 4
 
 
-def _fails_with_one_that_joined_later(store):
+@on("own_ranks")
+def test_ranks_of_different_age_understand_one_another(tmp_path):
     """Rank 1 has been in an earlier world, with channels of its own; rank 0 is new. Then rank 0 fails by itself."""
     if dist.get_rank() == 1:
         for _ in range(3):
             groups.number_channel([0, 1])
-    _begin_again(store)
+    _begin_again(tmp_path / "store")
     with closing(agree.ControlChannel(None, 10.0, moves_rows=False)) as channel:
         if dist.get_rank() == 0:
             channel.post_failure(0, "gather", ValueError("no rows"))
-            return ""
-        with pytest.raises(absence.RankMissingError) as error:
+            return
+        said = "^rank 0 failed in the gather of step 0: ValueError: no rows$"
+        with pytest.raises(absence.RankMissingError, match=said):
             channel.gather(np.array([1]), 0)
-        return str(error.value)
-
-
-def test_ranks_of_different_age_understand_one_another(own_ranks, tmp_path):
-    said = own_ranks.run(_fails_with_one_that_joined_later, str(tmp_path / "store"))
-    # Tests before may have let the ranks change places.
-    assert sorted(said) == ["", "rank 0 failed in the gather of step 0: ValueError: no rows"]

@@ -20,6 +20,7 @@ from commons.distributed.channel.groups import ring_members, ring_sizes
 from commons.distributed.options import ShufflerOptions
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
 from tests.helpers.ranks.faults import my_batch, own_groups
+from tests.helpers.ranks.on_ranks import on_four_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
@@ -105,22 +106,20 @@ def test_rings_tell_what_one_tells(rings_of_4):
                 assert of_ring[3] == [list(range(world_size))] and of_ring[4]
 
 
-def _shuffled(sizes, subgroups):
-    """Batches, windows and dispatched rows, over all ranks or over halves that know different numbers of groups."""
-    group, rank = None, dist.get_rank()
+@pytest.mark.parametrize("subgroups", [False, True])
+@on_four_ranks
+def test_batches_windows_and_dispatch_are_those_of_a_ring(subgroups):
+    """Over all ranks, or over halves that know different numbers of groups."""
+    rank, group, rows = dist.get_rank(), None, []
     if subgroups:
         halves = [dist.new_group(members) for members in ([0, 2], [1, 3])]
         group = halves[rank % 2]
         for _ in range(rank % 3):  # such as groups of node leaders
             dist.new_group([rank], backend="gloo", use_local_synchronization=True)
-    with rings_of(*sizes):
-        return rows_by_every_call(group)
-
-
-@pytest.mark.parametrize("subgroups", [False, True])
-def test_batches_windows_and_dispatch_are_those_of_a_ring(rank_pools, subgroups):
-    pool, sizes = rank_pools[4], (2, 1) if subgroups else (2, 2)
-    assert pool.run(_shuffled, sizes, subgroups) == pool.run(_shuffled, [math.prod(sizes)], subgroups)
+    for sizes in ((2, 1), (2,)) if subgroups else ((2, 2), (4,)):
+        with rings_of(*sizes):
+            rows.append(rows_by_every_call(group))
+    assert rows[0] == rows[1]
 
 
 def _die(folder, victim, sizes):
