@@ -15,7 +15,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.shared.one_of_many_ranks import fake_ranks, record_all_ranks
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.options import ShufflerOptions
 from commons.sequence_batch.batch import BaseBatch
@@ -25,8 +25,9 @@ from hstu import HSTUBalancedBatchShuffler
 from tests.helpers.batches.easyrec import ClicksShuffler, easyrec_batch
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_kjt, random_values
 from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
-from tests.helpers.cuda.pretended_process import PretendedProcess
+from tests.helpers.models import hstu_models
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.ranks.on_ranks import on
 
 RANK = 3
 DENSE_DTYPES = [*JAGGED_DTYPES, torch.complex64, torch.complex128]
@@ -55,18 +56,8 @@ def wide_batch(rank: int) -> BaseBatch:
 
 
 def hstu_batch(rank: int) -> HSTUBatch:
-    lengths = RandomDistribution("zipf", low=1, high=512, alpha=1.2)
-    return HSTUBatch.random(
-        32,
-        [FeatureConfig(["user"], [100], 1, False), FeatureConfig(["item", "action"], [1000, 10], 512, True, lengths)],
-        "item",
-        ["user"],
-        "action",
-        max_num_candidates=10,
-        num_tasks=2,
-        actual_batch_size=20 if rank == 5 else 32,
-        device="cpu",
-        generator=torch.Generator().manual_seed(rank),
+    return hstu_models.random_batch(
+        32, longest=512, max_num_candidates=10, actual_batch_size=20 if rank == 5 else 32, seed=rank
     )
 
 
@@ -77,8 +68,11 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[[ShufflerOptions], Any]]] 
 }
 
 
-def _exchange(kind: str, transport: Any, world_size: int) -> dict[str, Any]:
-    """What finishing a shuffle does on the device, and what the batch's layout says that it takes."""
+@pytest.mark.parametrize("world_size", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("kind", KINDS)
+@on("pretended")
+def test_an_exchange_waits_for_nothing(kind: str, transport: Any, world_size: int) -> None:
     make_batch, make_shuffler = KINDS[kind]
     batches = [make_batch(rank) for rank in range(world_size)]
     with (
@@ -104,35 +98,15 @@ def _exchange(kind: str, transport: Any, world_size: int) -> dict[str, Any]:
                         value.offset_per_key()
                         value.dist_splits([1] * len(value.keys()))
             tensors = [part.tensor_of(result) for part in exchange.layout.parts]
-        layout = PayloadLayout.of(BatchSchema.of(batches[RANK]))
-        return {
-            "moved": handle.stats is not None and handle.stats.moved and exchange.changes,
-            "parts": len(layout.parts),
-            "fields": len(layout.schema.jagged),
-            "devices": sorted({str(tensor.device) for tensor in tensors}),
-            "dtypes": [str(part.dtype) for part in layout.parts] == [str(tensor.dtype) for tensor in tensors],
-            "launches": watch.num_launches,
-            "by name": dict(watch.launches),
-            "copies": [(copy.non_blocking, copy.pinned) for copy in watch.copies],
-            "copied": sum(copy.shape[0] for copy in watch.copies),
-            "indices": exchange.indices.numel(),
-            "waits": [str(wait) for wait in watch.waits],
-            "mixed": watch.mixed,
-            "collectives": watch.collectives,
-        }
-
-
-@pytest.mark.parametrize("world_size", [8, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exchange_waits_for_nothing(pretended: PretendedProcess, kind: str, transport: str, world_size: int) -> None:
-    seen = pretended.run(_exchange, kind, transport, world_size)
-    assert seen["moved"] and seen["devices"] == ["cuda:0"] and seen["dtypes"]
-    assert seen["waits"] == [] and seen["mixed"] == []
-    assert len(seen["collectives"]) == 1
-    # One copy of ours from the host, out of pinned memory.
-    assert seen["copies"] == [(True, True)] and seen["copied"] == seen["indices"]
+    assert handle.stats is not None and handle.stats.moved and exchange.changes
+    assert [tensor.device for tensor in tensors] == [CUDA] * len(tensors)
+    layout = PayloadLayout.of(BatchSchema.of(batches[RANK]))
+    assert [part.dtype for part in layout.parts] == [tensor.dtype for tensor in tensors]
+    assert not watch.waits and not watch.mixed, (watch.waits, watch.mixed)
+    assert len(watch.collectives) == 1, watch.collectives
+    (copy,) = watch.copies  # the one of ours from the host, out of pinned memory
+    assert copy.non_blocking and copy.pinned and copy.shape[0] == exchange.indices.numel(), copy
     # Each tensor is written once and read once, two permutes, the row of padding, and each field's lengths; an
     # all-gather pads its block.
-    padding = 2 if transport == "all_gather" else 0
-    assert seen["launches"] <= 2 * seen["parts"] + seen["fields"] + 3 + padding, seen["by name"]
+    most = 2 * len(layout.parts) + len(layout.schema.jagged) + 3 + (2 if transport == "all_gather" else 0)
+    assert watch.num_launches <= most, watch.launches

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.helpers.cuda.pretended_cuda import CUDA, Copy, Watch, fake_mode, pretended_pinning
-from tests.helpers.cuda.pretended_process import PretendedProcess
+from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
+from tests.helpers.ranks.on_ranks import on
 
 MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda rows: rows.sum().item(),
@@ -23,33 +23,25 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wait_or_a_mixture_is_found(pretended: PretendedProcess, mistake: str) -> None:
-    waits, mixed = pretended.run(_seen_of, mistake)
-    if mistake == "tensors on two devices":
-        ((name, where),) = mixed
-        assert name == "aten::index_select"
-    else:
-        (where,) = waits
-    assert "test_pretended_cuda.py" in where
-
-
-def _seen_of(mistake: str) -> tuple[list[str], list[tuple[str, str]]]:
+@on("pretended")
+def test_a_wait_or_a_mixture_is_found(mistake: str) -> None:
     with fake_mode():
         rows = torch.ones(8, device=CUDA)
         with Watch() as watch, contextlib.suppress(RuntimeError):  # of what needs a value, or of both devices
             MISTAKES[mistake](rows)
-    return [wait.where for wait in watch.waits], watch.mixed
+    if mistake == "tensors on two devices":
+        ((name, where),) = watch.mixed
+        assert name == "aten::index_select", name
+    else:
+        ((_, where),) = watch.waits
+    assert "test_pretended_cuda.py" in where, where
 
 
-def _copies() -> tuple[list[Copy], int]:
+@on("pretended")
+def test_a_copy_that_waits_or_is_not_from_pinned_memory_is_found() -> None:
     with pretended_pinning() as pinned, fake_mode(), Watch(pinned) as watch:
         rows = torch.ones(8)
         for source, non_blocking in ((rows.pin_memory(), True), (rows, True), (rows, False)):
             source.to(CUDA, non_blocking=non_blocking)
-    return watch.copies, len(watch.waits)
-
-
-def test_a_copy_that_waits_or_is_not_from_pinned_memory_is_found(pretended: PretendedProcess) -> None:
-    copies, num_waits = pretended.run(_copies)
-    assert [(copy.pinned, copy.non_blocking) for copy in copies] == [(True, True), (False, True), (False, False)]
-    assert num_waits == 1
+    found = [(copy.pinned, copy.non_blocking) for copy in watch.copies]
+    assert found == [(True, True), (False, True), (False, False)] and len(watch.waits) == 1, (found, watch.waits)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,19 +24,8 @@ from hstu.model import HSTURankingModel, HSTURetrievalModel, RetrievalConfig
 from hstu.model.config import ExecutionConfig, KernelBackend
 from hstu.negatives import with_negatives
 from tests.helpers.cuda.pretended_cuda import CUDA, Watch, fake_mode, pretended_pinning
-from tests.helpers.cuda.pretended_process import PretendedProcess
 from tests.helpers.models import hstu_models, sid_models
-
-
-class Step(NamedTuple):
-    """What was seen of a step, from the batch on the device to the updated weights."""
-
-    waits: list[str]  # lines that the host waits in
-    mixed: list[str]  # operations with tensors of host and device
-    copies: list[bool]  # whether a copy from the host is pinned and not waited for
-    forward: int  # launches of the forward pass
-    whole: int  # launches of the step
-    collectives: list[str]  # operations of torch.distributed
+from tests.helpers.ranks.on_ranks import on
 
 
 @contextlib.contextmanager
@@ -49,8 +38,11 @@ def autocast_on_cuda() -> Iterator[None]:
         yield
 
 
-def _take_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch) -> Step:
-    """Train one batch that was copied from pinned memory and knows the loss terms of all ranks."""
+def require_clean_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch, forward: int, whole: int) -> None:
+    """Train one batch that was copied from pinned memory and knows the loss terms of all ranks.
+
+    There is neither a wait nor a mixture, copies from the host are pinned, and there are no more launches than these.
+    """
     with autocast_on_cuda(), pretended_pinning() as pinned, fake_mode():
         model = make_model().to(CUDA).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,18 +51,15 @@ def _take_step(make_model: Callable[[], torch.nn.Module], host: BaseBatch) -> St
         known = mock.patch.object(type(batch), "global_loss_terms", lambda *_: 100)
         with known, Watch(pinned) as watch:
             loss, _ = model(batch)
-            forward = watch.num_launches
+            of_forward = watch.num_launches
             loss.backward()
             optimizer.step()
-    watches = (to_device, watch)
-    return Step(
-        waits=[wait.where for each in watches for wait in each.waits],
-        mixed=[f"{name} in {where}" for each in watches for name, where in each.mixed],
-        copies=[copy.pinned and copy.non_blocking for each in watches for copy in each.copies],
-        forward=forward,
-        whole=watch.num_launches,
-        collectives=watch.collectives,
-    )
+    for each in (to_device, watch):
+        assert not each.waits and not each.mixed, (each.waits, each.mixed)
+        assert all(copy.pinned and copy.non_blocking for copy in each.copies), each.copies
+    assert not watch.collectives, watch.collectives
+    assert 0 < of_forward <= forward, of_forward
+    assert of_forward < watch.num_launches <= whole, watch.num_launches
 
 
 def _hstu(task: str, dtype: str, backend: KernelBackend = "pytorch", **changes: Any) -> Callable[[], torch.nn.Module]:
@@ -90,18 +79,6 @@ def _hstu_batch(task: str) -> BaseBatch:
     if task == "drawn":
         batch = with_negatives(batch, "item_negatives", torch.ones(7, 4, dtype=torch.int64))
     return batch
-
-
-def _hstu_step(task: str, dtype: str, backend: KernelBackend, changes: dict[str, Any]) -> Step:
-    return _take_step(_hstu(task, dtype, backend, **changes), _hstu_batch(task))
-
-
-def require_clean(step: Step, forward: int, whole: int) -> None:
-    """Neither a wait nor a mixture, every copy from the host pinned, and no more launches than these."""
-    assert step.waits == step.mixed == step.collectives == []
-    assert all(step.copies)
-    assert 0 < step.forward <= forward
-    assert step.forward < step.whole <= whole
 
 
 _TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton of requirements/dev.txt")
@@ -125,15 +102,11 @@ _CASES: list[tuple[str, dict[str, Any], dict[KernelBackend, tuple[int, int]]]] =
     ],
 )
 @pytest.mark.parametrize(("task", "changes", "most"), _CASES, ids=str)
+@on("pretended")
 def test_hstu(
-    pretended: PretendedProcess,
-    task: str,
-    changes: dict[str, Any],
-    most: dict[KernelBackend, tuple[int, int]],
-    backend: KernelBackend,
-    dtype: str,
+    task: str, changes: dict[str, Any], most: dict[KernelBackend, tuple[int, int]], backend: KernelBackend, dtype: str
 ) -> None:
-    require_clean(pretended.run(_hstu_step, task, dtype, backend, changes), *most[backend])
+    require_clean_step(_hstu(task, dtype, backend, **changes), _hstu_batch(task), *most[backend])
 
 
 @contextlib.contextmanager
@@ -145,17 +118,15 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _sid_step() -> Step:
+@on("pretended")
+def test_sid_gr() -> None:
     with one_rank(), sid_models.model_parallel():
-        return _take_step(sid_models.make_model, sid_models.make_batch(0, num_real=5))
+        require_clean_step(sid_models.make_model, sid_models.make_batch(0, num_real=5), 120, 260)
 
 
-def test_sid_gr(pretended: PretendedProcess) -> None:
-    require_clean(pretended.run(_sid_step), 120, 260)
-
-
-def _accumulate_two_steps() -> tuple[list[str], bool]:
-    """Waits of an update over two steps with a limit on its gradient, and whether there was one."""
+@on("pretended")
+def test_accumulating_gradients_waits_for_nothing() -> None:
+    """Of an update over two steps with a limit on its gradient."""
     with one_rank(), fake_mode():
         model = torch.nn.Linear(4, 4, device=CUDA)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -166,8 +137,5 @@ def _accumulate_two_steps() -> tuple[list[str], bool]:
                 update.before_step(step)
                 model(torch.ones(3, 4, device=CUDA)).sum().backward()
                 update.after_step(step, 3)
-    return [wait.where for wait in watch.waits], update.is_whole_after(2) and not update.is_whole_after(1)
-
-
-def test_accumulating_gradients_waits_for_nothing(pretended: PretendedProcess) -> None:
-    assert pretended.run(_accumulate_two_steps) == ([], True)
+    assert not watch.waits, watch.waits
+    assert update.is_whole_after(2) and not update.is_whole_after(1)
