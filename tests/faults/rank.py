@@ -31,7 +31,7 @@ from commons.distributed.options import ShufflerOptions
 from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import Trial
-from tests.faults.uses import USES, FaultyShuffler
+from tests.faults.uses import USES, FaultyModel, FaultyShuffler
 from tests.helpers.ranks.stopped_ranks import connect_store, host_store, port_of
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h
@@ -84,19 +84,19 @@ def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
     injector = Injector(trial, rank, store_pid, folder / f"rank{rank}.jsonl")
     _join(trial, rank, folder)
     injector.install()
-    shuffler = None
+    shuffler, model = None, FaultyModel(injector)
     try:
         injector.at(kinds.CONSTRUCTION)
         options = injector.at(kinds.OPTIONS, ShufflerOptions(timeout=trial.timeout))
         FaultyShuffler.injector = injector
         shuffler = FaultyShuffler(options)
         injector.watch_worker(shuffler)
-        seen = USES[trial.use](shuffler, injector)
+        USES[trial.use](shuffler, injector, model)
     except BaseException as error:
         injector.say("raised", text=f"{type(error).__name__}: {error}")
         raise
     else:
-        injector.say("trained", rows=seen)
+        injector.say("trained", rows=model.seen)
     finally:
         if shuffler is not None:
             shuffler.close()

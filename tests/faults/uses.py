@@ -1,4 +1,4 @@
-"""How the shuffler is used, inside a rank: every function trains this rank's batches and returns the rows of them."""
+"""How the shuffler is used, inside a rank: every function trains a model on this rank's batches."""
 
 from __future__ import annotations
 
@@ -62,17 +62,14 @@ def own_batches(injector: Injector) -> Iterator[SampleBatch]:
         yield injector.at(kinds.LOADER, batch)
 
 
-def shuffle(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
+def shuffle(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:
     """Start and finish at once."""
-    model = FaultyModel(injector)
     for batch in own_batches(injector):
         model(shuffler.shuffle(batch))
-    return model.seen
 
 
-def look_ahead(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
+def look_ahead(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:
     """The next batch's shuffle runs while this one trains."""
-    model = FaultyModel(injector)
     batches = own_batches(injector)
     batch = next(batches)
     handle = shuffler.start_shuffle(batch)
@@ -81,29 +78,23 @@ def look_ahead(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
         next_handle = None if following is None else shuffler.start_shuffle(following)
         model(shuffler.finish_shuffle(batch, handle))
         batch, handle = following, next_handle
-    return model.seen
 
 
-def pipeline(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
+def pipeline(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:
     """A pipeline of TorchRec's."""
-    model = FaultyModel(injector)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
     list(steps_of(trainer, own_batches(injector)))
-    return model.seen
 
 
-def windows(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
+def windows(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:
     """Windows of host batches."""
-    model = FaultyModel(injector)
     for batch in windowed_iter(own_batches(injector), shuffler, WINDOW):
         model(batch)
-    return model.seen
 
 
-def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
+def training(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:
     """The trainer's loop, with a checkpoint after every third step and at the end."""
-    model = FaultyModel(injector)
     args = TrainerArgs(
         ROWS,
         ROWS,
@@ -121,7 +112,6 @@ def training(shuffler: FaultyShuffler, injector: Injector) -> list[int]:
     loader = DataLoader(batches, batch_size=None, collate_fn=functools.partial(injector.at, kinds.LOADER))
     limit_collectives(shuffler.options.timeout)  # as `run_training` does
     TrainingLoop(Parts(args, model, optimizer, [shuffler], loader)).run()
-    return model.seen
 
 
 USES = {
