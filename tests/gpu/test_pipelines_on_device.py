@@ -31,6 +31,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     require_pipeline,
     steps_of,
 )
+from tests.helpers.ranks.on_ranks import of_all
 
 # Not TrainPipelineSparseDistCompAutograd, which leaves collectives and compilers otherwise for the cases that follow:
 # tests/distributed/pipeline/test_trains_like_stock.py gives it ranks of its own.
@@ -69,10 +70,7 @@ def host_batches(rank, steps, device):
 
 
 def global_ids(seen):
-    mine = torch.tensor(sorted(itertools.chain.from_iterable(seen)), dtype=torch.int64)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine.tolist())
-    return sorted(itertools.chain.from_iterable(everyone))
+    return sorted(of_all(itertools.chain.from_iterable(seen)))
 
 
 def expected_ids(steps):

@@ -40,6 +40,7 @@ from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 CPU = torch.device("cpu")
 ROWS = 59  # in training, of 70 users
@@ -256,16 +257,16 @@ def _open(workloads, **changes):
     return epochs.num_rows, [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
 
 
-def test_a_loader_of_the_users_own(two_ranks):
-    found = two_ranks.run(_open, list(range(12)), window=2)
-    assert sorted(row for _, batches in found for batch in batches for row in batch) == list(range(12))
-    assert {rows for rows, _ in found} == {12}
-    for error in two_ranks.run(error_of, _open, list(range(11))):
-        assert "workloads has 11 entries, the data set has 12 rows" in error
-    for error in two_ranks.run(error_of, _open, [list(range(12)), list(range(1, 13))]):
-        assert error.startswith("ValueError: ranks plan with different settings or workloads")
-    for error in two_ranks.run(error_of, _open, None):  # a schedule in rows needs a sampler that knows them
-        assert error.startswith("ValueError: schedule_in is 'rows' and the sampl")
+@on_two_ranks
+def test_a_loader_of_the_users_own():
+    num_rows, batches = _open(list(range(12)), window=2)
+    assert num_rows == 12 and sorted(of_all(chain.from_iterable(batches))) == list(range(12))
+    for workloads, said in (
+        (list(range(11)), "workloads has 11 entries, the data set has 12 rows"),
+        ([list(range(12)), list(range(1, 13))], "ValueError: ranks plan with different settings or workloads"),
+        (None, "ValueError: schedule_in is 'rows' and the sampl"),  # which needs a sampler that knows them
+    ):
+        assert said in error_of(_open, workloads)
 
 
 class ValueShuffler(TokensBalancedBatchShuffler):
@@ -306,18 +307,14 @@ def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tm
         assert error.startswith(f"ValueError: {name} is True and GroupShuffler has get_groups; ")
 
 
-def _seed_of_worker_processes(tensor_parallel_size):
-    with model_parallel(tensor_parallel_size):
-        loader = DataLoader(range(4), batch_size=None)
-        epochs = Epochs(loader, Parts(TrainerArgs(2, 2), None, None, (), loader), None)
-        return epochs.open(0, EPOCH_START)._base_seed
-
-
-def test_tensor_parallel_peers_draw_the_same_batches(two_ranks):
-    first, second = two_ranks.run(_seed_of_worker_processes, 2)
-    assert first == second
-    first, second = two_ranks.run(_seed_of_worker_processes, 1)
-    assert first != second
+@on_two_ranks
+def test_tensor_parallel_peers_draw_the_same_batches():
+    for tensor_parallel_size in (2, 1):
+        with model_parallel(tensor_parallel_size):
+            loader = DataLoader(range(4), batch_size=None)
+            epochs = Epochs(loader, Parts(TrainerArgs(2, 2), None, None, (), loader), None)
+            seeds = of_all([epochs.open(0, EPOCH_START)._base_seed])
+        assert len(set(seeds)) == 2 // tensor_parallel_size
 
 
 # -------------------------------------------------------------------------------------------------------- what it gains

@@ -31,7 +31,8 @@ from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.models.torchrec_model import build_sharded, weights_of
 from tests.helpers.pipelines.trainer_loops import Parts
-from tests.helpers.ranks.faults import error_of, logged, raised_by
+from tests.helpers.ranks.faults import error_of, logged
+from tests.helpers.ranks.on_ranks import on_two_ranks
 
 CPU = torch.device("cpu")
 SAVE_AT = 4  # at an evaluation, too
@@ -299,12 +300,18 @@ def test_what_the_disk_has_spoilt_is_passed_over(
     assert [path.name for path in list_checkpoints(saved)] == [f"step_0000000{step}" for step in (2, 4, 6)]
 
 
-def _save_weights_that_are(value, folder):
-    """Save a good state, then one with a spoilt weight in the shard of rank 1; what is said of that."""
+def _checkpointer(shuffler=None, **saving):
+    """Of a sharded model, and the model."""
     model = build_sharded()[0]
     optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1, momentum=0.9)
-    recipe = Parts(TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_keep=1), model, optimizer, (), None)
-    checkpoints = Checkpointer(recipe, model, optimizer, IdentityBalancedBatchShuffler(), {})
+    recipe = Parts(TrainerArgs(1, 1, **saving), model, optimizer, (), None)
+    return Checkpointer(recipe, model, optimizer, shuffler or IdentityBalancedBatchShuffler(), {}), model
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@on_two_ranks
+def test_spoilt_weights_replace_no_checkpoint(tmp_path, value):
+    checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path), ckpt_keep=1)
     checkpoints.save(TrainProgress(1))
     if dist.get_rank() == 1:
         shards = [
@@ -314,14 +321,10 @@ def _save_weights_that_are(value, folder):
             for shard in table.local_shards()
         ]
         shards[0].tensor.data[0, 0] = value
-    return raised_by(lambda: checkpoints.save(TrainProgress(2)))
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_spoilt_weights_replace_no_checkpoint(two_ranks, tmp_path, value):
-    said = two_ranks.run(_save_weights_that_are, value, str(tmp_path))
-    assert said[0] == said[1] and said[0].startswith("ArithmeticError: embedding.embeddings.t_")
-    assert "of rank 1 is not finite after step 2; " in said[0]
+    said = error_of(checkpoints.save, TrainProgress(2))
+    assert said.startswith("ArithmeticError: embedding.embeddings.t_")
+    assert "of rank 1 is not finite after step 2; " in said
+    dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -343,32 +346,23 @@ def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]
 
 
-def _two_runs_in_one_folder(folder):
-    """Both begin while the folder is empty; what the second one's save raises."""
-    runs = []
-    for _ in range(2):
-        model, optimizer = build_sharded()
-        recipe = Parts(TrainerArgs(1, 1, ckpt_save_interval=2, ckpt_save_dir=folder), model, optimizer, (), None)
-        runs.append(Checkpointer(recipe, model, optimizer, IdentityBalancedBatchShuffler(), {}))
-        runs[-1].resume()
+@on_two_ranks
+def test_two_runs_do_not_mix_their_checkpoints(tmp_path):
+    """Both begin while the folder is empty."""
+    first, second = (_checkpointer(ckpt_save_interval=2, ckpt_save_dir=str(tmp_path))[0] for _ in range(2))
+    for each in (first, second):
+        each.resume()
     for step in (2, 4):
-        runs[0].save(TrainProgress(step))
-    return raised_by(lambda: runs[1].save(TrainProgress(2)))
-
-
-def test_two_runs_do_not_mix_their_checkpoints(two_ranks, tmp_path):
-    said = two_ranks.run(_two_runs_in_one_folder, str(tmp_path))
-    assert said[0] == said[1] and "contains step_00000004, and this run has saved none after step 0; " in said[0]
+        first.save(TrainProgress(step))
+    said = error_of(second.save, TrainProgress(2))
+    assert "contains step_00000004, and this run has saved none after step 0; " in said
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000004"]
 
 
 def _speeds_after_resuming(folder, begin=None):
     """The speeds of a batch after loading a checkpoint, or saving one of these speeds."""
-    model = build_sharded()[0]
     with contextlib.closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler:
-        optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1)
-        args = TrainerArgs(1, 1, ckpt_save_dir=folder, ckpt_load_dir="" if begin else folder)
-        checkpoints = Checkpointer(Parts(args, model, optimizer, (), None), model, optimizer, shuffler, {})
+        checkpoints, _ = _checkpointer(shuffler, ckpt_save_dir=folder, ckpt_load_dir="" if begin else folder)
         if begin:
             shuffler.load_state_dict({"speeds": begin})
             checkpoints.save(TrainProgress(1))

@@ -25,6 +25,7 @@ from tests.helpers.models.torchrec_model import head_of, rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import expected_ids
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import of_all
 
 SIZES = [6, 3, 1, 2]
 
@@ -40,9 +41,7 @@ class SeenRows:
         self.ids += output.ids
 
     def compute(self):
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.ids)
-        self.evaluations.append([row for ids in gathered for row in ids])
+        self.evaluations.append(of_all(self.ids))
         return {"rows_seen": float(len(self.evaluations[-1]))}
 
     def reset(self):

@@ -22,6 +22,7 @@ from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import TrainConfig
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import error_of, limit_waits, meet, my_batch
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
@@ -85,14 +86,11 @@ def test_a_rank_that_stays_away_from_a_collective_is_named(collective, said):
     assert re.match(f"RankMissingError: {said}", text), text
 
 
-def _fails_by_itself():
+@on_two_ranks
+def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match=r"^shapes differ$") as error, missing_ranks_named(lambda: 7):
         raise RuntimeError("shapes differ")
-    return not isinstance(error.value, RankMissingError)
-
-
-def test_other_errors_stay_as_they_are(two_ranks):
-    assert two_ranks.run(_fails_by_itself) == [True, True]
+    assert not isinstance(error.value, RankMissingError)
 
 
 def _in_the_trainer_s():
@@ -132,17 +130,12 @@ def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_
 # ------------------------------------------------------------------------------------------- the end of every step
 
 
-def _agrees(ranks_with_signal):
+@pytest.mark.parametrize("signalled", [[1], []])
+@on_ranks
+def test_all_ranks_stop_after_the_same_step(signalled):
     with StopSignal() as stop:
-        answers = []
         for step in range(4):
-            if step == 1 and dist.get_rank() in ranks_with_signal:
+            if step == 1 and dist.get_rank() in signalled:
                 stop._handle(15, None)
             stop.after_step()
-            answers.append(stop.agreed)
-    return answers
-
-
-def test_all_ranks_stop_after_the_same_step(ranks):
-    assert ranks.run(_agrees, [1]) == [[False, False, True, True]] * ranks.world_size
-    assert ranks.run(_agrees, []) == [[False] * 4] * ranks.world_size
+            assert stop.agreed == (bool(signalled) and step >= 2)

@@ -29,6 +29,7 @@ from tests.helpers.models.torchrec_model import (
 from tests.helpers.pipelines.shuffled_pipelines import largest_difference, one_process
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 CPU = torch.device("cpu")
 SIZES = [6, 1, 3, 2, 5]  # steps differ in their number of terms
@@ -123,21 +124,6 @@ def test_a_run_that_ended_within_its_last_evaluation_makes_it_up(two_ranks, tmp_
     assert run() == [before, after] and before != after
 
 
-def _accumulated(dtype: torch.dtype, largest: float, terms: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of an update over several steps, and the same in float64 from the gradients of the steps."""
-    torch.manual_seed(0)  # averaged gradients are the same on all ranks
-    parameter = torch.nn.Parameter(torch.zeros(50, dtype=dtype))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    update = StepUpdate(OptimizationArgs(accumulation_steps=steps), optimizer, torch.nn.Module(), 10, CPU)
-    gradients = [(torch.rand(50, dtype=torch.float64) * largest).to(dtype) for _ in range(steps)]
-    counts = [terms + step for step in range(steps)]
-    for step, (gradient, count) in enumerate(zip(gradients, counts)):
-        parameter.grad = gradient.clone()
-        update.after_step(step, count)
-    weighed = torch.stack([gradient.double() * count for gradient, count in zip(gradients, counts)])
-    return -parameter.detach(), weighed.sum(0) / sum(counts)
-
-
 @pytest.mark.parametrize(
     "dtype, largest, terms, steps",
     [
@@ -149,11 +135,22 @@ def _accumulated(dtype: torch.dtype, largest: float, terms: int, steps: int) -> 
     ],
     ids=str,
 )
-def test_accumulated_gradients_are_exact_in_the_parameters_dtype(ranks, dtype, largest, terms, steps):
-    for applied, exact in ranks.run(_accumulated, dtype, largest, terms, steps):
-        # Half a unit in the last place of the parameter's dtype, and the roundings of as many sums in float32.
-        precision = max(torch.finfo(dtype).eps / 2, steps * min(2.0**-24, torch.finfo(dtype).eps))
-        torch.testing.assert_close(applied.double(), exact, rtol=1.01 * precision, atol=0)
+@on_ranks
+def test_accumulated_gradients_are_exact_in_the_parameters_dtype(dtype, largest, terms, steps):
+    torch.manual_seed(0)  # averaged gradients are the same on all ranks
+    parameter = torch.nn.Parameter(torch.zeros(50, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    update = StepUpdate(OptimizationArgs(accumulation_steps=steps), optimizer, torch.nn.Module(), 10, CPU)
+    gradients = [(torch.rand(50, dtype=torch.float64) * largest).to(dtype) for _ in range(steps)]
+    counts = [terms + step for step in range(steps)]
+    for step, (gradient, count) in enumerate(zip(gradients, counts)):
+        parameter.grad = gradient.clone()
+        update.after_step(step, count)
+    weighed = torch.stack([gradient.double() * count for gradient, count in zip(gradients, counts)])
+    # Half a unit in the last place of the parameter's dtype, and the roundings of as many sums in float32.
+    precision = max(torch.finfo(dtype).eps / 2, steps * min(2.0**-24, torch.finfo(dtype).eps))
+    exact = weighed.sum(0) / sum(counts)
+    torch.testing.assert_close(-parameter.detach().double(), exact, rtol=1.01 * precision, atol=0)
 
 
 def run_scaled(*args, **kwargs):
@@ -188,19 +185,19 @@ def test_all_learning_rates_follow_the_schedule(two_ranks, tmp_path):
     assert all(rate == LEARNING_RATE for _, _, seen, _ in constant for rate, _ in seen)
 
 
-def test_tables_train_at_the_scheduled_rate(two_ranks, tmp_path):
+@on_two_ranks
+def test_tables_train_at_the_scheduled_rate(tmp_path):
     """Early in a long warm-up, tables stay as they are."""
-    first, stopped = (
-        two_ranks.run(run_loop, str(tmp_path), build_sharded, 1, warmup_steps=steps)[0][1] for steps in (0, 10**9)
+    name = "embedding.embeddings.t_item.weight"
+    start, trained, stopped = (
+        weights[name]
+        for weights in (
+            weights_of(build_sharded()[0]),
+            *(run_loop(str(tmp_path), build_sharded, 1, warmup_steps=steps)[1] for steps in (0, 10**9)),
+        )
     )
-    table = "embedding.embeddings.t_item.weight"
-    start = two_ranks.run(_start)[0][table]
-    assert not torch.equal(first[table], start)
-    torch.testing.assert_close(stopped[table], start, rtol=0, atol=1e-8)
-
-
-def _start():
-    return weights_of(build_sharded()[0])
+    assert not torch.equal(trained, start)
+    torch.testing.assert_close(stopped, start, rtol=0, atol=1e-8)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):

@@ -26,6 +26,7 @@ from hstu.train_config import TrainConfig
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on_two_ranks
 
 CPU = torch.device("cpu")
 RUN = (*TINY, "--trainer.log-interval", "1", "--trainer.eval-interval", "2", "--trainer.max-eval-iters", "1")
@@ -107,14 +108,11 @@ class OwnConfig:
     items: Path
 
 
-def opened(run_dir):
-    flags = ["--trainer.train-batch-size", "2", "--trainer.eval-batch-size", "2", "--trainer.run-dir", str(run_dir)]
+@on_two_ranks
+def test_a_config_may_hold_a_path(tmp_path):
+    flags = ["--trainer.train-batch-size", "2", "--trainer.eval-batch-size", "2", "--trainer.run-dir", str(tmp_path)]
     open_run_folder(load_config(OwnConfig, [*flags, "--items", "data/items"]), CPU, logs_to_file=False)
-
-
-def test_a_config_may_hold_a_path(two_ranks, tmp_path):
-    two_ranks.run(opened, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["items"] == "data/items"
+    assert json.loads((tmp_path / "config.json").read_text())["items"] == "data/items"
 
 
 def keeps_log(folder, *flags):
