@@ -12,6 +12,7 @@ from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scat
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.batches.any_batches import dense
 from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.on_ranks import on
 
 ONE_TO_THREE = {"batch": {"a": dense([1, 2, 3]), "meta": "same"}, "workloads": [1, 2, 30]}
 NOTHING = {"batch": None, "workloads": None}
@@ -226,22 +227,15 @@ MISTAKES = {
 }
 
 
-def _every_mistake():
-    found = []
+@on("two_ranks", timeout=120)
+def test_a_mistake_is_raised_on_every_rank():
     for call, mistakes in MISTAKES.items():
-        for change, _ in mistakes:
-            found.append(error_of(call, **change(dist.get_rank())))
-            for right in (scatter, redistribute, pack_jointly):
-                right()
-    return found
-
-
-def test_a_mistake_is_raised_on_every_rank(two_ranks):
-    expected = [said for mistakes in MISTAKES.values() for _, said in mistakes]
-    for found in two_ranks.run(_every_mistake, timeout=120):
-        for error, said in zip(found, expected, strict=True):
+        for change, said in mistakes:
+            error = error_of(call, **change(dist.get_rank()))
             assert error.startswith(said if "Error: " in said else "ValueError: "), (error, said)
             assert said in error and "\n" not in error, (error, said)
+            for right in (scatter, redistribute, pack_jointly):
+                right()
 
 
 def calls_of(moved, share):
@@ -264,21 +258,15 @@ PAIRS = [
 ]
 
 
-def call_differently(pairs):
-    """What every pair ends in; the calls after it are made together and go well."""
-    errors = []
-    for pair in pairs:
+@on("ranks", timeout=120)
+def test_every_pair_of_calls():
+    """The calls after it are made together and go well."""
+    others = "rank 0 calls" if dist.get_world_size() == 2 else "ranks 0, 2, 3 call"
+    for pair in PAIRS:
         moved, share = redistribute(), scatter()
-        errors.append(error_of(calls_of(moved, share)[pair[dist.get_rank() == 1]]))
+        first, second = (name.split(",")[0] for name in pair)
+        assert error_of(calls_of(moved, share)[pair[dist.get_rank() == 1]]) == (
+            f"ValueError: {others} {first} and rank 1 calls {second}; all ranks make the same calls in the same order: "
+            "correct the program"
+        )
         assert torch.equal(moved.send_home(moved.batch)["a"], dense([1, 2, 3]))
-    return errors
-
-
-def test_every_pair_of_calls(ranks):
-    others = "rank 0 calls" if ranks.world_size == 2 else "ranks 0, 2, 3 call"
-    expected = [
-        f"ValueError: {others} {first.split(',')[0]} and rank 1 calls {second.split(',')[0]}; all ranks make the same "
-        "calls in the same order: correct the program"
-        for first, second in PAIRS
-    ]
-    assert ranks.run(call_differently, PAIRS, timeout=120) == [expected] * ranks.world_size

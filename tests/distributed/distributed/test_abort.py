@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import ends_by_itself, my_batch
-from tests.helpers.ranks.on_ranks import on, on_two_ranks
+from tests.helpers.ranks.on_ranks import of_all, on, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import wait_for
 
 # Far above what the test may take, which the pool limits: nothing ends by it.
@@ -188,8 +189,8 @@ def _open_channels():
     return sum(name.startswith(("socket:", "pipe:", "anon_inode:")) for name in names)
 
 
-def _dropped(subgroups):
-    """Ten shufflers, each dropped; rank 0 lets go of each one step later than the others."""
+def _drop_ten(subgroups):
+    """Rank 0 lets go of each shuffler one step later than the others."""
     group = resolve_process_group()
     if subgroups:
         halves = [dist.new_group(members) for members in ([0, 1], [2, 3])]
@@ -211,16 +212,15 @@ def _dropped(subgroups):
             thread.join(30)
         counts.append((len(dist.distributed_c10d._world.pg_names), _open_channels()))
     kept.clear()
-    # A worker ends on its own.
-    return counts[3:], wait_for(lambda: threading.active_count() <= threads, 60), seen
+    assert len(set(counts[3:])) == 1, counts  # no more groups, no more descriptors
+    assert wait_for(lambda: threading.active_count() <= threads, 60)  # a worker ends on its own
+    assert len(of_all(itertools.chain(*seen))) == 10 * 6 * dist.get_world_size()
 
 
-def test_dropped_shufflers_leave_nothing_behind(ranks):
-    for subgroups in (False, True) if ranks.world_size == 4 else (False,):
-        answers = ranks.run(_dropped, subgroups)
-        for counts, quiet, _ in answers:
-            assert len(set(counts)) == 1 and quiet  # no more groups, no more descriptors, no threads left
-        assert len([i for _, _, seen in answers for ids in seen for i in ids]) == 10 * 6 * ranks.world_size
+@on_ranks
+def test_dropped_shufflers_leave_nothing_behind():
+    for subgroups in (False, True) if dist.get_world_size() == 4 else (False,):
+        _drop_ten(subgroups)
 
 
 @on_two_ranks

@@ -217,11 +217,12 @@ def _payload_tried(error, failing_ranks, others_hang=False):
 @on("own_ranks", timeout=120)
 def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all():
     """A rank that has too little memory for it fails, with its own error; the others quote it and wait for nothing."""
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
-    quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {error}"
-    expected = ("OutOfMemoryError", str(error)) if dist.get_rank() == 1 else ("RankMissingError", quoted)
+    text = "CUDA out of memory. Tried to allocate 2 MiB"
+    quoted = f"rank 1 failed in the connection of step 0: OutOfMemoryError: {text}"
+    expected = ("OutOfMemoryError", text) if dist.get_rank() == 1 else ("RankMissingError", quoted)
     for others_hang in (True, False):
-        assert _payload_tried(error, [1], others_hang) == expected
+        assert _payload_tried(torch.OutOfMemoryError(text), [1], others_hang) == expected
+        dist.barrier()  # before anyone tries again
 
 
 @on("ranks", timeout=120)

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from commons.distributed import global_mean_loss, mean_over_ranks
 from tests.helpers.ranks.faults import error_of
-from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
+from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 # How the count of all ranks may be stated where it is known.
 KNOWN = {"known": int, "known to numpy": np.int64}
@@ -141,24 +141,16 @@ def test_mistakes_are_told_in_a_traced_model_too():
                     call(value)
 
 
-def _one_is_wrong(wrong: set[int]) -> list[tuple[str, str]]:
-    """Type and text of what each mistake of some ranks raises here; the calls after it work."""
-    raised = []
-    for function, _, _, values in MISTAKES:
-        for value in values:
-            raised.append(error_of(function, value if dist.get_rank() in wrong else ONE))
-            assert global_mean_loss(ONE, 1).item() == 1
-    return raised
-
-
-def test_a_mistake_of_one_rank_is_raised_on_all(ranks):
-    last = ranks.world_size - 1
-    expected = [f"{error.__name__}: rank \\d: {said}" for _, error, said, values in MISTAKES for _ in values]
+@on_ranks
+def test_a_mistake_of_one_rank_is_raised_on_all():
+    """In the same words, and the calls after it work."""
+    last = dist.get_world_size() - 1
     for wrong, named in (({last}, last), (set(range(last + 1)), 0)):
-        results = ranks.run(_one_is_wrong, wrong)
-        assert all(result == results[0] for result in results)
-        for text, pattern in zip(results[0], expected, strict=True):
-            assert re.match(pattern, text) and f": rank {named}: " in text and "\n" not in text, text
+        for function, error, said, values in MISTAKES:
+            for value in values:
+                text = error_of(function, value if dist.get_rank() in wrong else ONE)
+                assert re.match(f"{error.__name__}: rank {named}: {said}", text) and "\n" not in text, text
+                assert len(set(of_all([text]))) == 1 and global_mean_loss(ONE, 1).item() == 1
 
 
 # ------------------------------------------------------------------------------------------------ the mean, for a log

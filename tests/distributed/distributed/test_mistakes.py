@@ -30,8 +30,8 @@ from commons.pipeline import windowed_iter
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.ranks.faults import on_rank, raised_by
-from tests.helpers.ranks.on_ranks import on_four_ranks, on_ranks, on_two_ranks
+from tests.helpers.ranks.faults import error_of, on_rank, raised_by
+from tests.helpers.ranks.on_ranks import on, on_four_ranks, on_ranks, on_two_ranks
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = 600.0
@@ -206,31 +206,22 @@ MISTAKES = {
 IN_WINDOWS = ("grad", "grad of weights", "first checksum", "second checksum", "checksum where nobody moves")
 
 
-def _every_mistake(names, window):
-    """By name, the error of a shuffle in which rank 1 is wrong, and that of the next one."""
-    found = {}
-    for name in names:
+@pytest.mark.parametrize("window", [False, True])
+@on("ranks", timeout=100)
+def test_a_mistake_of_one_rank_is_raised_on_all(window):
+    """And the next batch is shuffled."""
+    for name in IN_WINDOWS if window else MISTAKES:
         mistake = MISTAKES[name]
-        options = ShufflerOptions(timeout=PATIENT, **mistake.options)
         batch = my_batch(0, [4] * 4, max_length=60 if dist.get_rank() == 0 else 6)
-        with closing(SquareShuffler(options)) as shuffler:
+        with closing(SquareShuffler(ShufflerOptions(timeout=PATIENT, **mistake.options))) as shuffler:
             with contextlib.ExitStack() as stack:
                 if dist.get_rank() == 1:
                     mistake.spoil(shuffler, batch, lambda *what: stack.enter_context(mock.patch.object(*what)))
                 results = windowed_iter(iter([batch]), shuffler, 1) if window else map(shuffler.shuffle, [batch])
-                found[name] = raised_by(lambda results=results: next(results)), "no error"
-            if not window:
-                found[name] = found[name][0], raised_by(lambda each=shuffler: each.shuffle(my_batch(1, [4] * 4)))
-    return found
-
-
-@pytest.mark.parametrize("window", [False, True])
-def test_a_mistake_of_one_rank_is_raised_on_all(ranks, window):
-    names = IN_WINDOWS if window else tuple(MISTAKES)
-    for found in ranks.run(_every_mistake, names, window, timeout=100):
-        for name, (text, then) in found.items():
-            assert re.match(MISTAKES[name].said, text) and "\n" not in text, (name, text)
-            assert not MISTAKES[name].goes_on or then == "no error", (name, then)
+                text = error_of(next, results)
+            assert re.match(mistake.said, text) and "\n" not in text, (name, text)
+            if mistake.goes_on and not window:
+                assert error_of(shuffler.shuffle, my_batch(1, [4] * 4)) == "no error", name
 
 
 @on_ranks
