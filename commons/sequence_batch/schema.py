@@ -25,7 +25,16 @@ from commons.sequence_batch.fields import (
     row_count_items,
 )
 from commons.sequence_batch.jagged_fields import JaggedField
-from commons.sequence_batch.open_batch import Tree, holds_scalars, open_batch, row_counts, value_at
+from commons.sequence_batch.open_batch import (
+    Tree,
+    batch_device,
+    holds_scalars,
+    open_batch,
+    replace_rows,
+    row_counts,
+    row_fields,
+    value_at,
+)
 from commons.sequence_batch.plain_values import (
     PlainField,
     decode_plain,
@@ -225,6 +234,13 @@ class BatchSchema:
         }
         host = torch.device("cpu")  # not torch's default device, which a script may have set
         return self.made_of(values | {each.path: each.empty(rows, host) for each in self.rows}, lambda _: (rows, None))
+
+    def padded(self, batch: Any) -> Any:
+        """A copy, with one row of padding, of a batch of this schema without rows; on the same device."""
+        device, padding = batch_device(batch), self.empty_batch(1)
+        if device.type != "cpu":
+            padding = padding.to(device, non_blocking=True)
+        return replace_rows(batch, dict(row_fields(padding)), 1, 0)
 
     def made_of(self, values: Mapping[Path, Any], size_of: Callable[[Path], tuple[int, torch.device | None]]) -> Any:
         """Make a batch of this schema without its constructor; KeyError for a class that is not imported here.

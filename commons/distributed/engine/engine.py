@@ -175,10 +175,8 @@ class ShuffleEngine:
         self._device = batch_device(batch)
         started = time.perf_counter()
         if prepared.exchange is None:
-            if handle.local.rows or not schema.states_padding:
-                return batch
-            padding = schema.empty_batch(1)  # TorchRec's modules need at least one row
-            return padding if self._device.type == "cpu" else padding.to(self._device, non_blocking=True)
+            # TorchRec's modules need at least one row.
+            return batch if handle.local.rows or not schema.states_padding else schema.padded(batch)
         results = session.exchange_rows(handle.step, prepared.exchange, [batch])
         (result,) = attach_global_batches(results, prepared, session.channel.members)
         handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)

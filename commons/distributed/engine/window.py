@@ -149,8 +149,8 @@ def shuffle_window(
         return ShuffledWindow([], [])
     batches = reader.take()
     if prepared.exchange is None:
-        batches += [None] * (prepared.steps - len(batches))
-        results = [schema.empty_batch(1) if each is None or not schema.rows_of(each) else each for each in batches]
+        batches += [schema.empty_batch()] * (prepared.steps - len(batches))
+        results = [each if schema.rows_of(each) else schema.padded(each) for each in batches]
         return ShuffledWindow(results, [None] * len(results))
     started = time.perf_counter()
     results = session.exchange_rows(step, prepared.exchange, batches or [schema.empty_batch()])
