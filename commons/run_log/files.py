@@ -70,5 +70,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN by None, because JSON has no NaN; for example, the AUC of a single class is NaN."""
-    return {name: None if value != value else value for name, value in numbers.items()}
+    """Replace NaN and infinity by None, because JSON has neither; for example, the AUC of a single class is NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
+    }

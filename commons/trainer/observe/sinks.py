@@ -87,7 +87,7 @@ def figures_of(record: Mapping[str, Any]) -> list[Figure]:
 
 
 class JsonLines:
-    """Writes a line of JSON for every record, with null for NaN; with `append` to the end of an existing file."""
+    """Writes a line of JSON per record, null for NaN and infinity; with `append` to the end of an existing file."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self._file = path.open("ab" if append else "wb", buffering=0)

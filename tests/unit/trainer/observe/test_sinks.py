@@ -49,10 +49,11 @@ def test_figures_have_a_place_each():
 def test_lines_of_json(tmp_path):
     for append in (False, True):
         sink = JsonLines(tmp_path / "log.jsonl", append=append)
-        sink.write({"step": 1, "eval_auc": float("nan"), "rank_speeds": [1.0, None]})
+        numbers = {"eval_auc": float("nan"), "eval_perplexity": float("inf")}
+        sink.write({"step": 1, **numbers, "rank_speeds": [1.0, None]})
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1, "eval_auc": None, "rank_speeds": [1.0, None]}] * 2
+    assert lines == [{"step": 1, "eval_auc": None, "eval_perplexity": None, "rank_speeds": [1.0, None]}] * 2
 
 
 @pytest.mark.parametrize("append", [False, True])
