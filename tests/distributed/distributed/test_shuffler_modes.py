@@ -65,20 +65,9 @@ def test_identity_moves_nothing_and_gives_an_empty_rank_one_row_of_padding():
     batch = my_batch(9, rows)
     with closing(IdentityBalancedBatchShuffler()) as shuffler:
         result, indices, workloads = shuffler.shuffle(batch, return_indices=True, return_workloads=True)
-<<<<<<< HEAD
     assert rows_as_values(result) == rows_as_values(batch) and result.batch_size == max(1, rows[rank])
     assert workloads.tolist() == [1] * rows[rank]
     assert indices.tolist() == list(range(sum(rows[:rank]), sum(rows[: rank + 1])))
-=======
-    return rows_as_values(result) == rows_as_values(batch), result.batch_size, indices.tolist(), workloads.tolist()
-
-
-def test_identity_moves_nothing_and_gives_an_empty_rank_one_row_of_padding(ranks):
-    rows, first = [3, 0, 2, 5], 0
-    for rank, (same, size, indices, workloads) in enumerate(ranks.run(_identity)):
-        assert same and size == max(1, rows[rank]) and workloads == [1] * rows[rank]
-        assert indices == list(range(first, first + rows[rank]))
-        first += rows[rank]
 
 
 @register_batch_type(per_rank=("stamp",))
@@ -102,22 +91,6 @@ def _stamps(mode):
 @pytest.mark.parametrize("mode", ["balance", "observe", "off"])
 def test_a_batch_without_rows_keeps_the_values_of_its_rank(two_ranks, mode):
     assert two_ranks.run(_stamps, mode) == [[(7, 1, 0)] * 2, [(8, 1, 0)] * 2]
-
-
-def _empty_rows(transport):
-    """Rows of no elements: they move, and there is nothing to send."""
-    rows = 4
-    features = KeyedJaggedTensor(
-        keys=["a", "b"], values=torch.zeros(0), lengths=torch.zeros(2 * rows, dtype=torch.int64)
-    )
-    batch = BaseBatch(features, rows, {"a": 1, "b": 1})
-    weight = 1000 if dist.get_rank() == 0 else 1
-    with closing(SquareShuffler(ShufflerOptions(transport=transport, slack=0.0))) as shuffler:
-        with mock.patch.object(shuffler, "get_workloads", lambda batch: torch.arange(1, rows + 1) * weight):
-            results = [shuffler.shuffle(batch, return_indices=True) for _ in range(2)]
-        stats = shuffler.last_stats
-    return [(result.actual_batch_size, indices.tolist()) for result, indices in results], stats.moved, stats.bytes_sent
->>>>>>> 6d510728 (In mode "off", a batch without rows got the first rank's per_rank values instead of its own, batch by batch and in windows)
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.raw_data.movielens import generate_movielens
+from commons.datasets.public.movielens import preprocess_movielens
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.metrics import RankingMetrics
@@ -177,3 +179,15 @@ def test_times_and_negatives_are_no_tokens_to_balance():
     shuffler.close()
     counted, loaded = shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
     assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1
+
+
+@pytest.mark.slow
+def test_ranking_on_generated_movielens_beats_popularity(two_ranks, tmp_path):
+    raw = generate_movielens(tmp_path / "raw", num_users=500, seed=1).path
+    preprocess_movielens(raw, tmp_path / "data", test_fraction=0.2)
+    flags = ["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", str(tmp_path / "data")]
+    flags += ["--dataset.shuffle", "--trainer.train-batch-size", "16", "--trainer.num-epochs", "3"]
+    flags += ["--dataset.max-history-seqlen", "64", "--model.hidden-size", "32", "--model.kv-channels", "16"]
+    flags += ["--trainer.eval-interval", "1000", "--optimizer.dense-lr", "2e-3", "--optimizer.embedding-lr", "0.05"]
+    _, _, metrics = two_ranks.run(run_config, flags, tmp_path / "run")[0]
+    assert metrics["eval_auc_task_0"] > 0.05 + metrics["eval_popularity_auc_task_0"] > 0.5
