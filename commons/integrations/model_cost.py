@@ -76,10 +76,9 @@ def _text_modules(model: Any, config: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _active_weights(name: str, module: Any, config: Any) -> int:
     """The entries of a module's own matrices, without those of its children, that a token is multiplied by."""
+    # PEFT's wrapper, whose child has the matrix; and a matrix that PEFT trains a copy of (modules_to_save).
     if hasattr(module, "base_layer") or "original_module" in name.split("."):
-        return (
-            0  # PEFT's wrapper, whose child has the matrix, and a matrix that PEFT trains a copy of (modules_to_save)
-        )
+        return 0
     sizes = [getattr(config, each, None) for each in ("num_local_experts", "num_experts", "n_routed_experts")]
     experts = next(filter(None, sizes), 1)
     active = min(getattr(config, "num_experts_per_tok", None) or 1, experts)
