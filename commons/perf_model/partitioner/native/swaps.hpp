@@ -122,7 +122,7 @@ class WorkingPartition {
   }
 
  private:
-  void read(Index part) {
+  [[gnu::noinline]] void read(Index part) {  // rare; rows() stays small in the loops that call it
     const Index first = part == 0 ? 0 : ends_[part - 1];
     rows_[part].reserve(ends_[part] - first + 1);
     for (Index at = first; at < ends_[part]; ++at) rows_[part].push_back(source_.read(ordered_[at]));
