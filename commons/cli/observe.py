@@ -29,6 +29,7 @@ from commons.cli.simulate.simulation import Source, simulate
 from commons.console import print_error
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times
+from commons.trainer.ranks.rank_info import rank_of_process
 from commons.whole_folder import whole_file
 
 # Seconds that rank 0 waits for the files of the other ranks.
@@ -92,13 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _observe(options: Observe, script: list[str]) -> int:
     from commons.pipeline.recording import Recorder
 
-    rank, world_size = _own_rank()
+    rank, world_size = rank_of_process()
     here = Path.cwd()
 
     def begin() -> None:
         """Remove the record of an earlier run; the script knows its rank by now, whatever started it."""
         nonlocal rank, world_size
-        rank, world_size = _own_rank()
+        rank, world_size = rank_of_process()
         (here / options.folder / f"rank{rank}.npz").unlink(missing_ok=True)
 
     begin()
@@ -127,15 +128,6 @@ def _observe(options: Observe, script: list[str]) -> int:
         return status or 0
     print_error(str(status))
     return 1
-
-
-def _own_rank() -> tuple[int, int]:
-    """Rank and number of ranks: of the process group or, before there is one, by the launcher's variables."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _run(script: list[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
+import torch.distributed as dist
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -57,3 +59,10 @@ class RankInfo:
         host, _, port = self.address.rpartition(":")
         variables = {name.upper(): str(value) for name, value in asdict(self).items() if name not in ("address", "gpu")}
         os.environ.update(variables, MASTER_ADDR=host.strip("[]"), MASTER_PORT=port)
+
+
+def rank_of_process() -> tuple[int, int]:
+    """Rank and number of ranks: of the process group or, before there is one, by the launcher's variables."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from commons import available_memory
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter, windows
+from commons.sequence_batch.batch import BaseBatch
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
@@ -266,3 +267,13 @@ def test_windows_may_be_left_in_their_middle():
                 assert next(windowed, None) is None
             del windowed
         assert len(list(windowed_iter(models.rank_batches(dist.get_rank() + 50, 8, [4]), shuffler, 3))) == 8
+
+
+def test_a_window_of_one_rank_keeps_the_cap_on_tokens():
+    """Its steps cannot take less time, but rows in other steps keep the cap."""
+    lengths = [torch.tensor([10, 10]), torch.tensor([1, 1])]
+    jagged = [KeyedJaggedTensor(["a"], torch.arange(int(each.sum())), lengths=each) for each in lengths]
+    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=12))) as shuffler:
+        trained = list(windowed_iter(map(BaseBatch, jagged), shuffler, 2))
+    assert [batch.features.lengths().tolist() for batch in trained] == [[10, 1], [10, 1]]
+    assert shuffler.num_cap_exceeded == 0

@@ -36,8 +36,7 @@ class ShufflePlanner {
   // home if the gain is below min_gain. Only three reasons can move rows at the price of a larger load: home breaks the cap
   // on tokens, home splits a group, or a rank without rows cannot be padded.
   bool plan(const Weight* before, Weight* planned, Weight* destination) {
-    const bool alone = rows_.num_rows == 0 || (rows_.num_ranks == 1 && !splits_);
-    if (alone) {
+    if (rows_.num_rows == 0 || (rows_.num_ranks == 1 && !splits_ && !may_keep_cap())) {
       bound = std::accumulate(rows_.workloads, rows_.workloads + rows_.num_rows, Weight{0});
       stay(before, planned);
     } else {
@@ -56,6 +55,9 @@ class ShufflePlanner {
     std::copy_n(rows_.home, rows_.num_rows, planned);
     loads.assign(before, before + rows_.num_places);
   }
+
+  // Whether a window of one rank exceeds the cap on tokens, which other steps for its rows may keep.
+  bool may_keep_cap() const { return rows_.steps > 1 && excess_of(rows_.home) > 0; }
 
   // Plans, with home as the plan if nothing is gained; returns whether the gain reaches min_gain.
   bool is_worth_it(const Weight* loads_before, Weight* planned) {
