@@ -161,11 +161,11 @@ class WorkingPartition {
   const Cap& cap_;
   Indices parts_;  // of each row
   Weights loads_;
-  Weights held_;                // the second weight per partition; empty without a cap
-  Indices ordered_;  // the rows at the start, partition by partition
-  Indices ends_;     // where each partition ends in ordered_
+  Weights held_;                        // the second weight per partition; empty without a cap
+  Indices ordered_;                     // the rows at the start, partition by partition
+  Indices ends_;                        // where each partition ends in ordered_
   std::vector<std::vector<Row>> rows_;  // without capacity before they are read
-  std::vector<char> changed_;  // whether the load has changed since rank()
+  std::vector<char> changed_;           // whether the load has changed since rank()
 };
 
 inline WorkingPartition<RowsByWeight> working_partition(const Problem& problem, Indices parts, const Cap& cap) {
