@@ -93,17 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _observe(options: Observe, script: list[str]) -> int:
     from commons.pipeline.recording import Recorder
 
-    rank, world_size = rank_of_process()
-    here = Path.cwd()
+    here, rank, world_size = Path.cwd(), 0, 1
 
-    def begin() -> None:
-        """Remove the record of an earlier run; the script knows its rank by now, whatever started it."""
+    def find_rank() -> None:
+        """Find this rank, which the script may know only later, and remove the record of an earlier run."""
         nonlocal rank, world_size
         rank, world_size = rank_of_process()
         (here / options.folder / f"rank{rank}.npz").unlink(missing_ok=True)
 
-    begin()
-    recorder = Recorder(begin)
+    find_rank()
+    recorder = Recorder(begin=find_rank)
     recorder.install()
     status: Any = 0
     try:
@@ -111,6 +110,8 @@ def _observe(options: Observe, script: list[str]) -> int:
     except SystemExit as stop:
         status = stop.code
     finally:
+        if not recorder.has_begun:
+            find_rank()
         os.chdir(here)  # our paths are relative to it, and scripts may leave it, as Hydra does
         with whole_file(options.folder / f"rank{rank}.npz") as file:
             np.savez_compressed(

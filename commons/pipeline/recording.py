@@ -36,7 +36,7 @@ class _Flight:
     def __init__(self) -> None:
         self.lengths: deque[np.ndarray | None] = deque()
         self.ended: float | None = None  # time at the end of the last step; None before the first step of an epoch
-        self.depth = 0  # number of nested calls of `progress`
+        self.num_trained = 0  # batches that were trained
         self.is_returned = False  # whether the caller of a staged pipeline has a batch to train
 
 
@@ -47,6 +47,7 @@ class Recorder:
         lengths: for each step, the tokens of its rows, int64 `(rows,)`.
         seconds: for each step, the seconds since the end of the previous step; NaN for the first step of an epoch.
         unknown: number of steps without lengths, because their batches were on a device or have no jagged tensor.
+        has_begun: whether a step was trained.
 
     Args:
         begin: called after the first step.
@@ -54,7 +55,7 @@ class Recorder:
 
     def __init__(self, begin: Callable[[], Any] = lambda: None) -> None:
         self._begin = begin
-        self._has_begun = False
+        self.has_begun = False
         self.lengths: list[np.ndarray] = []
         self.seconds: list[float] = []
         self.unknown = 0
@@ -100,39 +101,35 @@ class Recorder:
         return batch
 
     def _training(self, pipeline: Any, train: Callable[[], Any]) -> Any:
+        """Call a `progress`, which trains a batch itself or in calls of other ones, such as `super().progress`."""
         flight = self._flight(pipeline)
-        flight.depth += 1
+        before = flight.num_trained
         try:
             result = train()
         except StopIteration:
             flight.ended = None
             raise
-        finally:
-            flight.depth -= 1
-        if flight.depth == 0 and flight.lengths:
+        if flight.num_trained == before and flight.lengths:
             self._trained(pipeline, flight)
         return result
 
     def _staging(self, pipeline: Any, advance: Callable[[], Any]) -> Any:
         """Call `progress` of a staged pipeline, whose caller trains the batch that it returns until the next call."""
         flight = self._flight(pipeline)
-        if flight.depth == 0 and flight.is_returned and flight.lengths:
+        if flight.is_returned and flight.lengths:
             self._trained(pipeline, flight)
-        flight.depth += 1
-        try:
-            batch = advance()
-        finally:
-            flight.depth -= 1
-        flight.is_returned = batch is not None
-        if batch is None:  # the end of an epoch
+        flight.is_returned = False
+        batch = advance()
+        flight.is_returned |= batch is not None  # true already if a nested call has returned one
+        if not flight.is_returned:  # the end of an epoch
             flight.ended = None
         return batch
 
     def _trained(self, pipeline: Any, flight: _Flight) -> None:
         lengths, now, began = flight.lengths.popleft(), time.perf_counter(), flight.ended
-        flight.ended = now
-        if not self._has_begun:
-            self._has_begun = True
+        flight.ended, flight.num_trained = now, flight.num_trained + 1
+        if not self.has_begun:
+            self.has_begun = True
             self._begin()
         if not getattr(getattr(pipeline, "_model", None), "training", True):
             return

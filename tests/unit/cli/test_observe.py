@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage, StagedTrainPipeline
@@ -33,6 +34,7 @@ def unchanged(monkeypatch):
 
 
 FORKED_PIPELINE = """
+import sys
 from pathlib import Path
 
 import torch
@@ -49,11 +51,22 @@ class Forked(TrainPipelineBase):
         return self._next_batch(batches)
 
 
+class Accumulating(Forked):
+    def progress(self, batches):
+        return super().progress(batches), super().progress(batches)
+
+
+def batches(*lengths):
+    return iter([KeyedJaggedTensor(["item"], torch.arange(each), lengths=torch.tensor([each])) for each in lengths])
+
+
 dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
-lengths = torch.tensor([3, 4])
-Forked().progress(iter([KeyedJaggedTensor(["item"], torch.arange(7), lengths=lengths)]))
-assert not Path("observed/rank1.npz").exists()
-dist.destroy_process_group()
+if "trains" in sys.argv:
+    Forked().progress(batches(3))
+    assert not Path("observed/rank1.npz").exists()
+    pipeline, source = Accumulating(), batches(5, 6, 7, 8)
+    pipeline.progress(source), pipeline.progress(source)
+    dist.destroy_process_group()
 """
 
 
@@ -116,9 +129,13 @@ def test_a_script_may_leave_its_folder(tmp_path, monkeypatch):
     assert (tmp_path / "observed" / "rank0.npz").is_file() and not [*(tmp_path / "elsewhere").iterdir()]
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("started", [{"RANK": "1", "WORLD_SIZE": "2"}, {}])
-def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, tmp_path, monkeypatch):
-    """The launcher sets the variables that torch needs, or none; the second rank may only then be known."""
+def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, trains, tmp_path, monkeypatch):
+    """The launcher sets the variables that torch needs, or none: then the script knows the rank, not we at its start.
+
+    A `progress` that calls another one twice trains two batches.
+    """
     for pipeline in recording._subclasses(train_pipelines.TrainPipeline):
         for name in {"progress", "_next_batch"} & vars(pipeline).keys():
             monkeypatch.setattr(pipeline, name, vars(pipeline)[name])  # restored afterwards
@@ -132,9 +149,14 @@ def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, tmp_pa
     (tmp_path / "observed").mkdir()
     (tmp_path / "observed" / "rank1.npz").write_text("the record of an earlier run")
     (tmp_path / "script.py").write_text(FORKED_PIPELINE)
-    assert main(["script.py"]) == 0
+    try:
+        assert main(["script.py", *(["trains"] if trains else [])]) == 0
+    finally:
+        if dist.is_initialized():  # as in a script that ends without a step
+            dist.destroy_process_group()
     with np.load(tmp_path / "observed" / "rank1.npz") as record:
-        assert record["lengths"].tolist() == [3, 4] and record["world_size"] == 2
+        assert record["rows"].tolist() == [1] * 5 * trains and record["world_size"] == 2
+        assert record["lengths"].tolist() == [3, 5, 6, 7, 8][: 5 * trains]
     assert len([*(tmp_path / "observed").iterdir()]) == 1
 
 
