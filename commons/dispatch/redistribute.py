@@ -114,9 +114,9 @@ class RedistributedRows(Trimmed, Generic[B]):
     def send_home(self, results: R) -> R | None:
         """Send results to the home ranks of their rows, in the rows' original order.
 
-        All ranks of the group call this together. Dense tensors that require grad are differentiable once. Their
-        backward is a collective of all ranks, so every rank's loss must depend on the returned results, also on a rank
-        that had no rows.
+        All ranks of the group call this together. Dense tensors that require grad are differentiable once; a second
+        differentiation is torch's error on every rank that had a batch. Their backward is a collective of all ranks, so
+        every rank's loss must depend on the returned results, also on a rank that had no rows.
 
         Args:
             results: a tensor or any other batch with one row per row of `batch`, such as rewards or features.

@@ -144,6 +144,7 @@ def _require_counted_loss(trainer: Trainer) -> None:
     """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
+    where = "compute_loss_func"
     smoother = trainer.label_smoother
     if counts and trainer.compute_loss_func is None and smoother is not None:
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
@@ -160,11 +161,11 @@ def _require_counted_loss(trainer: Trainer) -> None:
         counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
     elif counts and scaled is None and _uses_of_count(_loss_of(trainer)) == (0, 0):
         counts, what = False, f"compute_loss of {type(trainer).__name__} does not use num_items_in_batch"
+        where = "compute_loss; if it divides by a number of all ranks already, set loss_is_scaled_for_ga = True"
     if not counts or not trainer.args.average_tokens_across_devices:
         raise ValueError(
             f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
-            "must not weigh the same: divide by num_items_in_batch of all ranks (compute_loss_func), or pass "
-            "padded=False"
+            f"must not weigh the same: divide by num_items_in_batch of all ranks ({where}), or pass padded=False"
         )
 
 

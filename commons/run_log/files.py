@@ -69,9 +69,13 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def without_nan(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity by None, because JSON has neither; for example, the AUC of a single class is NaN."""
+def finite_only(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinity by None, also in lists, because JSON has neither; the AUC of a single class is NaN."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        name: [_finite(each) for each in value] if isinstance(value, list) else _finite(value)
         for name, value in numbers.items()
     }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from commons.perf_model.loads import SLOW, SLOW_STEPS, median_of_others
-from commons.run_log.files import without_nan
+from commons.run_log.files import finite_only
 from commons.run_log.reading import RunLog, setting
 from commons.run_log.step_time import StepTime, step_time_of, time_fit_of
 
@@ -120,7 +120,7 @@ class RunReport:
         content = {name: _plain(value) for name, value in vars(self).items() if name != "log"}
         content["step_time_ms"] = content.pop("step_time")
         evaluated = self.log.evaluations[-1][0] if self.log.evaluations else None
-        content["evaluation"] = None if evaluated is None else {"step": evaluated, **without_nan(self.evaluation)}
+        content["evaluation"] = None if evaluated is None else {"step": evaluated, **finite_only(self.evaluation)}
         return {"run": self.log.name, **content}
 
 

@@ -237,7 +237,7 @@ class Epochs:
 
 
 def _require_no_groups(args: TrainerArgs, shuffler: BaseTaskBalancedBatchShuffler) -> None:
-    if type(shuffler).get_groups is not BaseTaskBalancedBatchShuffler.get_groups:
+    if shuffler.engine.costs.has_groups:
         name = "balance_sampler" if args.balance_sampler else "balance_batch"
         raise ValueError(
             f"{name} is True and {type(shuffler).__name__} has get_groups; {name} assigns rows separately, so rows of "

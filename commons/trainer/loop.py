@@ -319,7 +319,7 @@ class TrainingLoop:
     def _total_steps(self, start: Place) -> int:
         """Steps of the run, including the steps before a checkpoint.
 
-        An estimate if nothing depends on the exact number: with a budget, it takes a plan of every epoch.
+        Estimated where nothing depends on the exact number, because counting the steps of a budget plans every epoch.
         """
         limit = math.inf if self._args.max_train_iters is None else self._args.max_train_iters
         if self._schedule.in_rows:

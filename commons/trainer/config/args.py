@@ -157,8 +157,9 @@ class TrainerArgs:
 
     budget_per_rank: float | None = None
     """With balance_sampler: steps of constant cost. Every rank gets as much work as this number of average rows;
-    train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. None:
-    steps of train_batch_size rows per rank."""
+    train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. With a
+    cosine, every start plans all epochs that are left to count their steps (0.8 s per million rows), unless schedule_in
+    is "rows". None: steps of train_batch_size rows per rank."""
 
     schedule_in: Literal["steps", "rows"] = "steps"
     """Unit of max_train_iters, eval_interval, ckpt_save_interval, warmup_steps and the cosine: steps, or rows of all
@@ -245,7 +246,7 @@ class TrainerArgs:
                 "'off' reads no calibration, so rows would be balanced by operations: leave out one of the two"
             )
         self._check_balancing_beyond_a_batch()
-        # With a budget these are the most rows of a step, not the least.
+        # With a budget these are an upper limit.
         least_rows = 1 if self.balancing == "budget" else self.global_batch_size or self.train_batch_size
         for name in ("eval_interval", "ckpt_save_interval"):
             if self.schedule_in == "rows" and 0 < getattr(self, name) < least_rows:

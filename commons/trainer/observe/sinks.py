@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commons.distributed.engine.worker import DaemonWorker
-from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, TRACKERS_FILE, flat, without_nan, write_whole
+from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, TRACKERS_FILE, finite_only, flat, write_whole
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.meter import AVERAGED, PER_RANK
@@ -94,7 +94,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a whole line; after an OSError, such as a full disk, the file has no part of it."""
-        left = memoryview((json.dumps(without_nan(record)) + "\n").encode())
+        left = memoryview((json.dumps(finite_only(record)) + "\n").encode())
         end = os.fstat(self._file.fileno()).st_size
         try:
             while left:

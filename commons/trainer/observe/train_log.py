@@ -24,8 +24,8 @@ from commons.run_log.files import (
     LOG_SCHEMA,
     SUMMARY_FILE,
     evaluation_in,
+    finite_only,
     keep_lines_until,
-    without_nan,
     write_summary,
 )
 from commons.run_log.standard_error import shown_with_error, with_errors
@@ -51,7 +51,7 @@ class TrainSummary:
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready; without the fields about steps if no step was trained."""
         content = dataclasses.asdict(self)
-        content["metrics"] = without_nan(self.metrics)
+        content["metrics"] = finite_only(self.metrics)
         if not self.step_ms:
             for name in ("loss", "step_ms", "tokens_per_s", "shuffle"):
                 del content[name]

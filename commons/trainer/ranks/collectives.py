@@ -122,8 +122,8 @@ def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
 def limit_collectives(timeout: float, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of a group to the shuffler's timeout, in seconds, plus five seconds; for a group of this run.
 
-    Called after the group, by default WORLD, has connected: ranks wait for late ranks with the longer default timeout
-    until then.
+    The default group is WORLD. It is limited after it has connected: until then, ranks wait for late ranks with the
+    longer default timeout.
     """
     limit = datetime.timedelta(seconds=timeout + _GRACE_SECONDS)
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD if group is None else group)

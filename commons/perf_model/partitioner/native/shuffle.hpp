@@ -56,7 +56,7 @@ class ShufflePlanner {
     loads.assign(before, before + rows_.num_places);
   }
 
-  // Whether a window of one rank exceeds the cap on tokens, which other steps for its rows may keep.
+  // Whether a window as loaded exceeds the cap on tokens; rows in other steps may keep it.
   bool may_keep_cap() const { return rows_.steps > 1 && excess_of(rows_.home) > 0; }
 
   // Plans, with home as the plan if nothing is gained; returns whether the gain reaches min_gain.

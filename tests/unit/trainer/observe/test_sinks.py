@@ -50,7 +50,7 @@ def test_lines_of_json(tmp_path):
     for append in (False, True):
         sink = JsonLines(tmp_path / "log.jsonl", append=append)
         numbers = {"eval_auc": float("nan"), "eval_perplexity": float("inf")}
-        sink.write({"step": 1, **numbers, "rank_speeds": [1.0, None]})
+        sink.write({"step": 1, **numbers, "rank_speeds": [1.0, float("inf")]})
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "eval_auc": None, "eval_perplexity": None, "rank_speeds": [1.0, None]}] * 2
