@@ -235,3 +235,14 @@ def test_the_numbers_that_explain_a_symptom_are_there():
         name for name in dir(ShuffleStats) if isinstance(getattr(ShuffleStats, name), property)
     }
     assert len(numbers) >= 10 and numbers <= fields, numbers - fields
+
+
+@pytest.mark.parametrize(
+    ("word", "other"), [("exceeds it by", "exceeds that by"), ("give a", "give an"), ("ended meanwhile", "ended in")]
+)
+def test_another_message_is_not_in_the_source(patterns, word, other):
+    changed = [message.replace(word, other) for message in _quoted() if word in message]
+    assert changed and len(_quoted()) >= 15
+    for message in changed:
+        with pytest.raises(AssertionError, match="not in the source"):
+            test_a_quoted_message_is_in_the_source(patterns, message)

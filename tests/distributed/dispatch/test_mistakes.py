@@ -163,12 +163,17 @@ MISTAKES = {
             "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and 1; ",
         ),
         (
+            lambda rank: texts([5 + 4 * rank] * (3 - 2 * rank), -100),
+            "no row has padding in 'ids', 'labels', and rows 5 to 9 wide need it; ",
+        ),
+        (
             lambda rank: {"batch": {"x": jagged_with_gradients(rank), "y": torch.ones(2)}, "workloads": [1, 2]},
             "rank 0: field 'x' requires grad and is jagged; gradients follow only rows of dense tensors: pass",
         ),
     ],
     load: [
         (lambda rank: {"get_workloads": lambda batch: [1, 2]}, "rank 0: workloads has 2 entries, there are 4 rows;"),
+        (lambda rank: {"num_rows": 1}, "rank 0: there are 1 rows for 2 parts (chunks or ranks); "),
         (lambda rank: {"loader": None}, "rank 0: this rank is the source and passes no loader; the source loads"),
         (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass"),
         (lambda rank: {"trim": Trim("id")} if rank else {}, "trim is [] on rank 0 and [\"Trim(mask='id', lengths=None"),
@@ -201,6 +206,15 @@ MISTAKES = {
             "rows 1 and 3 have 12 tokens together, rows 2 and 4 have 12 tokens together, max_tokens_per_mb is 11",
         ),
         (lambda rank: {"lengths": [None, None]}, "no rank has a row"),
+        (
+            lambda rank: {"lengths": [[1], None]} | ({"workloads": [3]} if rank else {}),
+            "batch is None and there are 1 workloads",
+        ),
+        (
+            lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
+            "the batches of ranks 0 and 1 differ: 'workloads': given and absent; type,",
+        ),
+        (lambda rank: {} if rank else {"workloads": [1, 2, 3]}, "workloads are given and packing_algorithm is 'ffd'"),
     ],
     send_micro_batches_home: [
         (
@@ -262,11 +276,14 @@ PAIRS = [
 def test_every_pair_of_calls():
     """The calls after it are made together and go well."""
     others = "rank 0 calls" if dist.get_world_size() == 2 else "ranks 0, 2, 3 call"
+    rank = dist.get_rank()
     for pair in PAIRS:
-        moved, share = redistribute(), scatter()
+        rows = dense([1, 2, 3]) + rank
+        moved = redistribute(batch={"a": rows, "meta": "same"}, workloads=[1 + 20 * rank] * 3)
+        share = scatter()
         first, second = (name.split(",")[0] for name in pair)
-        assert error_of(calls_of(moved, share)[pair[dist.get_rank() == 1]]) == (
+        assert error_of(calls_of(moved, share)[pair[rank == 1]]) == (
             f"ValueError: {others} {first} and rank 1 calls {second}; all ranks make the same calls in the same order: "
             "correct the program"
         )
-        assert torch.equal(moved.send_home(moved.batch)["a"], dense([1, 2, 3]))
+        assert moved.num_moved and torch.equal(moved.send_home(moved.batch)["a"], rows)

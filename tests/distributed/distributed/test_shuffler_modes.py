@@ -177,6 +177,7 @@ def test_what_counts_as_a_token_can_be_said():
             shuffler.token_feature_names = names
             said = raised_by(functools.partial(shuffler.shuffle, batch))
             assert excess is None or shuffler.last_stats.excess_tokens == excess
+    assert said.startswith("KeyError: ")
     assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
 
 
@@ -268,4 +269,5 @@ class WrongGroups(CubicShuffler):
 def test_wrong_groups_of_one_rank_are_named_on_all(wrong, said):
     with closing(WrongGroups()) as shuffler:
         shuffler.wrong = wrong
-        assert said in raised_by(lambda: shuffler.shuffle(make_batch([10, 11, 20], 4)))
+        text = raised_by(lambda: shuffler.shuffle(make_batch([10, 11, 20], 4)))
+    assert said in text and len(set(of_all([text]))) == 1

@@ -187,6 +187,7 @@ OPTIONS = [
     ([*ZIPF, "--hidden-size", "-1"], "hidden_size is -1"),
     ([*ZIPF, "--mfu", "1.5"], "mfu is 1.5"),
     ([*ZIPF, "--task", "transformer", "--concat-ux"], "dimensions of HSTU: leave them out"),
+    ([*ZIPF, "--task", "tokens", "--max-attn-len", "9"], "dimensions of HSTU: leave them out"),
     ([*ZIPF, "--max-attn-len", "0"], "max_attn_len is 0"),
     ([*ZIPF, "--link-gbps", "-1"], "link_gbps is -1"),
     ([*ZIPF, "--task", "tokens", "--peak-tflops", "9"], "the peak is in operations and not in tokens"),

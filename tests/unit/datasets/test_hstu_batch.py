@@ -143,9 +143,11 @@ def built(actions=(3, 0, 2), **changes):
     [
         (drawn, {"batch_size": 0}, "batch_size is 0"),
         (drawn, {"actual_batch_size": 5}, "actual_batch_size is 5"),
+        (drawn, {"actual_batch_size": -1}, "actual_batch_size is -1"),
         (drawn, {"num_tasks": 0}, "num_tasks is 0"),
         (drawn, {"item_feature_name": "movie"}, "item_feature_name is 'movie'"),
         (drawn, {"action_feature_name": "click"}, "action_feature_name is 'click'"),
+        (drawn, {"contextual_feature_names": ["age"]}, "age"),
         (drawn, {"contextual_feature_names": ["item"]}, "contextual or part of the sequence"),
         (config, {"feature_names": []}, "feature_names"),
         (config, {"feature_names": ["a", "b"]}, "feature_names"),
@@ -159,6 +161,7 @@ def built(actions=(3, 0, 2), **changes):
         (built, {"num_candidates": torch.tensor([2, 1, 1, 0])}, r"num_candidates\[1\] is 1, row 1 has 0 items"),
         (built, {"num_candidates": torch.tensor([3, 0, 1, 0])}, r"num_candidates\[0\] is 3.*max_num_candidates is 2"),
         (built, {"num_candidates": torch.tensor([2, 0, -1, 0])}, r"num_candidates\[2\] is -1"),
+        (built, {"num_candidates": torch.tensor([2, 0, 1, 1])}, r"num_candidates\[3\] is 1"),  # a padding row
         (built, {"max_num_candidates": 0}, r"num_candidates\[0\] is 2"),
         (built, {"actions": (3, 1, 1)}, "row 1 has 0 items .* and 1 actions"),
     ],

@@ -172,6 +172,7 @@ class TestBadArchives:
             ({"movies": MOVIES + "9::A::B\n"}, "movies.dat line 4 has movie_id 9 again"),
             ({"ratings": RATINGS + "8::50::5::200\n"}, "ratings.dat line 6 has user_id 8, which users.dat"),
             ({"ratings": "7::51::5::200\n" + RATINGS}, "ratings.dat line 1 has movie_id 51, which movies.dat"),
+            ({"ratings": RATINGS + "\0" * 50}, "ratings.dat line 6 is '\\x00"),
             ({"ratings": ""}, "ratings.dat is empty"),
             ({"ratings": "x" * 500}, "xxx' …;"),
         ],
@@ -273,7 +274,10 @@ def test_the_files_are_those_that_the_archive_becomes(tmp_path):
 
 
 def test_the_latest_movies_tell_what_comes_next(archive_path, tmp_path):
-    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last."""
+    """Ranks of the last ten movies of long histories: by popularity, with all genres seen, with those seen last.
+
+    That ratings can be learnt, too: tests/distributed/hstu/test_retrieval.py.
+    """
     path = preprocess_movielens(archive_path, tmp_path, test_fraction=0.3)
     rows = pq.read_table(path).select(["movie_id", "split"]).to_pylist()
     movies = columns_of(archive_path, "movies", "movie", "title", "genres")

@@ -117,6 +117,7 @@ ODD = {"groups": [0, 0, 1, 1, 1]}
     ("makers", "changes", "message"),
     [
         (BALANCED, {"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        (BALANCED, {"window": 0}, "window is 0; it must be an integer of at least 1"),
         (BALANCED, {"window": 1.5}, "window is 1.5; it must be an integer of at least 1"),
         (EITHER, {"num_ranks": 0}, "num_ranks is 0; it must be an integer of at least 1"),
         (EITHER, {"rank": 2}, "rank is 2, num_ranks is 2; ranks are counted from 0"),
