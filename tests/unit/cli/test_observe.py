@@ -102,8 +102,8 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
         (["--html", "page.txt", "script.py"], "a page is an .html file"),
         (
             ["script.py"],
-            "trained no step with one of TorchRec's pipelines in this process; if it starts its ranks itself, let torchrun "
-            "start them; if it has its own training loop, pass the rows' lengths to evenrank simulate",
+            "trained no step with one of TorchRec's pipelines in this process; if it starts its ranks itself, let "
+            "torchrun start them; if it has its own training loop, pass the rows' lengths to evenrank simulate",
         ),
     ],
 )
