@@ -29,7 +29,10 @@ def redistribute(**changes):
     return redistribute_balanced(**ONE_TO_THREE | changes)
 
 
-def pack(lengths=([1, 2, 3], [10, 9], [4, 5], [6]), spec=MicroBatchSpec(), **options):  # noqa: B008
+SPEC = MicroBatchSpec()
+
+
+def pack(lengths=([1, 2, 3], [10, 9], [4, 5], [6]), spec=SPEC, **options):
     """Several micro-batches of each rank's own rows."""
     own = lengths[dist.get_rank()]
     return pack_micro_batches(None if own is None else {"id": torch.arange(len(own))}, spec, own, **options)

@@ -93,9 +93,9 @@ def _abort_in(name, folder):
         dist.barrier()
     else:
         dist.barrier()
-        with pytest.raises(RuntimeError) as heard:
+        with pytest.raises(RuntimeError) as raised:
             shuffler.shuffle(my_batch(1))
-        assert name != "gather" or str(heard.value) == "rank 0 aborted its shuffler: see the log there"
+        assert name != "gather" or str(raised.value) == "rank 0 aborted its shuffler: see the log there"
         shuffler.abort()
     threads = [each for each in threading.enumerate() if "Shuffler" in each.name]
     for thread in threads:

@@ -182,7 +182,7 @@ def test_what_counts_as_a_token_can_be_said():
 
 
 def _observed_cap(windows):
-    """What is said of a cap that a plan keeps, of 9 tokens on each rank, but no row moves to keep."""
+    """Warnings and stats where the plan, 9 tokens on each rank, keeps the cap and the rows as loaded exceed it."""
     lengths = torch.tensor([8, 8] if dist.get_rank() == 0 else [1, 1])
     batch = BaseBatch(KeyedJaggedTensor(keys=["a"], values=torch.arange(int(lengths.sum())), lengths=lengths), 2)
     options = ShufflerOptions(mode="observe", max_tokens_per_rank=12)

@@ -26,7 +26,7 @@ def on(fixture: str, **options: Any) -> Callable[[Callable[..., None]], Callable
 
         signature = inspect.signature(body)
         pool = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = signature.replace(parameters=[pool, *signature.parameters.values()])  # type: ignore
+        test.__signature__ = signature.replace(parameters=[pool, *signature.parameters.values()])  # type: ignore[attr-defined]
         return test
 
     return make_test
