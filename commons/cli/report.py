@@ -201,6 +201,11 @@ def _notes(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) -
     for each in comparisons:
         if each.differences:
             yield f"besides balancing, {each.run} and {each.base} differ in {'; '.join(each.differences)}."
+        elif not each.equal_steps:
+            yield (
+                f"with a budget the steps of {each.run} and {each.base} are not the same: compare rows per second, "
+                "and metrics after the same number of rows."
+            )
 
 
 def _advice(

@@ -62,7 +62,8 @@ def verdict_on(comparison: RunComparison, base: RunReport, report: RunReport) ->
     if comparison.differences:
         more = f" and {len(comparison.differences) - 1} more" if len(comparison.differences) > 1 else ""
         return f"{speed}; besides balancing, they differ in {comparison.differences[0]}{more}."
-    own = report.gain.step if report.balancing == "balanced" and base.is_as_loaded else None
+    is_alike = comparison.equal_steps and report.balancing == "balanced" and base.is_as_loaded
+    own = report.gain.step if is_alike else None
     if not own or abs(comparison.rows_per_s / own - 1) < _APART:
         return f"{speed}."
     return (

@@ -39,6 +39,8 @@ _FREE = (
     "shuffler_type",
     "imports",
 )
+# Settings of the steps that runs may differ in too if either has a budget, which decides the rows of its steps.
+_FREE_WITH_BUDGET = ("trainer.train_batch_size", "trainer.global_batch_size", "trainer.schedule_in")
 # Most settings that a note names.
 _MOST_NAMED = 4
 # Fewest pairs of lines of one step each for a ratio of steps.
@@ -71,21 +73,32 @@ class RunComparison:
         self.run, self.base = other.log.name, base.log.name
         # rows per second ÷ rows per second of the first run: the speed-up
         self.rows_per_s = ratio(other.speed.rows_per_s, base.speed.rows_per_s)
-        self.step_ms = ratio(base.speed.step_ms, other.speed.step_ms)  # median step of the first run ÷ of this run
-        self.each_step = _step_ratio(base.log, other.log)
-        self.work: float | None = None
-        self.loss = _loss_difference(base.log, other.log)
+        # Whether a step of one run is a step of the other; a budget changes the rows of a step, so that only rows per
+        # second and loads per row compare.
+        self.equal_steps = _have_equal_steps(base.log, other.log)
+        self.step_ms: float | None = None  # median step of the first run ÷ of this run
+        self.each_step: StepRatio | None = None
+        self.loss: LossDifference | None = None
         # Metrics minus the first run's metrics at the last step at which both runs were evaluated, and this step. The
         # standard errors of the differences, if both metrics have one, assume different users; with the same users, the
         # true errors are smaller.
-        self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
+        self.evaluation: dict[str, float] = {}
+        self.standard_errors: dict[str, float] = {}
+        self.evaluated_at: int | None = None
+        if self.equal_steps:
+            self.step_ms = ratio(base.speed.step_ms, other.speed.step_ms)
+            self.each_step = _step_ratio(base.log, other.log)
+            self.loss = _loss_difference(base.log, other.log)
+            self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
         self.differences = tuple(_differences(base, other))  # reasons why the runs cannot be compared
-        # The slowest rank's load in the first run ÷ in this run, per step: the speed-up that the loads predict. If the
+        # The slowest rank's load in the first run ÷ in this run, per row: the speed-up that the loads predict. If the
         # first run logged no loads, this run's loads before balancing are used. Loads of other rows or models cannot be
         # compared.
+        self.work: float | None = None
         if not self.differences:
-            self.work = ratio(_largest_trained(base), _largest_trained(other))
-            if self.work is None and base.balancing == "off" and other.balancing == "balanced":
+            self.work = ratio(_largest_per_row(base), _largest_per_row(other))
+            loads_unknown = self.work is None and base.balancing == "off" and other.balancing == "balanced"
+            if loads_unknown and self.equal_steps:
                 self.work = other.gain.work
 
     @property
@@ -123,10 +136,21 @@ def _fastest(reports: Iterable[RunReport], sign: int = 1) -> RunReport | None:
     return min(known, key=lambda each: (-sign * (each.speed.rows_per_s or 0.0), each.log.name), default=None)
 
 
-def _largest_trained(report: RunReport) -> float | None:
+def _largest_per_row(report: RunReport) -> float | None:
+    """The slowest rank's load in a step ÷ the rows of a step, means over steps."""
     if setting(report.log.config, "trainer.shuffler.speeds") == "measured":
         return None  # these loads depend on the measured speeds, so other runs' loads are not comparable
-    return report.log.mean(f"largest_load_{report.trained}")
+    return ratio(report.log.mean(f"largest_load_{report.trained}"), report.rows_per_step)
+
+
+def _has_budget(*logs: RunLog) -> bool:
+    return any(setting(log.config, "trainer.budget_per_rank") is not None for log in logs)
+
+
+def _have_equal_steps(base: RunLog, other: RunLog) -> bool:
+    names = ("trainer.budget_per_rank", "trainer.train_batch_size", "trainer.global_batch_size")
+    same = all(setting(base.config, name) == setting(other.config, name) for name in names)
+    return same or not _has_budget(base, other)
 
 
 def _same_lines(base: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray]:
@@ -187,22 +211,24 @@ def _evaluations(base: RunLog, other: RunLog) -> tuple[dict[str, float], dict[st
 
 def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
     """Reasons why two runs cannot be compared, one text each."""
+    has_budget = _has_budget(base.log, other.log)
     for what, first, second in (
         ("ranks", base.ranks, other.ranks),
-        ("rows per step", base.rows_per_step, other.rows_per_step),
+        *(() if has_budget else (("rows per step", base.rows_per_step, other.rows_per_step),)),
     ):
         if first is not None and second is not None and abs(first - second) > 0.01 * max(first, second):
             yield f"{what}: {_number(first)} and {_number(second)}"
     if not (base.log.config and other.log.config):
         yield "settings, which are unknown for one run"
         return
+    free = _FREE + (_FREE_WITH_BUDGET if has_budget else ())
     first_settings, second_settings = dict(flat(base.log.config)), dict(flat(other.log.config))
     named = [
         f"{name}: {_shown(first_settings[name])} and {_shown(second_settings[name])}"
         for name in first_settings  # releases have different settings, so only common names are compared
         if name in second_settings
         and first_settings[name] != second_settings[name]
-        and not any(fnmatch.fnmatchcase(name, each) for each in _FREE)
+        and not any(fnmatch.fnmatchcase(name, each) for each in free)
     ]
     yield from named[:_MOST_NAMED]
     if len(named) > _MOST_NAMED:
