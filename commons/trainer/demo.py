@@ -40,11 +40,11 @@ from commons.trainer.evaluation import Evaluation
 from commons.trainer.observe.meter import StepMeter
 from commons.trainer.observe.sinks import JsonLines
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import gather_numbers
+from commons.trainer.ranks.collectives import gather_numbers, on_rank_0
 from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import DeviceType, initialize_ranks
 from commons.trainer.recipe import Recipe
-from commons.trainer.run import open_run_folder
+from commons.trainer.run import open_run_folder, replace_run
 from commons.trainer.torchrun import torchrun
 
 # Folders of the two runs, within the folder of the demo.
@@ -196,7 +196,9 @@ class _Side:
             log_interval=1,
             enable_balanced_shuffler=shuffler is not None,
         )
-        open_run_folder(replace(recipe.config, trainer=args), recipe.device, logs_to_file=False)
+        config = replace(recipe.config, trainer=args)
+        open_run_folder(config, recipe.device, logs_to_file=False)
+        on_rank_0(lambda: replace_run(config), recipe.device)
         self._log = JsonLines(run_dir / LOG_FILE) if dist.get_rank() == 0 else None
         self._step = 0
         self._meter = StepMeter(recipe)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +39,14 @@ from commons.trainer.recipe import Recipe
 class TrainingLoop:
     """One run of a recipe: its loaders, model, optimizer and shufflers; made and run on all ranks together.
 
+    `on_start` is called on rank 0 when nothing that is known before training can fail any more, before the first line
+    of the log.
+
     Raises:
         KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, on_start: Callable[[], None] = lambda: None) -> None:
         args, device = recipe.config.trainer, recipe.device
         if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
             raise ValueError(
@@ -86,6 +89,7 @@ class TrainingLoop:
         self._meter = StepMeter(recipe)
         self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
         self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)
+        self._on_start = on_start
         self._step = 0
 
     def run(self) -> TrainSummary:
@@ -118,6 +122,7 @@ class TrainingLoop:
         self._update = StepUpdate(
             optimization, self._optimizer, self._model, total, self._device, self._loss_scaler, self._schedule
         )
+        on_rank_0(self._on_start, self._device)
         self._log = on_all_ranks(lambda: TrainLog(self._args, total_steps, first_step=self._step), self._device)
         for line in filter(None, (describe_ranks(self._device), resumed, again)):
             self._log.print_line(line)

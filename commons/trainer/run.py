@@ -24,6 +24,7 @@ from commons.run_log.files import (
 from commons.trainer.checkpoint.folder import holds_checkpoint
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config, make_config
+from commons.trainer.folder_lock import lock_folder, unlock_folder
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe.sinks import require_sinks
 from commons.trainer.observe.train_log import TrainSummary
@@ -74,8 +75,11 @@ def train(
         limit_collectives(args.shuffler.timeout)
     recipe = recipe_class(config, device)
     recipe.prepare_ranks()
-    open_run_folder(config, device, logs_to_file=logs_to_file)
-    summary = run_training(recipe)
+    try:
+        open_run_folder(config, device, logs_to_file=logs_to_file)
+        summary = run_training(recipe)
+    finally:
+        unlock_folder(Path(args.run_dir))
     recipe.release_ranks()
     if not joined:
         dist.destroy_process_group()
@@ -96,43 +100,55 @@ def run_training(recipe: Recipe) -> TrainSummary:
                 "equal part: give a multiple of every number of ranks that the run may have"
             )
         args.train_batch_size = recipe.batch_size = args.global_batch_size // ranks
-    return TrainingLoop(recipe).run()
+    return TrainingLoop(recipe, on_start=lambda: replace_run(recipe.config)).run()
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
-    """Create the run folder, write config.json and, with `logs_to_file`, log there; called on all ranks together.
+    """Lock the run folder for this process and, with `logs_to_file`, log there; called on all ranks together.
 
-    With `ckpt_load_dir` this run continues the run in the folder; with `overwrite` the run in the folder is removed.
+    With `ckpt_load_dir` this run continues the run in the folder; with `overwrite` it replaces that run when training
+    starts, by `replace_run`: a run that fails before leaves it as it was, except for the ranks' logs.
 
     Raises:
-        ValueError: the folder contains another run, or cannot be written.
+        ValueError: the folder contains another run, another process is writing to it, or it cannot be written.
         ImportError: a sink's library is not installed.
     """
     args = config.trainer
     require_sinks(args.sinks)
-    on_rank_0(lambda: _require_free_folder(args), device)
+    on_rank_0(lambda: _claim_folder(config), device)
     if logs_to_file:
         # A run that torchrun starts again keeps the traceback of its failure.
         on_all_ranks(lambda: log_to_file(args.run_dir, append=bool(args.ckpt_load_dir)), device)
-    path = Path(args.run_dir) / CONFIG_FILE
+
+
+def replace_run(config: Any) -> None:
+    """Write config.json for the run that starts, on rank 0; with `overwrite`, first remove the files of the old run."""
+    folder = Path(config.trainer.run_dir)
+    if config.trainer.overwrite:
+        _remove(folder, LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "trace-rank[0-9]*.json")
+        _remove(folder, f"{TENSORBOARD_FOLDER}/events.out.tfevents.*")
     text = json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"  # a recipe's config may hold paths
-    on_rank_0(lambda: write_whole(path, text), device)
+    write_whole(folder / CONFIG_FILE, text)
 
 
-def _require_free_folder(args: TrainerArgs) -> None:
-    """Remove the run in the folder with `overwrite`; raise ValueError unless this run may use the folder."""
+def _claim_folder(config: Any) -> None:
+    """Lock the folder of a run; raise ValueError unless this run may use it."""
+    args: TrainerArgs = config.trainer
     folder = Path(args.run_dir)
+    lock_folder(folder)
     try:
-        if args.overwrite:
-            _remove_run(folder)
         log = folder / LOG_FILE
         # A run that ended before its first line of the log has left no results.
         holds_run = (log.is_file() and log.stat().st_size > 0) or (folder / SUMMARY_FILE).is_file()
+        if args.overwrite:
+            _remove(folder, "rank[0-9]*.log")
     except OSError as error:
         raise ValueError(
             f"run_dir is {args.run_dir!r}, which cannot be read ({error}): give a folder of yours"
         ) from None
-    if holds_run and not _continues_run(folder, args):
+    if not holds_run:
+        replace_run(config)
+    elif not (args.overwrite or _continues_run(folder, args)):
         empty = f", and ckpt_load_dir {args.ckpt_load_dir} has no checkpoint" if args.ckpt_load_dir else ""
         raise ValueError(
             f"run_dir {args.run_dir} already contains a run{empty}; a folder may contain only one run: give another "
@@ -153,9 +169,8 @@ def _continues_run(folder: Path, args: TrainerArgs) -> bool:
     return Path(before).resolve() == Path(args.ckpt_save_dir).resolve()
 
 
-def _remove_run(folder: Path) -> None:
-    """Remove the files that a run writes, and no other file."""
-    patterns = [LOG_FILE, CONFIG_FILE, SUMMARY_FILE, TRACKERS_FILE, "rank[0-9]*.log", "trace-rank[0-9]*.json"]
-    for pattern in (*patterns, f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"):
+def _remove(folder: Path, *patterns: str) -> None:
+    """Remove the files of a folder that match; patterns are only of files that a run writes."""
+    for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink()

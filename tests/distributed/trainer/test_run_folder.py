@@ -19,6 +19,7 @@ from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config
+from commons.trainer.folder_lock import lock_folder, unlock_folder
 from commons.trainer.ranks import errors
 from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
@@ -90,6 +91,7 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     anew = "--trainer.overwrite --trainer.sinks --trainer.seed 5"
     two_ranks.run(command, "--trainer.run-dir", str(folder), *anew.split())
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [
+        ".lock",
         "config.json",
         "log.jsonl",
         "mine.txt",
@@ -98,6 +100,32 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     ]
     assert [line["step"] for line in lines(folder) if "loss" in line] == list(range(1, 7))
     assert json.loads((folder / "config.json").read_text())["trainer"]["seed"] == 5
+
+
+def files_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_does_not_start_leaves_the_old_run(two_ranks, tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "file"
+    file.touch()
+    flags = ["--trainer.run-dir", str(folder), "--trainer.max-train-iters", "2", "--trainer.seed", "5"]
+    flags += ["--trainer.ckpt-save-dir", str(tmp_path / "saved"), "--trainer.ckpt-save-interval", "2"]
+    two_ranks.run(command, *flags)
+    before = files_of(folder)
+    mistakes = ["--trainer.overwrite --trainer.pipeline-type prefetch", f"--trainer.overwrite {flags[6]} {file}"]
+    mistakes += [f"--trainer.ckpt-load-dir {flags[7]} --optimizer.dense-optimizer sgd"]
+    for mistake in mistakes:
+        said = two_ranks.run(error_of, command, *flags, *mistake.split())
+        assert said[0] == said[1] and said[0].startswith("ValueError: ") and files_of(folder) == before
+
+
+def test_a_folder_of_a_run_in_progress_is_refused(two_ranks, tmp_path):
+    lock_folder(tmp_path / "run")  # this process is another run
+    said = two_ranks.run(command, "--trainer.run-dir", str(tmp_path / "run"), "--trainer.overwrite")
+    assert said[0] == said[1] and f"another run is writing to run_dir {tmp_path / 'run'}; " in said[0]
+    unlock_folder(tmp_path / "run")
+    assert two_ranks.run(command, "--trainer.run-dir", str(tmp_path / "run"))[0]["steps"] == 6
 
 
 @dataclass(frozen=True)

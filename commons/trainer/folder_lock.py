@@ -1,0 +1,47 @@
+"""A lock on the folder of a run, so that two runs do not write into it at once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from pathlib import Path
+from typing import BinaryIO
+
+LOCK_FILE = ".lock"
+# The open lock files of this process by folder. One per folder, because closing a second one would unlock the first.
+_HELD: dict[Path, BinaryIO] = {}
+
+
+def lock_folder(folder: Path) -> None:
+    """Lock a folder, made if missing, until `unlock_folder` or the end of this process.
+
+    This process may lock it again. A killed process leaves no lock behind, not even if processes that it has forked
+    still run. On a file system without locks, and where the folder cannot be written, nothing is locked.
+
+    Raises:
+        ValueError: another process has locked it.
+    """
+    held = _HELD.get(folder.resolve())
+    with contextlib.suppress(OSError):  # who writes there next says why it is impossible
+        if held is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = _HELD[folder.resolve()] = (folder / LOCK_FILE).open("ab")
+    if held is None:
+        return
+    try:
+        fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        unlock_folder(folder)
+        raise ValueError(
+            f"another run is writing to run_dir {folder}; a folder may contain only one run: give another "
+            "--trainer.run-dir, or wait until that run has ended"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def unlock_folder(folder: Path) -> None:
+    """Unlock a folder that this process has locked."""
+    held = _HELD.pop(folder.resolve(), None)
+    if held is not None:
+        held.close()
