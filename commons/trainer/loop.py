@@ -132,6 +132,7 @@ class TrainingLoop:
         self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
         self._of_first_line = {"resumed": 1} if self._step else {}  # the report leaves this line out of times
+        is_complete = False
         try:
             epochs = self._train(start)
             if self._update.flush():
@@ -146,10 +147,11 @@ class TrainingLoop:
                 self._log.print_line(
                     f"stopped by SIGTERM after step {self._step}{self._checkpoints.how_to_resume(self._step)}"
                 )
+            is_complete = self._checkpoints.has_saved(self._step)
         finally:
             self._forward_timer.close()
             self._profiler.close()
-            self._log.close()
+            self._log.close(failed=not is_complete)
         summary = TrainSummary(self._step, epochs, metrics=self._results, **self._meter.totals())
         self._log.summary(str(self._args.run_dir), summary)
         self._checkpoints.require_saved(self._step)

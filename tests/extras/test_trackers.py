@@ -10,7 +10,7 @@ import pytest
 from commons.trainer import TrainerArgs
 from commons.trainer.config.sink_options import MlflowOptions, SinkOptions, WandbOptions
 from commons.trainer.observe import sinks
-from commons.trainer.observe.sinks import open_sinks
+from commons.trainer.observe.sinks import close_sinks, open_sinks
 
 RECORDS = [{"step": 7, "loss": 0.5, "rank_speeds": [2.0, None]}, {"step": 7, "eval_NDCG@10": 0.25}]
 
@@ -21,14 +21,14 @@ def patient(monkeypatch):
     monkeypatch.setattr(sinks, "_CLOSE_SECONDS", 120.0)
 
 
-def keep(tmp_path, sink, first_step=0, **options):
+def keep(tmp_path, sink, first_step=0, failed=False, **options):
     (tmp_path / "run" / "config.json").parent.mkdir(exist_ok=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 3, "trainer": {"shuffler": {"mode": "off"}}}))
     args = TrainerArgs(4, 4, run_dir=str(tmp_path / "run"), sinks=(sink,), sink_options=SinkOptions(**options))
     (opened,) = open_sinks(args, first_step)
     for record in RECORDS:
         opened.write(record | {"step": record["step"] + first_step})
-    opened.close()
+    close_sinks([opened], failed=failed)
     return json.loads((tmp_path / "run" / "trackers.json").read_text())[sink]
 
 
@@ -58,6 +58,8 @@ def test_mlflow(tmp_path, caplog, monkeypatch):
     assert run.data.metrics == {"train/loss": 0.5, "shuffle/rank_speeds/0": 2.0, "eval/NDCG_10": 0.25}
     assert run.data.params == {"seed": "3", "trainer.shuffler.mode": "off"}
     assert [each.step for each in client.get_metric_history(name, "train/loss")] == [7, 17]
+    keep(tmp_path, "mlflow", first_step=10, failed=True, mlflow=MlflowOptions("mine", uri))
+    assert client.get_run(name).info.status == "FAILED"
 
 
 @pytest.mark.extra("wandb")

@@ -50,10 +50,13 @@ _MOST_PARAMS, _MOST_CHARACTERS = 100, 6000
 
 
 class Sink(NamedTuple):
-    """The functions of a library that write a record (JSON-ready except NaN) and close; both raise on failure."""
+    """The functions of a library that write a record (JSON-ready except NaN) and close; both raise on failure.
+
+    `close` is called with True if the run has failed.
+    """
 
     write: Callable[[Mapping[str, Any]], None]
-    close: Callable[[], None]
+    close: Callable[[bool], object]
 
 
 class Figure(NamedTuple):
@@ -133,9 +136,13 @@ class BackgroundSink:
 
         self._submit(write)
 
-    def finish(self) -> None:
+    def finish(self, *, failed: bool = False) -> None:
         """Queue the close after the waiting records; does not wait."""
-        self._submit(lambda sink: sink.close())
+
+        def close(sink: Sink) -> None:
+            sink.close(failed)
+
+        self._submit(close)
         self._worker.finish()
 
     def wait(self, until: float) -> None:
@@ -182,11 +189,11 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
     return [BackgroundSink(name, functools.partial(OPENERS[name], args, first_step)) for name in args.sinks]
 
 
-def close_sinks(sinks: Sequence[BackgroundSink]) -> None:
-    """Close all sinks in parallel; waits at most 15 seconds in total."""
+def close_sinks(sinks: Sequence[BackgroundSink], *, failed: bool = False) -> None:
+    """Close all sinks in parallel, those of a failed run with `failed`; waits at most 15 seconds in total."""
     until = time.monotonic() + _CLOSE_SECONDS
     for sink in sinks:
-        sink.finish()
+        sink.finish(failed=failed)
     for sink in sinks:
         sink.wait(until)
 
@@ -215,7 +222,7 @@ def tensorboard(args: TrainerArgs, first_step: int) -> Sink:
         for figure in figures_of(record):
             writer.add_scalar(figure.path, figure.value, record["step"])
 
-    return Sink(write, writer.close)
+    return Sink(write, lambda failed: writer.close())
 
 
 def wandb(args: TrainerArgs, first_step: int) -> Sink:
@@ -239,7 +246,7 @@ def wandb(args: TrainerArgs, first_step: int) -> Sink:
     def write(record: Mapping[str, Any]) -> None:
         run.log({figure.path: figure.value for figure in figures_of(record)}, step=record["step"])
 
-    return Sink(write, run.finish)
+    return Sink(write, lambda failed: run.finish(exit_code=int(failed)))
 
 
 def mlflow(args: TrainerArgs, first_step: int) -> Sink:
@@ -268,7 +275,7 @@ def mlflow(args: TrainerArgs, first_step: int) -> Sink:
         metrics = [Metric(_key(each.path), each.value, now, record["step"]) for each in figures_of(record)]
         client.log_batch(name, metrics=metrics)
 
-    return Sink(write, lambda: client.set_terminated(name))
+    return Sink(write, lambda failed: client.set_terminated(name, "FAILED" if failed else "FINISHED"))
 
 
 def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
@@ -306,7 +313,7 @@ def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
         if exporter.has_failed:
             raise ConnectionError("the export failed; see the exporter's messages in the log")
 
-    return Sink(write, provider.shutdown)
+    return Sink(write, lambda failed: provider.shutdown())
 
 
 def prometheus(args: TrainerArgs, first_step: int) -> Sink:
@@ -325,7 +332,7 @@ def prometheus(args: TrainerArgs, first_step: int) -> Sink:
             gauge = gauge_of(figure.tag, ("rank",) if figure.rank else ())
             (gauge.labels(figure.rank) if figure.rank else gauge).set(figure.value)
 
-    def close() -> None:
+    def close(failed: bool) -> None:
         server.shutdown()
         server.server_close()
 

@@ -121,13 +121,13 @@ class TrainLog:
         if self._enabled:
             tqdm.write(text)
 
-    def close(self) -> None:
-        """End the bar and all sinks."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the bar and all sinks, with the status of a failed run if the run has `failed`."""
         self._bar.close()
         if self._lines is not None:
             with self._unless_disk_full():
                 self._lines.close()
-        close_sinks(self._sinks)
+        close_sinks(self._sinks, failed=failed)
 
     @contextlib.contextmanager
     def _unless_disk_full(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +18,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Id
 from commons.distributed.gather import rank_speeds
 from commons.trainer import TrainerArgs
 from commons.trainer.loop import TrainingLoop
-from commons.trainer.observe import times
+from commons.trainer.observe import times, train_log
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches
@@ -117,6 +117,23 @@ def test_a_trace_that_cannot_be_written_ends_no_training(two_ranks, tmp_path):
     results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, sinks=(), **window)
     assert [result["steps"] for result in results] == [3, 3]
     assert (tmp_path / "trace-rank1.json").is_file()
+
+
+class BrokenLinear(torch.nn.Linear):
+    def forward(self, pooled):
+        raise OverflowError("too much")
+
+
+def status_of(run_dir, linear):
+    """Whether a run ends its sinks as failed."""
+    with mock.patch.object(train_log, "close_sinks") as closed, suppress(OverflowError):
+        run_loop(run_dir, "none", ([3, 2], [1, 1]), True, linear, sinks=())
+    return closed.call_args.kwargs["failed"]
+
+
+def test_sinks_show_whether_a_run_has_failed(two_ranks, tmp_path):
+    assert two_ranks.run(status_of, str(tmp_path), torch.nn.Linear) == [False, False]
+    assert two_ranks.run(status_of, str(tmp_path), BrokenLinear) == [True, True]
 
 
 def test_a_number_of_steps_repeats_the_data(two_ranks, tmp_path):

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import urllib.request
+from unittest import mock
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -84,7 +85,7 @@ def test_prometheus_scrapes_the_latest_numbers(tmp_path):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
     finally:
-        sink.close()
+        sink.close(False)
     found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert {name: float(found[name]) for name in found} == {
         "evenrank_step": 8.0,
@@ -168,7 +169,7 @@ def test_a_port_that_is_taken_ends_no_training(collector, tmp_path, caplog):
 def test_a_sink_that_hangs_is_not_waited_for(monkeypatch, caplog):
     monkeypatch.setattr(sinks_module, "_CLOSE_SECONDS", 0.1)
     until, taken = threading.Event(), []
-    stuck = Sink(lambda record: until.wait(30), lambda: None)
+    stuck = Sink(lambda record: until.wait(30), lambda failed: None)
     other = BackgroundSink("other", lambda: stuck)
     sink = BackgroundSink("mine", lambda: stuck._replace(write=lambda record: taken.append(record) or until.wait(30)))
     for step in range(1000):
@@ -184,12 +185,24 @@ def test_a_sink_that_hangs_is_not_waited_for(monkeypatch, caplog):
 
 def test_sinks_are_closed_side_by_side(caplog):
     written, closed, all_close = [], [], threading.Barrier(4)
-    sink = Sink(lambda record: written.append(record["step"]), lambda: closed.append(all_close.wait(30)))
+    sink = Sink(lambda record: written.append(record["step"]), lambda failed: closed.append(all_close.wait(30)))
     opened = [BackgroundSink(f"sink {index}", lambda: sink) for index in range(4)]
     for each in opened:
         each.write(RECORD)
     close_sinks(opened)
     assert written == [7] * 4 and sorted(closed) == [0, 1, 2, 3] and not caplog.records
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_trackers_show_a_failed_run_as_failed(tmp_path, monkeypatch, failed):
+    libraries = {name: mock.MagicMock() for name in ("wandb", "mlflow", "mlflow.entities", "mlflow.tracking")}
+    for name, library in libraries.items():
+        monkeypatch.setitem(sys.modules, name, library)
+    client, run = libraries["mlflow.tracking"].MlflowClient.return_value, libraries["wandb"].init.return_value
+    client.create_run.return_value.info.run_id = "mine"
+    close_sinks(open_sinks(args_for(tmp_path, "mlflow", "wandb")), failed=failed)
+    client.set_terminated.assert_called_once_with("mine", "FAILED" if failed else "FINISHED")
+    run.finish.assert_called_once_with(exit_code=int(failed))
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
