@@ -32,15 +32,18 @@ class StepProfiler:
 
     Rank r writes its trace to `<run_dir>/trace-rank<r>.json`: torch's events of the main thread and the device, the
     shuffle stage's spans of other threads, and the loads of the ranks before and after balancing as counter tracks.
-    `first_step` is the number of steps before a resumed run.
+    `first_step` is the number of steps before a resumed run; a run that is resumed within these steps writes their rest
+    to `trace-rank<r>-from<first_step>.json`, beside the first part.
     """
 
     def __init__(self, args: TrainerArgs, device: torch.device, first_step: int = 0) -> None:
         self._window = (args.profile_step_start, args.profile_step_end)
-        self._path = Path(args.run_dir) / f"trace-rank{dist.get_rank()}.json"
+        part = f"-from{first_step}" if args.profile_step_start < first_step < args.profile_step_end else ""
+        self._path = Path(args.run_dir) / f"trace-rank{dist.get_rank()}{part}.json"
         self._profile: torch.profiler.profile | None = None
-        # A run resumed after these steps may have their trace from before.
-        self._is_written = not args.profile or (first_step >= args.profile_step_end and self._path.is_file())
+        # A run resumed after these steps may have their trace, or a part of it, from before.
+        traces = self._path.parent.glob(f"trace-rank{dist.get_rank()}[.-]*")
+        self._is_written = not args.profile or (first_step >= args.profile_step_end and any(traces))
         self._counters: list[_Counters] = []
         self._recorder = SpanRecorder()
         self._step_began = time.time_ns()

@@ -1,5 +1,6 @@
 """What a run counts and averages, and how a process ends."""
 
+import re
 import signal
 import sys
 
@@ -151,3 +152,17 @@ def test_a_run_resumed_after_its_trace_does_not_miss_it(tmp_path, monkeypatch, c
         caplog.clear()
         StepProfiler(args, torch.device("cpu"), first_step=8).close()
         assert ("no trace was recorded" in caplog.text) is not has_trace
+
+
+def test_a_run_resumed_within_its_trace_keeps_the_first_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling.dist, "get_rank", lambda: 1)
+    args = TrainerArgs(1, 1, run_dir=str(tmp_path), profile=True, profile_step_start=0, profile_step_end=4)
+    for first_step, end in ((0, 3), (2, 4), (4, 6)):
+        profiler = StepProfiler(args, torch.device("cpu"), first_step)
+        for _ in range(first_step, end):
+            profiler.step(None)
+        profiler.close()
+    steps = {
+        path.name: set(re.findall(r"ProfilerStep#\d+", path.read_text())) for path in tmp_path.glob("trace-rank1*.json")
+    }
+    assert {name: len(each) for name, each in steps.items()} == {"trace-rank1.json": 4, "trace-rank1-from2.json": 2}
