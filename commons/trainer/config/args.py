@@ -245,6 +245,12 @@ class TrainerArgs:
                 f"shuffler.mode is 'off' and shuffler.calibration is {self.shuffler.calibration!r}; a shuffler in mode "
                 "'off' reads no calibration, so rows would be balanced by operations: leave out one of the two"
             )
+        if self.balances_at_loading and self.shuffler.speeds == "measured":
+            raise ValueError(
+                f"{'balance_sampler' if self.balance_sampler else 'balance_batch'} is True and shuffler.speeds is "
+                "'measured'; rows are balanced when they are loaded, with equal speeds: set enable_balanced_shuffler "
+                "instead, or shuffler.speeds to 'observe' to see what speeds would gain"
+            )
         self._check_balancing_beyond_a_batch()
         # With a budget these are an upper limit.
         least_rows = 1 if self.balancing == "budget" else self.global_batch_size or self.train_batch_size
@@ -284,6 +290,11 @@ class TrainerArgs:
                 "balanced together: set enable_balanced_shuffler or balance_sampler too, or leave shuffle_window 1"
             )
         if self.budget_per_rank is None:
+            if self.balance_sampler and not self.shuffler.equal_size:
+                raise ValueError(
+                    "balance_sampler is True, budget_per_rank is None and shuffler.equal_size is False; without a "
+                    "budget every rank reads equally many rows: set budget_per_rank, or leave equal_size True"
+                )
             return
         require_positive("budget_per_rank", self.budget_per_rank, "it is a positive number of average rows: correct it")
         if not self.balance_sampler or self.shuffle_window > 1:

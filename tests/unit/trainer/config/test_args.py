@@ -69,6 +69,18 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             SAMPLER | {"shuffler": ShufflerOptions(mode="off", calibration="gpu.toml")},
             "shuffler.mode is 'off' and shuffler.calibration is 'gpu.toml'; .* balanced by operations: leave out one",
         ),
+        (
+            SAMPLER | {"shuffler": ShufflerOptions(equal_size=False)},
+            "balance_sampler is True, budget_per_rank is None and shuffler.equal_size is False; .* set budget_per_rank",
+        ),
+        (
+            SAMPLER | {"shuffler": ShufflerOptions(speeds="measured")},
+            "balance_sampler is True and shuffler.speeds is 'measured'; .* set enable_balanced_shuffler instead",
+        ),
+        (
+            RANK_0 | {"balance_batch": True, "shuffler": ShufflerOptions(speeds="measured")},
+            "balance_batch is True and shuffler.speeds is 'measured'; .* set enable_balanced_shuffler instead",
+        ),
         ({"ckpt_save_interval": 0}, "ckpt_save_interval is 0; it must be an integer of at least 1"),
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it is a folder"),
