@@ -66,6 +66,7 @@ class Recorder:
         base = train_pipelines.TrainPipeline
         for reader in _READERS:
             self._wrap(reader, "_next_batch", self._reading)
+        self._wrap_iterator(train_pipelines.TrainPipelinePT2)
         for pipeline in _subclasses(base):
             self._record(pipeline)
 
@@ -91,11 +92,23 @@ class Recorder:
 
         setattr(owner, name, wrapped)
 
+    def _wrap_iterator(self, owner: type) -> None:
+        """Record what a `progress` reads from its iterator itself, without `_next_batch`."""
+        method = owner.progress  # type: ignore[attr-defined]
+
+        @functools.wraps(method)
+        def wrapped(pipeline: Any, dataloader_iter: Iterator[Any]) -> Any:
+            return method(pipeline, map(functools.partial(self._noted, pipeline), dataloader_iter))
+
+        owner.progress = wrapped  # type: ignore[attr-defined]
+
     def _flight(self, pipeline: Any) -> _Flight:
         return self._flights.setdefault(pipeline, _Flight())
 
     def _reading(self, pipeline: Any, read: Callable[[], Any]) -> Any:
-        batch = read()
+        return self._noted(pipeline, read())
+
+    def _noted(self, pipeline: Any, batch: Any) -> Any:
         if batch is not None:
             self._flight(pipeline).lengths.append(_lengths_of(batch))
         return batch

@@ -232,3 +232,38 @@ def test_a_staged_pipeline_returns_a_batch_whose_training_takes_the_time_until_t
     assert [int(lengths.sum()) for lengths in recorder.lengths] == tokens
     expected = [np.nan, *tokens[1:5], np.nan, *tokens[6:]]
     np.testing.assert_array_equal(recorder.seconds, expected)
+
+
+def test_a_compiled_pipeline_reads_its_batches_itself(monkeypatch):
+    for value in vars(train_pipelines).values():
+        if isinstance(value, type) and issubclass(value, train_pipelines.TrainPipeline):
+            for method in {"progress", "_next_batch"} & vars(value).keys():
+                monkeypatch.setattr(value, method, vars(value)[method])  # restored afterwards
+    monkeypatch.setattr(train_pipelines.TrainPipeline, "__init_subclass__", lambda: None)
+    recorder = Recorder()
+    INSTALL(recorder)
+
+    class Twice(train_pipelines.TrainPipelinePT2):
+        def progress(self, dataloader_iter):
+            return super().progress(dataloader_iter), super().progress(dataloader_iter=dataloader_iter)
+
+    class Model(torch.nn.Linear):
+        def forward(self, batch):
+            loss = super().forward(batch.values().float()[:1]).sum()
+            return loss, loss
+
+    expected = []
+    for pipeline_class, calls in ((train_pipelines.TrainPipelinePT2, 4), (Twice, 2)):
+        model = Model(1, 1)
+        never = train_pipelines.TorchCompileConfig(compile_on_iter=-1)
+        pipeline = pipeline_class(model, torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"), never)
+        lengths = [[3, 1], [2], [5, 5], [4]]
+        batches = iter(
+            [KeyedJaggedTensor(["item"], torch.arange(sum(each)), lengths=torch.tensor(each)) for each in lengths]
+        )
+        for _ in range(calls):
+            pipeline.progress(batches)
+        with pytest.raises(StopIteration):
+            pipeline.progress(batches)
+        expected += lengths
+    assert [each.tolist() for each in recorder.lengths] == expected and recorder.unknown == 0
