@@ -22,18 +22,15 @@ import dacite
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 
 from commons.console import reason_of
 from commons.datasets.sequences.event_columns import ACTIONS, Action, EventColumns
 from commons.datasets.sequences.event_store import EventStore, plain_array, sql_name, sql_text
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
+from commons.datasets.sequences.source_files import find_parquet, read_columns
 from commons.datasets.sequences.writer import SequenceSource, preprocess
 
 DATASET_NAME = "parquet"
-# Suffixes of files that DuckDB can convert.
-_CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us({})", 1_000_000_000: "epoch_ns({})"}
 _YEAR_3000 = 32_503_680_000
@@ -133,8 +130,8 @@ class EventFiles:
     def __init__(self, source: Path, columns: EventColumns) -> None:
         self.source = source
         self._columns = columns
-        self._paths = _find(source)
-        schemas = {path: _file_schema(path) for path in self._paths}
+        self._paths = find_parquet(source)
+        schemas = {path: read_columns(path) for path in self._paths}
         first = schemas[self._paths[0]]
         columns.require_complete(first.names, str(source))
         self._actions = columns.parse_actions(first.names)
@@ -332,40 +329,8 @@ def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
     return _checked(name, value, f"({sql_name(name)} IS NULL) <> {allowed}", "' has a null'", rule)
 
 
-def _find(source: Path) -> list[Path]:
-    if not source.exists():
-        raise FileNotFoundError(
-            f"{source} does not exist; the source is a parquet file or a folder of parquet files: correct it"
-        )
-    if source.is_file():
-        return [source]
-    # Without names that begin with a dot or an underscore, such as _SUCCESS. A schema is given, so no file is opened.
-    files = sorted(ds.dataset(source, pa.schema([]), "parquet").files) if source.is_dir() else []
-    if not files:
-        raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
-    return list(map(Path, files))
-
-
-def _file_schema(path: Path) -> pa.Schema:
-    """The columns of a file; a dictionary column has the type of its values."""
-    try:
-        schema = pq.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
-            copy = f"COPY '{path}' TO '{path}.parquet'"
-            raise ValueError(
-                f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
-                f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
-            ) from error
-        raise ValueError(
-            f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again, or remove it"
-        ) from error
-    kinds = (kind.value_type if pa.types.is_dictionary(kind) else kind for kind in schema.types)
-    return pa.schema(list(zip(schema.names, kinds)))
-
-
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return isinstance(kind, (pa.ListType, pa.LargeListType, pa.FixedSizeListType))
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -173,6 +173,16 @@ class TestPreprocess:
         (batch,) = loader
         assert batch.features["timestamp"].values().tolist()[: len(wanted)] == [t // per_second for t in wanted]
 
+    def test_a_file_that_has_several_links_counts_once(self, tmp_path):
+        (tmp_path / "log" / "2024").mkdir(parents=True)
+        write(tmp_path / "log" / "2024" / "events.parquet")
+        (tmp_path / "log" / "latest").symlink_to("2024")
+        (tmp_path / "log" / "2024" / "loop").symlink_to(".")
+        found = rows_of(preprocess_parquet(COLUMNS, tmp_path / "log", tmp_path / "a"))
+        assert found == rows_of(
+            preprocess_parquet(COLUMNS, tmp_path / "log" / "2024" / "events.parquet", tmp_path / "b")
+        )
+
     def test_types_of_ids(self, tmp_path):
         expected = rows_of(preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "a"))
         dictionary = pa.array(EVENTS["uid"]).dictionary_encode()

@@ -1,0 +1,56 @@
+"""The parquet files of a source, and their columns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from commons.console import reason_of
+
+# Suffixes of files that DuckDB can convert.
+_CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
+
+
+def find_parquet(source: Path) -> list[Path]:
+    """A parquet file, or the files in a folder at any depth, sorted by name; FileNotFoundError if there is none."""
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source} does not exist; the source is a parquet file or a folder of parquet files: correct it"
+        )
+    if source.is_file():
+        return [source]
+    # Without names that begin with a dot or an underscore, such as _SUCCESS. A schema is given, so no file is opened.
+    files = sorted(ds.dataset(source, pa.schema([]), "parquet").files) if source.is_dir() else []
+    if not files:
+        raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
+    once: dict[str, str] = {}  # links such as latest -> 2024 lead to the same files
+    for file in files:
+        once.setdefault(os.path.realpath(file), file)
+    return list(map(Path, once.values()))
+
+
+def read_columns(path: Path) -> pa.Schema:
+    """The columns of a file; a dictionary column has the type of its values.
+
+    Raises:
+        ValueError: no parquet file, or a damaged one.
+
+    """
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
+            copy = f"COPY '{path}' TO '{path}.parquet'"
+            raise ValueError(
+                f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
+                f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
+            ) from error
+        raise ValueError(
+            f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again, or remove it"
+        ) from error
+    kinds = (kind.value_type if pa.types.is_dictionary(kind) else kind for kind in schema.types)
+    return pa.schema(list(zip(schema.names, kinds)))
