@@ -151,8 +151,11 @@ class EventFiles:
         self._check_lists()
         for path, schema in schemas.items():
             self._require_same(path, schema)
-        # Types of the values or, for lists, of their entries.
-        self._kinds = {name: kind.value_type if _is_list(kind) else kind for name, kind in self._types.items()}
+        # Types of the values or, for lists, of their entries: of several in the files the widest, as DuckDB reads them.
+        self._kinds = {
+            name: max((_value_type(schema.field(name).type) for schema in schemas.values()), key=_width)
+            for name in self._types
+        }
         self.timestamps_per_second, time = self._time()
         self._selected = self._select(time)
 
@@ -331,6 +334,15 @@ def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
 
 def _is_list(kind: pa.DataType) -> bool:
     return isinstance(kind, (pa.ListType, pa.LargeListType, pa.FixedSizeListType))
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if _is_list(kind) else kind
+
+
+def _width(kind: pa.DataType) -> int:
+    """Larger for a type that can represent more values, where that matters: of timestamps, and of integers."""
+    return _PER_SECOND[kind.unit] if pa.types.is_timestamp(kind) else int(pa.types.is_uint64(kind))
 
 
 def _is_number(kind: pa.DataType) -> bool:

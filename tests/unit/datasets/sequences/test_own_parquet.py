@@ -173,6 +173,23 @@ class TestPreprocess:
         (batch,) = loader
         assert batch.features["timestamp"].values().tolist()[: len(wanted)] == [t // per_second for t in wanted]
 
+    @pytest.mark.parametrize("units", [("s", "ns"), ("us", "ms"), ("ms", "us", "ns")])
+    def test_timestamps_of_other_units_in_other_files(self, tmp_path, units):
+        (tmp_path / "log").mkdir()
+        nanoseconds = np.array([7, 1_003, 1_002, 3_000_000, 5]) * 1_000
+        expected = []
+        for number, unit in enumerate(units):
+            times = nanoseconds // {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}[unit]
+            items = np.arange(5) + 5 * number
+            table = {"uid": [1] * 5, "iid": items, "ts": pa.array(times, pa.timestamp(unit))}
+            write(tmp_path / "log" / f"{number}.parquet", table)
+            expected += zip(
+                pa.array(times, pa.timestamp(unit)).cast(pa.timestamp("ns")).cast(pa.int64()).to_pylist(), items
+            )
+        path = preprocess_parquet(EventColumns("uid", "iid", "ts"), tmp_path / "log", tmp_path / "data")
+        ordered = sorted(expected, key=lambda event: event[0])  # stable
+        assert [item for item, *_ in rows_of(path)[1][0]] == [item for _, item in ordered]
+
     def test_a_file_that_has_several_links_counts_once(self, tmp_path):
         (tmp_path / "log" / "2024").mkdir(parents=True)
         write(tmp_path / "log" / "2024" / "events.parquet")

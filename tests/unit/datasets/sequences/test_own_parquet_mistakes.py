@@ -121,6 +121,14 @@ def test_files(tmp_path):
     assert "is damaged" in error_of(tmp_path / "log")
 
 
+def test_an_integer_that_only_a_later_file_s_type_has(tmp_path):
+    (tmp_path / "log").mkdir()
+    write(tmp_path / "log" / "0.parquet", uid=[1] * 5)
+    write(tmp_path / "log" / "1.parquet", uid=pa.array([1, 2**63, 3, 4, 5], pa.uint64()))
+    message = error_of(tmp_path / "log")
+    assert "1.parquet has the integer 9223372036854775808 in row 2, counted from 1; ids are below 2^63" in message
+
+
 def test_other_files_in_the_folder(tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "README.md").write_text("The log")
