@@ -230,9 +230,9 @@ class EventFiles:
             )
         unit, scaled, late = stated, value, f"{value} > {_YEAR_3000 * stated}"
         if pa.types.is_floating(kind):
-            # Keep milliseconds of fractional seconds; fractions of smaller units are dropped.
-            unit = max(stated, 1_000)
-            scaled = f"floor({value}::DOUBLE * {unit // stated})"
+            # Microseconds: as precise as a double is for seconds since 1970. Rounded, because 0.123 is slightly less.
+            unit = max(stated, 1_000_000)
+            scaled = f"round({value}::DOUBLE * {unit // stated})"
             late += f" OR isnan({value})"
         found = f"' has the time ' || {value}"
         rule = (
