@@ -184,7 +184,8 @@ class EventFiles:
             _, is_ours, message = reason_of(error).partition("Error: column ")
             if is_ours:
                 raise ValueError(f"column {message}") from None
-            raise ValueError(f"{self.source} is damaged ({reason_of(error)}): write it again") from error
+            found = "has values out of range" if isinstance(error, duckdb.ConversionException) else "is damaged"
+            raise ValueError(f"{self.source} {found} ({reason_of(error)}): write it again") from error
 
     def _select(self, time: str) -> str:
         """SQL of the store's columns; DuckDB raises an error for an invalid value."""
@@ -221,9 +222,12 @@ class EventFiles:
         if name is None:
             return None, f"CASE WHEN NOT {_IS_EMPTY} THEN 0 END"
         value, kind, stated = sql_name(name), self._kinds[name], _PER_SECOND[self._columns.time_unit]
+        found = f"' has the time ' || {value}"
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             unit = _PER_SECOND[kind.unit] if pa.types.is_timestamp(kind) else 1
-            return unit, _without_nulls(name, _EPOCH[unit].format(value))
+            time = _EPOCH[unit].format(value)
+            endless = f"{time} IS NULL AND {value} IS NOT NULL"
+            return unit, _without_nulls(name, _checked(name, time, endless, found, "a time is finite: correct it"))
         if not _is_number(kind):
             raise ValueError(
                 f"{self._where(name)} is of type {kind}; times are timestamps, dates or numbers since 1970: convert it"
@@ -234,7 +238,6 @@ class EventFiles:
             unit = max(stated, 1_000_000)
             scaled = f"round({value}::DOUBLE * {unit // stated})"
             late += f" OR isnan({value})"
-        found = f"' has the time ' || {value}"
         rule = (
             f"it is no number or lies beyond the year 3000 in {self._columns.time_unit!r}: set columns.time_unit to "
             "'ms', 'us' or 'ns', or correct the times"

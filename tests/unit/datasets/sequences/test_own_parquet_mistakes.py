@@ -65,6 +65,12 @@ LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
         (COLUMNS, {"ts": [1, 2, 3, None, 5]}, "has a null in row 4, counted from 1"),
         (COLUMNS, {"ts": [1.0, float("nan"), 3, 4, 5]}, "has the time nan in row 2, counted from 1;"),
         (COLUMNS, {"ts": [1.0, float("nan"), 1.0, 1.0, 1.0]}, "has the time nan in row 2, counted from 1;"),
+        (
+            COLUMNS,
+            {"ts": pa.array([1, 2**63 - 1, 3, 4, 5], pa.timestamp("us"))},
+            "events.parquet has the time infinity in row 2, counted from 1; a time is finite",
+        ),
+        (COLUMNS, {"ts": pa.array([2**62] * 5, pa.timestamp("ms"))}, "has values out of range"),
         (COLUMNS, {"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 1, counted from 1;"),
         (COLUMNS, {"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
         (COLUMNS, {"ts": [-(2**62)] * 5}, "long before 1970"),
