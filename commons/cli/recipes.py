@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.measurement import CostTarget
 from commons.trainer.config.files import find_config, read_config_file
+from commons.trainer.recipe import Recipe
 from commons.user_package import import_user_module
 
 
@@ -69,14 +70,23 @@ def choose_device(name: str, threads: int) -> torch.device:
     return torch.device("cpu")
 
 
-def read_config_rows(config: Path, model: str | None, shuffler: ShufflerOptions, num_batches: int) -> Source:
-    """The rows of the first `num_batches` batches of a training run (fewer if the data end), for `simulate`.
+def read_config_rows(
+    config: Path, model: str | None, shuffler: ShufflerOptions, ranks: Sequence[int], steps: int
+) -> Source:
+    """The rows of the first `steps` steps of a training run (fewer if the data end) on `ranks`, for `simulate`.
 
     Rows are dealt to ranks as the run's loaders deal them. Arguments and errors as for `load_recipe`; also errors of
-    the shuffler's calibration.
+    the shuffler's calibration, and ValueError for several numbers of ranks that share a `global_batch_size`.
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
-    target = load_recipe(model, config, torch.device("cpu"))
+    target, num_batches = load_recipe(model, config, torch.device("cpu")), max(ranks) * steps
+    if isinstance(target, Recipe) and (rows := target.config.trainer.global_batch_size) is not None:
+        if len(set(ranks)) > 1:
+            raise ValueError(
+                f"global_batch_size is {rows} and --ranks is {' '.join(map(str, ranks))}; the rows of a rank depend on "
+                "the number of ranks: simulate one number of ranks at a time"
+            )
+        target.share_batch(ranks[0])
     calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
     batches = []  # workloads and tokens of the real rows of each batch, as a single rank reads them
     first_batches = itertools.islice(target.host_batches(), num_batches)

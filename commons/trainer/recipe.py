@@ -57,6 +57,22 @@ class Recipe(ABC):
         """The recipe of a config file, for one process; raises as `load_config_file`."""
         return cls(load_config_file(cls.config_class, path), device)
 
+    def share_batch(self, num_ranks: int) -> None:
+        """Set the rows per rank in training to this rank's part of `global_batch_size`, if that is set.
+
+        Raises:
+            ValueError: the ranks have no equal parts.
+        """
+        rows = self.config.trainer.global_batch_size
+        if rows is None:
+            return
+        if rows % num_ranks:
+            raise ValueError(
+                f"global_batch_size is {rows}, and {num_ranks} ranks share the data; each rank trains an equal part: "
+                "give a multiple of every number of ranks that the run may have"
+            )
+        self.config.trainer.train_batch_size = self.batch_size = rows // num_ranks
+
     # The cost of a row.
 
     @property

@@ -92,14 +92,7 @@ def run_training(recipe: Recipe) -> TrainSummary:
     Raises:
         KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
-    args, ranks = recipe.config.trainer, dist.get_world_size(resolve_process_group())
-    if args.global_batch_size is not None:
-        if args.global_batch_size % ranks:
-            raise ValueError(
-                f"global_batch_size is {args.global_batch_size}, and {ranks} ranks share the data; each rank trains an "
-                "equal part: give a multiple of every number of ranks that the run may have"
-            )
-        args.train_batch_size = recipe.batch_size = args.global_batch_size // ranks
+    recipe.share_batch(dist.get_world_size(resolve_process_group()))
     return TrainingLoop(recipe, on_start=lambda: replace_run(recipe.config)).run()
 
 

@@ -292,4 +292,4 @@ class Simulate:
         from commons.cli.recipes import read_config_rows
 
         assert self.config is not None  # noqa: S101  run() requires a config or lengths
-        return read_config_rows(self.config, self.model, self.shuffler, max(self.ranks) * steps)
+        return read_config_rows(self.config, self.model, self.shuffler, self.ranks, steps)

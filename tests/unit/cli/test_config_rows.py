@@ -140,6 +140,16 @@ def test_windows_are_beside_one_another(mine, tmp_path, asked, mistake):
         assert f"window is ({window},) and steps is 4" in error
 
 
+def test_a_global_batch_is_shared_by_the_ranks(tmp_path, asked, mistake):
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(candidates=0).replace("[dataset]", "global_batch_size = 12\n[dataset]", 1))
+    simulate = ["simulate", "--config", str(config), "--steps", "3", "--ranks"]
+    (of_ranks,) = asked(*simulate, "4")["ranks"]
+    assert (of_ranks["batch_size"], of_ranks["steps"]) == (3, 3)
+    assert "global_batch_size is 12 and --ranks is 2 4; " in mistake(*simulate, "2", "4")
+    assert "global_batch_size is 12, and 5 ranks share the data; " in mistake(*simulate, "5")
+
+
 def test_advice_names_the_options_that_were_simulated(mine, tmp_path, asked):
     (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
     flags = ["--shuffler.no-equal-size", "--shuffler.slack", "0.0", "--ranks", "2", "--steps", "4"]
@@ -271,7 +281,7 @@ def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path, generated
         config.write_text(text.replace('dataset_name = "random"', own))
         target = load_recipe("hstu", config, torch.device("cpu"))
         for num_ranks in (2, 3):
-            source = read_config_rows(config, "hstu", ShufflerOptions(), 150 * num_ranks)
+            source = read_config_rows(config, "hstu", ShufflerOptions(), (num_ranks,), 150)
             steps = len(target.single_loader.dataset) // (8 * num_ranks)
             largest = [0] * steps
             for rank in range(num_ranks):
