@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import math
 import re
 import shlex
@@ -205,7 +206,9 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
         raise ValueError(f"{path} is neither a {', '.join(_TYPES)} file nor a folder of parquet files: {remedy}")
     with _readable(path):
         if kind == ".parquet":
-            return database.read_parquet(files, filename=with_places, file_row_number=with_places)
+            # A file's columns are found by name, and widened where the files' types differ.
+            places = {"filename": with_places, "file_row_number": with_places}
+            return database.read_parquet([glob.escape(file) for file in files], union_by_name=True, **places)
         if kind == ".npy":
             return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)}))
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -213,7 +216,9 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
         if not first.strip():
             raise ValueError("it is empty, or begins with an empty line")
         if kind == ".jsonl" and not _is_number(first):
-            return database.read_json(str(path), format="newline_delimited", sample_size=-1)
+            return database.read_json(
+                glob.escape(str(path)), format="newline_delimited", sample_size=-1, hive_partitioning=False
+            )
         # Delimited by commas, semicolons or tabs; without a header if the first line has only numbers.
         delimiter = next((mark for mark in ",;\t" if mark in first), ",")
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
@@ -225,7 +230,14 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
             names = _HISTOGRAM if len(names) == len(_HISTOGRAM) else numbered
         # Read as text, so that users 7 and 007 differ and errors show the text of the file.
         columns = dict.fromkeys(names, "VARCHAR")
-        return database.read_csv(str(path), columns=columns, header=has_names, sep=delimiter, auto_detect=False)
+        return database.read_csv(
+            glob.escape(str(path)),
+            columns=columns,
+            header=has_names,
+            sep=delimiter,
+            auto_detect=False,
+            hive_partitioning=False,  # a folder such as "day=1" is a name
+        )
 
 
 @contextlib.contextmanager

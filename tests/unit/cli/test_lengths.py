@@ -64,6 +64,25 @@ def test_files_of_other_programs(here, name, content, column):
     assert read(name, column) == VALUES
 
 
+def test_a_name_is_no_pattern_and_a_folder_no_column(here):
+    (here / "day=3").mkdir()
+    for name in ("n[1]", "n1", "day=3/n"):
+        write(here / f"{name}.csv", "n\n5\n" if name != "n1" else "n\n7\n")
+        write(here / f"{name}.jsonl", '{"n": 5}\n' if name != "n1" else '{"n": 7}\n')
+        pq.write_table(pa.table({"n": [5 if name != "n1" else 7]}), f"{name}.parquet")
+    for name in ("n[1]", "day=3/n"):
+        assert [read(f"{name}.{kind}") for kind in ("csv", "jsonl", "parquet")] == [[5]] * 3
+
+
+def test_a_folder_whose_files_have_numbers_of_several_types(here, refused):
+    (here / "log").mkdir()
+    pq.write_table(pa.table({"n": pa.array([5], pa.int8())}), "log/0.parquet")
+    pq.write_table(pa.table({"n": pa.array([300], pa.int64())}), "log/1.parquet")
+    assert read("log") == [5, 300] and read("log", group_by="n") == [1, 1]
+    pq.write_table(pa.table({"n": [7.0, 8.5]}), "log/1.parquet")
+    assert "log/1.parquet holds 8.5 in row 2, counted from 1" in refused("--lengths", "log")
+
+
 def test_drawn_lengths_follow_what_was_named(here):
     rng = np.random.default_rng(0)
     write(here / "h.csv", "length,count\n3,0\n10,3\n20,1\n")
@@ -172,7 +191,7 @@ def test_a_file_of_a_folder(here, refused):
     for content, message in (
         (b"PAR1 not", "shards/1.parquet"),
         (pa.table({"n": [3, -4]}), "column 'n' of shards/1.parquet holds -4 in row 2"),
-        (pa.table({"m": [3]}), "shards cannot be read"),
+        (pa.table({"m": [3]}), "shards has the columns n, m; lengths are in one column"),
     ):
         path = here / "shards" / "1.parquet"
         path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
