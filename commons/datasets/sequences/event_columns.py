@@ -129,7 +129,7 @@ class EventColumns:
         """The same columns as flags of `evenrank preprocess parquet`."""
         flags = []
         for name, value in dataclasses.asdict(self).items():
-            if value and value != "s":
+            if value and value != getattr(EventColumns(), name):
                 values = value if isinstance(value, (tuple, list)) else [value]
                 flags += [f"--columns.{name.replace('_', '-')}", *map(shlex.quote, values)]
         return " ".join(flags)

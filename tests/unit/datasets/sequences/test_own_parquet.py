@@ -307,6 +307,8 @@ class TestTraining:
         command = str(caught.value).split("`")[1].replace("FOLDER", str(tmp_path / "data"))
         assert "3 (train" in told(*shlex.split(command)[1:])
         assert len(self.loader(tmp_path / "data", COLUMNS).dataset) > 0
+        # A column may have the name of the default unit.
+        assert EventColumns("s", "iid", "t").as_flags() == "--columns.user s --columns.item iid --columns.time t"
 
     def test_no_times(self, tmp_path):
         table = {"uid": [1, 2], "iid": [[1, 2], [3]]}
