@@ -127,5 +127,5 @@ def require_dataclass(batch: Any) -> None:
     if not hasattr(type(batch), "__dataclass_fields__"):
         raise TypeError(
             f"the batch is a {type(batch).__name__}; a batch must be an instance of a dataclass: "
-            "decorate the class with @dataclasses.dataclass"
+            "decorate its class with @dataclass, or put it into a field of one, such as BaseBatch(features)"
         )
