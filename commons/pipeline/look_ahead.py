@@ -71,6 +71,15 @@ def _require_pipelineable(batch: Any) -> None:
         )
 
 
+def _require_iterator(source: Any) -> None:
+    """Raise TypeError for a source that is no iterator, such as a DataLoader."""
+    if not hasattr(source, "__next__"):
+        raise TypeError(
+            f"the batches come from a {type(source).__name__}; a pipeline reads them from an iterator: pass iter(...) "
+            "of it, the same one in every step"
+        )
+
+
 class LookAhead(Iterator[ShufflingBatch]):
     """An iterator over the host batches of one rank that starts their shuffles.
 
@@ -183,6 +192,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._kept = None
         if batch is None and not self._exhausted:
             try:
+                _require_iterator(self.source)
                 batch = next(self.source, None)
                 self._exhausted = batch is None
                 if batch is not None:

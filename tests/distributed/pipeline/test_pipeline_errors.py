@@ -223,6 +223,8 @@ def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank():
             batch = PlainBatch(batch.features, batch.sample_id, batch.target, ROWS)
         said.append(error_of(run.progress, iter([batch])))
     both, one = said
+    of_list = error_of(run.progress, [named_batch(rank, 0)])
+    assert "the batches come from a list; a pipeline reads them from an iterator: pass iter(...) of it" in of_list
     assert both == one.replace("rank 1:", "rank 0:") + " (and on rank 1)"
     assert one.startswith(
         "TypeError: rank 1: the batch is a PlainBatch, without to and record_stream; a pipeline trains"
