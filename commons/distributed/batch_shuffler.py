@@ -11,7 +11,7 @@ import dataclasses
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,16 @@ class BaseTaskBalancedBatchShuffler(ABC):
         has_groups = type(self).get_groups is not BaseTaskBalancedBatchShuffler.get_groups
         self.engine = ShuffleEngine(self, pg_group, has_groups)
         self.engine.connect()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("engine", "options"):
+                raise TypeError(
+                    f"{type(self).__name__} has no {name}; the constructor of BaseTaskBalancedBatchShuffler sets it: "
+                    "call super().__init__(options, pg_group) in __init__"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @abstractmethod
     def get_workloads(self, batch: Any) -> torch.Tensor:
@@ -269,3 +279,16 @@ class IdentityBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     def get_workloads(self, batch: Any) -> torch.Tensor:
         """One per row."""
         return torch.ones(batch_rows(batch), dtype=torch.int64, device=batch_device(batch))
+
+
+def require_shuffler(name: str, value: Any) -> None:
+    """Raise TypeError unless `value`, an argument, is a shuffler."""
+    if not isinstance(value, BaseTaskBalancedBatchShuffler):
+        is_class = isinstance(value, type)
+        kind = f"the class {value.__name__}" if is_class else f"a {type(value).__name__}"
+        is_shuffler_class = is_class and issubclass(value, BaseTaskBalancedBatchShuffler)
+        remedy = f"pass {value.__name__}(...)" if is_shuffler_class else "such as TokensBalancedBatchShuffler()"
+        raise TypeError(
+            f"{name} is {kind}; it must be an object of a class that derives from BaseTaskBalancedBatchShuffler: "
+            f"{remedy}"
+        )

@@ -157,7 +157,13 @@ class BatchShufflerFactory:
 
 
 def register_batch_shuffler(name: str) -> Callable[[S], S]:
-    """Class decorator that registers a shuffler under a name."""
+    """Class decorator that registers a shuffler under a name.
+
+    Raises:
+        ValueError: the name is taken, or empty.
+        TypeError: the class does not derive from BaseTaskBalancedBatchShuffler, or the name is not a string.
+    """
+    require_name(name, "batch shuffler", "my_model")  # here, because `@register_batch_shuffler` calls nothing else
 
     def register(shuffler_class: S) -> S:
         BatchShufflerFactory.register(name, shuffler_class)

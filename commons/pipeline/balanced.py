@@ -69,9 +69,12 @@ def balanced(pipeline_class: type) -> type:
         TypeError: a class that cannot be balanced, or a subclass of one; the error has the reason and the remedy.
     """
     if not isinstance(pipeline_class, type):
+        own = type(pipeline_class).__name__
+        is_pipeline = any(each.__name__ in HOOKS for each in type(pipeline_class).__mro__)
+        name = own if is_pipeline else "TrainPipelineSparseDist"
         raise TypeError(
-            f"pipeline_class is an object of {type(pipeline_class).__name__}; balanced takes the class itself: write "
-            f"balanced({type(pipeline_class).__name__})(model, optimizer, device, batch_shuffler=shuffler)"
+            f"pipeline_class is an object of {own}; balanced takes the class of a pipeline: write "
+            f"balanced({name})(model, optimizer, device, batch_shuffler=shuffler)"
         )
     if issubclass(pipeline_class, BalancedPipeline):
         return pipeline_class

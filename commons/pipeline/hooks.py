@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.engine import Starter
 from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
 from commons.distributed.stats import ShuffleStats
@@ -37,13 +37,7 @@ class BalancedPipeline:
         pg_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(batch_shuffler, BaseTaskBalancedBatchShuffler):
-            kind = "the class " if isinstance(batch_shuffler, type) else "a "
-            name = (batch_shuffler if isinstance(batch_shuffler, type) else type(batch_shuffler)).__name__
-            raise TypeError(
-                f"batch_shuffler is {kind}{name}; it must be an object of a class that derives from "
-                "BaseTaskBalancedBatchShuffler: create one with BatchShufflerFactory"
-            )
+        require_shuffler("batch_shuffler", batch_shuffler)
         super().__init__(*args, **kwargs)
         if getattr(self, "_execute_all_batches", True) is False:
             raise ValueError(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 # The module that defines this class differs between TorchRec versions; this import works in all of them.
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.engine import Starter
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
@@ -71,7 +71,9 @@ def balanced_iter(
 
     Raises:
         ValueError: the shuffler also serves a pipeline with a loading thread.
+        TypeError: `shuffler` is not a shuffler.
     """
+    require_shuffler("shuffler", shuffler)
     engine = shuffler.engine
     engine.connect(pg_group)
     starter = next((each for each in engine.starters if isinstance(each, _StagedStarter)), None)
@@ -92,7 +94,11 @@ def shuffle_stage(shuffler: BaseTaskBalancedBatchShuffler, stream: torch.Stream)
 
     Returns:
         A PipelineStage that turns a batch on its device into the balanced batch.
+
+    Raises:
+        TypeError: `shuffler` is not a shuffler.
     """
+    require_shuffler("shuffler", shuffler)
 
     def finish(shuffling: Any) -> Any:
         if not isinstance(shuffling, ShufflingBatch):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.window import ShuffledWindow, WindowReader
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, WindowStats
@@ -178,9 +178,5 @@ def windowed_iter(
     between ranks or needs more memory than available, and for batches that cannot state padding or are on a device;
     TypeError if `iterator` is not an iterator.
     """
-    if not isinstance(shuffler, BaseTaskBalancedBatchShuffler):
-        raise TypeError(
-            f"shuffler is a {type(shuffler).__name__}; it must be an object of a class that derives from "
-            "BaseTaskBalancedBatchShuffler: create one with BatchShufflerFactory"
-        )
+    require_shuffler("shuffler", shuffler)
     return WindowedBatches(iterator, shuffler, window, pg_group)

@@ -72,6 +72,12 @@ def test_what_cannot_be_hooked_is_refused():
     with pytest.raises(TypeError, match=r"is an object of TrainPipelineBase; .*: write balanced\(TrainPipelineBase\)"):
         balanced(TrainPipelineBase(torch.nn.Linear(1, 1), None, torch.device("cpu")))
 
+    for name in ("TrainPipelineBase", 3):
+        with pytest.raises(
+            TypeError, match=r"is an object of (str|int); .*: write balanced\(TrainPipelineSparseDist\)"
+        ):
+            balanced(name)
+
     mine = type("Mine", (TrainPipelineSparseDist,), {})
     once = balanced(mine)
     assert issubclass(once, mine) and balanced(mine) is once and balanced(once) is once
@@ -80,7 +86,9 @@ def test_what_cannot_be_hooked_is_refused():
         once(**ARGUMENTS, execute_all_batches=False)
     with pytest.raises(TypeError, match="batch_shuffler is a str"):
         once(**ARGUMENTS | {"batch_shuffler": "hstu"})
-    with pytest.raises(TypeError, match="batch_shuffler is the class CubicShuffler; it must be an object"):
+    with pytest.raises(
+        TypeError, match=r"batch_shuffler is the class CubicShuffler; .*: pass CubicShuffler\(\.\.\.\)$"
+    ):
         once(**ARGUMENTS | {"batch_shuffler": CubicShuffler})
 
 

@@ -25,7 +25,7 @@ from commons.distributed.channel import groups
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.pipeline import TrainPipelineFactory, balanced
+from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
 from tests.helpers.batches.easyrec import clicks, easyrec_batch
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
 
@@ -140,12 +140,30 @@ def test_groups_that_are_not_connected_in_time_end_in_one_line(monkeypatch):
     assert making.result == 7
 
 
+class WithoutSuper(TokensBalancedBatchShuffler):
+    def __init__(self):
+        self.feature_names = None
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (BaseTaskBalancedBatchShuffler, "abstract"),
         (BatchShufflerFactory, "class methods only and should not be instantiated: call .*create"),
         (lambda: BatchShufflerFactory.register("dict", dict), "not a batch shuffler"),
+        (
+            lambda: register_batch_shuffler(WithoutSuper),
+            "the name of a batch shuffler is <class .*WithoutSuper'>; it must",
+        ),
+        (
+            lambda: WithoutSuper().shuffle(random_batch(0, 2)),
+            r"WithoutSuper has no engine; the constructor of .*: call super\(\).__init__\(options, pg_group\) in",
+        ),
+        (lambda: balanced_iter(iter([]), WithoutSuper), r"shuffler is the class WithoutSuper; .*: pass WithoutSuper\("),
+        (
+            lambda: shuffle_stage(3, torch.Stream()),
+            r"shuffler is a int; it must .*: such as TokensBalancedBatchShuffler\(",
+        ),
         (lambda: BatchShufflerFactory.create_from_config("tokens"), "the shuffler config is a str; it is a dictionary"),
         (lambda: TrainPipelineFactory.register("mine", 3), "pipeline 'mine' is 3, which cannot be called; .* give a"),
         (
