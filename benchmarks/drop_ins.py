@@ -136,4 +136,4 @@ _READING = (
 )
 
 if __name__ == "__main__":
-    from_command_line(main, __doc__)
+    from_command_line(main, __doc__, needs=("verl", "areal", "torchtitan"))

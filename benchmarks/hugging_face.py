@@ -105,4 +105,4 @@ _READING = (
 
 
 if __name__ == "__main__":
-    from_command_line(main, __doc__)
+    from_command_line(main, __doc__, needs=("transformers", "accelerate"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ from commons.console import parser_error, print_error
 R = TypeVar("R")
 Quick = Annotated[bool, tyro.conf.arg(help="few cases, for a look; writes nothing")]
 
+# Status of a program whose packages are missing; ci/bench.sh leaves it out.
+_SKIPPED = 77
 # Options whose numbers may be 0; all others count something of which there is at least one.
 _FROM_ZERO = ("seed", "warmup")
 # Where it has several numbers, these are seeds; a single one is how many.
@@ -27,7 +30,10 @@ _SEEDS = "seeds"
 
 
 def from_command_line(
-    program: Callable[..., R], description: str | None, at_least: Mapping[str, int] | None = None
+    program: Callable[..., R],
+    description: str | None,
+    at_least: Mapping[str, int] | None = None,
+    needs: Sequence[str] = (),
 ) -> R:
     """Call a program with the arguments of its command line.
 
@@ -35,10 +41,11 @@ def from_command_line(
         program: a function with annotated keywords, or a dataclass.
         description: text of its help.
         at_least: the least of integers by name, where that is neither 1 nor the 0 of a seed or a warm-up.
+        needs: packages that `make install` does not install, as pip names them.
 
     Raises:
         SystemExit: with status 2 for arguments that are unknown, malformed or out of range, with one line of text;
-            with status 0 for `--help`.
+            with status 0 for `--help`; with status 77, and one line, if a package is missing.
     """
     errors = io.StringIO()
     try:
@@ -52,6 +59,13 @@ def from_command_line(
         _refuse(parser_error(errors.getvalue()))
     except ValueError as error:
         _refuse(str(error))
+    missing = [package for package in needs if importlib.util.find_spec(package) is None]
+    if missing:
+        print(
+            f"skipped: {program_name()} needs {', '.join(missing)}: install with `make test-extras` or pip",
+            file=sys.stderr,
+        )
+        raise SystemExit(_SKIPPED)
     return call()
 
 

@@ -93,6 +93,14 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, program, arguments, said):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_program_without_its_packages_is_skipped(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program"])
+    with pytest.raises(SystemExit) as stop:
+        from_command_line(lambda: None, "A program.", needs=("json", "no_such_package"))
+    assert stop.value.code == 77
+    assert capsys.readouterr().err.endswith("needs no_such_package: install with `make test-extras` or pip\n")
+
+
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         call(monkeypatch, measure, "--device", "cuda")
