@@ -73,6 +73,7 @@ class CollectiveWait:
         self._entered = self._seen = time.monotonic()
         # The longest times for which this process was stopped, and for which the store has not replied.
         self._still = self._silent = 0.0
+        self.failed_elsewhere = False  # the last result of has_failed_elsewhere()
         self._check: Future[bool] | None = None  # the call under way, and since when
         self._called = 0.0
 
@@ -93,24 +94,25 @@ class CollectiveWait:
             return False
         except StoreUnavailableError:
             return True
-        self._check = None
+        self._check, self.failed_elsewhere = None, found
         return found
 
-    def record(self, places: Sequence[str]) -> str:
-        """JSON for the other ranks: the rank's collectives, seconds waited, seconds stopped, seconds without the store.
+    def record(self, places: Sequence[str], cause: str) -> str:
+        """JSON for the other ranks: the rank's collectives, seconds waited, stopped and without the store, and `cause`.
 
         `places` are the collectives that other threads of this rank wait in.
         """
         places = [self.place, *(place for place in places if place != self.place)]
-        return json.dumps([places, time.monotonic() - self._entered, self._still, self._silent])
+        cause = "" if self.failed_elsewhere else cause  # failed because another rank had given up
+        return json.dumps([places, time.monotonic() - self._entered, self._still, self._silent, cause])
 
 
 class Verdict(NamedTuple):
     """Why a channel has failed."""
 
     missing: list[int]  # global ranks without a record
-    # A sentence about each rank that came late, was stopped or waited in another collective; where ranks are missing,
-    # only about the store's host.
+    # A sentence about each rank that came late, was stopped, failed or waited in another collective; where ranks are
+    # missing, only about the store's host.
     late: list[str]
     failure: str | None  # the message of a rank that failed with an error of its own, if any did
 
@@ -149,16 +151,16 @@ class FailedChannel:
             submit_call(lambda store: store.set(self._failure_key, text))
             submit_call(lambda store: store.set(self._failed_key, "1"))
 
-    def who_is_missing(self, own_wait: CollectiveWait, places: Sequence[str] = ()) -> Verdict:
+    def who_is_missing(self, own_wait: CollectiveWait, places: Sequence[str] = (), cause: str = "") -> Verdict:
         """Write this rank's record, wait for the others' and read them; takes a few seconds at most.
 
-        `places` are the collectives that other threads of this rank wait in.
+        `places` are the collectives that other threads of this rank wait in; `cause` is this rank's own error, if any.
 
         Raises:
             StoreUnavailableError: the store does not answer, or has ended.
         """
         call_store(lambda store: store.set(self._failed_key, "1"))
-        call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record(places)))
+        call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record(places, cause)))
         self._count("present")
         missing: list[int] = []
         late: list[str] = []
@@ -207,27 +209,25 @@ class FailedChannel:
 def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bool) -> list[str]:
     """A sentence about each rank whose record explains the failure in `own_place`."""
     if some_are_missing:
-        host, silent = ends_with_rank(), max(silent for *_, silent in records.values())
+        host, silent = ends_with_rank(), max(silent for *_, silent, _ in records.values())
         if host not in records or silent < _STILL_SECONDS:
             return []
         return [f"rank {host}, which hosts the store, stalled for {silent:.0f} s, in which others may have given up"]
-    longest = max(waited for _, waited, _, _ in records.values())
+    longest = max(waited for _, waited, *_ in records.values())
     stood_still = [
         f"rank {rank} stalled for {still:.0f} s in the {places[0]}, until the others gave up"
-        for rank, (places, _, still, _) in records.items()
+        for rank, (places, _, still, *_) in records.items()
         if still >= max(_STILL_SECONDS, longest / 4)
     ]
-    came_late = [
-        f"rank {rank} reached the {places[0]} only after the others gave up"
-        for rank, (places, waited, _, _) in records.items()
-        if waited < min(_LATE_SECONDS, longest / 2)
-    ]
+    short = {rank: record for rank, record in records.items() if record[1] < min(_LATE_SECONDS, longest / 2)}
+    failed = [f"rank {rank} failed in the {places[0]}: {cause}" for rank, (places, *_, cause) in short.items() if cause]
+    came_late = [f"rank {rank} reached the {each[0][0]} only after the others gave up" for rank, each in short.items()]
     elsewhere = [
         f"rank {rank} waited in the {' and the '.join(places)}, not in the {own_place}"
         for rank, (places, *_) in records.items()
         if own_place not in places
     ]
-    return stood_still or came_late or elsewhere
+    return stood_still or failed or came_late or elsewhere
 
 
 class NamedCollectives:
@@ -355,9 +355,10 @@ class NamedCollectives:
 
     def _describe(self, own_wait: CollectiveWait, error: BaseException) -> RankMissingError:
         place, rank = own_wait.place, dist.get_rank()
-        cause = "" if isinstance(error, _FailedElsewhereError) else f" ({first_line(error)})"
+        reason = "" if isinstance(error, _FailedElsewhereError) else first_line(error)
+        cause = f" ({reason})" if reason else ""
         try:
-            missing, late, failure = self.failed.who_is_missing(own_wait, self._places)
+            missing, late, failure = self.failed.who_is_missing(own_wait, self._places, reason)
         except StoreUnavailableError as unavailable:
             return RankMissingError(
                 f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"

@@ -87,9 +87,14 @@ class ControlChannel(NamedCollectives):
                 self._complete_groups(self._groups, group, moves_rows, pairwise)
 
     def _make(self, make: Callable[[], T], step: int = 0, what: str = _CONNECTION) -> T:
-        """Call a function of groups.py, on all ranks together; RankMissingError if one does not join in time."""
+        """Call a function of groups.py, on all ranks together; RankMissingError if one does not join in time.
+
+        Raises:
+            Exception: an error of this rank; the others raise RankMissingError with its text.
+        """
         making = MakingOfGroups(make, self._timeout)
-        self.wait(making, step, what)
+        with self.failures_posted(step, what):
+            self.wait(making, step, what)
         return making.result
 
     def _complete_groups(self, pair: GroupPair, group: dist.ProcessGroup, moves_rows: bool, pairwise: bool) -> None:

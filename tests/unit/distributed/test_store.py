@@ -144,7 +144,7 @@ def hosts_the_store():
 def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_it(hosts_the_store, silent, is_named):
     channel, key = FailedChannel(f"test/{silent}", [0, 1, 2]), f"test/{silent}"
     # Rank 2 has waited, without an answer for some seconds; rank 1 has gone home meanwhile.
-    call_store(lambda store: store.set(f"{key}/2", json.dumps([["gather of step 3"], 7.0, 0.0, silent])))
+    call_store(lambda store: store.set(f"{key}/2", json.dumps([["gather of step 3"], 7.0, 0.0, silent, ""])))
     call_store(lambda store: store.add(f"{key}/count of present", 1))
     with mock.patch.multiple(absence, _RECORDS_SECONDS=0.2, _READERS_SECONDS=0.2):
         verdict = channel.who_is_missing(channel.start_wait("gather of step 3"))
