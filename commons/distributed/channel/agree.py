@@ -71,6 +71,7 @@ class ControlChannel(NamedCollectives):
     ) -> None:
         group = resolve_process_group(group)
         super().__init__(group)
+        timeout = timeout.item() if isinstance(timeout, np.generic) else timeout
         # Raised by `agree`, on all ranks; raised here, it would leave the other ranks waiting.
         self._problem = timeout_error(timeout)
         timeout = timeout if self._problem is None else ShufflerOptions.timeout

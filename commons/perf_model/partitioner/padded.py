@@ -49,7 +49,7 @@ def padded_groups(
     weights = as_int64_workloads(workloads)
     largest = int(weights.max(initial=0))
     if len(weights) == 0:
-        raise ValueError("workloads is empty; a group has at least one row: leave out empty batches")
+        raise ValueError("there are no rows; a group has at least one row: leave out empty batches")
     if num_groups is None and max_cost is None:
         raise ValueError("num_groups and max_cost are None; one of the two sets how rows are grouped: give one")
     groups = 0 if num_groups is None else as_count(num_groups, "num_groups", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,7 +106,7 @@ def test_a_rank_receives_its_share_and_no_more(ranks):
 
 def test_a_rank_that_does_not_take_part_is_named():
     first = functools.partial(received_bytes, 4, 2)
-    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=0.5)
+    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=np.float32(0.5))
     with RankPool(2) as pool:
         message, _ = pool.run(missed, first, then)
     assert message.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")

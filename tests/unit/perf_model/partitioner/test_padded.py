@@ -169,7 +169,7 @@ def test_huge_costs_are_exact():
 @pytest.mark.parametrize(
     ("work", "given", "message"),
     [
-        ([], {"num_groups": 1}, "workloads is empty; a group has at least one row: leave out empty batches"),
+        ([], {"num_groups": 1}, "there are no rows; a group has at least one row: leave out empty batches"),
         ([1], {}, "num_groups and max_cost are None; one of the two sets how rows are grouped: give one"),
         ([1, 2], {"num_groups": 3}, "num_groups is 3, there are 2 rows; every group has a row: lower num_groups"),
         ([1, 2], {"num_groups": 0}, "num_groups is 0; it must be an integer of at least 1: correct it"),
