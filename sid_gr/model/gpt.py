@@ -30,7 +30,8 @@ class GenerationOutput(LossOutput):
     """The results of an evaluation step besides the loss."""
 
     generated: GeneratedItems  # items of the real rows, in the order of the rows
-    # int64 `(num_candidates,)`, leaves of the true items, row after row; −1 for an SID that is not valid.
+    # int64 `(num_candidates,)`, leaves of the true items, row after row; a negative number for an SID that is not
+    # valid, the same for equal SIDs of the batch.
     candidates: torch.Tensor
     num_candidates: torch.Tensor  # int64 `(num_rows,)`, number of true items of each real row
 
@@ -142,7 +143,9 @@ class SIDGRModel(nn.Module):
         layout, hidden, generated = self._generate(embeddings, batch)
         loss, output = self.decoder.loss(hidden, layout, batch)
         lengths = batch.code_lengths(batch.candidate_feature_name)[: layout.num_rows]
-        truth = self.trie.lookup(candidate_codes(batch, layout.predicting.numel()))
+        codes = candidate_codes(batch, layout.predicting.numel())
+        leaves, number = self.trie.lookup(codes), codes.unique(dim=0, return_inverse=True)[1]
+        truth = torch.where(leaves < 0, -1 - number, leaves)
         return loss, GenerationOutput(
             output.loss_sum, output.num_loss_tokens, generated, truth, lengths // self.config.num_hierarchies
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.gpt_sid_batch import GPTSIDBatch
+from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, parallel_state
 from sid_gr.metrics import GenerationMetrics
@@ -151,6 +153,19 @@ def test_every_user_counts_once_on_any_number_of_ranks(sharding):
         errors = {f"{name}_se": statistics.pstdev(each) / math.sqrt(len(each)) for name, each in values.items()}
         assert metrics.compute() == pytest.approx(expected | errors, abs=1e-9)
         assert 0 < expected["HitRate@5"] < 1
+
+
+@on_two_ranks
+def test_every_true_item_counts_also_items_that_cannot_be_generated():
+    with model_parallel(), torch.no_grad():
+        model = make_model().eval()
+        batch = make_batch(0, batch_size=1, candidate_dist=RandomDistribution("uniform", low=3, high=3))
+        invalid = [sid for sid in itertools.product(*map(range, SIZES)) if sid not in set(map(tuple, SID_MAP.codes))]
+        codes = torch.tensor([invalid[0], invalid[1], invalid[0]])
+        batch.labels = KeyedJaggedTensor(batch.labels.keys(), codes.flatten(), lengths=batch.labels.lengths())
+        _, output = model(batch)
+        first, second, again = output.candidates.tolist()
+        assert max(first, second) < 0 and first == again != second
 
 
 @on_two_ranks

@@ -140,7 +140,7 @@ def output_of(users) -> GenerationOutput:
 
 
 USERS = st.lists(
-    st.tuples(st.permutations(range(7)).map(lambda items: items[:5]), st.lists(st.integers(-1, 6), max_size=4)),
+    st.tuples(st.permutations(range(7)).map(lambda items: items[:5]), st.lists(st.integers(-2, 6), max_size=4)),
     max_size=8,
 )
 
@@ -150,7 +150,7 @@ def test_metrics_are_means_over_users(steps):
     metrics = GenerationMetrics(NAMES, beam_width=5)
     for users in steps:
         metrics.update(output_of(users))
-    # −1 is an item that cannot be generated; a user without true items is not judged; a repeated item counts once.
+    # Negative items cannot be generated; a user without true items is not judged; a repeated item counts once.
     judged = [(ranking, set(true)) for users in steps for ranking, true in users if true]
     found = metrics.compute()
     for name in NAMES:
