@@ -62,7 +62,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     Raises:
         ValueError: fields with different numbers of rows, a `batch_size` that is not an integer of at least 0,
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
-            is not empty (checked on CPU only), or a contextual feature that is not a key of `features`.
+            is not empty (checked on CPU only), or a contextual feature that is not a key of `features` or is named
+            twice.
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
@@ -84,6 +85,11 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             raise ValueError(
                 f"contextual features {unknown} are not among the keys {self.features.keys()}; contextual features are "
                 "keys of `features`: add or rename them"
+            )
+        if len(set(self.contextual_feature_names)) < len(self.contextual_feature_names):
+            raise ValueError(
+                f"contextual_feature_names is {self.contextual_feature_names}; a repeated name would add a feature's "
+                "tokens again: name every feature once"
             )
         self._check_padding_is_empty()
 

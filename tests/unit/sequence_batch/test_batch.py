@@ -88,6 +88,7 @@ def test_features_and_labels_are_enough():
         ({"actual_batch_size": 2}, "values in padding rows"),
         ({"batch_size": None, "labels": torch.zeros(2)}, r"number of rows: \{'features': 3, 'labels': 2\}"),
         ({"contextual_feature_names": ["age"]}, r"contextual features \['age'\] are not among the keys"),
+        ({"contextual_feature_names": ["item", "item"]}, "a repeated name would add a feature's tokens again"),
     ],
 )
 def test_a_wrong_batch_is_refused(changes, message):
