@@ -11,7 +11,7 @@ import torch.distributed as dist
 from commons.dispatch import redistribute, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.ranks.on_ranks import on_two_ranks
+from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 WIDTH = 3
 # By rank; the first has most of the work, another one no row.
@@ -36,72 +36,75 @@ def loss_of(features, rank):
     return (weights[:, None] * features.sin()).sum()
 
 
-def _gradients(moves, scaled=True):
-    """Of the images of this rank and, summed over the ranks, of the encoder; the exchanges; the dtype."""
+def _gradients(features_of):
+    """Of how this rank's images are scaled and, summed over the ranks, of the encoder."""
     rank, model = dist.get_rank(), encoder()
     images, costs = rows_of(rank)
-    scale = torch.linspace(1, 2 if scaled else 1, len(images), dtype=torch.float64, requires_grad=True)
-    exchanges = mock.Mock(side_effect=redistribute.exchange)
-    with mock.patch.object(redistribute, "exchange", exchanges):
-        if moves:
-            batch = {"image": images * scale[:, None], "id": torch.arange(len(images))} if len(images) else None
-            moved = redistribute_balanced(batch, costs if len(images) else None, equal_size=False, slack=0.0)
-            assert moved.num_moved > 0
-            features = moved.send_home({"feature": model(moved.batch["image"]), "unused": moved.batch["image"] * 2})
-            features = features["feature"]
-        else:
-            features = model(images * scale[:, None])
-        loss_of(features, rank).backward()
+    scale = torch.linspace(1, 2, len(images), dtype=torch.float64, requires_grad=True)
+    loss_of(features_of(model, images * scale[:, None], costs), rank).backward()
+    for parameter in (scale, *model.parameters()):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     for weight in model.parameters():
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
         dist.all_reduce(weight.grad)
-    own = torch.zeros_like(scale) if scale.grad is None else scale.grad
-    return own.tolist(), [weight.grad.tolist() for weight in model.parameters()], exchanges.call_count
+    return [parameter.grad for parameter in (scale, *model.parameters())]
 
 
-def test_gradients_equal_those_without_it(ranks):
-    """To the order of sums; every row and every gradient moves once."""
-    for (own, weights, exchanges), (own_here, weights_here, _) in zip(
-        ranks.run(_gradients, True), ranks.run(_gradients, False), strict=True
-    ):
-        assert own == pytest.approx(own_here, rel=1e-10, abs=1e-12)
-        for found, expected in zip(weights, weights_here, strict=True):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-10, atol=1e-12)
-        assert exchanges == 4
+def _stays(model, images, costs):
+    return model(images)
 
 
-def _gradients_of_a_batch_without_rows():
+def _moves(model, images, costs):
+    batch = {"image": images, "id": torch.arange(len(images))} if costs else None
+    moved = redistribute_balanced(batch, costs or None, equal_size=False, slack=0.0)
+    assert moved.num_moved > 0
+    return moved.send_home({"feature": model(moved.batch["image"]), "unused": moved.batch["image"] * 2})["feature"]
+
+
+def _in_micro_batches(model, images, costs):
+    """Results of micro-batches that were planned together."""
+    batch, spec = {"image": images.detach()}, MicroBatchSpec(max_tokens_per_mb=20, packing_algorithm="refined")
+    packed = pack_micro_batches(batch if costs else None, spec, costs or None, joint=True)
+    return packed.send_home([model(each["image"]) for each in packed])
+
+
+def _require_equal(found, expected):
+    """To the order of sums."""
+    for each, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, wanted, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks
+def test_gradients_equal_those_without_it():
+    """Every row and every gradient moves once."""
+    with mock.patch.object(redistribute, "exchange", side_effect=redistribute.exchange) as exchanges:
+        _require_equal(_gradients(_moves), _gradients(_stays))
+    assert exchanges.call_count == 4
+
+
+@on_ranks
+def test_results_of_micro_batches_take_their_gradients_along():
+    _require_equal(_gradients(_in_micro_batches)[1:], _gradients(_stays)[1:])
+
+
+@on_two_ranks
+def test_a_batch_of_0_rows_has_gradients_of_0():
+    """As in plain PyTorch, where a user's all-reduce of them then works; they were None, and only on that rank."""
     model, rank = encoder(), dist.get_rank()
     features = model(rows_of(0)[0][: 0 if rank else 4])
     moved = redistribute_balanced({"x": features}, [1] * len(features))
     moved.send_home(moved.batch["x"] * 2).sum().backward()
-    return [None if weight.grad is None else weight.grad.abs().sum().item() for weight in model.parameters()]
+    assert [bool(weight.grad.any()) for weight in model.parameters()] == [rank == 0] * 4
 
 
-def test_a_batch_of_0_rows_has_gradients_of_0(two_ranks):
-    """As in plain PyTorch, where a user's all-reduce of them then works; they were None, and only on that rank."""
-    with_rows, without = two_ranks.run(_gradients_of_a_batch_without_rows)
-    assert all(with_rows)
-    assert without == [0.0] * len(with_rows)
-
-
-def _penalty_on_gradients():
+@on_two_ranks
+def test_gradients_of_gradients_are_refused():
+    """They were constants, so that a gradient penalty had no effect."""
     x = torch.ones(3, requires_grad=True)
     moved = redistribute_balanced({"x": x}, [1, 2, 3])
     squares = moved.send_home(moved.batch["x"] ** 2)
     (gradient,) = torch.autograd.grad(squares.sum(), x, create_graph=True)
-    try:
+    with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.square().sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def test_gradients_of_gradients_are_refused(two_ranks):
-    """They were constants, so that a gradient penalty had no effect."""
-    for refused in two_ranks.run(_penalty_on_gradients):
-        assert "once_differentiable" in refused
 
 
 @on_two_ranks
@@ -139,29 +142,6 @@ def test_what_requires_gradients_does_not_depend_on_whether_rows_move(moves):
     assert all(each.requires_grad for each in (*moved.batch.values(), home["score"]))
     detached = [results, share.batch["leaf"], *unfollowed.batch.values(), unfollowed_home]
     assert not any(each.requires_grad for each in (*detached, moved.send_home(torch.ones(4))))
-
-
-def _micro_batches():
-    """Results of micro-batches that were planned together go home with their gradients."""
-    rank, model = dist.get_rank(), encoder()
-    images, costs = rows_of(rank)
-    packed = pack_micro_batches(
-        {"image": images} if len(images) else None,
-        MicroBatchSpec(max_tokens_per_mb=20, packing_algorithm="refined"),
-        costs if len(images) else None,
-        joint=True,
-    )
-    features = packed.send_home([model(each["image"]) for each in packed])
-    loss_of(features, rank).backward()
-    for weight in model.parameters():
-        dist.all_reduce(weight.grad)
-    return [weight.grad.tolist() for weight in model.parameters()]
-
-
-def test_results_of_micro_batches_take_their_gradients_along(ranks):
-    for found, (_, expected, _) in zip(ranks.run(_micro_batches), ranks.run(_gradients, False, False), strict=True):
-        for mine, its in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-10, atol=1e-12)
 
 
 @on_two_ranks

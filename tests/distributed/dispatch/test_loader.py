@@ -5,6 +5,9 @@ Mistakes: test_mistakes.py.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from commons.dispatch import SingleRankLoader
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.any_batches import as_values, length_of, padded_batch
 from tests.helpers.ranks.faults import error_of
-from tests.helpers.ranks.on_ranks import on_two_ranks
+from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 
 def dict_batches(sizes):
@@ -47,21 +50,17 @@ def load(batches, balanced, src=0):
         loader.close()
 
 
-def load_dicts(sizes, balanced):
-    shares, batches = load(list(dict_batches(sizes)), balanced, src=dist.get_world_size() - 1)
-    assert [len(share) for share in shares] == [len(batch["id"]) for batch in batches]
-    assert all(batch["text"] == [f"t{row}" for row in batch["id"].tolist()] for batch in batches)
-    return shares, [batch["id"].tolist() for batch in batches]
-
-
 @pytest.mark.parametrize("balanced", [False, True])
-def test_every_row_of_every_batch_once(ranks, balanced):
-    sizes = [8, 5, 12]
-    results = ranks.run(load_dicts, sizes, balanced)
+@on_ranks
+def test_every_row_of_every_batch_once(balanced):
+    world_size, sizes = dist.get_world_size(), [8, 5, 12]
+    shares, batches = load(list(dict_batches(sizes)), balanced, src=world_size - 1)
     for step, size in enumerate(sizes):
-        work = [length_of(sum(sizes[:step]) + row) ** 3 + 1 for row in range(size)]
-        dealt = [shares[step] for shares, _ in results]
-        in_turn = [list(range(rank, size, ranks.world_size)) for rank in range(ranks.world_size)]
+        first, ids = sum(sizes[:step]), batches[step]["id"].tolist()
+        assert ids == [first + row for row in shares[step]] and batches[step]["text"] == [f"t{row}" for row in ids]
+        work = [length_of(first + row) ** 3 + 1 for row in range(size)]
+        dealt = of_all([shares[step]])
+        in_turn = [list(range(rank, size, world_size)) for rank in range(world_size)]
         assert sorted(row for rows in dealt for row in rows) == list(range(size))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
         assert balanced or dealt == in_turn
@@ -69,22 +68,19 @@ def test_every_row_of_every_batch_once(ranks, balanced):
         assert largest[0] <= largest[1]
 
 
-def load_padded(sizes, rows, balanced):
-    _, batches = load(list(padded_batches(sizes, rows)), balanced)
-    return [(batch.batch_size, Rows.of(batch).real, batch.sample_id.tolist()) for batch in batches]
-
-
 @pytest.mark.parametrize("balanced", [False, True])
-def test_an_incomplete_last_batch_is_shared_out(ranks, balanced):
-    rows = 3 * ranks.world_size
-    results = ranks.run(load_padded, [rows, rows - 2, 1], rows, balanced)
-    for step, size in enumerate([rows, rows - 2, 1]):
-        dealt = [result[step] for result in results]
-        assert {batch_size for batch_size, _, _ in dealt} == {3}
-        ids = sorted(sample for _, real, ids in dealt for sample in ids[:real])
-        first = 1 + sum([rows, rows - 2, 1][:step])
-        assert ids == list(range(first, first + size))
-    assert sorted(result[2][1] for result in results) == [0] * (ranks.world_size - 1) + [1]
+@on_ranks
+def test_an_incomplete_last_batch_is_shared_out(balanced):
+    world_size = dist.get_world_size()
+    rows = 3 * world_size
+    sizes = [rows, rows - 2, 1]
+    _, batches = load(list(padded_batches(sizes, rows)), balanced)
+    real = [Rows.of(batch).real for batch in batches]
+    for step, size in enumerate(sizes):
+        assert batches[step].batch_size == 3
+        first = 1 + sum(sizes[:step])
+        assert sorted(of_all(batches[step].sample_id[: real[step]].tolist())) == list(range(first, first + size))
+    assert sorted(of_all(real[2:])) == [0] * (world_size - 1) + [1]
 
 
 def failing():
@@ -109,38 +105,24 @@ def own_loader():
     return ResumableLoader(batches, BatchOrderSampler(6, shuffle=True, seed=1))
 
 
-def stop_and_resume(make, stop_at, everywhere, epochs):
-    """Batches of some epochs in one go, and the same with a stop and a new loader in between."""
-    is_source = not dist.is_initialized() or dist.get_rank() == 0
-
-    def new():
-        return SingleRankLoader(make() if is_source else None)
-
-    whole_loader, first = new(), new()
-    whole = [batch["id"].tolist() for _ in range(epochs) for batch in whole_loader]
-    iterator = iter(first)
-    parts = [next(iterator)["id"].tolist() for _ in range(stop_at)]
-    state = first.state_dict()
-    if not everywhere:  # the state of the source is enough
-        states = [None]
-        states[0] = state if is_source else None
-        dist.broadcast_object_list(states)
-        state = states[0]
-    second = new()
-    second.load_state_dict(state)
-    parts += [batch["id"].tolist() for _ in range(epochs) for batch in second]
-    for loader in (whole_loader, first, second):
-        loader.close()
-    return whole, parts, state["batches"]
-
-
 @pytest.mark.parametrize("make", [plain_loader, own_loader])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_resumed_loader_goes_on_with_the_next_batch(two_ranks, make, everywhere):
-    results = two_ranks.run(stop_and_resume, make, 4, everywhere, 2)
-    for whole, parts, batches in results:
-        assert parts == whole and len(whole) == 6 * 2 and batches == 4
-    assert results[0] != results[1]
+@on_two_ranks
+def test_a_resumed_loader_goes_on_with_the_next_batch(make, everywhere):
+    """Two epochs in one go, and with a stop and a new loader in between; the state of the source is enough."""
+    is_source = dist.get_rank() == 0
+    with contextlib.ExitStack() as stack:
+        whole_loader, first, second = (
+            stack.enter_context(contextlib.closing(SingleRankLoader(make() if is_source else None))) for _ in range(3)
+        )
+        whole = [batch["id"].tolist() for _ in range(2) for batch in whole_loader]
+        parts = [batch["id"].tolist() for batch in itertools.islice(first, 4)]
+        states = of_all([first.state_dict()])
+        second.load_state_dict(states[dist.get_rank() if everywhere else 0])
+        parts += [batch["id"].tolist() for _ in range(2) for batch in second]
+    assert parts == whole and len(whole) == 6 * 2 and states[0]["batches"] == 4
+    of_ranks = of_all([whole])
+    assert of_ranks[0] != of_ranks[1]
 
 
 @on_two_ranks
@@ -155,7 +137,9 @@ def test_what_a_loader_tells():
     loader.close()
 
 
-def read_when_closed():
+@on_two_ranks
+def test_a_closed_loader_is_refused():
+    """Other ranks' data seemed to end, and the source waited for them in a collective of the user's group."""
     loader = SingleRankLoader(list(dict_batches([4] * 3)) if dist.get_rank() == 0 else None, timeout=20)
     begun = iter(loader)
     next(begun)
@@ -163,11 +147,6 @@ def read_when_closed():
     for batches in (begun, iter(loader)):
         with pytest.raises(RuntimeError, match="the SingleRankLoader is closed; it cannot be read again: make a new"):
             next(batches)
-
-
-def test_a_closed_loader_is_refused(two_ranks):
-    """Other ranks' data seemed to end, and the source waited for them in a collective of the user's group."""
-    two_ranks.run(read_when_closed)
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])  # as for a DataLoader, also on a machine without a GPU
