@@ -59,12 +59,12 @@ _STAGE_BEFORE_A_COMMIT = [
 ]
 
 
-def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", **changes):
+def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", dropout=0.2, **changes):
     """Steps, this rank's users of each step, learning rates, and what is said of one run."""
     trainer = {"log_interval": 1, "eval_interval": 100, "sinks": [], "num_epochs": 1} | changes
-    negatives = {"num_negatives": 3} if task == "retrieval" else {}
+    model = {"num_negatives": 3} if task == "retrieval" else {"dropout": dropout}
     args = TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer)
-    recipe = Noted(movielens_config(data, args, dataset=dataset, task=task, **negatives), CPU)
+    recipe = Noted(movielens_config(data, args, dataset=dataset, task=task, **model), CPU)
     with mock.patch.object(TrainLog, "print_line") as say:
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
@@ -91,11 +91,13 @@ def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
 
 
 def test_rows_that_one_rank_loads_are_those_that_each_rank_loads_by_itself(ranks, data, tmp_path):
-    """In turn the very same batches; balanced the same rows in every step, also in the last, with few rows."""
+    """In turn the very same batches; balanced the same rows in every step, also in the last, which has few; so that
+    every step begins with the same weights.
+    """
     ways, users = {"own": {}, "in turn": {"single_rank_load": True}, "balanced": DEALT}, {}
-    sizes = {"batch_size": 8 // ranks.world_size, "dataset": {"max_history_seqlen": 200}}
+    changes = {"batch_size": 8 // ranks.world_size, "dataset": {"max_history_seqlen": 200}, "dropout": 0.0}
     for name, way in ways.items():
-        result = ranks.run(train, data, str(tmp_path / name), **sizes, **way)
+        result = ranks.run(train, data, str(tmp_path / name), **changes, **way)
         users[name] = [batches for _, batches, *_ in result]
 
     def of_steps(name):
@@ -103,6 +105,8 @@ def test_rows_that_one_rank_loads_are_those_that_each_rank_loads_by_itself(ranks
 
     own, in_turn = ([list(filter(None, batches)) for batches in users[name]] for name in ("own", "in turn"))
     assert own == in_turn and of_steps("balanced") == of_steps("in turn")
+    for name in ("in turn", "balanced"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "own"), rel=1e-5)
     imbalance = {name: [line["imbalance_before"] for line in lines(tmp_path / name) if "loss" in line] for name in ways}
     assert len(imbalance["balanced"]) == 8 and sum(imbalance["balanced"]) < 0.5 * sum(imbalance["in turn"])
 
