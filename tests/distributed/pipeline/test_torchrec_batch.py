@@ -5,29 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline.experimental_pipelines import EvalPipelineCPUSparse
 from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineBase,
     TrainPipelineSemiSync,
     TrainPipelineSparseDist,
 )
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import examples.torchrec_dlrm as example
-from commons.distributed import global_mean_loss
+from commons.distributed import global_mean_loss, mean_over_ranks
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.pipeline import balanced
+from commons.pipeline import balanced, windowed_iter
 from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import ON_CPU, PIPELINES, lacking, steps_of
 from tests.helpers.ranks.faults import logged
@@ -50,11 +55,27 @@ STATED = {
 class HostBatch(Batch):
     """TorchRec's, which would hand a CPU stream to CUDA's allocator."""
 
-    def to(self, device, non_blocking=False):
+    def to(self, device, non_blocking=False, data_copy_stream=None, dense_only=False):
         return self
 
     def record_stream(self, stream):
         pass
+
+
+@dataclasses.dataclass
+class PaddedHostBatch(HostBatch):
+    """States its padding, as windows need it."""
+
+    actual_batch_size: int = example.ROWS
+
+
+def own_batches(kind: type[HostBatch] = HostBatch) -> Iterator[HostBatch]:
+    return (kind(**vars(batch)) for batch in itertools.islice(example.draw_batches(dist.get_rank()), STEPS))
+
+
+def losses_of(pipeline: Any, batches: Iterator[HostBatch]) -> Iterator[float]:
+    """The mean over the ranks of every step."""
+    return (mean_over_ranks(loss).item() for loss in steps_of(pipeline, batches))
 
 
 class Traced(example.DLRMTrain):
@@ -89,12 +110,9 @@ def _train(pipeline_class: Any, options: Any, top: Any, shuffler: TokensBalanced
         if shuffler is None
         else balanced(pipeline_class)(*arguments, batch_shuffler=shuffler, **options)
     )
-    batches = (HostBatch(**vars(batch)) for batch in itertools.islice(example.draw_batches(dist.get_rank()), STEPS))
     losses, imbalance = [], 0.0
-    for loss in steps_of(pipeline, batches):
-        loss = loss.clone()
-        dist.all_reduce(loss)
-        losses.append(loss.item() / dist.get_world_size())
+    for loss in losses_of(pipeline, own_batches()):
+        losses.append(loss)
         if shuffler is not None:
             imbalance = max(imbalance, pipeline.last_stats.imbalance_after)
     return getattr(top, "traced", False), losses, imbalance
@@ -116,6 +134,44 @@ def test_the_example_trains_the_same_in_every_pipeline_that_traces_it():
         assert traced and losses[-1] < losses[0] and 0 < imbalance <= 0.02, name
         if name != "semi-sync":  # which trains on embeddings that are a step old
             torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=1e-6)
+
+
+class EvalOnHost(EvalPipelineCPUSparse):
+    """Without pinned memory, which torch has on machines with CUDA alone."""
+
+    def _get_or_alloc_pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+
+class Bags(nn.Module):
+    """That pipeline takes no other kind of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="item_table", embedding_dim=4, num_embeddings=example.NUM_ITEMS, feature_names=["history"]
+        )
+        self.bags = EmbeddingBagCollection([table], device=torch.device("meta"))
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        errors = self.bags(batch.sparse_features).values().sum(1) - batch.labels
+        loss = global_mean_loss(errors.square().sum(), batch.labels.numel())
+        return loss, loss
+
+
+@pytest.mark.slow
+@on_two_ranks
+def test_what_takes_the_place_of_a_pipeline_with_embeddings_on_the_host():
+    """`balanced` refuses it, and names this."""
+    model = DistributedModelParallel(Bags(), device=CPU).eval()
+    pipelines = [EvalOnHost(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU) for _ in range(2)]
+    off = list(losses_of(pipelines[0], own_batches(PaddedHostBatch)))
+    pipelines[0].detach()
+    with contextlib.closing(TokensBalancedBatchShuffler()) as shuffler:
+        windowed = windowed_iter(own_batches(PaddedHostBatch), shuffler, 1)
+        on = list(losses_of(pipelines[1], windowed))
+        assert len(on) == STEPS and all(windowed.take_stats().moved for _ in on)
+    torch.testing.assert_close(on, off, rtol=1e-5, atol=1e-6)
 
 
 @dataclasses.dataclass

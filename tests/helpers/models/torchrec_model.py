@@ -190,25 +190,17 @@ def build_sharded(sharding: str = "table_wise", device: str = "cpu") -> tuple[nn
     model = ShardableModel()
     model.head.to(rank_device(device))
     fused = {"learning_rate": LEARNING_RATE, "optimizer": EmbOptimType.EXACT_SGD}
-    parallel = shard(model, EmbeddingCollectionSharder(fused_params=fused), sharding, device)
-    dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
-    return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
-
-
-def shard(
-    model: nn.Module, sharder: Any, sharding: str = "table_wise", device: str = "cpu"
-) -> DistributedModelParallel:
-    """TorchRec's model of a plan with the tables `t_<key>` in one way."""
-    kernel = "dense" if sharding == "data_parallel" else "fused"
-    constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=[kernel])
-    world_size = dist.get_world_size()
+    sharder, world_size = EmbeddingCollectionSharder(fused_params=fused), dist.get_world_size()
+    constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device=device, local_world_size=get_local_size(world_size)),
         constraints={f"t_{key}": constraint for key in KEYS},
         batch_size=32,
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=[sharder])
+    parallel = DistributedModelParallel(model, device=rank_device(device), plan=plan, sharders=[sharder])
+    dense = [parameter for name, parameter in parallel.named_parameters() if "head" in name]
+    return parallel, torch.optim.SGD(dense, lr=LEARNING_RATE)
 
 
 def rank_device(kind: str) -> torch.device:
