@@ -11,21 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
-from commons.pipeline import balanced, windowed_iter
+from commons.pipeline import windowed_iter
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.batches.square_shuffler import my_batch as rich_batch
-from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.models.sid_models import model_parallel
-from tests.helpers.models.torchrec_model import rank_batches, weights_of
-from tests.helpers.pipelines.shuffled_pipelines import SIZES, CubicShuffler, largest_difference, one_process, steps_of
 from tests.helpers.ranks.faults import my_batch, on_rank, raised_by
 from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 from tests.helpers.ranks.rank_pool import RankPool
@@ -82,10 +78,6 @@ def _shuffles(path, kind=MeasuredShuffler):
         return raised_by(lambda: shuffler.shuffle(my_batch()))
 
 
-def _another_file_on_rank_1(good, bad):
-    return _shuffles(bad if dist.get_rank() == 1 else good)
-
-
 def _rank_1_reads(path, damage):
     """Rank 1 finds something else at the same path, as on another machine."""
     damaged = functools.partial(damage, local_rows.load_calibration)
@@ -101,24 +93,25 @@ def _slower(load, name):
     return dataclasses.replace(load(name), per_token=0.75)
 
 
-def test_ranks_with_other_calibrations_stop(ranks, calibration, tmp_path):
-    for text in ranks.run(_rank_1_reads, calibration, _missing):
-        assert "rank 1: calibration" in text and "does not exist" in text
-    for text in ranks.run(_rank_1_reads, calibration, _slower):
-        assert "calibrations differ" in text and "0.75" in text and "per_token" in text and "per_row" not in text
-    for text in ranks.run(_another_file_on_rank_1, calibration, write_calibration(tmp_path / "d.toml")):
-        assert "options differ" in text and "d.toml" in text
+@on_ranks
+def test_ranks_with_other_calibrations_stop(calibration, tmp_path):
+    text = _rank_1_reads(calibration, _missing)
+    assert "rank 1: calibration" in text and "does not exist" in text
+    text = _rank_1_reads(calibration, _slower)
+    assert "calibrations differ" in text and "0.75" in text and "per_token" in text and "per_row" not in text
+    text = _shuffles(write_calibration(tmp_path / "d.toml") if dist.get_rank() == 1 else calibration)
+    assert "options differ" in text and "d.toml" in text
 
 
-def test_a_calibration_that_does_not_fit_is_refused(two_ranks, calibration, tmp_path):
-    other_model = write_calibration(tmp_path / "m.toml", task=dataclasses.replace(MeasuredShuffler.task, num_layers=3))
-    other_device = write_calibration(tmp_path / "d.toml", name="another processor")
-    for text in two_ranks.run(_shuffles, other_model):
-        assert "model.num_layers = 3, here it is 2" in text and "m.toml" in text
-    for text in two_ranks.run(_shuffles, other_device):
-        assert "device.name = 'another processor'" in text
-    for text in two_ranks.run(_shuffles, calibration, UnawareShuffler):
-        assert "UnawareShuffler does not compute its workloads with self.calibrated(task)" in text
+@on_two_ranks
+def test_a_calibration_that_does_not_fit_is_refused(calibration, tmp_path):
+    model = dataclasses.replace(MeasuredShuffler.task, num_layers=3)
+    text = _shuffles(write_calibration(tmp_path / "m.toml", task=model))
+    assert "model.num_layers = 3, here it is 2" in text and "m.toml" in text
+    text = _shuffles(write_calibration(tmp_path / "d.toml", name="another processor"))
+    assert "device.name = 'another processor'" in text
+    text = _shuffles(calibration, UnawareShuffler)
+    assert "UnawareShuffler does not compute its workloads with self.calibrated(task)" in text
 
 
 def _tensor_parallel_costs(path, damage):
@@ -196,52 +189,6 @@ def test_a_slow_rank_gets_less_and_all_of_it_again():
 
 
 @on_two_ranks
-def test_a_token_cap_is_kept_whatever_the_speeds():
-    """A little above an even share."""
-    state = {"speeds": [1024, 512]}
-    free = _steps([2.0] * 3, state)[-1].loads_after
-    assert free[0] > 1.8 * free[1]
-    batch = rich_batch(2, [16] * 4, max_length=20)
-    cap = sum(of_all([batch.features.values().numel()])) // dist.get_world_size() + 40
-    shuffler = SquareShuffler(ShufflerOptions(speeds="measured", max_tokens_per_rank=cap))
-    shuffler.token_feature_names = list(batch.features.keys())
-    with closing(shuffler):
-        shuffler.load_state_dict(state)
-        for _ in range(3):
-            result = shuffler.shuffle(rich_batch(2, [16] * 4, max_length=20))
-            report(shuffler, shuffler.last_stats, 2.0)
-        assert result.features.values().numel() <= cap and shuffler.last_stats.excess_tokens == 0
-
-
-def _train_with(option, counts):
-    """Weights after training with times of which one rank's are longer, the least speed, and the loads of the steps."""
-    torch.manual_seed(0)
-    model, optimizer = models.build_plain()
-    least, loads = FASTEST, []
-    with closing(CubicShuffler(ShufflerOptions(speeds=option, slack=0.0))) as shuffler:
-        shuffler.load_state_dict({"speeds": [FASTEST, 600, FASTEST, FASTEST][: dist.get_world_size()]})
-        pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-        for _ in steps_of(pipeline, rank_batches(dist.get_rank(), counts[dist.get_rank()], SIZES)):
-            stats = pipeline.last_stats
-            loads.append(stats.loads_after)
-            report(shuffler, stats, 1.7)
-            least = min([least, *stats.speeds])
-        return weights_of(model), least, np.array(loads)
-
-
-def test_the_training_is_the_same(ranks):
-    """Float64 weights are those of one process over the global batch, with speeds and without."""
-    counts = [10, 7, 10, 4][: ranks.world_size]
-    reference, trained = one_process(counts, ranks.world_size), {}
-    for option in ("equal", "measured"):
-        answers = ranks.run(_train_with, option, counts)
-        assert all(largest_difference(weights, reference) < 1e-10 for weights, _, _ in answers)
-        trained[option] = answers[0]
-    assert trained["measured"][1] == 600
-    assert trained["measured"][2][:, SLOW].sum() < trained["equal"][2][:, SLOW].sum()
-
-
-@on_two_ranks
 def test_windows_find_speeds_by_their_own_reports_and_plan_with_them():
     rows, loads = 0, []
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
@@ -256,17 +203,14 @@ def test_windows_find_speeds_by_their_own_reports_and_plan_with_them():
         assert steps[:, SLOW].sum() / steps.sum() == pytest.approx(share, rel=0.03)
 
 
-def _time_of_another_group():
+@on_two_ranks
+def test_a_time_is_of_the_group_of_its_shuffle():
     own, *_ = dist.new_subgroups(1)
     with closing(SquareShuffler()) as shuffler:
         shuffler.shuffle(rich_batch(0, [2] * 4), own)
         shuffler.report_step_time(1.0, shuffler.last_stats, own)
-        return raised_by(lambda: shuffler.report_step_time(1.0, shuffler.last_stats))
-
-
-def test_a_time_is_of_the_group_of_its_shuffle(two_ranks):
-    for said in two_ranks.run(_time_of_another_group):
-        assert said.startswith("ValueError: the stats have the loads of 1 ranks, and pg_group has 2 ranks; ")
+        said = raised_by(lambda: shuffler.report_step_time(1.0, shuffler.last_stats))
+    assert said.startswith("ValueError: the stats have the loads of 1 ranks, and pg_group has 2 ranks; ")
 
 
 def _tensor_parallel(factors):
