@@ -31,7 +31,7 @@ from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.ranks.faults import error_of, on_rank, raised_by
-from tests.helpers.ranks.on_ranks import on, on_four_ranks, on_ranks, on_two_ranks
+from tests.helpers.ranks.on_ranks import of_all, on, on_four_ranks, on_ranks, on_two_ranks
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = 600.0
@@ -238,21 +238,18 @@ def test_mistakes_of_later_batches():
         assert f"ranks are at steps {[2, 3] + [2] * (dist.get_world_size() - 2)}" in said
 
 
-def _workloads_of_mode_off():
-    """A mistake in workloads that only `return_workloads` asks for; then workloads of another integer type."""
+@on_two_ranks
+def test_a_mistake_in_workloads_that_no_plan_needs():
+    """In those of mode "off", which only `return_workloads` asks for; then they are of another integer type."""
     batch = my_batch(0, [4] * 4)
     with closing(SquareShuffler(ShufflerOptions(mode="off", timeout=PATIENT))) as shuffler:
         with on_rank(1, mock.patch.object(shuffler, "get_workloads", _fails(OSError("no costs")))):
             said = raised_by(lambda: shuffler.shuffle(batch, return_workloads=True))
+        assert said == "RuntimeError: rank 1: OSError: no costs"
         with mock.patch.object(shuffler, "get_workloads", lambda _: torch.tensor([1, 2, 3, -1], dtype=torch.int32)):
             batch.actual_batch_size = 3
-            return said, *shuffler.shuffle(batch, return_workloads=True)[1:]
-
-
-def test_a_mistake_in_workloads_that_no_plan_needs(two_ranks):
-    for said, workloads in two_ranks.run(_workloads_of_mode_off):
-        assert said == "RuntimeError: rank 1: OSError: no costs"
-        assert workloads.dtype == torch.int64 and workloads.tolist() == [1, 2, 3]
+            _, workloads = shuffler.shuffle(batch, return_workloads=True)
+    assert workloads.dtype == torch.int64 and workloads.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])
@@ -308,28 +305,22 @@ def test_what_ranks_exchange_warns_of_nothing():
         channel.close()
 
 
-def _fails_in_dispatch():
+@on("own_ranks", timeout=60)
+def test_a_rank_that_has_no_room_for_dispatched_rows():
     """Rank 1 cannot pack its rows; then it cannot make room for those that come; the next call goes well."""
-    rows = {"ids": torch.arange(8) + 100 * dist.get_rank()}
-    workloads = torch.arange(8) * (100 if dist.get_rank() else 1)
-    said, broken = [], _fails(MemoryError("no room for \ud800"))
-    for owner, name in ((exchange.MessageBuffer, "append"), (torch.Tensor, "new_empty")):
-        with on_rank(1, mock.patch.object(owner, name, broken)):
-            said.append(raised_by(lambda: redistribute_balanced(rows, workloads)))
-    return said, redistribute_balanced(rows, workloads).batch["ids"].tolist()
+    rank, size, broken = dist.get_rank(), dist.get_world_size(), _fails(MemoryError("no room for \ud800"))
+    rows = {"ids": torch.arange(8) + 100 * rank}
 
+    def move():
+        return redistribute_balanced(rows, torch.arange(8) * (100 if rank else 1)).batch["ids"].tolist()
 
-def test_a_rank_that_has_no_room_for_dispatched_rows(own_ranks, world_size):
-    answers = own_ranks.run(_fails_in_dispatch, timeout=60)
-    for rank, ((packing, receiving), _) in enumerate(answers):
-        assert packing == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
-        if rank == 1:
-            assert receiving == "MemoryError: no room for \ud800"
-        else:
-            assert receiving.startswith("RankMissingError: rank 1 failed in the exchange of rows of step")
-            assert receiving.endswith(r"MemoryError: no room for \ud800")
-    expected = [rank * 100 + row for rank in range(world_size) for row in range(8)]
-    assert sorted(row for _, ids in answers for row in ids) == expected
+    with on_rank(1, mock.patch.object(exchange.MessageBuffer, "append", broken)):
+        assert raised_by(move) == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
+    with on_rank(1, mock.patch.object(torch.Tensor, "new_empty", broken)):
+        said = raised_by(move)
+    assert said.startswith("" if rank == 1 else "RankMissingError: rank 1 failed in the exchange of rows of step")
+    assert said.endswith("MemoryError: no room for \ud800" if rank == 1 else r"MemoryError: no room for \ud800")
+    assert sorted(of_all(move())) == [other * 100 + row for other in range(size) for row in range(8)]
 
 
 def _told(mistakes):

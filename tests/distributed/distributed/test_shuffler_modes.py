@@ -78,19 +78,14 @@ class StampedBatch(BaseBatch):
     stamp: int = 0
 
 
-def _stamps(mode):
-    """Values of a batch without rows after a shuffle and after a window."""
-    nothing = torch.zeros(0, dtype=torch.int32)
-    features = KeyedJaggedTensor(keys=["a"], values=nothing, lengths=nothing, stride=0)
-    batch = StampedBatch(features, 0, stamp=7 + dist.get_rank())
+@pytest.mark.parametrize("mode", ["balance", "observe", "off"])
+@on_two_ranks
+def test_a_batch_without_rows_keeps_the_values_of_its_rank(mode):
+    nothing, stamp = torch.zeros(0, dtype=torch.int32), 7 + dist.get_rank()
+    batch = StampedBatch(KeyedJaggedTensor(keys=["a"], values=nothing, lengths=nothing, stride=0), 0, stamp=stamp)
     with closing(SquareShuffler(ShufflerOptions(mode=mode))) as shuffler:
         results = [shuffler.shuffle(batch), *windowed_iter(iter([batch]), shuffler, 2)]
-    return [(each.stamp, each.batch_size, each.actual_batch_size) for each in results]
-
-
-@pytest.mark.parametrize("mode", ["balance", "observe", "off"])
-def test_a_batch_without_rows_keeps_the_values_of_its_rank(two_ranks, mode):
-    assert two_ranks.run(_stamps, mode) == [[(7, 1, 0)] * 2, [(8, 1, 0)] * 2]
+    assert [(each.stamp, each.batch_size, each.actual_batch_size) for each in results] == [(stamp, 1, 0)] * 2
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
@@ -181,19 +176,16 @@ def test_what_counts_as_a_token_can_be_said():
     assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
 
 
-def _observed_cap(windows):
-    """Warnings and stats where the plan, 9 tokens on each rank, keeps the cap and the rows as loaded exceed it."""
+@pytest.mark.parametrize("windows", [False, True])
+@on_two_ranks
+def test_a_cap_that_is_only_observed_is_not_called_unattainable(windows):
+    """The plan, 9 tokens on each rank, keeps the cap; the rows as loaded exceed it."""
     lengths = torch.tensor([8, 8] if dist.get_rank() == 0 else [1, 1])
     batch = BaseBatch(KeyedJaggedTensor(keys=["a"], values=torch.arange(int(lengths.sum())), lengths=lengths), 2)
     options = ShufflerOptions(mode="observe", max_tokens_per_rank=12)
     with closing(SquareShuffler(options)) as shuffler, logged() as warnings:
         next(windowed_iter(iter([batch]), shuffler, 2)) if windows else shuffler.shuffle(batch)
-        return warnings, shuffler.num_cap_exceeded, shuffler.last_stats.excess_tokens
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_a_cap_that_is_only_observed_is_not_called_unattainable(two_ranks, windows):
-    assert two_ranks.run(_observed_cap, windows) == [([], 0, 4)] * 2
+    assert (warnings, shuffler.num_cap_exceeded, shuffler.last_stats.excess_tokens) == ([], 0, 4)
 
 
 # ------------------------------------------------------------------------------------------------------- groups of rows

@@ -19,8 +19,8 @@ from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
 from commons.distributed.channel.agree import ControlChannel
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
-from tests.helpers.ranks.faults import error_of, missed, raised_by
-from tests.helpers.ranks.on_ranks import on_ranks
+from tests.helpers.ranks.faults import error_of, missed
+from tests.helpers.ranks.on_ranks import of_all, on_four_ranks, on_ranks, on_two_ranks
 from tests.helpers.ranks.rank_pool import RankPool
 
 LENGTHS = [[9, 8, 7, 6, 5, 4, 3, 2], [1, 1, 1, 1, 1, 1], [30, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2]]
@@ -37,21 +37,17 @@ def _pack(lengths_of, spec):
 
 
 @pytest.mark.parametrize("algorithm", ["ffd", "kk", "refined"])
-def test_all_ranks_make_as_many_and_none_is_empty(ranks, algorithm):
+@on_ranks
+def test_all_ranks_make_as_many_and_none_is_empty(algorithm):
     spec = {"max_tokens_per_mb": 31, "packing_algorithm": algorithm, "n_mbs": 1}
-    packed = ranks.run(_pack, LENGTHS, spec)
-    assert {len(rows) for rows, _ in packed} == {2}
-    tight = ranks.run(
-        _pack,
-        [lengths if max(lengths) < 30 else [9, 1, 1, 1] for lengths in LENGTHS],
-        {**spec, "max_tokens_per_mb": 12},
-    )
-    assert {len(rows) for rows, _ in tight} == {4}  # rank 0 has 44 tokens
-    assert all(max(tokens) <= 12 for _, tokens in tight)
-    divided = ranks.run(_pack, LENGTHS, {**spec, "n_mbs_divisor": 3})
-    assert {len(rows) for rows, _ in divided} == {3}
-    # A rank that needs fewer deals its rows evenly, too.
-    assert max(divided[1][1]) - min(divided[1][1]) <= 1
+    rows, _ = _pack(LENGTHS, spec)
+    assert len(rows) == 2
+    tight = [lengths if max(lengths) < 30 else [9, 1, 1, 1] for lengths in LENGTHS]
+    rows, tokens = _pack(tight, spec | {"max_tokens_per_mb": 12})
+    assert len(rows) == 4 and max(tokens) <= 12  # rank 0 has 44 tokens
+    rows, tokens = _pack(LENGTHS, spec | {"n_mbs_divisor": 3})
+    assert len(rows) == 3
+    assert dist.get_rank() != 1 or max(tokens) - min(tokens) <= 1  # it needs fewer, and deals its rows evenly, too
 
 
 @on_ranks
@@ -62,41 +58,42 @@ def test_one_collective():
     assert [len(call.args[1]) for call in gather.mock_calls] == [6]  # a gather of six integers
 
 
-def test_a_rank_with_few_rows_is_spared_by_a_tighter_packing(two_ranks):
-    # First fit needs 3 micro-batches for rank 0, but 2 are enough, and rank 1 has only 2 rows.
-    lengths = [[4, 4, 3, 3, 3, 3], [1, 1]]
-    assert len(two_ranks.run(_pack, [lengths[0]] * 2, {"max_tokens_per_mb": 10})[0][0]) == 3
-    packed = two_ranks.run(_pack, lengths, {"max_tokens_per_mb": 10})
-    assert [len(rows) for rows, _ in packed] == [2, 2] and packed[0][1] == [10, 10]
+@on_two_ranks
+def test_a_rank_with_few_rows_is_spared_by_a_tighter_packing():
+    """First fit needs 3 micro-batches for rank 0, but 2 are enough, and rank 1 has only 2 rows."""
+    lengths, spec = [[4, 4, 3, 3, 3, 3], [1, 1]], {"max_tokens_per_mb": 10}
+    assert len(_pack(lengths[:1] * 2, spec)[0]) == 3
+    rows, tokens = _pack(lengths, spec)
+    assert len(rows) == 2 and (dist.get_rank() == 1 or tokens == [10, 10])
 
 
-def test_a_rank_with_too_few_rows_is_named_on_every_rank(ranks):
-    lengths = [[10] * 8, [1, 1, 1], [1] * 8, [1] * 2][: ranks.world_size]
-    errors = ranks.run(error_of, _pack, lengths, {"max_tokens_per_mb": 20})
-    assert len(set(errors)) == 1
-    assert errors[0].startswith("ValueError: rank 0 needs 4 micro-batches for its 8 rows, rank 1 has 3 rows")
-    assert ("rank 3 has 2 rows" in errors[0]) == (ranks.world_size == 4)
-    errors = ranks.run(
-        error_of, _pack, [[10] * 8, [1] * 6, [1] * 8, [1] * 8], {"max_tokens_per_mb": 20, "granularity": 2}
-    )
-    assert "rank 0 needs 4 micro-batches for its 8 rows, rank 1 has 6 rows in 3 blocks;" in errors[0]
-    assert all(error == errors[0] for error in errors)
+@on_ranks
+def test_a_rank_with_too_few_rows_is_named_on_every_rank():
+    lengths = [[10] * 8, [1, 1, 1], [1] * 8, [1] * 2][: dist.get_world_size()]
+    error = error_of(_pack, lengths, {"max_tokens_per_mb": 20})
+    assert error.startswith("ValueError: rank 0 needs 4 micro-batches for its 8 rows, rank 1 has 3 rows")
+    assert ("rank 3 has 2 rows" in error) == (len(lengths) == 4)
+    blocks = error_of(_pack, [[10] * 8, [1] * 6, [1] * 8, [1] * 8], {"max_tokens_per_mb": 20, "granularity": 2})
+    assert "rank 0 needs 4 micro-batches for its 8 rows, rank 1 has 6 rows in 3 blocks;" in blocks
+    assert of_all([error, blocks]) == [error, blocks] * len(lengths)
 
 
-def test_a_group_of_some_ranks(rank_pools):
-    assert rank_pools[4].run(_pack_in_pairs, [[10] * 3, [1] * 3, [10] * 2, [1] * 2]) == [3, 3, 2, 2]
-    # Ranks are named by their global numbers, and the other group does not notice.
-    said = rank_pools[4].run(_pack_in_pairs, [[10] * 3, [1] * 3, [10] * 2, [1]])
-    assert said[:2] == [3, 3] and said[2] == said[3]
-    assert said[2].startswith("ValueError: rank 2 needs 2 micro-batches for its 2 rows, rank 3 has 1 rows;")
+@on_four_ranks
+def test_a_group_of_some_ranks():
+    """Ranks are named by their global numbers, and the other group does not notice."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
 
+    def pack(lengths_of):
+        lengths, spec = lengths_of[rank], MicroBatchSpec(max_tokens_per_mb=10)
+        return len(pack_micro_batches(torch.tensor(lengths), spec, lengths, groups[rank // 2]))
 
-def _pack_in_pairs(lengths_of):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine, packed = groups[dist.get_rank() // 2], []
-    lengths, spec = lengths_of[dist.get_rank()], MicroBatchSpec(max_tokens_per_mb=10)
-    said = raised_by(lambda: packed.extend(pack_micro_batches(torch.tensor(lengths), spec, lengths, mine)))
-    return len(packed) or said
+    assert pack([[10] * 3, [1] * 3, [10] * 2, [1] * 2]) == [3, 3, 2, 2][rank]
+    too_few = [[10] * 3, [1] * 3, [10] * 2, [1]]
+    if rank < 2:
+        assert pack(too_few) == 3
+    else:
+        said = "ValueError: rank 2 needs 2 micro-batches for its 2 rows, rank 3 has 1 rows;"
+        assert error_of(pack, too_few).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +187,14 @@ def test_every_row_once_under_the_budget_and_even_by_index(ranks, algorithm, abs
     assert packed[0][3] <= (27 if ranks.world_size == 2 else 30)
 
 
-def test_a_rank_without_a_batch(two_ranks):
-    packed = two_ranks.run(_all_that_holds, [[5, 3, 3, 5], None], {"n_mbs": 2})
-    assert [tokens for _, tokens, *_ in packed] == [[5, 3], [5, 3]]
-    # Where others say what rows cost, it says nothing.
-    costs = [{"workloads": [1, 9, 9, 1]}, {}]
-    packed = two_ranks.run(_all_that_holds, [[5, 3, 3, 5], None], {"n_mbs": 2, "packing_algorithm": "kk"}, costs)
-    assert [tokens for _, tokens, *_ in packed] == [[3, 5], [3, 5]]
+@on_two_ranks
+def test_a_rank_without_a_batch():
+    """Where others say what rows cost, it says nothing."""
+    lengths_of, costs = [[5, 3, 3, 5], None], [{"workloads": [1, 9, 9, 1]}, {}]
+    _, tokens, *_ = _all_that_holds(lengths_of, {"n_mbs": 2})
+    assert tokens == [5, 3]
+    _, tokens, *_ = _all_that_holds(lengths_of, {"n_mbs": 2, "packing_algorithm": "kk"}, costs)
+    assert tokens == [3, 5]
 
 
 def test_groups_come_together_and_go_home(ranks):
