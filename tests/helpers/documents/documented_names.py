@@ -11,13 +11,13 @@ import re
 import shutil
 import sys
 import tempfile
-import threading
 import types
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -264,28 +264,20 @@ def ranks_add_up() -> Run:
 
 def abort_ends_a_wait() -> Run:
     """Its module with the one class that the text derives from: the package itself is for GPUs."""
-    name = "nvidia_resiliency_ext"
-    for part in (name, f"{name}.inprocess", f"{name}.inprocess.abort"):
-        sys.modules[part] = types.ModuleType(part)
-    sys.modules[f"{name}.inprocess.abort"].Abort = type("Abort", (abc.ABC,), {})  # type: ignore[attr-defined]
-    names = yield {}
-    # A rank that waits for the other one comes home, and the groups serve a new shuffler.
-    for part in [each for each in sys.modules if each.startswith("nvidia_resiliency_ext")]:
-        del sys.modules[part]
-    aborts, state = names["AbortShuffler"](), object()
+    names = ["nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess", "nvidia_resiliency_ext.inprocess.abort"]
+    modules = {name: types.ModuleType(name) for name in names}
+    modules[names[-1]].Abort = type("Abort", (abc.ABC,), {})  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, modules):
+        made = yield {}
+    # The groups serve a new shuffler. What waits ends: tests/distributed/distributed/test_abort.py.
+    aborts, state = made["AbortShuffler"](), object()
     assert aborts(state) is state  # before there is a shuffler
-    options = evenrank.ShufflerOptions(timeout=60.0)
-    aborts.shuffler = evenrank.BatchShufflerFactory.create("tokens", options=options)
-    if dist.get_rank() == 0:
-        handle = aborts.shuffler.start_shuffle(models.make_batch([1], 1))
-        threading.Timer(0.2, aborts, [state]).start()
-        _, error = capture_error(lambda: handle.has_ended())
-        assert isinstance(error, evenrank.ShufflerAbortedError)
-    dist.barrier()
+    aborts.shuffler = evenrank.BatchShufflerFactory.create("tokens")
     aborts(state)
-    again = evenrank.BatchShufflerFactory.create("tokens", options=options)
-    assert again.shuffle(models.make_batch([1], 1)).actual_batch_size == 1
-    again.close()
+    _, error = capture_error(lambda: aborts.shuffler.start_shuffle(models.make_batch([1], 1)))
+    assert isinstance(error, evenrank.ShufflerAbortedError)
+    with contextlib.closing(evenrank.BatchShufflerFactory.create("tokens")) as again:
+        assert again.shuffle(models.make_batch([1], 1)).actual_batch_size == 1
 
 
 def one_rank_trained() -> Run:

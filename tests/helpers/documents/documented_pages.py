@@ -66,6 +66,12 @@ def padding_is_stated() -> Run:
     assert counts == [(1, 1, 2.0), (1, 0, 0.0)]
 
 
+def _made_even(shuffler: evenrank.BaseTaskBalancedBatchShuffler) -> None:
+    with contextlib.closing(shuffler):
+        stats = shuffler.last_stats
+    assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
+
+
 def clicks_went_with_their_labels() -> Run:
     """Long histories on rank 0, short ones on rank 1; a row's label is its first value."""
     features = _sparse({"clicks": [[90, 80, 70, 60], [3, 2, 1, 4]][dist.get_rank()]})
@@ -77,9 +83,7 @@ def clicks_went_with_their_labels() -> Run:
     assert sorted(of_all(after.labels.tolist())) == sorted(of_all(before.labels.tolist()))
     assert sorted(of_all(after.features.values().tolist())) == sorted(of_all(before.features.values().tolist()))
     assert (type(after).__name__, after.batch_size, after.actual_batch_size) == ("ClickBatch", 4, 4)
-    stats = names["shuffler"].last_stats
-    assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
-    names["shuffler"].close()
+    _made_even(names["shuffler"])
 
 
 def groups_went_with_their_rows() -> Run:
@@ -104,9 +108,7 @@ def groups_went_with_their_rows() -> Run:
     assert torch.equal(after.sparse_features["item"].values(), per_click)
     assert torch.equal(after.sequence_dense_features["price"].values(), per_click[:, None].float().repeat(1, 2))
     assert (after.batch_size, after.data_timestamp) == (-1, 1.5 + dist.get_rank())
-    stats = names["shuffler"].last_stats
-    assert stats.moved and stats.imbalance_after < 0.1 < 0.9 < stats.imbalance_before
-    names["shuffler"].close()
+    _made_even(names["shuffler"])
 
 
 def token_rows(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
@@ -127,19 +129,9 @@ def with_labels(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rows | {"labels": torch.where(rows["attention_mask"] != 0, rows["input_ids"], -100)}
 
 
-def same_loss(dealt: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]]) -> None:
-    """Hugging Face's loss of what the ranks were dealt, over as many labels, is that of the rows as they were."""
-
-    def loss_and_labels(rows: dict[str, torch.Tensor]) -> tuple[float, int]:
-        logits = torch.rand(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[rows["input_ids"]]
-        labels = rows["labels"][:, 1:].flatten()
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
-        return float(loss), int((rows["labels"] != -100).sum())
-
-    (losses, labels), (of_plain, labels_of_plain) = (
-        map(sum, zip(*of_all([loss_and_labels(rows) for rows in each]))) for each in (dealt, plain)
-    )
-    assert labels == labels_of_plain > 0 and abs(losses - of_plain) < 1e-9 * of_plain
+def _labels_have_the_mask(batch: dict[str, torch.Tensor]) -> None:
+    """That the loss is the same then: tests/distributed/dispatch/test_widened_labels.py."""
+    assert torch.equal((batch["labels"] != -100).long(), batch["attention_mask"])
 
 
 def padded_rows() -> dict[str, Any]:
@@ -176,8 +168,7 @@ def results_came_home() -> Run:
     assert names["moved"].num_moved > 0
     for batch in (names["share"].batch, names["moved"].batch):
         assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
-    same_loss([names["share"].batch], [] if names["batch_or_none"] is None else [names["batch_or_none"]])
-    same_loss([names["moved"].batch], [names["rollouts"]])
+        _labels_have_the_mask(batch)
 
 
 def gradients_are_those_of_rows_that_stay() -> Run:
@@ -270,7 +261,6 @@ def even_by_index() -> Run:
     """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
     names = yield rows_to_pack()
     _gradient_is_of_all_rows(names)
-    same_loss(list(names["micro_batches"]), [names["batch"]])
     assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
     assert max(names["micro_batches"].num_tokens) <= 16384
     assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1
@@ -354,9 +344,9 @@ def rewards_came_home() -> Run:
     """Long ones on rank 0, short ones on rank 1."""
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()]
     names = yield {"rollouts": with_labels(token_rows(lengths, seed=1)), "reward_model": score_rows}
-    # In the order of the rank's own rows, after some have moved; and what was dealt out trains as they do.
+    # In the order of the rank's own rows, after some have moved.
     assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
-    same_loss([names["moved"].batch], [names["rollouts"]])
+    _labels_have_the_mask(names["moved"].batch)
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
 
 
