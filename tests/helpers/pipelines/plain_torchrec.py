@@ -5,34 +5,15 @@ torchrun … tests/helpers/pipelines/plain_torchrec.py PIPELINE STEPS
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
 import torch.distributed as dist
-from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from examples.torchrec_dlrm import DLRM, NUM_DENSE, NUM_ITEMS, DLRMTrain
-
-ROWS = 8
-
-
-def lengths_of(rank: int, step: int) -> torch.Tensor:
-    """Of the rows that a rank reads for a step, int64 `(ROWS,)`."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return (200 * torch.randn(ROWS, generator=generator).mul(1.4).exp()).long().clamp(1, 20_000)
-
-
-def batches_of(rank: int, steps: int):
-    """Random batches."""
-    for step in range(steps):
-        generator, lengths = torch.Generator().manual_seed(rank + 7 * step), lengths_of(rank, step)
-        dense = torch.randn(ROWS, NUM_DENSE, generator=generator)
-        values = torch.randint(NUM_ITEMS, (int(lengths.sum()),), generator=generator)
-        history = KeyedJaggedTensor(keys=["history"], values=values, lengths=lengths)
-        yield Batch(dense_features=dense, sparse_features=history, labels=(dense[:, 0] > 0).int())
+from examples.torchrec_dlrm import DLRM, DLRMTrain, draw_batches
 
 
 def main() -> None:
@@ -46,7 +27,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pipeline = getattr(train_pipelines, name)(model, optimizer, device)
     for epoch in range(2):
-        batches = iter(batches_of(dist.get_rank(), steps))
+        batches = itertools.islice(draw_batches(dist.get_rank()), steps)
         while True:
             try:
                 loss = pipeline.progress(batches)
@@ -57,7 +38,7 @@ def main() -> None:
         if epoch == 0:
             model.eval()
             evaluation = getattr(train_pipelines, name)(model, optimizer, device)
-            evaluation.progress(iter(batches_of(10, 3)))
+            evaluation.progress(draw_batches(10))
             model.train()
     dist.destroy_process_group()
 
