@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
-from commons.distributed.exchange.row_exchange import RowExchange
 from commons.pipeline import balanced, balanced_iter
 from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
 from tests.helpers.cuda.pretended_streams import replaced, with_streams
@@ -72,18 +71,10 @@ def _train_staged(_: str, model: Any, optimizer: Any, source: Iterator[Any], shu
     return steps
 
 
-def _unpack_with_a_read(exchange: RowExchange, batch: Any, buffer: Any, *beside: Any) -> Any:
-    buffer[0][:1].tolist()
-    return _unpack(exchange, batch, buffer, *beside)
-
-
-_unpack = RowExchange.unpack
-
 # By hazard, a mistake that has it, and a pipeline in which it shows.
 PLANTED: dict[str, tuple[tuple[Any, str, Any], str]] = {
     "freed": ((SampleBatch, "record_stream", lambda batch, stream: None), "base in place"),
     "race": ((HookWithEvents, "_after_copy", HookInSparseDist._after_copy), "semi-sync"),
-    "read": ((RowExchange, "unpack", _unpack_with_a_read), "eval"),
 }
 
 

@@ -7,9 +7,9 @@ the copy and the shuffle make,
     race    memory that is read or written on a stream which has not waited for the last write, or, for a write, for the
             last reads on other streams
     freed   memory that goes back to its stream's pool while another stream may still use it: there was no record_stream
-    read    the host reads a value from the device during a shuffle, for which CUDA would make it wait
 
 It tells of the order that the code asks for, not of CUDA: operations of the backward pass run on the current stream.
+Whether the host waits for the device: tests/device/test_exchange.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from tests.helpers.cuda.pretended_streams import (
 )
 
 _DEVICE = torch.device("cpu")
-_READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 _COLLECTIVES = {
     "all_to_all_single": (("input",), ("output",)),
     "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
@@ -176,11 +175,6 @@ class StreamSanitizer:
                 if stream is not memory.stream and stream not in memory.recorded and known.get(stream.number, 0) < time:
                     self._report(memory, f"freed: memory of {memory.stream} while {stream} may still use it")
 
-    def read_by_host(self, tensor: torch.Tensor, name: str) -> None:
-        """Note that the host asks for a value."""
-        if self.making == "exchange" and self.holds(tensor):
-            self.reports[f"read: {name}, {_where()}"] += 1
-
     def _allocate(self, tensor: torch.Tensor, stream: PretendedStream) -> Memory:
         key = _key(tensor)
         if key not in self._memory:
@@ -301,15 +295,6 @@ def sanitized() -> Iterator[StreamSanitizer]:
         with _Watch(sanitizer):
             work(item)
 
-    def reading(name: str) -> tuple[Any, str, Any]:
-        function = getattr(torch.Tensor, name)
-
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            sanitizer.read_by_host(tensor, name)
-            return function(tensor, *args, **kwargs)
-
-        return torch.Tensor, name, read
-
     collectives = [
         (dist, name, sanitizer.collective(getattr(dist, name), *accesses)) for name, accesses in _COLLECTIVES.items()
     ]
@@ -325,7 +310,6 @@ def sanitized() -> Iterator[StreamSanitizer]:
             (torch.Tensor, "to", tensor_to),
             (torch.Tensor, "record_stream", lambda tensor, stream: sanitizer.record(tensor, stream)),
             (torch.UntypedStorage, "resize_", resize_storage),
-            *map(reading, _READS),
             *collectives,
         ),
         _Watch(sanitizer),
