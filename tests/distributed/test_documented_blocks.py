@@ -55,6 +55,7 @@ class Shell:
     more: Mapping[str, str] = field(default_factory=dict)  # flags for commands that have this part
     instead: Mapping[str, str] = field(default_factory=dict)  # patterns in commands, and what stands there instead
     shows: str = ""  # a pattern that the output has
+    quick: bool = False  # for `make test`: a figure, a run and its page, data, and what takes no time
 
 
 FEW_STEPS = "--trainer.max-train-iters 2 --trainer.max-eval-iters 1"  # more take minutes
@@ -69,31 +70,22 @@ ML_1M = "python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users"  # 
 NO_DOWNLOAD = {"pip install": "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"}
 CALIBRATE = {"evenrank calibrate": "--num-mixes 24 --repeats 1"}  # measures for half a minute
 
-# Shell blocks that `make test` runs: a figure, a run and its page, data, and those that take no time.
-QUICK = (
-    ("README.md", "What it gains"),
-    ("docs/quickstart.md", "Try it"),
-    ("docs/quickstart.md", "A first run"),
-    ("docs/data.md", "Parquet files of your own"),
-    ("docs/launch.md", "Slurm"),
-    ("docs/launch.md", "Kubernetes"),
-    ("docs/troubleshooting.md", "Nothing is gained"),
-)
-
 BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("README.md", "Install", 0): Shell(instead=NO_DOWNLOAD, shows="torchrec"),
     ("README.md", "Use it in your TorchRec script", 0): Python(given.all_rows_were_trained),
     ("README.md", "A shuffler for your own model", 0): Python(given.costs_are_those_of_a_transformer),
     ("README.md", "What it gains", 0): Shell(
-        more=FEWER_STEPS, files=("gain.html",), shows=r"64 ranks × 32 rows[\s\S]*constant cost"
+        quick=True, more=FEWER_STEPS, files=("gain.html",), shows=r"64 ranks × 32 rows[\s\S]*constant cost"
     ),
     ("docs/quickstart.md", "Try it", 0): Shell(
+        quick=True,
         instead={"make": "make -n"},  # trains for two minutes, which test_recipe.py does in parts; runs this suite
         shows=r"ci/demo\.sh [\s\S]*-m pytest",
     ),
     ("docs/quickstart.md", "Install", 0): Shell(instead=NO_DOWNLOAD),
     ("docs/quickstart.md", "Install", 1): Shell(instead=NO_DOWNLOAD),
     ("docs/quickstart.md", "A first run", 0): Shell(
+        quick=True,
         more={"hstu.train": FEW_STEPS},
         files=("runs/as-loaded/summary.json", "runs/balanced/log.jsonl"),
         shows=r"runs/as-loaded +runs/balanced",
@@ -142,7 +134,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         files=("data/ml-1m.parquet/_manifest.json", "runs/train/log.jsonl"),
     ),
     ("docs/data.md", "Parquet files of your own", 0): Shell(
-        more={"hstu.train": FEW_STEPS}, files=("data/parquet.parquet/_manifest.json",)
+        quick=True, more={"hstu.train": FEW_STEPS}, files=("data/parquet.parquet/_manifest.json",)
     ),
     ("docs/data.md", "Semantic IDs, for SID-GR", 0): Shell(
         prepare=(f"{ML_1M} 80",),
@@ -172,8 +164,8 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         shows=r"--nnodes[\s\S]*--rdzv-endpoint",
     ),
     # These two need Slurm and a cluster; test_examples.py runs what they name.
-    ("docs/launch.md", "Slurm", 0): Shell(instead={"sbatch": "bash -n"}),
-    ("docs/launch.md", "Kubernetes", 0): Shell(instead={"kubectl apply -f": "ls"}),
+    ("docs/launch.md", "Slurm", 0): Shell(quick=True, instead={"sbatch": "bash -n"}),
+    ("docs/launch.md", "Kubernetes", 0): Shell(quick=True, instead={"kubectl apply -f": "ls"}),
     ("docs/launch.md", "TorchX", 0): Shell(instead={".+": "true"}),  # extras/test_torchx.py runs what is printed
     # extras/test_ray.py runs it.
     ("docs/launch.md", "Ray Train", 0): Shell(
@@ -222,7 +214,9 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/troubleshooting.md", "It hangs", 1): Shell(
         more={"hstu.train": FEW_STEPS}, files=("runs/short-timeout/summary.json",)
     ),
-    ("docs/troubleshooting.md", "Nothing is gained", 0): Shell(shows="one sample alone is more than an even share"),
+    ("docs/troubleshooting.md", "Nothing is gained", 0): Shell(
+        quick=True, shows="one sample alone is more than an even share"
+    ),
     # `pytest` would run this suite.
     ("CONTRIBUTING.md", "Run", 0): Shell(instead=NO_DOWNLOAD | {"pytest .*": "pytest --version"}),
     ("docs/reliability.md", "Restart within the process", 0): Python(given.abort_ends_a_wait),
@@ -241,7 +235,6 @@ def test_every_block_is_listed_once_and_for_what_it_is(blocks):
     unlisted = [f"{block}: {key}" for key, block in typed.items() if key not in BLOCKS]
     assert not unlisted, f"say in BLOCKS what the reader of {unlisted} types, and what comes of it"
     assert not BLOCKS.keys() - typed.keys(), "there is no such block any more"
-    assert set(QUICK) <= {key[:2] for key in BLOCKS}
     kinds = {"python": (Python, Excerpt), "bash": (Shell,)}
     for key, block in typed.items():
         assert isinstance(BLOCKS[key], kinds.get(block.language, object)), f"{block} is {block.language!r}"
@@ -281,7 +274,7 @@ def _run_python(blocks: list[Block]) -> int:
 
 
 SHELL_BLOCKS = [
-    pytest.param(key, id=f"{key[1]} {key[2]}", marks=[pytest.mark.slow] * (key[:2] not in QUICK))
+    pytest.param(key, id=f"{key[1]} {key[2]}", marks=[pytest.mark.slow] * (not listed.quick))
     for key, listed in BLOCKS.items()
     if isinstance(listed, Shell)
 ]

@@ -11,9 +11,8 @@ import torch
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.gpt_sid_batch import GPTSIDBatch
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch
+from tests.helpers.models import hstu_models, sid_models
 from tests.helpers.models.torchrec_model import make_batch
 
 MOST_ROWS = 8
@@ -58,38 +57,14 @@ class Stream:
                 weights_dtype=None if self.dtype % 3 == 0 else torch.float32,
                 max_length=longest,
             )
-        generator = torch.Generator().manual_seed(seed)
+        rows = max(rows, 1)
         if self.kind == "hstu":
-            return self._hstu(max(rows, 1), real, longest, generator)
+            candidates = 3 if self.dtype % 2 else 0
+            options = {"longest": longest, "most": LONGEST, "seed": seed, "max_num_candidates": candidates}
+            return hstu_models.random_batch(rows, actual_batch_size=real, **options)
         if self.kind == "sid":
-            return GPTSIDBatch.random(
-                max(rows, 1),
-                [50, 50, 10],
-                LONGEST,
-                2,
-                actual_batch_size=real,
-                history_dist=RandomDistribution("uniform", high=longest),
-                device="cpu",
-                generator=generator,
-            )
-        return self._torchrec(max(rows, 1), longest, generator)
-
-    def _hstu(self, rows: int, real: int, longest: int, generator: torch.Generator) -> HSTUBatch:
-        lengths = RandomDistribution("uniform", high=longest)
-        configs = [FeatureConfig(["item", "action"], [10**6, 10], LONGEST, is_jagged=True, seqlen_dist=lengths)]
-        configs.append(FeatureConfig(["user"], [10**6], 1, is_jagged=False))
-        return HSTUBatch.random(
-            rows,
-            configs,
-            "item",
-            ["user"],
-            "action",
-            max_num_candidates=3 if self.dtype % 2 else 0,
-            num_tasks=2,
-            actual_batch_size=real,
-            device="cpu",
-            generator=generator,
-        )
+            return sid_models.make_batch(seed, rows, real)
+        return self._torchrec(rows, longest, torch.Generator().manual_seed(seed))
 
     def _torchrec(self, rows: int, longest: int, generator: torch.Generator) -> TorchRecBatch:
         lengths = torch.randint(0, longest, (2 * rows,), generator=generator, dtype=torch.int32)

@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import types
@@ -31,6 +30,9 @@ from commons.trainer.run import run_training
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.hstu_models import random_batch
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.pipelines.trainer_loops import Output
 from tests.helpers.ranks.on_ranks import of_all
 
 # Yields the names that the text has introduced, is sent those after the block, and looks at what it did; on every rank.
@@ -89,16 +91,10 @@ def _items(batch: Any) -> list[int]:
     return batch.features["item"].values().tolist()
 
 
-def hstu_batches(count: int, lengths: evenrank.RandomDistribution) -> list[Any]:
-    """Batches of this rank, each of four users."""
-    features = [evenrank.FeatureConfig(["item", "action"], [50, 5], 200, True, lengths)]
-    options = {"device": torch.device("cpu"), "generator": torch.Generator().manual_seed(dist.get_rank())}
-    return [evenrank.HSTUBatch.random(4, features, "item", [], "action", **options) for _ in range(count)]
-
-
 def windows_hold_every_row() -> Run:
     """A dataloader of HSTU batches, one more on the first rank, and what trains them."""
-    batches = hstu_batches(11 - dist.get_rank(), evenrank.RandomDistribution("zipf", 1, 40, alpha=1.2))
+    rank = dist.get_rank()
+    batches = [random_batch(4, longest=4 + 40 * (step % 3 == rank), most=44, seed=step) for step in range(11 - rank)]
     trained: list[int] = []
     names = yield {"dataloader": batches, "trained": trained, "train_step": lambda batch: trained.extend(_items(batch))}
     # The items of all ranks have been trained, in as many steps on both, whose loads are nearly even.
@@ -156,12 +152,6 @@ def _moves_long_rows(make: Any, *args: Any) -> None:
         assert sorted(of_all(shuffler.shuffle(batch).sample_id.tolist())) == [3, 4, 5, 1000, 2000, 3000]
 
 
-@dataclass
-class _Output:
-    loss_sum: torch.Tensor
-    num_loss_tokens: int
-
-
 class _ItemModel(nn.Module):
     """Tells the first label of every row from the mean of its items."""
 
@@ -170,11 +160,11 @@ class _ItemModel(nn.Module):
         self.items = nn.EmbeddingBag(100, hidden_size, mode="mean")
         self.head = nn.Linear(hidden_size, 1)
 
-    def forward(self, batch: Any) -> tuple[torch.Tensor, _Output]:
+    def forward(self, batch: Any) -> tuple[torch.Tensor, Output]:
         rows, items = batch.actual_batch_size, batch.features[batch.item_feature_name]
         scores = self.head(self.items(items.values().long() % 100, items.offsets()[:-1].long()))[:rows, 0]
         loss_sum = (scores - 1).square().sum()
-        return evenrank.global_mean_loss(loss_sum, rows), _Output(loss_sum.detach(), rows)
+        return evenrank.global_mean_loss(loss_sum, rows), Output(loss_sum.detach(), rows, [])
 
 
 def recipe_trains() -> Run:
@@ -193,41 +183,35 @@ def recipe_trains() -> Run:
     assert recipe.task.get_workloads(*recipe.row_tokens(batch)).shape == (4,)
 
 
+def _shuffle_a_row(shuffler: evenrank.BaseTaskBalancedBatchShuffler) -> Any:
+    """Of each rank, all of them alike; returns the stats."""
+    shuffler.shuffle(models.make_batch([1], 1))
+    return shuffler.last_stats
+
+
 def its_stats_are_in_the_file() -> Run:
     """A step of a pipeline, and a folder for what is written. A line of them."""
-    folder = Path(tempfile.mkdtemp())
-    with contextlib.closing(_RowsShuffler()) as shuffler:
-        shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
-    names = yield {"Path": lambda name: folder / name, "pipeline": SimpleNamespace(last_stats=shuffler.last_stats)}
-    path = names["Path"]("shuffle.jsonl")
-    (line,) = path.read_text(encoding="utf-8").splitlines()
-    assert json.loads(line) == json.loads(json.dumps(names["pipeline"].last_stats.to_dict()))
-    shutil.rmtree(path.parent)
+    with contextlib.closing(CubicShuffler()) as shuffler, tempfile.TemporaryDirectory() as folder:
+        stats = _shuffle_a_row(shuffler)
+        yield {"Path": Path(folder).joinpath, "pipeline": SimpleNamespace(last_stats=stats)}
+        (line,) = Path(folder, "shuffle.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == json.loads(json.dumps(stats.to_dict()))
 
 
 def speeds_are_known() -> Run:
     """A balanced step, and how long the rank's own work on it took. With the next batch, those of all ranks."""
-    shuffler = _RowsShuffler()
-    shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
-    pipeline = SimpleNamespace(last_stats=shuffler.last_stats)
-    names = yield {"shuffler": shuffler, "pipeline": pipeline, "milliseconds": 0.5 * (1 + dist.get_rank())}
-    names["shuffler"].shuffle(models.make_batch([dist.get_rank() + 1], 1))
-    assert names["shuffler"].last_stats.rank_speeds == (2.0, 1.0)
+    shuffler = CubicShuffler()
+    pipeline = SimpleNamespace(last_stats=_shuffle_a_row(shuffler))
+    yield {"shuffler": shuffler, "pipeline": pipeline, "milliseconds": 0.5 * (1 + dist.get_rank())}
+    first, second = _shuffle_a_row(shuffler).rank_speeds
+    assert first == 2 * second > 0
 
 
 def speeds_are_measured() -> Run:
     """Stats have them from the first batch on."""
     names = yield {}
-    with contextlib.closing(names["shuffler"]) as shuffler:
-        shuffler.shuffle(models.make_batch([dist.get_rank() + 1], 1))
-        assert shuffler.last_stats.speeds == (1024, 1024) and shuffler.last_stats.speed_saving == 0.0
-
-
-class _RowsShuffler(evenrank.BaseTaskBalancedBatchShuffler):
-    """A row is a row."""
-
-    def get_workloads(self, batch: Any) -> torch.Tensor:
-        return torch.ones(batch.batch_size, dtype=torch.int64)
+    stats = _shuffle_a_row(names["shuffler"])
+    assert stats.speeds == (1024, 1024) and stats.speed_saving == 0.0
 
 
 @dataclass
@@ -237,7 +221,7 @@ class _UserBatch(evenrank.BaseBatch):
 
 def users_are_together() -> Run:
     """A shuffler of one's own. Rows of a user, which lie on both ranks, end on one of them."""
-    names = yield {"MyBatchShuffler": _RowsShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
+    names = yield {"MyBatchShuffler": CubicShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
     batch = models.make_batch([1, 2, 3, 4], 4)
     users = {name: value for name, value in vars(batch).items() if name not in ("sample_id", "target")}
     result = names["shuffler"].shuffle(_UserBatch(**users, user_id=torch.tensor([7, 8, 7, 9])))
@@ -245,20 +229,11 @@ def users_are_together() -> Run:
     assert sorted(of_all(sorted(set(own)))) == [7, 8, 9] and sorted(of_all(own)) == [7, 7, 7, 7, 8, 8, 9, 9]
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """The fixture `ranks`, as seen from the ranks."""
-
-    world_size: int
-
-    def run(self, function: Any) -> list[Any]:
-        return of_all([function()])
-
-
 def ranks_add_up() -> Run:
-    """The test passes, and would fail for another sum."""
+    """The test passes with the fixture `ranks` as seen from a rank, and would fail for another sum."""
     names = yield {}
-    names["test_all_ranks_add_up"](_Ranks(dist.get_world_size()))
+    ranks = SimpleNamespace(world_size=dist.get_world_size(), run=lambda function: of_all([function()]))
+    names["test_all_ranks_add_up"](ranks)
     assert names["_sum_of_ranks"]() == 1
 
 

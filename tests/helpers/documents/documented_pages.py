@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 import evenrank
 from benchmarks.shared.plain import plain_karmarkar_karp
 from tests.helpers.documents.documented import ROOT, documented_blocks
-from tests.helpers.documents.documented_names import Run, hstu_batches
+from tests.helpers.documents.documented_names import Run
+from tests.helpers.models.hstu_models import random_batch
 from tests.helpers.ranks.on_ranks import of_all
 
 
@@ -352,9 +353,8 @@ def rewards_came_home() -> Run:
 
 def rows_with_their_workloads() -> Run:
     """Users with long histories on rank 0, with short ones on rank 1."""
-    longest = [200, 10][dist.get_rank()]
-    (batch,) = hstu_batches(1, evenrank.RandomDistribution("uniform", longest // 2, longest))
-    names = yield {"batch": batch}
+    rank = dist.get_rank()
+    names = yield {"batch": random_batch(4, longest=[200, 10][rank], most=200, seed=rank)}
     # Every row of the global batch once, with the cost of the rows that are there; loads are nearly even.
     assert sorted(of_all(names["indices"].tolist())) == list(range(8))
     assert names["shuffler"].get_workloads(names["batch"]).tolist() == names["workloads"].tolist()

@@ -17,14 +17,16 @@ CONFIG = RankingConfig(hstu=HSTU, embedding_tables=TABLES, prediction_head_arch=
 
 
 def random_batch(
-    batch_size=6, *, with_actions=True, max_num_candidates=0, actual_batch_size=None, longest=9, seed=0
+    batch_size=6, *, with_actions=True, max_num_candidates=0, actual_batch_size=None, longest=9, most=None, seed=0
 ) -> HSTUBatch:
+    """Histories of up to `longest` items; `most` is what batches state, if others have longer ones."""
+    lengths = RandomDistribution("uniform", high=longest)
     return HSTUBatch.random(
         batch_size,
         [
             FeatureConfig(["user"], [20], 1, is_jagged=False),
             FeatureConfig(["tags"], [9], 3, is_jagged=True),
-            FeatureConfig(["item", "action"], [50, 4], longest, True, RandomDistribution("uniform", high=longest)),
+            FeatureConfig(["item", "action"], [50, 4], most or longest, True, lengths),
         ],
         "item",
         ["user", "tags"],
