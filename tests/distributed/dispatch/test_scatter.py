@@ -104,13 +104,8 @@ def test_a_rank_receives_its_share_and_no_more():
 
 
 def test_a_rank_that_does_not_take_part_is_named():
-<<<<<<< HEAD
-    first = functools.partial(received_bytes, 4, 2)
-    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=np.float32(0.5))
-=======
     first = functools.partial(scatter_wide_rows, 4, 2)
-    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=0.5)
->>>>>>> a88fc1e2 (Tests: more bodies that every rank runs, where programs collected answers)
+    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=np.float32(0.5))
     with RankPool(2) as pool:
         message, _ = pool.run(missed, first, then)
     assert message.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")
