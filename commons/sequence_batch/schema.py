@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -75,19 +75,11 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
 
     Raises:
         TypeError: `per_rank` is one string.
-        ValueError: a name of `per_rank` does not begin with a field of the class.
     """
     if isinstance(per_rank, str):
         raise TypeError(f"per_rank is the string {per_rank!r}; it is a sequence of names: write ({per_rank!r},)")
     if batch_type is None:
         return partial(register_batch_type, per_rank=tuple(per_rank))
-    if is_dataclass(batch_type):
-        known = [each.name for each in fields(batch_type)]
-        unknown = [name for name in per_rank if name.split(".")[0] not in known]
-        if unknown:
-            raise ValueError(
-                f"per_rank names {unknown}; {batch_type.__name__} has the fields {known}: correct or remove the names"
-            )
     register_type(batch_type)
     declare_per_rank(batch_type, per_rank)
     return batch_type

@@ -303,10 +303,11 @@ def test_declarations_add_up_and_are_checked():
     assert schema == BatchSchema.of(Local(torch.ones(2), handle=lambda: 0)) and schema.empty_batch().handle is None
     with pytest.raises(TypeError, match="per_rank is the string 'when'; it is a sequence of names: write"):
         register_batch_type(Local, per_rank="when")
-    with pytest.raises(
-        ValueError, match=r"per_rank names \['handel'\]; Local has the fields \['values', 'handle'\]: corr"
-    ):
-        register_batch_type(Local, per_rank=("handle.a", "handel"))
+    # An attribute that is no field counts as one.
+    register_batch_type(Local, per_rank=("stamp",))
+    batches = [Local(torch.ones(2)), Local(torch.ones(2))]
+    batches[0].stamp, batches[1].stamp = 1.0, 2.0
+    assert BatchSchema.of(batches[0]) == BatchSchema.of(batches[1])
     register_batch_type(Local, per_rank=("values",))
     with pytest.raises(ValueError, match="per_rank of Local names 'values', which holds rows"):
         BatchSchema.of(Local(torch.ones(2)))
