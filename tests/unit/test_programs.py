@@ -92,7 +92,6 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, program, arguments, said):
     assert output.err.startswith("evenrank: ") and said in output.err and output.err.count("\n") == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_program_without_its_packages_is_skipped(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program"])
     with pytest.raises(SystemExit) as stop:
@@ -101,6 +100,7 @@ def test_a_program_without_its_packages_is_skipped(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("needs no_such_package: install with `make test-extras` or pip\n")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         call(monkeypatch, measure, "--device", "cuda")
