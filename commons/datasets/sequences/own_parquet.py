@@ -267,7 +267,9 @@ class EventFiles:
             raise ValueError(
                 f"{where} is of type {kind}, which cannot be compared as in {action.text!r}: correct the condition"
             )
-        other = sql_text(action.value_text) + ("" if is_text or is_boolean else "::DOUBLE")
+        # A value of the column's precision: 4.1 is not equal to the float32 nearest to it.
+        precision = "::FLOAT" if pa.types.is_float32(kind) else "::DOUBLE"
+        other = sql_text(action.value_text) + ("" if is_text or is_boolean else precision)
         if isinstance(action.value, int) and not is_text:
             other = str(action.value)
         no_nan = f" AND NOT isnan({value})" if pa.types.is_floating(kind) and action.operator != "!=" else ""
@@ -344,8 +346,10 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _width(kind: pa.DataType) -> int:
-    """Larger for a type that can represent more values, where that matters: of timestamps, and of integers."""
-    return _PER_SECOND[kind.unit] if pa.types.is_timestamp(kind) else int(pa.types.is_uint64(kind))
+    """Larger for a type that can represent more values, among types of one family where that matters."""
+    if pa.types.is_timestamp(kind):
+        return _PER_SECOND[kind.unit]
+    return kind.bit_width if pa.types.is_floating(kind) else int(pa.types.is_uint64(kind))
 
 
 def _is_number(kind: pa.DataType) -> bool:

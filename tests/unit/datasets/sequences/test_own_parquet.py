@@ -97,6 +97,13 @@ class TestPreprocess:
         )
         assert [action for _, action, _ in rows_of(path)[1][0]] == [0b1110, 0b0001, 0]
 
+    @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
+    def test_a_condition_has_the_precision_of_its_column(self, tmp_path, kind):
+        table = {"uid": [1] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], "stars": pa.array([4.0, 4.1, 4.2], kind)}
+        columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4.1", "stars == 4.1"))
+        path = preprocess_parquet(columns, write(tmp_path / "log.parquet", table), tmp_path)
+        assert [action for _, action, _ in rows_of(path)[1][0]] == [0, 3, 1]
+
     @given(
         rows=st.lists(
             st.tuples(
