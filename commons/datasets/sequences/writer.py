@@ -97,7 +97,8 @@ def preprocess(
 
     Raises:
         FileNotFoundError: `source` does not exist.
-        FileExistsError: the data set's folder exists and no preprocessor wrote it, or contains the source.
+        FileExistsError: the data set's folder exists and no preprocessor wrote it, or contains the source; `output` is
+            itself a data set.
         BlockingIOError: another process is preprocessing to the same folder.
         OSError: no permission to write, or a full disk.
         ValueError: as `read`, a fraction outside `[0, 1]` or a negative seed.
@@ -107,6 +108,11 @@ def preprocess(
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
         raise FileExistsError(
             f"source is {source}, which is in {target}; the data set would replace this folder: give another output"
+        )
+    if (Path(output) / MANIFEST).is_file():  # readers would find the earlier data set there
+        raise FileExistsError(
+            f"output is {output}, a preprocessed data set; it is the folder in which {target.name} is written: give "
+            f"{Path(output).parent}, or another folder"
         )
     if not 0 <= test_fraction <= 1:
         raise ValueError(f"test_fraction is {test_fraction}; it is a fraction of users: give a number between 0 and 1")

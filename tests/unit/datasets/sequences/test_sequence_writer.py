@@ -115,3 +115,11 @@ def test_errors_of_the_disk_and_of_files_are_told_apart(tmp_path):
             with pytest.raises(OSError, match=re.escape(os.strerror(errno.ENOSPC))) as caught:
                 store._run(mock.Mock(side_effect=error(f"write: {os.strerror(errno.ENOSPC)}")), doing="read")
             assert caught.value.errno == errno.ENOSPC
+
+
+def test_an_output_that_is_the_data_set_itself(tmp_path):
+    source = tmp_path / "ml-20m"
+    generate_movielens_20m(source, num_users=60)
+    path = preprocess_movielens_20m(source, tmp_path / "data")
+    with pytest.raises(FileExistsError, match=f"a preprocessed data set; .*: give {tmp_path / 'data'}, or another"):
+        preprocess_movielens_20m(source, path)
