@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from hstu.train_config import ModelArgs, TrainConfig
 
 # The time of a lookup does not depend on the size of the table; small tables leave the memory to the layers.
 _MOST_MEASURED_TABLE_ROWS = 10_000
+_LOSS_OPTIONS = {option.name for option in fields(RetrievalOptions)}
 
 
 class HSTURecipe(Recipe):
@@ -266,10 +267,11 @@ def require_device(model: ModelArgs, device: torch.device) -> None:
 
 
 def weights_of(config: RankingConfig | RetrievalConfig) -> dict[str, Any]:
-    """The settings that a checkpoint and a model must share: all except `execution`."""
-    fields = asdict(config)
-    del fields["hstu"]["execution"]
-    return fields
+    """The settings that a checkpoint and a model must share: all except `execution`, dropout and the retrieval loss."""
+    shared = {name: value for name, value in asdict(config).items() if name not in _LOSS_OPTIONS}
+    for name in ("execution", "dropout"):
+        del shared["hstu"][name]
+    return shared
 
 
 def _make_model(config: RankingConfig | RetrievalConfig, **options: Any) -> SequenceModel:

@@ -157,7 +157,10 @@ class SIDGRRecipe(Recipe):
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that determine the shapes and the meaning of the weights."""
-        return {"model": asdict(self.model_config), **super().fingerprint()}
+        shared = asdict(self.model_config)
+        for name in ("dropout", "init_method_std"):
+            del shared[name]
+        return {"model": shared, **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers."""

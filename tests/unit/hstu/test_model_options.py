@@ -238,8 +238,12 @@ def test_settings_are_checked(config, change, message):
         dataclasses.replace(config, **change)
 
 
-def test_a_checkpoint_fits_however_the_model_is_executed():
+def test_a_checkpoint_fits_however_the_model_is_executed_and_regularised():
     fast = with_execution(CONFIG, compute_dtype="bf16", activation_checkpointing=True)
     assert weights_of(fast) == weights_of(CONFIG)
+    dropped = dataclasses.replace(HSTU, dropout=0.5)
+    assert weights_of(dataclasses.replace(CONFIG, hstu=dropped)) == weights_of(CONFIG)
+    sampled = dataclasses.replace(RETRIEVAL, num_negatives=5, temperature=1.0, in_batch_pool="global")
+    assert weights_of(sampled) == weights_of(RETRIEVAL)
     other = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, contextual_mask=True))
     assert weights_of(other) != weights_of(CONFIG)

@@ -52,6 +52,15 @@ def train_config(trainer=(), **parts):
     return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs("sid-random", 8), **parts)
 
 
+def test_a_checkpoint_fits_with_another_dropout():
+    def of_checkpoint(**changes):
+        recipe = SIDGRRecipe(train_config(), torch.device("cpu"))
+        recipe.model_config = config(**changes)
+        return recipe.fingerprint()
+
+    assert of_checkpoint(dropout=0.5, init_method_std=1.0) == of_checkpoint() != of_checkpoint(heads="shared")
+
+
 CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}
 HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
 
