@@ -32,13 +32,6 @@ from tests.helpers.jobs.programs import run_program
 
 
 @dataclass(frozen=True)
-class Excerpt:
-    """Lines of a file that the suite runs elsewhere."""
-
-    path: str
-
-
-@dataclass(frozen=True)
 class Python:
     """Runs on two ranks after what `run()` yields, which then looks at what it did. It may be an excerpt, too."""
 
@@ -70,7 +63,14 @@ ML_1M = "python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users"  # 
 NO_DOWNLOAD = {"pip install": "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"}
 CALIBRATE = {"evenrank calibrate": "--num-mixes 24 --repeats 1"}  # measures for half a minute
 
-BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
+# Files of which blocks may be excerpts that are not listed: test_examples.py and tests/extras run them on two ranks.
+EXAMPLE = "examples/torchrec_dlrm.py"
+EXCERPTS_OF = (
+    EXAMPLE,
+    *(f"tests/extras/{name}.py" for name in ("accelerated_rows", "balanced_trainer", "balanced_lightning")),
+)
+
+BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
     ("README.md", "Install", 0): Shell(instead=NO_DOWNLOAD, shows="torchrec"),
     ("README.md", "Use it in your TorchRec script", 0): Python(given.all_rows_were_trained),
     ("README.md", "A shuffler for your own model", 0): Python(given.costs_are_those_of_a_transformer),
@@ -90,10 +90,7 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
         files=("runs/as-loaded/summary.json", "runs/balanced/log.jsonl"),
         shows=r"runs/as-loaded +runs/balanced",
     ),
-    ("docs/torchrec_model.md", "The pipeline", 0): Python(
-        given.all_rows_were_trained, excerpt_of="examples/torchrec_dlrm.py"
-    ),
-    ("docs/torchrec_model.md", "The loss", 0): Excerpt("examples/torchrec_dlrm.py"),
+    ("docs/torchrec_model.md", "The pipeline", 0): Python(given.all_rows_were_trained, excerpt_of=EXAMPLE),
     ("docs/torchrec_model.md", "The batch", 0): Python(pages.clicks_went_with_their_labels),
     ("docs/torchrec_model.md", "A batch of dicts", 0): Python(pages.groups_went_with_their_rows),
     ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(given.segments_were_evaluated),
@@ -117,11 +114,6 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ("docs/command_line.md", "Completion", 0): Shell(),
     ("docs/beyond_one_batch.md", "A window", 0): Python(given.windows_hold_every_row),
     ("docs/beyond_one_batch.md", "Lengths known beforehand", 0): Python(given.every_row_is_read_once),
-    # tests/extras/test_accelerate.py runs it on two ranks.
-    ("docs/beyond_one_batch.md", "With Accelerate", 0): Excerpt("tests/extras/accelerated_rows.py"),
-    # tests/extras/test_transformers.py and test_lightning.py run these.
-    ("docs/where_you_train.md", "Hugging Face's Trainer and TRL", 0): Excerpt("tests/extras/balanced_trainer.py"),
-    ("docs/where_you_train.md", "Lightning", 0): Excerpt("tests/extras/balanced_lightning.py"),
     ("docs/llm.md", "Chunks of a batch", 0): Python(pages.predictions_in_order),
     ("docs/llm.md", "Between ranks", 0): Python(pages.results_came_home),
     ("docs/llm.md", "Balance per module", 0): Python(pages.gradients_are_those_of_rows_that_stay),
@@ -147,9 +139,6 @@ BLOCKS: dict[tuple[str, str, int], Excerpt | Python | Shell] = {
     ),
     # test_examples.py runs it.
     ("docs/dlrm.md", "The script", 0): Shell(instead={r"torchrun --\S+ --\S+": "ls"}),
-    ("docs/dlrm.md", "The script", 2): Excerpt("examples/torchrec_dlrm.py"),
-    ("docs/dlrm.md", "The script", 3): Excerpt("examples/torchrec_dlrm.py"),
-    ("docs/dlrm.md", "The script", 4): Excerpt("examples/torchrec_dlrm.py"),
     ("docs/dlrm.md", "What a row costs", 0): Python(pages.lookups_are_balanced),
     ("docs/dlrm.md", "What it cannot state", 1): Python(pages.padding_is_stated),
     ("docs/from_recsys_examples.md", "In Python", 0): Python(pages.rows_with_their_workloads),
@@ -230,21 +219,18 @@ def blocks():
     return documented_blocks()
 
 
-def test_every_block_is_listed_once_and_for_what_it_is(blocks):
+def test_every_block_is_listed_for_what_it_is_or_an_excerpt(blocks):
+    files = {path: (ROOT / path).read_text(encoding="utf-8") for path in EXCERPTS_OF}
     typed = {key: block for key, block in blocks.items() if block.language not in ("", "text")}
-    unlisted = [f"{block}: {key}" for key, block in typed.items() if key not in BLOCKS]
+    rest = [block for key, block in typed.items() if key not in BLOCKS]
+    unlisted = [block for block in rest if not any(is_excerpt(block.text, file) for file in files.values())]
     assert not unlisted, f"say in BLOCKS what the reader of {unlisted} types, and what comes of it"
     assert not BLOCKS.keys() - typed.keys(), "there is no such block any more"
-    kinds = {"python": (Python, Excerpt), "bash": (Shell,)}
-    for key, block in typed.items():
-        assert isinstance(BLOCKS[key], kinds.get(block.language, object)), f"{block} is {block.language!r}"
-
-
-def test_excerpts_are_in_their_files(blocks):
     for key, listed in BLOCKS.items():
-        path = listed.path if isinstance(listed, Excerpt) else listed.excerpt_of if isinstance(listed, Python) else ""
-        if path:
-            assert is_excerpt(blocks[key].text, (ROOT / path).read_text(encoding="utf-8")), blocks[key]
+        block, kind = blocks[key], {"python": Python, "bash": Shell}.get(blocks[key].language, object)
+        assert isinstance(listed, kind), f"{block} is {block.language!r}"
+        path = listed.excerpt_of if isinstance(listed, Python) else ""
+        assert not path or is_excerpt(block.text, files[path]), block
 
 
 def test_python_blocks_run_as_printed(two_ranks, blocks):

@@ -100,7 +100,9 @@ def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
     finally:
         if shuffler is not None:
             shuffler.close()
-        injector.say("closed", threads=_threads_of_shufflers())
+        # Those that close() ends; the process has others, for all shufflers, which ask the store and make groups.
+        names = [each.name for each in threading.enumerate() if each.name.startswith("evenrank")]
+        injector.say("closed", threads=[name for name in names if "Shuffler" in name])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -116,11 +118,6 @@ def _join(trial: Trial, rank: int, folder: Path) -> None:
         store = connect_store(folder, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
     dist.barrier()  # a fault shall not meet a rank that is still in torch's own call
-
-
-def _threads_of_shufflers() -> list[str]:
-    """Those that close() ends; the process has others, for all shufflers, which ask the store and make groups."""
-    return [each.name for each in threading.enumerate() if each.name.startswith("evenrank") and "Shuffler" in each.name]
 
 
 def session_members(leader: int) -> list[int]:

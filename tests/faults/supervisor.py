@@ -59,24 +59,19 @@ class _Watched:
 
     process: Any  # of multiprocessing
     said_in: Path
-    said: dict[str, dict[str, Any]] = field(default_factory=dict)
-    at: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
     ended_at: float | None = None  # `time.monotonic()`, when its end was noticed
 
+    @property
+    def said(self) -> dict[str, dict[str, Any]]:
+        """The last event of each name."""
+        return {event["event"]: event for event in self.events}
+
     def listen(self) -> list[dict[str, Any]]:
-        """What is new."""
-        try:
-            with self.said_in.open("rb") as file:
-                file.seek(self.at)
-                read = file.read()
-        except FileNotFoundError:
-            return []
-        whole = read[: read.rfind(b"\n") + 1]
-        self.at += len(whole)
-        events = [json.loads(line) for line in whole.splitlines()]
-        for event in events:
-            self.said[event["event"]] = event
-        return events
+        """What is new; the last line may be half written."""
+        text = self.said_in.read_bytes() if self.said_in.exists() else b""
+        known, self.events = len(self.events), [json.loads(line) for line in text.split(b"\n")[:-1]]
+        return self.events[known:]
 
 
 def run_trial(trial: Trial, keep: bool = False) -> Result:

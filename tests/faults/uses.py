@@ -19,7 +19,7 @@ from tests.faults import kinds
 from tests.faults.injector import Injector
 from tests.faults.trials import ROWS, own_ids
 from tests.helpers.models.torchrec_model import SampleBatch, make_batch
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
+from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, shuffled_ahead, steps_of
 from tests.helpers.pipelines.trainer_loops import Output, Parts
 
 WINDOW = 2
@@ -70,14 +70,8 @@ def shuffle(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) ->
 
 def look_ahead(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:
     """The next batch's shuffle runs while this one trains."""
-    batches = own_batches(injector)
-    batch = next(batches)
-    handle = shuffler.start_shuffle(batch)
-    while batch is not None:
-        following = next(batches, None)
-        next_handle = None if following is None else shuffler.start_shuffle(following)
-        model(shuffler.finish_shuffle(batch, handle))
-        batch, handle = following, next_handle
+    for batch, _ in shuffled_ahead(shuffler, own_batches(injector), 2):
+        model(batch)
 
 
 def pipeline(shuffler: FaultyShuffler, injector: Injector, model: FaultyModel) -> None:

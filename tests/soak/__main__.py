@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.shared.command_line import from_command_line
 from commons.console import print_error, print_summary
 from tests.helpers.ranks.rank_pool import RankFailure
-from tests.soak.footprint import Footprint, growth, per_10k
+from tests.soak.footprint import COUNTS, growth, per_10k
 from tests.soak.ranks import RankReport, run
 
 # Fewer steps say nothing of a slope: what is cached the first time outweighs it.
@@ -72,35 +72,22 @@ def problems_of(reports: Sequence[RankReport]) -> list[str]:
 
 def summary(reports: Sequence[RankReport], seconds: float) -> dict[str, str]:
     """The table of a run."""
-    totals, looks = reports[0].totals, [report.looks for report in reports]
-
-    def of_each(text: Callable[[list[Footprint]], str], looks: list[list[Footprint]] = looks) -> str:
-        return ", ".join(map(text, looks))
-
-    def counts(looks: list[Footprint]) -> str:
-        return f"{looks[-1].threads}/{looks[-1].descriptors}/{looks[-1].groups}"
-
-    def listed(numbers: dict[str, int]) -> str:
-        return ", ".join(f"{count} {name}" for name, count in sorted(numbers.items()))
-
-    rows = {
-        "steps": f"{totals.steps} on {len(reports)} ranks, in {seconds:.0f} s",
-        "rows, each trained once": str(totals.rows),
-        "steps in which rows changed rank": str(totals.moved),
-        "episodes": listed(totals.episodes),
-        "in between": listed(totals.events),
-        "memory in use per 10,000 steps, each rank": of_each(lambda each: f"{per_10k(each, 'in_use_kib'):+.0f} KiB"),
-        "Python's blocks per 10,000 steps": of_each(lambda each: f"{per_10k(each, 'blocks'):+.0f}"),
-        "resident per 10,000 steps, each rank": of_each(lambda each: f"{per_10k(each, 'resident_kib'):+.0f} KiB"),
-        "resident at the end, each rank": of_each(lambda each: f"{each[-1].resident_kib / 1024:.0f} MiB"),
-        "threads, descriptors, groups at the end": of_each(counts),
-    }
-    shufflers = [report.shuffler_looks for report in reports if report.shuffler_looks]
-    if shufflers:
-        per_100 = of_each(lambda each: f"{per_10k(each, 'in_use_kib') / 100:+.1f} KiB", shufflers)
-        rows["shufflers made and closed"] = str(shufflers[0][-1].step)
-        rows["memory in use per 100 of them"] = per_100
-        rows["threads, descriptors, groups after them"] = of_each(counts, shufflers)
+    totals, rows = reports[0].totals, dict[str, str]()
+    rows["steps"] = f"{totals.steps} on {len(reports)} ranks, in {seconds:.0f} s"
+    rows["rows, each trained once"] = str(totals.rows)
+    rows["steps in which rows changed rank"] = str(totals.moved)
+    for what, numbers in (("episodes", totals.episodes), ("in between", totals.events)):
+        rows[what] = ", ".join(f"{count} {name}" for name, count in sorted(numbers.items()))
+    for unit, name in (("steps", "looks"), ("shufflers", "shuffler_looks")):
+        of_ranks = [looks for report in reports if (looks := getattr(report, name))]
+        if of_ranks:
+            rows[f"{unit} in all"] = str(of_ranks[0][-1].step)
+            for number, _, what in _LIMITS:
+                rows[f"{what} per 10,000 {unit}, each rank"] = ", ".join(
+                    f"{per_10k(each, number):+.0f}" for each in of_ranks
+                )
+            counts = (tuple(getattr(each[-1], count) for count in COUNTS) for each in of_ranks)
+            rows[f"{', '.join(COUNTS)} after all {unit}"] = ", ".join(map(str, counts))
     return rows
 
 

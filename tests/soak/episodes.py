@@ -26,7 +26,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter, windowed_iter
 from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, staged_pipeline
+from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, shuffled_ahead, staged_pipeline, steps_of
 from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.streams import KINDS, Stream
 
@@ -177,19 +177,13 @@ class Soak:
             self._train_ahead(shuffler, source, 1 + episode.window % 3, trained)
         self._compare(episode, [brought], trained)
 
-    def _train_ahead(self, shuffler: Any, source: Iterator[Any], ahead: int, trained: Steps, stop: int = 2**63) -> None:
-        """Train with so many shuffles in flight, to the end of the data or until `stop` steps are trained."""
-        in_flight = deque[tuple[Any, Any]]()
-        while len(trained.sums) < stop:
-            while len(in_flight) < ahead:
-                batch = next(source, None)
-                in_flight.append((batch, shuffler.start_shuffle(batch)))
-            batch, handle = in_flight.popleft()
-            if handle.has_ended():
-                assert all(other.has_ended() for _, other in in_flight)
-                break
-            trained.add(shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle))
-            self._note_moves(handle.stats)
+    def _train_ahead(
+        self, shuffler: Any, source: Iterator[Any], ahead: int, trained: Steps, most: int | None = None
+    ) -> None:
+        """Train with so many shuffles in flight, to the end of the data or at most so many steps."""
+        for batch, stats in itertools.islice(shuffled_ahead(shuffler, source, ahead), most):
+            trained.add(batch)
+            self._note_moves(stats)
 
     def _model(self, episode: Episode) -> tuple[nn.Module, torch.optim.Optimizer]:
         return self._sharded if episode.kind == "sample" else self._any
@@ -242,13 +236,11 @@ class Soak:
 
     def _progress(self, pipeline: Any, source: Iterator[Any], steps: int | None) -> bool:
         """Train so many steps, or to the end; says whether it is reached."""
-        for _ in itertools.count() if steps is None else range(steps):
-            try:
-                pipeline.progress(source)
-            except StopIteration:
-                return True
+        trained = 0
+        for _ in steps_of(pipeline, source, steps):
+            trained += 1
             self._note_moves(pipeline.last_stats)
-        return False
+        return trained != steps
 
     def _evaluate(self, episode: Episode, training: Any, model: nn.Module, optimizer: Any, part: int) -> None:
         """An evaluation between two steps, in a pipeline of its own, shuffled or not."""
@@ -320,9 +312,7 @@ class Soak:
             self._trained = trained
             pipeline_class, options = PIPELINES[episode.pipeline]
             pipeline = pipeline_class(model.train(), optimizer, CPU, **options)
-            with contextlib.suppress(StopIteration):
-                while True:
-                    pipeline.progress(rest)
+            deque(steps_of(pipeline, rest), maxlen=0)
             _detach(pipeline)
         models.head_of(self._sharded[0]).trained.clear()
 
@@ -352,7 +342,7 @@ class Soak:
             loader.sampler.set_epoch(0)
             loader.sampler.start_at(*place)
             with contextlib.closing(episode.shuffler()) as shuffler:
-                self._train_ahead(shuffler, iter(loader), 2, trained, stop)
+                self._train_ahead(shuffler, iter(loader), 2, trained, stop - len(trained.sums))
             place = loader.sampler.place_after(len(trained.sums), 0, EPOCH_START)
             self.totals.events["loaders resumed"] += 1
         self._compare(episode, [brought], trained)

@@ -34,10 +34,6 @@ def padded_texts(lengths, left, seed):
     }
 
 
-def plain_batches(left, world_size):
-    return [padded_texts(lengths, left, seed) for seed, lengths in enumerate(LENGTHS[:world_size])]
-
-
 def loss_and_labels(batch):
     """The sum of Hugging Face's causal loss, how many labels it is over, and the sum of another field."""
     logits = torch.rand(PAD_TOKEN + 1, PAD_TOKEN + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -61,7 +57,7 @@ def dealt(call, left):
     """What the ranks train on, by one of the calls that deal rows out, and the rows there were."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     trim = Trim("attention_mask", side="left" if left else "right")
-    batches = plain_batches(left, world_size)
+    batches = [padded_texts(lengths, left, seed) for seed, lengths in enumerate(LENGTHS[:world_size])]
     # A rank without rows has no batch, or a batch without rows.
     own, lengths = (batches[rank], LENGTHS[rank]) if LENGTHS[rank] or left else (None, None)
     if call == "redistribute_balanced":

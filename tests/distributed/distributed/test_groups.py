@@ -123,11 +123,6 @@ class _World(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-class _Options:
-    def __init__(self):
-        self.config = SimpleNamespace()
-
-
 @pytest.mark.parametrize(
     ("backends", "of_world", "bound", "half", "payload", "max_ctas"),
     [
@@ -148,6 +143,9 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
         asked.append(options)
         return SimpleNamespace(name="new")
 
+    def options_of_nccl():
+        return SimpleNamespace(config=SimpleNamespace())
+
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
@@ -155,7 +153,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1] if half else [0, 1, 2, 3])
     monkeypatch.setattr(dist, "get_backend_config", lambda group: of_world or backends if group is world else backends)
     monkeypatch.setattr(dist, "get_backend", lambda group: "its own")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_of_nccl), raising=False)
     monkeypatch.setattr(groups, "_WORLDS", weakref.WeakKeyDictionary())
     monkeypatch.setattr(groups, "_num_groups", lambda: 0)
     monkeypatch.setattr(groups, "serves", lambda group, kind: False)

@@ -17,7 +17,6 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from commons.dispatch import redistribute_balanced
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
@@ -184,7 +183,7 @@ class Outer:
 @on_ranks
 def test_padding_that_a_part_of_the_batch_states():
     batch = Outer(Inner(torch.arange(2) + 1, 2), torch.arange(2.0) + 1) if dist.get_rank() == 0 else None
-    with closing(OneEach()) as shuffler:
+    with closing(SquareShuffler()) as shuffler:
         shuffler.get_workloads = lambda batch: torch.tensor([5, 3])
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
@@ -205,11 +204,6 @@ class Stamped:
     stamp: float = 0.0
 
 
-class OneEach(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return torch.ones(3, dtype=torch.int64)
-
-
 @on_ranks
 def test_a_plain_value_that_differs_says_how_it_is_declared():
     """In rank 1's first batch, and in its second one."""
@@ -217,7 +211,8 @@ def test_a_plain_value_that_differs_says_how_it_is_declared():
         ([1.0], "the batches of ranks 0 and 1 differ: field 'stamp': 0.0 and 1.0; "),
         ([0.0, 1.0], "rank 1: this batch differs from the first: field 'stamp': 0.0 and 1.0; "),
     ):
-        with closing(OneEach()) as shuffler:
+        with closing(SquareShuffler()) as shuffler:
+            shuffler.get_workloads = lambda batch: torch.ones(3, dtype=torch.int64)
             for stamp in stamps:
                 batch = Stamped({"a": torch.ones(3)}, stamp if dist.get_rank() == 1 else 0.0)
                 text = raised_by(functools.partial(shuffler.shuffle, batch))

@@ -28,11 +28,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import examples.torchrec_dlrm as example
 from commons.distributed import global_mean_loss, mean_over_ranks
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import resolve_process_group
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import balanced, windowed_iter
+from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import ON_CPU, PIPELINES, lacking, steps_of
 from tests.helpers.ranks.faults import logged
@@ -187,11 +187,6 @@ class DenseBatch:
         pass
 
 
-class _DenseShuffler(BaseTaskBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch.sample_id**2
-
-
 @pytest.mark.parametrize("mode", ["observe", "off"])
 @on_two_ranks
 def test_where_nothing_moves_the_data_ends_with_the_first_rank(mode):
@@ -200,7 +195,8 @@ def test_where_nothing_moves_the_data_ends_with_the_first_rank(mode):
     model = AnyBatch(lambda batch: epochs[-1].append(len(batch.sample_id)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     brought = [[2, 2], [2, 0, 3]] if rank else [[3] * 5, [3] * 5]  # an empty batch of a loader is its own affair
-    with contextlib.closing(_DenseShuffler(ShufflerOptions(mode=mode, timeout=30.0))) as shuffler, logged() as told:
+    with contextlib.closing(SquareShuffler(ShufflerOptions(mode=mode, timeout=30.0))) as shuffler, logged() as told:
+        shuffler.get_workloads = lambda batch: batch.sample_id**2
         trainer = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=shuffler)
         for sizes in brought:
             epochs.append([])

@@ -235,24 +235,15 @@ def test_mistakes():
         require("ValueError: the batch has 1 hierarchies, the model 3", model, other)
         said = "ValueError: codebook_sizes of the batch are [4, 3, 4], those of the model [5, 3, 4]"
         require(said, model, GPTSIDBatch.random(2, (4, 3, 4), 3, device=CPU))
-        require("max_items is 15; the model has no more positions", model, _long_batch())
+        long, most = GPTSIDBatch.random(3, SIZES, 40, 1, history_dist=None, device=CPU), MAX_HISTORY + MAX_CANDIDATES
+        require("max_items is 15; the model has no more positions", model, long)
+        full = GPTSIDBatch.random_of_lengths(torch.tensor([most - 1, most]), torch.tensor([1, 0]), SIZES)
         said = "ValueError: row 1 has a history of 15 items, max_items is 15; the generated item needs"
-        require(said, model.generate, _full_batch())
+        require(said, model.generate, full)
         said = "ValueError: sharding is 'data_parallel'"
         require(said, build_distributed_model, model, device=CPU, sharding="data_parallel")
         said = "ValueError: the table of 'codes' is 6 wide; fbgemm's tables are a multiple of 4 wide"
         require(said, build_distributed_model, make_model(hidden_size=6), device=CPU)
-
-
-def _long_batch():
-    return GPTSIDBatch.random(
-        3, SIZES, 40, 1, history_dist=None, device=CPU, generator=torch.Generator().manual_seed(1)
-    )
-
-
-def _full_batch():
-    most = MAX_HISTORY + MAX_CANDIDATES
-    return GPTSIDBatch.random_of_lengths(torch.tensor([most - 1, most]), torch.tensor([1, 0]), SIZES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to ask for")

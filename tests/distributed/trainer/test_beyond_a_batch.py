@@ -273,17 +273,13 @@ def test_a_loader_of_the_users_own():
         assert said in error_of(_open, workloads)
 
 
-class ValueShuffler(TokensBalancedBatchShuffler):
-    def get_workloads(self, batch):
-        return batch
-
-
 def _distributed_by_rank_0(options):
     """This rank's rows of a batch whose rows are their workloads, and the timeout."""
     args = TrainerArgs(4, 4, single_rank_load=True, balance_batch=True, shuffler=options)
-    loader = DataLoader(torch.tensor([100] + [1] * 7), batch_size=8)
+    loader, shuffler = DataLoader(torch.tensor([100] + [1] * 7), batch_size=8), TokensBalancedBatchShuffler()
+    shuffler.get_workloads = lambda batch: batch
     with mock.patch.object(trainer_epochs, "SingleRankLoader", wraps=SingleRankLoader) as made:
-        epochs = Epochs(loader, Parts(args, None, None, (), loader), ValueShuffler())
+        epochs = Epochs(loader, Parts(args, None, None, (), loader), shuffler)
     with contextlib.closing(epochs):
         return next(epochs.open(0, EPOCH_START)).tolist(), made.call_args.kwargs["timeout"]
 

@@ -30,20 +30,17 @@ def write_log(folder: Path) -> None:
     """Events in two files, in no order; a click tells by the item, a like by the user's gender."""
     rng = np.random.default_rng(0)
     folder.mkdir()
-    users = 1 + (rng.pareto(1.2, 2_000) * 5).astype(int) % 60
-    items = rng.integers(0, 40, len(users))
-    table = pa.table(
-        {
+    for number in range(2):
+        users, items = 1 + (rng.pareto(1.2, 1_000) * 5).astype(int) % 60, rng.integers(0, 40, 1_000)
+        columns = {
             "uid": [f"user-{user}" for user in users],
             "iid": items * 10**9 - 3,
-            "ts": pa.array(rng.integers(0, 10**9, len(users)), pa.timestamp("s")),
+            "ts": pa.array(rng.integers(0, 10**9, 1_000), pa.timestamp("s")),
             "click": items % 2 == 0,
             "like": (users % 3 == 0).astype(np.int8),
             "gender": [[None, "f", "m"][user % 3] for user in users],
         }
-    )
-    pq.write_table(table[:1_000], folder / "0.parquet")
-    pq.write_table(table[1_000:], folder / "1.parquet")
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet")
 
 
 class Kept(HSTURecipe):

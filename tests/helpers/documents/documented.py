@@ -35,11 +35,8 @@ class Block:
 def documented_blocks() -> dict[Key, Block]:
     """All blocks of all pages."""
     pages = sorted({page for pattern in PAGES for page in ROOT.glob(pattern)})
-    return {block.key: block for page in pages for block in _blocks_of(page)}
-
-
-def _blocks_of(page: Path) -> list[Block]:
-    return blocks_in(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8"))
+    found = [blocks_in(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")) for page in pages]
+    return {block.key: block for blocks in found for block in blocks}
 
 
 def blocks_in(page: str, text: str) -> list[Block]:

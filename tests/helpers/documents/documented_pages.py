@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 import evenrank
 from benchmarks.shared.plain import plain_karmarkar_karp
-from tests.helpers.documents.documented import ROOT, documented_blocks
+from tests.helpers.documents.documented import documented_blocks
 from tests.helpers.documents.documented_names import Run
 from tests.helpers.models.hstu_models import random_batch
 from tests.helpers.ranks.on_ranks import of_all
@@ -310,13 +310,9 @@ def the_budget_is_kept() -> Run:
     lengths = names["lengths"]
     two = evenrank.karmarkar_karp([24576 * each + each**2 for each in lengths], 2, equal_size=False)
     assert [sum(lengths[row] for row in part) for part in two] == [16000, 14000]
-    assert names["printed"].strip() == "[15000, 15000]" and "# [15000, 15000]" in _text("from_verl.md", 1)
+    shown = documented_blocks()["docs/from_verl.md", "Micro-batches under a token budget", 0].text
+    assert names["printed"].strip() == "[15000, 15000]" and "# [15000, 15000]" in shown
     assert names["log_probs"].tolist() == score_rows(names["batch"]).tolist()
-
-
-def _text(page: str, number: int) -> str:
-    """The page from its n-th Python block on."""
-    return (ROOT / "docs" / page).read_text(encoding="utf-8").split("```python")[number + 1]
 
 
 def groups_are_as_printed() -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
@@ -140,6 +141,20 @@ def steps_of(pipeline: Any, source: Iterator[Any], steps: int | None = None) -> 
             yield pipeline.progress(source)
         except StopIteration:
             return
+
+
+def shuffled_ahead(shuffler: Any, source: Iterator[Any], ahead: int) -> Iterator[tuple[Any, Any]]:
+    """Results and stats of shuffles, so many of which are in flight, to the end of the data of all ranks."""
+    in_flight = collections.deque[tuple[Any, Any]]()
+    while True:
+        while len(in_flight) < ahead:
+            batch = next(source, None)
+            in_flight.append((batch, shuffler.start_shuffle(batch)))
+        batch, handle = in_flight.popleft()
+        if handle.has_ended():
+            assert all(other.has_ended() for _, other in in_flight)
+            return
+        yield shuffler.finish_shuffle(handle.empty_batch() if batch is None else batch, handle), handle.stats
 
 
 def train_steps(
