@@ -98,16 +98,7 @@ def test_a_full_disk_leaves_nothing(here, mistake):
     assert [entry.name for entry in here.iterdir()] == ["fine.zip"]
 
 
-def test_ctrl_c(monkeypatch, capsys):
-    def interrupt(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Preprocess, "run", interrupt)
-    assert main(["preprocess", "ml-1m", "--source", "a.zip", "--output", "b"]) == 130
-    assert capsys.readouterr().err == "evenrank: interrupted\n"
-
-
-def test_ctrl_c_that_became_another_error(monkeypatch, capsys):
+def test_ctrl_c_is_one_line_also_where_it_became_another_error(monkeypatch, capsys):
     """Before Python 3.12, so it does in a class of matplotlib's that is being made."""
 
     def interrupt(self):

@@ -89,11 +89,6 @@ class TestParquetHistories:
         lengths = histories.lengths(users)
         return [part.tolist() for part in np.split(histories.tails(users, lengths), np.cumsum(lengths)[:-1])]
 
-    def test_without_splits_the_last_item_is_left_out_in_training(self, tmp_path):
-        path = write(tmp_path / "h.parquet", self.USERS)
-        assert self.read(ParquetHistories(path, "item_id", "train")) == [[2, 3], [11]]
-        assert self.read(ParquetHistories(path, "item_id", "test")) == self.USERS
-
     def test_with_splits_every_user_is_in_one(self, tmp_path):
         path = write(tmp_path / "h.parquet", self.USERS, ["test", "train", "train", "test"])
         assert self.read(ParquetHistories(path, "item_id", "train")) == [[7], []]
@@ -132,14 +127,15 @@ class TestLoaders:
         return get_data_loader(name, split, **options)
 
     def test_own_parquet(self, tmp_path):
-        path = write(tmp_path / "h.parquet", [ITEMS, ITEMS[:2]], column="seen")
+        """Without splits the last item is left out in training; who has no other is not trained."""
+        path = write(tmp_path / "h.parquet", [ITEMS, [7], [], ITEMS[:2]], column="seen")
         options = {"dataset_path": path, "sid_map": SID_MAP, "history_column": "seen"}
         (training,) = self.loader("sid", **options)
-        assert items_of(training, "history")[:2] == [ITEMS[:4], []]
-        assert items_of(training, "candidate")[:2] == [ITEMS[4:6], ITEMS[:1]]
+        assert items_of(training, "history") == [ITEMS[:4], [], [], []] and training.actual_batch_size == 2
+        assert items_of(training, "candidate") == [ITEMS[4:6], ITEMS[:1], [], []]
         (evaluation,) = self.loader("sid", "test", **options)
-        assert items_of(evaluation, "history")[:2] == [ITEMS[:6], ITEMS[:1]]
-        assert items_of(evaluation, "candidate")[:2] == [ITEMS[6:], ITEMS[1:2]]  # the last item alone
+        assert items_of(evaluation, "history") == [ITEMS[:6], [], [], ITEMS[:1]]
+        assert items_of(evaluation, "candidate") == [ITEMS[6:], [7], [], ITEMS[1:2]]  # the last item alone
 
     def test_all_items_are_candidates_where_their_number_is_0(self, tmp_path):
         path = write(tmp_path / "h.parquet", [ITEMS], ["train"])

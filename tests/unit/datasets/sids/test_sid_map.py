@@ -22,13 +22,6 @@ from tests.helpers.datasets.stored_users import vocabularies_of
 CODES = np.array([[0, 1], [2, 0], [1, 1], [0, 0]])
 
 
-def test_a_map_is_sorted_by_item():
-    sid_map = SIDMap(np.array([7, 3, 5, 40]), CODES, (3, 2))
-    assert sid_map.item_ids.tolist() == [3, 5, 7, 40]
-    assert sid_map.codes.tolist() == [[2, 0], [1, 1], [0, 1], [0, 0]]
-    assert (sid_map.num_items, sid_map.num_hierarchies) == (4, 2)
-
-
 class TestFiles:
     def test_parquet_of_our_own_keeps_sizes_and_options(self, tmp_path):
         SIDMap(np.arange(4) * 3, CODES, (3, 2), {"seed": 5}).save(tmp_path / "sids.parquet")
