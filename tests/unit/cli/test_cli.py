@@ -117,48 +117,35 @@ def test_ctrl_c_is_one_line_also_where_it_became_another_error(monkeypatch, caps
     assert capsys.readouterr().err == "evenrank: interrupted\n"
 
 
-# Ctrl-C in the midst of an import, by code that takes it for an error of its own.
+# Ctrl-C as a module is imported, by code that takes it for an error of its own, or behind the command.
 INTERRUPTED = """
-import os, signal, sys, types
-from commons.cli import doctor, main as cli
-def import_module(name):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        raise ImportError("half a module")
+import importlib, os, signal, sys
+program, interrupted = sys.argv[1:3]
+class Interrupts:
+    def find_spec(self, name, *rest):
+        if name == interrupted:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("half a module")
 signal.signal(signal.SIGINT, signal.default_int_handler)
-doctor.import_module = import_module
-if sys.argv[1] != "doctor":
-    cli.importlib = types.SimpleNamespace(import_module=import_module)
-sys.exit(cli.main())
+sys.argv[1:], sys.meta_path[:0] = sys.argv[3:], [Interrupts()]
+importlib.import_module(f"commons.cli.{program}").main()
+os.kill(os.getpid(), signal.SIGINT)
 """
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["preprocess", "ml-1m"]], ids=" ".join)
-def test_ctrl_c_while_modules_are_imported(arguments):
-    done = run_program(sys.executable, "-c", INTERRUPTED, *arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-
-
-# The console script, with Ctrl-C as it imports the command, or behind the command.
-STARTED = """
-import os, signal, sys, types
-def interrupt(name="commons.cli.main", *rest):
-    if name == "commons.cli.main":
-        os.kill(os.getpid(), signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-if sys.argv[1] == "before":
-    sys.meta_path.insert(0, types.SimpleNamespace(find_spec=interrupt))
-sys.argv[1:] = ["--version"]
-from commons.cli.start import main
-status = main()
-interrupt()
-"""
-
-
-@pytest.mark.parametrize(("when", "printed"), [("before", ""), ("behind", f"evenrank {__version__}\n")])
-def test_ctrl_c_outside_of_a_subcommand_prints_no_traceback(when, printed):
-    done = run_program(sys.executable, "-c", STARTED, when)
+@pytest.mark.parametrize(
+    ("program", "interrupted", "command", "printed"),
+    [
+        ("main", "torch", "doctor", ""),
+        ("main", "commons.cli.preprocess", "preprocess", ""),
+        ("start", "commons.cli.main", "--version", ""),  # the console script
+        ("start", "nothing", "--version", f"evenrank {__version__}\n"),
+    ],
+)
+def test_ctrl_c_outside_of_a_subcommand_s_work_prints_no_traceback(program, interrupted, command, printed):
+    done = run_program(sys.executable, "-c", INTERRUPTED, program, interrupted, command)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, printed, "")
 
 

@@ -60,10 +60,16 @@ def test_kernels_that_work_are_used_in_the_blocks_that_were_measured(gpu, warned
         ("disagreement", "it computes outputs that are off by 3"),
         ("slowness", "its kernels take 9.00 ms for a batch that takes PyTorch 2.00 ms"),
         ("why_not", "a head has 257 channels; its kernels take at most 256 in torch.bfloat16"),
+        ("choose_blocks", "its kernels cannot run (RuntimeError: Failed to find C compiler. Please specify)"),
     ],
 )
 def test_kernels_that_should_not_compute_are_not_the_default(gpu, warned, monkeypatch, name, reason):
-    monkeypatch.setattr(execution, name, lambda *_: f"{reason}:" if name == "why_not" else reason)
+    def tell(*_):
+        if name == "choose_blocks":
+            raise RuntimeError("Failed to find C compiler.\n  Please specify")
+        return f"{reason}:" if name == "why_not" else reason
+
+    monkeypatch.setattr(execution, name, tell)
     for _ in range(2):
         assert not choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU).uses_triton
     assert warned == [f"PyTorch computes the attention: Triton was tried, and {HERE} {reason}"]
@@ -110,15 +116,6 @@ def test_what_is_compared_runs_in_the_blocks_that_were_chosen(monkeypatch):
     assert triton_agreement.disagreement.__wrapped__(GPU, kind) is None
     assert [each.window for each in compared] == [50, 200]
     assert all(triton_launch.choose_blocks(GPU, each) is BLOCKS for each in compared)
-
-
-def test_a_compiler_that_triton_misses_is_named(gpu, warned, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("Failed to find C compiler.\n  Please specify")
-
-    monkeypatch.setattr(execution, "choose_blocks", fail)
-    assert not choose_execution(with_execution(HSTU, compute_dtype="bf16"), GPU).uses_triton
-    assert warned[0].endswith("its kernels cannot run (RuntimeError: Failed to find C compiler. Please specify)")
 
 
 def test_float32_on_a_gpu_is_slow_and_says_so_once(gpu, warned):

@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.trainer import DatasetArgs, TrainerArgs
-from commons.trainer.config.load import load_config_file
 from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, RetrievalConfig, execution, layer
 from hstu.model.execution import choose_execution
 from hstu.recipe import HSTURecipe, require_device, weights_of
@@ -155,45 +154,20 @@ def test_times_that_are_missing_are_named():
 
 # --------------------------------------------------------------------------------------------------------- settings
 
-TOML = """
-task = "retrieval"
-[table_sharding]
-movie_id = "row_wise"
-age = "table_wise"
-[trainer]
-train_batch_size = 4
-eval_batch_size = 8
-[dataset]
-dataset_name = "ml-1m"
-max_history_seqlen = 10
-[model]
-item_embedding_dim = 32
-contextual_embedding_dim = 16
-is_causal = true
-dropout = 0.1
-time_bias = true
-time_buckets = 20
-max_attn_len = 7
-compute_dtype = "bf16"
-activation_checkpointing = true
-num_negatives = 64
-temperature = 0.1
-"""
 
-
-def test_every_option_is_reachable_from_a_file(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(TOML)
-    config = load_config_file(TrainConfig, path)
-    assert config.table_sharding == {"movie_id": "row_wise", "age": "table_wise"}
+def test_every_option_reaches_the_model():
+    widths = {"item_embedding_dim": 32, "contextual_embedding_dim": 16}
+    layers = {"dropout": 0.1, "time_bias": True, "time_buckets": 20, "max_attn_len": 7}
+    execution = {"compute_dtype": "bf16", "activation_checkpointing": True}
+    model = ModelArgs(**widths, **layers, **execution, num_negatives=64, temperature=0.1)
+    config = TrainConfig(TrainerArgs(4, 8), DatasetArgs("ml-1m", 10), model, task="retrieval")
     tables = {"movie_id": 9, "rating": 6, "age": 7, "zip": 8}
     names = {"item_feature_name": "movie_id", "contextual_feature_names": ("age", "zip")}
     data = SimpleNamespace(vocabulary_sizes=tables, max_sequence_length=30, **names)
     made = HSTURecipe(config, torch.device("cpu")).config_on(data)
     assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
-    assert (made.hstu.dropout, made.hstu.time_bias, made.hstu.time_buckets) == (0.1, True, 20)
-    assert made.hstu.max_attn_len == config.model.cost_dimensions["max_attn_len"] == 7
+    assert {name: getattr(made.hstu, name) for name in layers} == layers and model.cost_dimensions["max_attn_len"] == 7
     assert made.hstu.execution == ExecutionConfig("bf16", activation_checkpointing=True, compile=None)
     options = {"is_causal", "contextual_mask", "target_group_size", "position_bias", "position_buckets"}
     assert options < {field.name for field in dataclasses.fields(ModelArgs)}

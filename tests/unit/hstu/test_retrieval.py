@@ -225,15 +225,16 @@ def test_a_row_has_the_same_negatives_on_any_number_of_ranks():
     assert negatives_by_row(2, epoch=1) != alone
 
 
-@pytest.mark.parametrize("num_negatives", [-1, 6])
-def test_the_cost_of_a_retrieval_model_can_be_measured(num_negatives):
-    model = ModelArgs(8, 1, 2, 4, num_negatives=num_negatives)
-    config = TrainConfig(TrainerArgs(3, 3), DatasetArgs("random", 12, num_batches=1), model, task="retrieval")
-    target = HSTURecipe(config, CPU)
-    batch = target.make_batch([4, 12])
+@pytest.mark.parametrize(("task", "num_negatives"), [("retrieval", -1), ("retrieval", 6), ("ranking", 6)])
+def test_the_cost_of_a_model_with_a_time_bias_can_be_measured(task, num_negatives):
+    model = ModelArgs(8, 1, 2, 4, num_negatives=num_negatives, time_bias=True)
+    target = HSTURecipe(TrainConfig(TrainerArgs(3, 3), DatasetArgs("random", 12, num_batches=1), model, task=task), CPU)
+    batch = target.make_batch([4, 12, 0])
     target.train_step(batch)
     tokens, targets, contextual = target.row_tokens(batch)
-    assert tokens.tolist() == [2 + 8, 2 + 24] and targets.tolist() == [0, 0] and contextual is None
+    assert tokens.tolist() == [2 + 8, 2 + 24, 2] and targets.tolist() == [0, 0, 0] and contextual is None
+    first, second, last = (row.tolist() for row in batch.features["timestamp"].to_dense())
+    assert sorted(first) == first and (len(first), len(second), last) == (4, 12, [])
 
 
 def test_items_are_counted():

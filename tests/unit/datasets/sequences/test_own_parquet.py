@@ -36,9 +36,14 @@ def rows_of(path):
     return rows
 
 
+def stored(folder, columns=COLUMNS, table=None, **changes):
+    """The data set of a file of events, some of whose columns are changed, or of other columns."""
+    return preprocess_parquet(columns, write(folder / "log.parquet", table, **changes), folder / "data")
+
+
 class TestPreprocess:
     def test_events(self, tmp_path):
-        path = preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "data")
+        path = stored(tmp_path)
         assert path == tmp_path / "data" / "parquet.parquet"
         assert rows_of(path) == {
             "a": ([(10**12, 2, 5)], {"gender": None}),
@@ -52,7 +57,7 @@ class TestPreprocess:
     def test_columns_named_as_those_of_the_query(self, tmp_path):
         names = {name: [1, 2, 1, 2, 1] for name in ("is_empty", "filename", "file_row_number", "user", "action")}
         columns = EventColumns("is_empty", "filename", "file_row_number", context=("user", "action"))
-        path = preprocess_parquet(columns, write(tmp_path / "events.parquet", names), tmp_path / "data")
+        path = stored(tmp_path, columns, names)
         events = {1: [(1, 0, 1)] * 3, 2: [(2, 0, 2)] * 2}
         assert rows_of(path) == {user: (own, {"user": user, "action": user}) for user, own in events.items()}
 
@@ -65,26 +70,22 @@ class TestPreprocess:
             "stars": [[4, None], [None], [1], []],
             "gender": ["f", "m", "g", "m"],
         }
-        path = preprocess_parquet(COLUMNS, write(tmp_path / "users.parquet", table), tmp_path / "data")
-        assert rows_of(path) == {
+        assert rows_of(stored(tmp_path, table=table)) == {
             1: ([("y", 1, 1)], {"gender": "m"}),
             2: ([], {"gender": "m"}),  # a real user without events
             3: ([("x", 3, 5), ("z", 1, 6), ("y", 0, 7)], {"gender": "f"}),
         }
         # No condition holds for a null, and only != for NaN.
         columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4", "stars != 4"))
-        write(tmp_path / "events.parquet", stars=pa.array([float("nan"), 4.0, None, 1.0, 3.0]), uid=[1] * 5)
-        path = preprocess_parquet(columns, tmp_path / "events.parquet", tmp_path / "data")
+        path = stored(tmp_path, columns, stars=pa.array([float("nan"), 4.0, None, 1.0, 3.0]), uid=[1] * 5)
         assert [action for _, action, _ in rows_of(path)[1][0]] == [2, 1, 0, 2, 2]
         # Without times lists are in order, and rows of a user follow one another.
-        columns = EventColumns("uid", "iid")
-        path = preprocess_parquet(columns, tmp_path / "users.parquet", tmp_path / "data")
-        assert rows_of(path)[3] == ([("x", 0, 0), ("y", 0, 0), ("z", 0, 0)], {})
+        rows = rows_of(stored(tmp_path, EventColumns("uid", "iid"), table))
+        assert rows[3] == ([("x", 0, 0), ("y", 0, 0), ("z", 0, 0)], {})
 
     def test_context_that_is_named_twice(self, tmp_path):
-        columns = EventColumns("uid", "iid", "ts", context=("gender", "uid", "gender"))
-        preprocess_parquet(columns, write(tmp_path / "events.parquet"), tmp_path)
-        batch = next(iter(get_data_loader("parquet", batch_size=3, dataset_path=tmp_path, max_history_seqlen=9)))
+        path = stored(tmp_path, EventColumns("uid", "iid", "ts", context=("gender", "uid", "gender")))
+        batch = next(iter(get_data_loader("parquet", batch_size=3, dataset_path=path, max_history_seqlen=9)))
         assert batch.contextual_feature_names == ["gender", "uid"]
         assert batch.contextual_lengths().tolist()[: batch.actual_batch_size] == [2] * batch.actual_batch_size
 
@@ -92,9 +93,7 @@ class TestPreprocess:
         """The file's statistics, from which DuckDB simplifies conditions, leave NaN out."""
         conditions = ("stars != 3", "stars == 3", "stars >= 3", "stars < 4")
         table = {"uid": [1] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], "stars": [3.0, float("nan"), None]}
-        path = preprocess_parquet(
-            EventColumns("uid", "iid", "ts", actions=conditions), write(tmp_path / "log.parquet", table), tmp_path
-        )
+        path = stored(tmp_path, EventColumns("uid", "iid", "ts", actions=conditions), table)
         assert [action for _, action, _ in rows_of(path)[1][0]] == [0b1110, 0b0001, 0]
 
     @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
@@ -214,16 +213,15 @@ class TestPreprocess:
         )
 
     def test_types_of_ids(self, tmp_path):
-        expected = rows_of(preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path / "a"))
-        dictionary = pa.array(EVENTS["uid"]).dictionary_encode()
-        write(tmp_path / "events.parquet", uid=dictionary, gender=pa.array(EVENTS["gender"]).dictionary_encode())
-        assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
-        for kind in (pa.large_string(), pa.string_view()):
-            write(tmp_path / "events.parquet", uid=pa.array(EVENTS["uid"], kind))
-            assert rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b")) == expected
+        expected = rows_of(stored(tmp_path))
+        coded = {name: pa.array(EVENTS[name]).dictionary_encode() for name in ("uid", "gender")}
+        for changes in (
+            coded,
+            *({"uid": pa.array(EVENTS["uid"], kind)} for kind in (pa.large_string(), pa.string_view())),
+        ):
+            assert rows_of(stored(tmp_path, **changes)) == expected
         uuids = pa.array([name.encode() * 16 for name in EVENTS["uid"]], pa.binary(16))
-        write(tmp_path / "events.parquet", uid=uuids, iid=pa.array([9, 8, 7, 9, 7], pa.uint8()))
-        found = rows_of(preprocess_parquet(COLUMNS, tmp_path / "events.parquet", tmp_path / "b"))
+        found = rows_of(stored(tmp_path, uid=uuids, iid=pa.array([9, 8, 7, 9, 7], pa.uint8())))
         assert sorted(found) == [b"a" * 16, b"b" * 16, b"c" * 16]
 
     def test_the_split_of_a_user_does_not_depend_on_others(self, tmp_path):
@@ -301,9 +299,8 @@ class TestTraining:
         ],
     )
     def test_columns_that_do_not_agree(self, tmp_path, columns, message):
-        preprocess_parquet(COLUMNS, write(tmp_path / "events.parquet"), tmp_path)
         with pytest.raises(ValueError, match=message):
-            self.loader(tmp_path, columns)
+            self.loader(stored(tmp_path), columns)
 
     def test_raw_files_are_answered_with_the_command(self, tmp_path, told):
         (tmp_path / "log").mkdir()

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.trainer import DatasetArgs, TrainerArgs
-from hstu.recipe import HSTURecipe
-from hstu.train_config import ModelArgs, TrainConfig
 
 
 def by_row(batch, name) -> list[list[int]]:
@@ -52,19 +49,3 @@ def test_random_data_rise_within_a_row():
         rows = by_row(with_times, "timestamp")
         assert all(sorted(set(row)) == row and min(row, default=946_684_801) > 946_684_800 for row in rows)
     assert "timestamp" not in loaders[1].dataset.vocabulary_sizes
-
-
-@pytest.mark.parametrize("task", ["ranking", "retrieval"])
-def test_a_model_with_a_time_bias_is_measured(task):
-    config = TrainConfig(
-        TrainerArgs(3, 3),
-        DatasetArgs("random", 12, num_batches=2),
-        ModelArgs(hidden_size=8, num_layers=1, kv_channels=4, time_bias=True, num_negatives=3),
-        task=task,
-    )
-    target = HSTURecipe(config, torch.device("cpu"))
-    batch = target.make_batch([5, 1, 0])
-    first, second, last = by_row(batch, "timestamp")
-    assert (len(first), len(second), last) == (5, 1, [])
-    assert sorted(first) == first
-    target.train_step(batch)

@@ -129,11 +129,16 @@ def args_for(tmp_path, *sinks, **options):
     return TrainerArgs(4, 4, run_dir=str(tmp_path), sinks=sinks, sink_options=SinkOptions(**options))
 
 
-def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
-    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
-    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=OpenTelemetryOptions("mine", endpoint)))
-    sink.write(RECORD)
+def write_to(collector, tmp_path, times):
+    options = OpenTelemetryOptions("mine", f"http://127.0.0.1:{collector.server_port}/v1/metrics")
+    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=options))
+    for _ in range(times):
+        sink.write(RECORD)
     close_sinks([sink])
+
+
+def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
+    write_to(collector, tmp_path, 1)
     (metrics,) = collector.received[0].resource_metrics
     named = {each.key: each.value.string_value for each in metrics.resource.attributes}
     assert named["service.name"] == "mine" and named["evenrank.run_dir"] == str(tmp_path)
@@ -148,11 +153,7 @@ def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
 
 def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog):
     collector.status = 400
-    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/metrics"
-    (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=OpenTelemetryOptions(endpoint=endpoint)))
-    for step in range(3):
-        sink.write(RECORD | {"step": step})
-    close_sinks([sink])
+    write_to(collector, tmp_path, 3)
     said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.observe.sinks"]
     assert len(said) == 1 and said[0].startswith("sink opentelemetry failed: ConnectionError: the export")
 
