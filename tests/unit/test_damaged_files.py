@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.public.movielens import preprocess_movielens, preprocess_movielens_20m
+from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.metadata import MANIFEST
 from commons.datasets.sequences.own_parquet import EventFiles, preprocess_parquet
@@ -26,7 +26,7 @@ from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.trainer.config.files import tomllib
 from commons.trainer.config.load import load_config_file
 from hstu.train_config import TrainConfig
-from tests.helpers.datasets import kuairand, movielens
+from tests.helpers.datasets import movielens
 from tests.helpers.datasets.fuzzing import (
     ODD_PLACES,
     damaged_bytes,
@@ -37,6 +37,7 @@ from tests.helpers.datasets.fuzzing import (
     require_answer,
 )
 from tests.helpers.datasets.own_events import COLUMNS, EVENTS
+from tests.helpers.datasets.raw_data import ARCHIVES
 from tests.helpers.models.calibrations import TASK, make_calibration
 
 TOML = Path("hstu/configs/parquet.toml").read_text()
@@ -129,26 +130,6 @@ def parquet_of_ones_own(random, folder, data_sets):
         table = table.set_column(index, table.column_names[index], odd_column(random, 5))
         pq.write_table(table, path)
     return lambda: preprocess_parquet(COLUMNS, path, folder / "out")
-
-
-# Texts, writer and preprocessor of an archive.
-ARCHIVES = {
-    "ml-1m": (
-        {"ratings": movielens.RATINGS, "users": movielens.USERS, "movies": movielens.MOVIES},
-        movielens.write_zip,
-        preprocess_movielens,
-    ),
-    "ml-20m": (
-        {"ratings": movielens.RATINGS_20M, "movies": movielens.MOVIES_20M},
-        movielens.write_zip_20m,
-        preprocess_movielens_20m,
-    ),
-    "kuairand-pure": (
-        {"early": kuairand.EARLY, "late": kuairand.LATE, "users": kuairand.USERS},
-        lambda path, **texts: kuairand.write_tar(path, kuairand.files_of(**texts)),
-        kuairand.PURE.preprocess,
-    ),
-}
 
 
 def raw_archive(random, folder, data_sets):

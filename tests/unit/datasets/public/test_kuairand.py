@@ -1,4 +1,4 @@
-"""KuaiRand: the raw archives to the columnar files, every way in which they can be wrong, and the generated ones."""
+"""KuaiRand: the raw archives to the columnar files, and the generated ones."""
 
 import hashlib
 import tarfile
@@ -13,8 +13,7 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.kuairand import FEEDBACK_WEIGHTS, VERSIONS
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.file import SequenceFile
-from tests.helpers.datasets.archives import error_of
-from tests.helpers.datasets.kuairand import EARLY, LATE, LOG_HEADER, PURE, USERS, V27K, files_of, write_tar
+from tests.helpers.datasets.kuairand import PURE, V27K, files_of, write_tar
 from tests.helpers.datasets.stored_users import users_of
 
 COLUMNS = ("user_active_degree", "follow_user_num_range", "video_id", "action_weights", "timestamp")
@@ -81,44 +80,6 @@ class TestPreprocess:
             assert batch.labels[f"task_{task}"].values().tolist() == [float(bool(w & weight)) for w in weights]
         (batch,) = get_data_loader("kuairand-pure", contextual_feature_names=["user_id", "onehot_feat3"], **options)
         assert batch.features.keys() == ["user_id", "onehot_feat3", "video_id", "action_weights"]
-
-
-def error_of_archive(tmp_path, contents, version=PURE):
-    return error_of(version.preprocess, write_tar(tmp_path / "a.tar.gz", contents))
-
-
-class TestBadArchives:
-    @pytest.mark.parametrize(
-        ("log", "old", "new", "message"),
-        [
-            ("late", "1651338000000,1", "noon,1", "4_22_to_5_08_pure.csv line 3 has time_ms 'noon'; time_ms is a"),
-            ("early", "1649408076860,1", "1649408076860,2", "4_08_to_4_21_pure.csv line 2 has is_click '2';"),
-            ("late", ",long_view,", ",is_click,", "with is_click, long_view exactly once"),
-            ("users", "\n5,", "\n5" + "5" * 3_000_000 + ",", "user_features_pure.csv line 4 has more than 1,048,576"),
-            ("early", "\n", "\r", "4_08_to_4_21_pure.csv line 1 is no line of a CSV file (new-line character"),
-            ("late", "3,7,", '3,7"' + "7" * 3_000_000 + ",", "line 3 has more than 1,048,576 bytes"),
-        ],
-    )
-    def test_malformed_line(self, tmp_path, log, old, new, message):
-        whole = {"early": EARLY, "late": LATE, "users": USERS}[log]
-        assert old in whole
-        assert message in error_of_archive(tmp_path, files_of(**{log: whole.replace(old, new)}))
-
-    @pytest.mark.parametrize(
-        ("files", "version", "message"),
-        [
-            ({"early": LOG_HEADER, "late": LOG_HEADER}, PURE, "has no interactions in log_standard"),
-            ({"late": None}, PURE, "has no log_standard_4_22_to_5_08_pure.csv; KuaiRand-Pure has log_standard_4_08_to"),
-            ({}, VERSIONS["kuairand-1k"], "_5_08_1k.csv, user_features_1k.csv; KuaiRand-1K has log_standard_4_08"),
-        ],
-    )
-    def test_files_that_are_missing_or_empty(self, tmp_path, files, version, message):
-        assert message in error_of_archive(tmp_path, files_of(**files), version)
-
-    def test_lines_are_counted_with_empty_ones(self, tmp_path):
-        lines = "8,20,20220411,1900,1649675512388,0,0,0,0,0,0,0,1385,209900,0,0,0,0,1\n" * 300
-        message = error_of_archive(tmp_path, files_of(early=EARLY + "\n" + lines + lines.replace("8,20,", "9,20,")))
-        assert "line 306 has user_id 9, which" in message
 
 
 class TestGenerator:

@@ -77,11 +77,7 @@ class TestLengthDistribution:
     @pytest.mark.parametrize(
         ("kind", "arguments", "message"),
         [
-            (
-                RandomDistribution,
-                {"dist_type": "poisson"},
-                "'poisson'; known distributions are uniform, normal, zipf, ",
-            ),
+            (RandomDistribution, {"dist_type": "poisson"}, "'poisson'; known distributions are uniform, normal, zipf,"),
             (RandomDistribution, {"dist_type": "uniform"}, "high is None"),
             (RandomDistribution, {"dist_type": "uniform", "low": -1, "high": 3}, "low is -1"),
             (RandomDistribution, {"dist_type": "uniform", "low": 5, "high": 3}, "high is 3, low is 5"),

@@ -339,10 +339,7 @@ class TestConfig:
         assert "columns or a config are given for ml-1m, whose columns are known" in said
         for text, message in (
             ("", "own.toml has no [dataset]"),
-            (
-                "[dataset]\ndataset_name = 'parquet'\n",
-                "own.toml [dataset]: max_history_seqlen is missing; it has no def",
-            ),
+            ("[dataset]\ndataset_name = 'parquet'\n", "own.toml [dataset]: max_history_seqlen is missing; it has no"),
         ):
             (tmp_path / "own.toml").write_text(text)
             assert message in mistake(*parquet, "--config", str(tmp_path / "own.toml"))

@@ -348,10 +348,7 @@ def test_no_rows_are_a_grid_too():
             {"tokens": [6] * 4, "steps": 1, "max_tokens": 11},
             "max_tokens is 11, the best plan found holds 12 tokens in one partition, 1 more; 24 tokens do not fit 2",
         ),
-        (
-            {"tokens": [6] * 4, "ranks": 1, "max_tokens": 11},
-            "24 tokens do not fit 2 steps of 1 ranks: raise max_tokens",
-        ),
+        ({"tokens": [6] * 4, "ranks": 1, "max_tokens": 11}, "24 tokens do not fit 2 steps of 1 ranks: raise max"),
     ],
 )
 def test_mistakes_are_named(arguments, message):

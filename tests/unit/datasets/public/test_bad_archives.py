@@ -1,0 +1,98 @@
+"""Raw archives that are wrong, in every way: one line names the file, the line, and what a right one has."""
+
+import pytest
+
+from commons.datasets.public.kuairand import VERSIONS
+from commons.datasets.public.movielens import preprocess_movielens
+from tests.helpers.datasets.archives import error_of
+from tests.helpers.datasets.kuairand import EARLY, LOG_HEADER, files_of, write_tar
+from tests.helpers.datasets.movielens import HEADER_20M, MOVIES, MOVIES_20M, RATINGS, RATINGS_20M, USERS
+from tests.helpers.datasets.raw_data import ARCHIVES
+
+LAYOUT = "UserID::MovieID::Rating::Timestamp"
+CLICK = "8,20,20220411,1900,1649675512388,0,0,0,0,0,0,0,1385,209900,0,0,0,0,1\n"
+
+
+def line_4(line):
+    """Ratings of 20M with another fourth line."""
+    return "ratings", "3,9,0.5,5\n", f"{line}\n3,9,0.5,5\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "message"),
+    [
+        *(
+            ("ml-1m", {"ratings": f"{RATINGS}{line}\n"}, f"ratings.dat line 6 is {line!r}; a line is {LAYOUT}")
+            for line in ("7::50::5", "7::50::5::200::1", "7::::5::200", "7::50::6::200", "7::99999999999::3::2", LAYOUT)
+        ),
+        ("ml-1m", {"users": USERS + "4::X::1::10::48067\n"}, "users.dat line 4 is '4::X::1::10::48067'"),
+        ("ml-1m", {"movies": "1193::No genres\n" + MOVIES}, "movies.dat line 1 is '1193::No genres'"),
+        ("ml-1m", {"users": USERS + "7::M::1::10::48067\n"}, "users.dat line 4 has user_id 7 again"),
+        ("ml-1m", {"movies": MOVIES + "9::A::B\n"}, "movies.dat line 4 has movie_id 9 again"),
+        ("ml-1m", {"ratings": RATINGS + "8::50::5::200\n"}, "ratings.dat line 6 has user_id 8, which users.dat"),
+        ("ml-1m", {"ratings": "7::51::5::200\n" + RATINGS}, "ratings.dat line 1 has movie_id 51, which movies.dat"),
+        ("ml-1m", {"ratings": RATINGS + "\0" * 50}, "ratings.dat line 6 is '\\x00"),
+        ("ml-1m", {"ratings": ""}, "ratings.dat is empty"),
+        ("ml-1m", {"ratings": "x" * 500}, "xxx' …;"),
+        ("ml-20m", {"ratings": "userId,movieId,rating\n1,2,3\n"}, ".csv has columns userId, movieId, rating; it must"),
+        ("ml-20m", {"ratings": RATINGS_20M + "7,50,3.0,99\n" * 5000 + "7,50,3.0,x\n"}, "line 5007 has timestamp 'x'"),
+        ("ml-20m", {"ratings": ""}, "ratings.csv has columns none; it must be"),
+        ("ml-20m", {"ratings": HEADER_20M}, "ratings.csv has no line below its header"),
+        ("ml-20m", {"movies": MOVIES_20M + "9,Again,Drama\n"}, "movies.csv line 5 has movieId 9 again; every movieId"),
+        ("ml-20m", {"movies": "movieId,title,genres\n"}, "movies.csv has no line below its header"),
+        ("ml-20m", {"movies": "id,title\n1,2\n"}, "movies.csv has columns id, title; it must be"),
+        ("ml-20m", {"readme": "Summary: this dataset (ml-25m) describes"}, "contains ml-25m, not MovieLens-20M"),
+        ("ml-20m", {"folder": "ml-latest-small/"}, "contains ml-latest-small, not MovieLens-20M"),
+        ("kuairand-pure", {"early": LOG_HEADER, "late": LOG_HEADER}, "has no interactions in log_standard"),
+        ("kuairand-pure", {"late": None}, "no log_standard_4_22_to_5_08_pure.csv; KuaiRand-Pure has log_standard_4_08"),
+        (
+            *("kuairand-pure", {"early": EARLY + "\n" + CLICK * 300 + CLICK.replace("8,20,", "9,20,")}),
+            "line 306 has user_id 9, which",  # counted with the empty line
+        ),
+    ],
+)
+def test_a_wrong_file(tmp_path, name, texts, message):
+    found = error_of(ARCHIVES[name][2], ARCHIVES[name][1](tmp_path / "archive", **texts))
+    assert message in found and len(found) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ml-20m", line_4("7,50,3.5,yesterday"), "ratings.csv line 4 has timestamp 'yesterday'; timestamp is a number"),
+        ("ml-20m", line_4("7,50,3.5"), "ratings.csv line 4 is '7,50,3.5', 3 fields; the header has 4"),
+        ("ml-20m", line_4("7,50,3.7,1"), "line 4 has rating '3.7'; rating is 0.5 to 5 in steps of 0.5"),
+        ("ml-20m", line_4("7,51,3.5,1"), "line 4 has movieId 51, which movies.csv does not list"),
+        ("ml-20m", line_4("100000000,50,3.5,1"), "userId '100000000'; userId is a number of 0 to 99,999,999"),
+        ("ml-20m", line_4("1e2,50,3.5,1"), "line 4 has userId '1e2'"),
+        (
+            "kuairand-pure",
+            ("late", "1651338000000,1", "noon,1"),
+            "4_22_to_5_08_pure.csv line 3 has time_ms 'noon'; time",
+        ),
+        ("kuairand-pure", ("early", "6860,1", "6860,2"), "4_08_to_4_21_pure.csv line 2 has is_click '2';"),
+        ("kuairand-pure", ("late", ",long_view,", ",is_click,"), "with is_click, long_view exactly once"),
+        ("kuairand-pure", ("users", "\n5,", "\n5" + "5" * 3_000_000 + ","), "pure.csv line 4 has more than 1,048,576"),
+        ("kuairand-pure", ("early", "\n", "\r"), "_pure.csv line 1 is no line of a CSV file (new-line character"),
+        ("kuairand-pure", ("late", "3,7,", '3,7"' + "7" * 3_000_000 + ","), "line 3 has more than 1,048,576 bytes"),
+    ],
+)
+def test_a_wrong_line(tmp_path, name, change, message):
+    (texts, write, preprocess), (part, old, new) = ARCHIVES[name], change
+    assert old in texts[part]
+    assert message in error_of(preprocess, write(tmp_path / "archive", **{part: texts[part].replace(old, new)}))
+
+
+def test_the_archive_of_another_version(tmp_path):
+    source = write_tar(tmp_path / "a.tar.gz", files_of())
+    message = "_5_08_1k.csv, user_features_1k.csv; KuaiRand-1K has log_standard_4_08"
+    assert message in error_of(VERSIONS["kuairand-1k"].preprocess, source)
+
+
+def test_what_is_no_archive(tmp_path):
+    assert "does not exist" in error_of(preprocess_movielens, tmp_path / "ml-1m.zip", FileNotFoundError)
+    (tmp_path / "empty").mkdir()
+    assert "found: nothing" in error_of(preprocess_movielens, tmp_path / "empty")
+    for index in range(20):
+        (tmp_path / "empty" / f"{index:02}.txt").touch()
+    assert "07.txt and 12 more" in error_of(preprocess_movielens, tmp_path / "empty")
