@@ -13,9 +13,13 @@ from commons.cli.simulate.lengths import LengthReading
 VALUES = [5, 0, 17, 300]
 
 
-def write(path, text):
-    path.write_text(text)
-    return path.name
+def write(path, content):
+    if isinstance(content, pa.Table):
+        pq.write_table(content, path)
+    elif isinstance(content, np.ndarray):
+        np.save(path, content)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def read(name, column=None, **options):
@@ -144,6 +148,14 @@ FILES = [
     ("deep.jsonl", b"[" * 100_000 + b"\n", [], "deep.jsonl cannot be read"),
     ("text.parquet", b"n\n3\n", [], "text.parquet cannot be read"),
     ("text.npy", b"no", [], "text.npy cannot be read"),
+    ("a.npy", np.array([np.nan]), [], "holds nan in row 1"),
+    ("a.npy", np.ones((2, 2), np.int64), [], "a.npy cannot be read"),
+    ("a.npy", np.zeros(3, [("n", np.int64)]), [], "a.npy cannot be read"),
+    ("a.npy", np.array([-3]), [], "column 'lengths' of a.npy holds -3 in row 1"),
+    ("a.parquet", pa.table({"flags": [True]}), [], "holds True in row 1"),
+    ("a.parquet", pa.table({"d": pa.array([1], pa.date32())}), [], "holds datetime.date(1970, 1, 2) in row 1"),
+    ("a.parquet", pa.table({"nulls": [1, None]}), [], "holds no value in row 2"),
+    ("a.parquet", pa.table({"n": pa.array([2**63], pa.uint64())}), [], "holds 9223372036854775808 in row 1"),
     ("only.csv", b"ID\n1\n2\n3\n", [], "ends in 'id', like an identifier and not a length: count the events"),
     ("spaced.csv", b"user id,n\n1,5\n", ["--column", "user id"], "--group-by 'user id'"),
     ("a.csv", b"user,n\na,5\n", ["--group-by", "nobody"], "has no column 'nobody'; it has user, n"),
@@ -161,27 +173,8 @@ def refused(mistake):
 @pytest.mark.parametrize(("name", "content", "flags", "message"), FILES)
 def test_files_with_mistakes(here, refused, name, content, flags, message):
     if content is not None:
-        (here / name).write_bytes(content)
+        write(here / name, content)
     assert message in refused("--lengths", name, *flags)
-
-
-def test_arrays_and_columns_of_another_kind(here, refused):
-    for values, message in (
-        (np.array([np.nan]), "holds nan in row 1"),
-        (np.ones((2, 2), np.int64), "a.npy cannot be read"),
-        (np.zeros(3, [("n", np.int64)]), "a.npy cannot be read"),
-        (np.array([-3]), "column 'lengths' of a.npy holds -3 in row 1"),
-    ):
-        np.save("a.npy", values)
-        assert message in refused("--lengths", "a.npy")
-    for name, values, message in (
-        ("flags", [True], "holds True in row 1"),
-        ("days", pa.array([1], pa.date32()), "holds datetime.date(1970, 1, 2) in row 1"),
-        ("nulls", [1, None], "holds no value in row 2"),
-        ("large", pa.array([2**63], pa.uint64()), "holds 9223372036854775808 in row 1"),
-    ):
-        pq.write_table(pa.table({name: values}), "a.parquet")
-        assert message in refused("--lengths", "a.parquet")
 
 
 def test_a_file_of_a_folder(here, refused):
@@ -193,8 +186,7 @@ def test_a_file_of_a_folder(here, refused):
         (pa.table({"n": [3, -4]}), "column 'n' of shards/1.parquet holds -4 in row 2"),
         (pa.table({"m": [3]}), "shards has the columns n, m; lengths are in one column"),
     ):
-        path = here / "shards" / "1.parquet"
-        path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
+        write(here / "shards" / "1.parquet", content)
         assert message in refused("--lengths", "shards")
 
 

@@ -19,6 +19,7 @@ from commons.micro_batching import (
     repacking,
 )
 from commons.micro_batching.first_fit import l2_bound
+from tests.helpers.batches.groupings import groupings
 
 ALLOCATORS = (ffd_allocate, kk_allocate, refined_allocate)
 NAMES = ("ffd", "kk", "refined")
@@ -79,20 +80,7 @@ def test_first_fit_is_first_fit_and_refined_takes_no_more_groups_than_plain_diff
         assert max(loads_of(values, plain_karmarkar_karp(values, fewer, equal_size=False))) > capacity
 
 
-def set_partitions(num_rows):
-    """Every way to put rows into groups, as the group of each row."""
-
-    def extend(groups, used):
-        if len(groups) == num_rows:
-            yield groups
-            return
-        for group in range(used + 1):
-            yield from extend([*groups, group], max(used, group + 1))
-
-    yield from extend([0], 1)
-
-
-SET_PARTITIONS = {num_rows: [np.array(each) for each in set_partitions(num_rows)] for num_rows in range(1, 8)}
+GROUPINGS = {num_rows: [np.array(each) for each in groupings(num_rows)] for num_rows in range(1, 8)}
 
 
 @settings(max_examples=100)
@@ -101,7 +89,7 @@ def test_refined_is_the_optimum_of_few_rows(problem):
     values, capacity, min_groups, divisor, equal_size = problem
     weights = np.array(values)
     fewest = math.inf
-    for parts in SET_PARTITIONS[len(values)]:
+    for parts in GROUPINGS[len(values)]:
         number = int(parts.max()) + 1
         sizes = np.bincount(parts)
         fits = all(int(weights[parts == group].sum()) <= capacity for group in range(number))

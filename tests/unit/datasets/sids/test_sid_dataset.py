@@ -102,23 +102,21 @@ class TestParquetHistories:
             ({"item_id": [["a"]]}, "a history is a list of integers"),
             ({"item_id": [[1], None]}, "has nulls"),
             ({"item_id": [[1, None]]}, "has nulls"),
-            ({"item_id": [[1]], "split": ["valid"]}, r"has ['valid']; it must have 'train' and 'test'"),
+            ({"item_id": [[1]], "split": ["valid"]}, r"has \['valid'\]; it must have 'train' and 'test'"),
+            ("hello", "no parquet file"),
         ],
     )
     def test_files_with_mistakes(self, tmp_path, table, message):
-        pq.write_table(pa.table(table), tmp_path / "h.parquet")
-        with pytest.raises(ValueError) as caught:
-            ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
-        assert message in str(caught.value)
+        path = tmp_path / "h.parquet"
+        path.write_text(table) if isinstance(table, str) else pq.write_table(pa.table(table), path)
+        with pytest.raises(ValueError, match=message):
+            ParquetHistories(path, "item_id", "train")
 
     def test_no_file(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="does not exist"):
             ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
         with pytest.raises(IsADirectoryError, match="is a folder; .*: give the file"):  # as `preprocess` writes
             ParquetHistories(tmp_path, "item_id", "train")
-        (tmp_path / "h.parquet").write_text("hello")
-        with pytest.raises(ValueError, match="no parquet file"):
-            ParquetHistories(tmp_path / "h.parquet", "item_id", "train")
 
 
 class TestLoaders:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from commons.micro_batching import padded_allocate
 from commons.perf_model.partitioner import padded_groups
+from tests.helpers.batches.groupings import groupings
 
 WORK = st.lists(st.integers(0, 30), min_size=1, max_size=60)
 
@@ -24,31 +25,16 @@ def rows_of(work, groups):
     return [[work[row] for row in np.flatnonzero(groups == group)] for group in range(max(groups) + 1)]
 
 
-def all_assignments(num_rows, num_groups):
-    """Every way to put rows into at most so many groups, without their names."""
-
-    def extend(prefix, used):
-        if len(prefix) == num_rows:
-            yield prefix
-            return
-        for group in range(min(used + 1, num_groups)):
-            yield from extend([*prefix, group], max(used, group + 1))
-
-    return extend([], 0)
-
-
 @given(work=st.lists(st.integers(0, 12), min_size=1, max_size=6), data=st.data())
 def test_no_grouping_at_all_is_cheaper(work, data):
     num_groups = data.draw(st.integers(1, len(work)))
     found = max(costs_of(work, padded_groups(work, num_groups=num_groups)))
-    best = min(max(costs_of(work, np.array(each))) for each in all_assignments(len(work), num_groups))
+    best = min(max(costs_of(work, np.array(each))) for each in groupings(len(work), num_groups))
     assert found == best
     # As few groups as that cost allows, in any way to put rows into groups.
     fewest = padded_groups(work, max_cost=max(1, found)).max() + 1
     assert fewest == min(
-        max(each) + 1
-        for each in all_assignments(len(work), len(work))
-        if max(costs_of(work, np.array(each))) <= max(1, found)
+        max(each) + 1 for each in groupings(len(work)) if max(costs_of(work, np.array(each))) <= max(1, found)
     )
 
 
