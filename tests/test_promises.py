@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import itertools
 import pickle
 import re
@@ -43,7 +42,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     one_process_of,
     train,
 )
-from tests.helpers.ranks.faults import meet, raised_by
+from tests.helpers.ranks.faults import error_of, meet
 from tests.helpers.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +173,7 @@ def _disagree():
             shuffler = CubicShuffler(options)
             with mock.patch("commons.perf_model.shuffle_plan.ShufflePlan.digest", lambda _, d=digest: d * last):
                 batch = make_batch([1 + 10 * dist.get_rank()], 1, longest=40)
-                said.append(raised_by(functools.partial(shuffler.shuffle, batch)))
+                said.append(error_of(shuffler.shuffle, batch))
             shuffler.close()
     return said, len(sent)
 
@@ -297,7 +296,7 @@ def _mistakes():
         shuffler = CubicShuffler()
         get_workloads = mock.Mock(side_effect=[mistake]) if wrong else shuffler.get_workloads
         with mock.patch.object(shuffler, "get_workloads", get_workloads):
-            said.append(raised_by(functools.partial(shuffler.shuffle, make_batch([1, 2, 3], 3))))
+            said.append(error_of(shuffler.shuffle, make_batch([1, 2, 3], 3)))
         shuffler.close()
     return said
 

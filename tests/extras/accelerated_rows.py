@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from commons.datasets import BudgetBatchSampler
 from commons.datasets.samplers.epoch import ShardedBatchSampler
 from evenrank import BalancedBatchSampler
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
 
 NUM_ROWS = 257
 EPOCHS = 2
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
         "epoch 3": _rows_of_epoch(documented, 3),
         "own epoch 3": _rows_of_epoch(DataLoader(dataset, batch_sampler=own), 3),
         "refused": [
-            raised_by(lambda sampler=sampler: accelerator.prepare(DataLoader(dataset, batch_sampler=sampler)))
+            error_of(lambda sampler=sampler: accelerator.prepare(DataLoader(dataset, batch_sampler=sampler)))
             for sampler in (
                 own,
                 BudgetBatchSampler(workloads, rank=rank, **budget),

@@ -49,7 +49,6 @@ class Kind:
     # Whether the store is lost where the faulty rank hosts it, or in any case for a fault of the host.
     loses_store: bool = False
     store_fault: bool = False  # whether the fault is one of the store's host, beside the ranks
-    stuck_thread: bool = False  # whether a survivor's worker may still run: it is inside C++ because of the fault
 
     @property
     def all_go_on(self) -> bool:

@@ -196,7 +196,7 @@ class _Run:
             return [f"{name} hung" + (f", after it had said: {end.text}" if end.text else "")]
         if end.faulty and expected is None and not kind.all_go_on:
             return []  # it is gone without a word
-        problems = [f"{name} has left the thread {each}" for each in end.threads if not kind.stuck_thread]
+        problems = [f"{name} has left the thread {each}" for each in end.threads]
         if expected is None:
             if end.status or end.text:
                 problems.append(f"{name} ended with status {end.status} instead of going on: {end.text}")

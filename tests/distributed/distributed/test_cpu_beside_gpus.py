@@ -26,9 +26,8 @@ from commons.pipeline import TrainPipelineFactory, balanced
 from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.models.torchrec_model import build_sharded, head_of, make_batch, rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, rows_by_every_call
-from tests.helpers.ranks.faults import my_batch, raised_by
+from tests.helpers.ranks.faults import error_of, my_batch
 from tests.helpers.ranks.on_ranks import of_all, on, on_two_ranks
-from tests.helpers.ranks.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 USES = ("_lazy_init", "current_device", "set_device", "current_stream", "Stream", "Event", "get_device_name")
@@ -78,24 +77,20 @@ def _train(pipeline, calibration):
     return trained
 
 
-def _without_cuda(calibration):
-    rank = dist.get_rank()
+@pytest.mark.parametrize("world_size", [4])
+@on("own_ranks")  # fresh ranks: groups that were connected before would hide a use
+def test_gloo_ranks_train_on_the_cpu(tmp_path):
+    rank, calibration = dist.get_rank(), write_calibration(tmp_path / "c.toml")
     with pretended_gpu():
         if rank == 0:  # its groups count one more, which the members of a subgroup have to settle
             dist.new_group([0], backend="gloo", use_local_synchronization=True)
         pair = dist.new_group([0, 1], backend="gloo")
-        moved = _shuffle(None), rank > 1 or _shuffle(pair)
+        assert _shuffle(None) and (rank > 1 or _shuffle(pair))
         with closing(MeasuredShuffler(ShufflerOptions(calibration=calibration))) as shuffler:
-            said = raised_by(lambda: shuffler.shuffle(my_batch()))
-        return moved, said, [_train(name, calibration) for name in ("none", "native")], rows_by_every_call()
-
-
-def test_gloo_ranks_train_on_the_cpu(tmp_path):
-    with RankPool(4) as pool:  # fresh ranks: groups that were connected before would hide a use
-        answers = pool.run(_without_cuda, write_calibration(tmp_path / "c.toml"))
-        expected = pool.run(rows_by_every_call)
-    for (moved, said, trained, rows), of_rank in zip(answers, expected):
-        assert moved == (True, True) and said == "no error" and trained == [3, 3] and rows == of_rank
+            shuffler.shuffle(my_batch())
+        assert [_train(name, calibration) for name in ("none", "native")] == [3, 3]
+        rows = rows_by_every_call()
+    assert rows == rows_by_every_call()
 
 
 @on("own_two_ranks")  # fresh ranks, as above
@@ -130,7 +125,7 @@ def test_the_default_device_of_a_script_does_not_matter():
             trained += result.sample_id[: result.actual_batch_size].tolist()
         split, moved = split_balanced(rows, 2, work, pad=True), redistribute_balanced(rows, work)
         packed = pack_micro_batches(rows, MicroBatchSpec(max_tokens_per_mb=9), work)
-        error = raised_by(lambda: global_mean_loss(loss, -rank))
+        error = error_of(global_mean_loss, loss, -rank)
         restored = split.restore([each["ids"] for each in split.chunks]).tolist()
         home = moved.send_home(moved.batch)["ids"].tolist()
     assert sorted(of_all(trained)) == [1, 2, 3, 4, 5, 6, 7, 9]

@@ -22,9 +22,8 @@ from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.batches.square_shuffler import my_batch as rich_batch
 from tests.helpers.models.calibrations import MeasuredShuffler, write_calibration
 from tests.helpers.models.sid_models import model_parallel
-from tests.helpers.ranks.faults import my_batch, on_rank, raised_by
-from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
-from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.faults import error_of, my_batch, on_rank
+from tests.helpers.ranks.on_ranks import of_all, on, on_ranks, on_two_ranks
 
 
 class UnawareShuffler(MeasuredShuffler):
@@ -75,7 +74,7 @@ def test_the_gate_is_of_measured_times(calibration):
 def _shuffles(path, kind=MeasuredShuffler):
     """What the first shuffle raises."""
     with closing(kind(ShufflerOptions(calibration=path))) as shuffler:
-        return raised_by(lambda: shuffler.shuffle(my_batch()))
+        return error_of(shuffler.shuffle, my_batch())
 
 
 def _rank_1_reads(path, damage):
@@ -114,26 +113,22 @@ def test_a_calibration_that_does_not_fit_is_refused(calibration, tmp_path):
     assert "UnawareShuffler does not compute its workloads with self.calibrated(task)" in text
 
 
-def _tensor_parallel_costs(path, damage):
-    """DP 2 × TP 2, where rank 1 reads other numbers than its tensor-parallel peer, rank 0."""
-    with model_parallel(2):
-        return _rank_1_reads(path, damage)
-
-
-def _unchanged(load, name):
-    return load(name)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("world_size", [4])
+@on("own_ranks")
 def test_tensor_parallel_peers_need_the_same_calibration(calibration):
-    with RankPool(4) as pool:
-        assert pool.run(_tensor_parallel_costs, calibration, _unchanged) == ["no error"] * 4
-        # Ranks 0 and 2, and 1 and 3, share batches; 0 and 1 are peers.
-        texts = pool.run(_tensor_parallel_costs, calibration, _slower)
-        assert all("calibrations differ: rank 0 has {'per_token'" in text for text in texts[:2])
-        assert all("in shuffle of tensor-parallel peers; all ranks pass the same" in text for text in texts)
-        texts = pool.run(_tensor_parallel_costs, calibration, _missing)
-        assert all("rank 1: calibration" in text and "does not exist" in text for text in texts)
+    """DP 2 × TP 2, where rank 1 reads other numbers than rank 0, its peer; ranks 0 and 2 share batches, and 1 and 3."""
+
+    def text_of(damage):
+        with model_parallel(2):
+            return _rank_1_reads(calibration, damage)
+
+    assert text_of(lambda load, name: load(name)) == "no error"
+    text = text_of(_slower)
+    assert dist.get_rank() > 1 or "calibrations differ: rank 0 has {'per_token'" in text
+    assert "in shuffle of tensor-parallel peers; all ranks pass the same" in text
+    text = text_of(_missing)
+    assert "rank 1: calibration" in text and "does not exist" in text
 
 
 # --------------------------------------------------------------------------------------------------------------- speeds
@@ -209,24 +204,20 @@ def test_a_time_is_of_the_group_of_its_shuffle():
     with closing(SquareShuffler()) as shuffler:
         shuffler.shuffle(rich_batch(0, [2] * 4), own)
         shuffler.report_step_time(1.0, shuffler.last_stats, own)
-        said = raised_by(lambda: shuffler.report_step_time(1.0, shuffler.last_stats))
+        said = error_of(shuffler.report_step_time, 1.0, shuffler.last_stats)
     assert said.startswith("ValueError: the stats have the loads of 1 ranks, and pg_group has 2 ranks; ")
 
 
-def _tensor_parallel(factors):
-    """DP 2 × TP 2: the speeds that each rank sees, where one rank is slow."""
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [4])
+@on("own_ranks")
+def test_tensor_parallel_peers_count_as_the_slowest_of_them():
+    """DP 2 × TP 2: the speeds that each rank sees."""
     from megatron.core import parallel_state
 
     with model_parallel(2), closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
         place = parallel_state.get_data_parallel_rank()
-        for step, factor in enumerate(factors):
-            batch = shuffler.shuffle(rich_batch(step * 7 + place, [16] * 4, max_length=20))
-            report(shuffler, shuffler.last_stats, factor, slow=3)  # its peer is rank 2
-        return shuffler.last_stats.speeds, batch.features.values().tolist()
-
-
-@pytest.mark.slow
-def test_tensor_parallel_peers_count_as_the_slowest_of_them():
-    with RankPool(4) as pool:
-        answers = pool.run(_tensor_parallel, [1.5] * 90)
-    assert {speeds for speeds, _ in answers} == {(1024, 683)}
+        for step in range(90):
+            shuffler.shuffle(rich_batch(step * 7 + place, [16] * 4, max_length=20))
+            report(shuffler, shuffler.last_stats, 1.5, slow=3)  # its peer is rank 2
+        assert shuffler.last_stats.speeds == (1024, 683)

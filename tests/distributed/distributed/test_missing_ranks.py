@@ -27,7 +27,7 @@ from commons.trainer.optimize.updates import FiniteLossGuard
 from tests.faults.rank import be_agent, start_process
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import NAMES_SECONDS, limit_waits, my_batch, on_rank, own_groups, raised_by
+from tests.helpers.ranks.faults import NAMES_SECONDS, error_of, limit_waits, my_batch, on_rank, own_groups
 from tests.helpers.ranks.on_ranks import on
 from tests.helpers.ranks.stopped_ranks import fault, port_of, run_with_fault, wait_for
 
@@ -107,7 +107,7 @@ def _start_without_waiting(folder):
         handles = [shuffler.start_shuffle(my_batch(step)) for step in (1, 2)]
     _die(folder)
     wait_for(lambda: "rank 1 did not" in (folder / "stderr0").read_text(), LIMIT)
-    first, second = (raised_by(handle.has_ended) for handle in reversed(handles))  # which wait for the gather
+    first, second = (error_of(handle.has_ended) for handle in reversed(handles))  # which wait for the gather
     assert first == second
     shuffler.shuffle(my_batch(3))  # it stays broken, and says why
 
@@ -308,10 +308,10 @@ def _fails_after_the_plan(hangs_in_the_call):
         following = shuffler.start_shuffle(my_batch(2)) if dist.get_rank() != 1 else None
         error = torch.OutOfMemoryError("tried to allocate 7 GiB")
         with on_rank(1, mock.patch.object(RowExchange, "_select", side_effect=error)):
-            text = raised_by(lambda: shuffler.finish_shuffle(batch, handle))
+            text = error_of(shuffler.finish_shuffle, batch, handle)
         if following is not None and not hangs_in_the_call:
             assert text == "no error"
-            text = raised_by(following.prepared)
+            text = error_of(following.prepared)
         with contextlib.suppress(RuntimeError):
             shuffler.close()
     return text, made[0].aborted.is_set()
@@ -335,7 +335,7 @@ def test_a_rank_that_fails_alone_is_quoted_by_the_others():
     handle = shuffler.start_shuffle(own := my_batch())
     batch = my_batch(1, rows=5) if dist.get_rank() == 1 else own
     quoted = "" if dist.get_rank() == 1 else "RankMissingError: rank 1 failed in the exchange of step 0: "
-    said = raised_by(lambda: shuffler.finish_shuffle(batch, handle))
+    said = error_of(shuffler.finish_shuffle, batch, handle)
     assert said.startswith(f"{quoted}ValueError: the handle of step 0 was started with"), said
 
 
@@ -349,6 +349,6 @@ def test_ranks_that_wait_in_different_collectives_say_so():
     dist.barrier()
     limit_waits(4.0)
     following = shuffler.start_shuffle(my_batch(1)).prepared if rank == 1 else None
-    text = raised_by(following or (lambda: shuffler.finish_shuffle(batch, handle)))
+    text = error_of(following or (lambda: shuffler.finish_shuffle(batch, handle)))
     said = f"rank {1 - rank} waited in the {places[1 - rank]}, not in the {places[rank]} (ranks [0, 1]); every"
     assert text.startswith(f"RankMissingError: {said} rank must call the shuffler for every step"), text

@@ -30,7 +30,7 @@ from commons.pipeline import windowed_iter
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.ranks.faults import error_of, on_rank, raised_by
+from tests.helpers.ranks.faults import error_of, on_rank
 from tests.helpers.ranks.on_ranks import of_all, on, on_four_ranks, on_ranks, on_two_ranks
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
@@ -231,10 +231,10 @@ def test_mistakes_of_later_batches():
         shuffler.shuffle(my_batch(0, [4] * 4))
         planner = shuffler.engine._session(None)._planner
         with on_rank(1, mock.patch.object(planner, "plan_messages", _fails(MemoryError("no room")))):
-            assert raised_by(lambda: shuffler.shuffle(my_batch(1, [64] * 4))) == NO_ROOM
+            assert error_of(shuffler.shuffle, my_batch(1, [64] * 4)) == NO_ROOM
         if dist.get_rank() == 1:
             shuffler.engine._session(None).next_step()
-        said = raised_by(lambda: shuffler.shuffle(my_batch(2, [4] * 4)))
+        said = error_of(shuffler.shuffle, my_batch(2, [4] * 4))
         assert f"ranks are at steps {[2, 3] + [2] * (dist.get_world_size() - 2)}" in said
 
 
@@ -244,7 +244,7 @@ def test_a_mistake_in_workloads_that_no_plan_needs():
     batch = my_batch(0, [4] * 4)
     with closing(SquareShuffler(ShufflerOptions(mode="off", timeout=PATIENT))) as shuffler:
         with on_rank(1, mock.patch.object(shuffler, "get_workloads", _fails(OSError("no costs")))):
-            said = raised_by(lambda: shuffler.shuffle(batch, return_workloads=True))
+            said = error_of(shuffler.shuffle, batch, return_workloads=True)
         assert said == "RuntimeError: rank 1: OSError: no costs"
         with mock.patch.object(shuffler, "get_workloads", lambda _: torch.tensor([1, 2, 3, -1], dtype=torch.int32)):
             batch.actual_batch_size = 3
@@ -274,7 +274,7 @@ def test_what_no_rank_can_shuffle():
     lengths = torch.full((rows,), 3)
     batch = Unpadded(KeyedJaggedTensor(keys=["a"], values=torch.arange(3 * rows), lengths=lengths, stride=rows))
     with closing(SquareShuffler()) as shuffler:
-        padding, no_batch = (raised_by(lambda each=each: shuffler.shuffle(each)) for each in (batch, [1, 2]))
+        padding, no_batch = (error_of(shuffler.shuffle, each) for each in (batch, [1, 2]))
     assert "ranks [1] would train no row" in padding and "actual_batch_size" in padding
     assert "rank 0: the batch is a list" in no_batch and no_batch.endswith("(and on rank 1)")
 
@@ -285,7 +285,7 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_number():
     with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
         if dist.get_rank() == 3:
             shuffler.get_workloads = lambda batch: torch.full((batch.batch_size,), -1)
-        said = raised_by(lambda: shuffler.shuffle(my_batch(0, [4] * 4)))
+        said = error_of(shuffler.shuffle, my_batch(0, [4] * 4))
     assert "rank 3: workloads[0] is -1" in said if dist.get_rank() % 2 else said == "no error"
 
 
@@ -315,9 +315,9 @@ def test_a_rank_that_has_no_room_for_dispatched_rows():
         return redistribute_balanced(rows, torch.arange(8) * (100 if rank else 1)).batch["ids"].tolist()
 
     with on_rank(1, mock.patch.object(exchange.MessageBuffer, "append", broken)):
-        assert raised_by(move) == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
+        assert error_of(move) == r"RuntimeError: rank 1: MemoryError: no room for \ud800"
     with on_rank(1, mock.patch.object(torch.Tensor, "new_empty", broken)):
-        said = raised_by(move)
+        said = error_of(move)
     assert said.startswith("" if rank == 1 else "RankMissingError: rank 1 failed in the exchange of rows of step")
     assert said.endswith("MemoryError: no room for \ud800" if rank == 1 else r"MemoryError: no room for \ud800")
     assert sorted(of_all(move())) == [other * 100 + row for other in range(size) for row in range(8)]
@@ -327,7 +327,7 @@ def _told(mistakes):
     """What all ranks raise if each has made one of these mistakes."""
     texts = ["" if each is None else json.dumps(describe_error(each)) for each in mistakes]
     with mock.patch.object(errors, "gather_strings", lambda text, gather: texts):
-        return raised_by(lambda: errors.raise_on_all(None, range(len(mistakes)), np.asarray))
+        return error_of(errors.raise_on_all, None, range(len(mistakes)), np.asarray)
 
 
 def test_the_same_mistake_of_many_ranks_is_told_once():

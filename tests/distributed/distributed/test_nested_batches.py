@@ -5,7 +5,6 @@ is flattened, and every row arrives as it was.
 from __future__ import annotations
 
 import collections
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import steps_of
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_ranks
 
 SIZES = [7, 2, 5, 1]
@@ -215,6 +214,6 @@ def test_a_plain_value_that_differs_says_how_it_is_declared():
             shuffler.get_workloads = lambda batch: torch.ones(3, dtype=torch.int64)
             for stamp in stamps:
                 batch = Stamped({"a": torch.ones(3)}, stamp if dist.get_rank() == 1 else 0.0)
-                text = raised_by(functools.partial(shuffler.shuffle, batch))
+                text = error_of(shuffler.shuffle, batch)
         assert said in text and "\n" not in text
         assert "let these values differ between ranks: register_batch_type(Stamped, " in text

@@ -23,7 +23,7 @@ from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 FLOATS = [torch.float32, torch.float16, torch.float64]
@@ -132,7 +132,7 @@ def test_handles_are_used_once_and_on_their_own_batch():
         handle = shuffler.start_shuffle(batch)
 
         def finished_with(other):
-            return raised_by(lambda: shuffler.finish_shuffle(other, handle))
+            return error_of(shuffler.finish_shuffle, other, handle)
 
         other = finished_with(batch.index_select([0, 1]))
         assert "started with a RichBatch of 4 rows" in other and "2 rows" in other
@@ -143,7 +143,7 @@ def test_handles_are_used_once_and_on_their_own_batch():
             assert "and is finished with another one; finish a shuffle with" in finished_with(alike)
         shuffler.finish_shuffle(batch, handle)
         assert "used twice" in finished_with(batch)
-    assert "closed" in raised_by(lambda: shuffler.start_shuffle(batch))
+    assert "closed" in error_of(shuffler.start_shuffle, batch)
 
 
 # ------------------------------------------------------------------------------------------------ end of data

@@ -5,7 +5,6 @@ groups of rows, which end on one rank, in one batch, whichever ranks brought the
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from itertools import chain
 from unittest import mock
@@ -25,7 +24,7 @@ from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-from tests.helpers.ranks.faults import logged, on_rank, raised_by
+from tests.helpers.ranks.faults import error_of, logged, on_rank
 from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 
@@ -128,7 +127,7 @@ def test_verify_notices_damage_on_any_rank(damage, message):
     batch = my_batch(3, [16] * 4, max_length=60 if dist.get_rank() == 0 else 1)
     spoilt = on_rank(1, mock.patch.object(Part, "read", damaged))
     with spoilt, closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
-        assert message in raised_by(lambda: shuffler.shuffle(batch))
+        assert message in error_of(shuffler.shuffle, batch)
         assert damage != "nothing" or shuffler.last_stats.moved
 
 
@@ -170,7 +169,7 @@ def test_what_counts_as_a_token_can_be_said():
     for names, excess in ((None, 7), (["a", "b"], 7), (["b"], 1), (["b", "c"], None)):
         with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
             shuffler.token_feature_names = names
-            said = raised_by(functools.partial(shuffler.shuffle, batch))
+            said = error_of(shuffler.shuffle, batch)
             assert excess is None or shuffler.last_stats.excess_tokens == excess
     assert said.startswith("KeyError: ")
     assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names" in said
@@ -261,5 +260,5 @@ class WrongGroups(CubicShuffler):
 def test_wrong_groups_of_one_rank_are_named_on_all(wrong, said):
     with closing(WrongGroups()) as shuffler:
         shuffler.wrong = wrong
-        text = raised_by(lambda: shuffler.shuffle(make_batch([10, 11, 20], 4)))
+        text = error_of(shuffler.shuffle, make_batch([10, 11, 20], 4))
     assert said in text and len(set(of_all([text]))) == 1

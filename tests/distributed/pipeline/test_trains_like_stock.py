@@ -211,10 +211,9 @@ def _compiled(name: str, build: Callable[[], tuple[Any, Any]]) -> dict[str, torc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(COMPILED))
-def test_compiled_pipelines_train_the_same(two_ranks, name):
+def test_compiled_pipelines_train_the_same(two_ranks, own_two_ranks, name):
     build = build_plain if name == "pt2" else build_sharded
-    with RankPool(2) as own_ranks:
-        compiled = own_ranks.run(_compiled, name, build)
+    compiled = own_two_ranks.run(_compiled, name, build)
     assert largest_difference(compiled[0], two_ranks.run(_stock, "base", build)[0]) < 1e-5
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
 

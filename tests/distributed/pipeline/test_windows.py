@@ -24,7 +24,7 @@ from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, Source, expected_ids
-from tests.helpers.ranks.faults import raised_by
+from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import wait_for
 
@@ -236,7 +236,7 @@ def test_bad_windows_are_refused_on_every_rank(window, kind, text):
         if kind == "torchrec":
             shuffler.get_workloads = lambda batch: torch.ones(2, dtype=torch.int64)
         source = [batch] if kind == "list" else iter([batch])
-        assert text in raised_by(lambda: next(windowed_iter(source, shuffler, own)))
+        assert text in error_of(lambda: next(windowed_iter(source, shuffler, own)))
 
 
 def test_what_is_no_shuffler_is_refused():

@@ -22,8 +22,7 @@ from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import TrainConfig
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import error_of, limit_waits, meet, my_batch
-from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
-from tests.helpers.ranks.rank_pool import RankPool
+from tests.helpers.ranks.on_ranks import on, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
 
@@ -61,14 +60,6 @@ def _of_the_end_of_a_step():
         stop.after_step()
 
 
-def _stays_away(collective):
-    """What rank 0 says; rank 1 waits until it has."""
-    text = error_of(collective)
-    if dist.get_rank() == 0:
-        meet("rank 0 has given up")
-    return text
-
-
 @pytest.mark.parametrize(
     ("collective", "said"),
     [
@@ -80,10 +71,12 @@ def _stays_away(collective):
         ),
     ],
 )
+@on("own_two_ranks", timeout=100)
 def test_a_rank_that_stays_away_from_a_collective_is_named(collective, said):
-    with RankPool(2) as pool:  # of its own: groups with a failed collective are not used again
-        text, _ = pool.run(_stays_away, collective, timeout=100)
-    assert re.match(f"RankMissingError: {said}", text), text
+    text = error_of(collective)
+    if dist.get_rank() == 0:
+        meet("rank 0 has given up")  # until then rank 1 waits
+        assert re.match(f"RankMissingError: {said}", text), text
 
 
 @on_two_ranks

@@ -27,18 +27,13 @@ def my_batch(step: int = 0, rows: int = 6) -> SampleBatch:
     return make_batch(list(range(first, first + rows)), rows, longest=longest)
 
 
-def raised_by(work: Callable[[], Any]) -> str:
-    """Kind and text of what a call raises; "no error" if it returns."""
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Kind and text of what a call raises, "no error" if it returns; in `pool.run(error_of, ...)` the ranks go on."""
     try:
-        work()
+        function(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What `raised_by` says of a call; for `pool.run(error_of, function, ...)`, whose ranks go on."""
-    return raised_by(lambda: function(*args, **kwargs))
 
 
 @contextlib.contextmanager
@@ -95,7 +90,7 @@ def missed(first: Callable[[], Any], then: Callable[[], Any]) -> str:
     text = ""
     if dist.get_rank() == 0:
         limit_waits(0.5)
-        text = raised_by(then)
+        text = error_of(then)
     meet("rank 0 has given up")
     return text
 

@@ -83,12 +83,10 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 5.0, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank and return what each returned.
 
-        All must return within `timeout` seconds, once they have started; after a failure the others have `grace`.
+        All must return within `timeout` seconds, once they have started; after a failure the others have five.
 
         Raises:
             RankFailure: a rank raised, died or did not answer in time.
@@ -97,7 +95,7 @@ class RankPool:
             self._start()
         for rank in self._ranks:
             rank.connection.send((function, args, kwargs))
-        replies, problems = self._collect(timeout, grace)
+        replies, problems = self._collect(timeout)
         if problems:
             self.stop()
             raise RankFailure("\n".join(problems))
@@ -123,7 +121,7 @@ class RankPool:
                 raise RankFailure(f"rank {index} has not started within {_START_SECONDS:.0f} s")
             rank.connection.recv_bytes()
 
-    def _collect(self, timeout: float, grace: float) -> tuple[dict[int, Any], list[str]]:
+    def _collect(self, timeout: float) -> tuple[dict[int, Any], list[str]]:
         replies: dict[int, Any] = {}
         problems: list[str] = []
         deadline = time.monotonic() + timeout
@@ -151,7 +149,7 @@ class RankPool:
                     problems.append(f"rank {index} raised {value[0]}\n{value[1]}")
             if problems and waiting:
                 # Its peers are probably stuck in a collective with the failed rank: give them a moment only.
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, time.monotonic() + 5.0)
         return replies, problems
 
     def stop(self) -> None:
