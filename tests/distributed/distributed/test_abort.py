@@ -33,10 +33,6 @@ from tests.helpers.ranks.stopped_ranks import wait_for
 TIMEOUT = 600.0
 
 
-def _own_batches(count):
-    return models.rank_batches(dist.get_rank(), count, [6])
-
-
 def _gather(shuffler):
     """Waits for a handle; the other rank starts no shuffle."""
     handle = shuffler.start_shuffle(my_batch(1)) if dist.get_rank() == 0 else None
@@ -51,14 +47,14 @@ def _exchange(shuffler):
 
 
 def _window(shuffler):
-    windowed = windowed_iter(_own_batches(6), shuffler, 3)
+    windowed = windowed_iter(rank_batches(dist.get_rank(), 6, [6]), shuffler, 3)
     return lambda: next(windowed)
 
 
 def _pipeline(shuffler):
     model, optimizer = models.build_plain()
     pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
-    batches = _own_batches(6)
+    batches = rank_batches(dist.get_rank(), 6, [6])
     return lambda: pipeline.progress(batches)
 
 

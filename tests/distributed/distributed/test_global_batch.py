@@ -22,7 +22,7 @@ from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import RetrievalConfig
-from tests.helpers.batches.random_batches import random_batch
+from tests.helpers.batches.random_batches import RichBatch, random_batch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import hstu_models
 from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
@@ -34,22 +34,19 @@ META = torch.device("meta")
 @contextlib.contextmanager
 def collectives_counted() -> Iterator[Counter[str]]:
     """Calls of torch.distributed by name."""
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast")
+    calls = {name: mock.Mock(side_effect=getattr(dist, name)) for name in names}
     counter: Counter[str] = Counter()
-
-    def counted(name: str, function: Any) -> Any:
-        return lambda *args, **kwargs: (counter.update([name]), function(*args, **kwargs))[1]
-
-    with contextlib.ExitStack() as stack:
-        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
-            stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
+    with mock.patch.multiple(dist, **calls):
         yield counter
+    counter.update({name: each.call_count for name, each in calls.items() if each.called})
 
 
 # ------------------------------------------------------------------------------------------------ loss terms
 
 
 @dataclass
-class MaskedBatch(BaseBatch):
+class MaskedBatch(RichBatch):
     """Counts in a way of its own."""
 
     def num_loss_tokens(self) -> int:
@@ -58,14 +55,12 @@ class MaskedBatch(BaseBatch):
 
 def _square_batch(kind: str, seed: int, rows: int, real: int) -> BaseBatch:
     rank = dist.get_rank()
-    rich = random_batch(seed * 100 + rank, rows, real, max_length=40 if rank == 0 else 2)
-    fields = {name: getattr(rich, name) for name in ("features", "batch_size", "feature_to_max_seqlen", "labels")}
-    fields["actual_batch_size"] = real
+    batch = random_batch(seed * 100 + rank, rows, real, max_length=40 if rank == 0 else 2)
     if kind == "tensor":
-        fields["labels"] = torch.nn.functional.pad(torch.ones(real, 2, 3), (0, 0, 0, 0, 0, rows - real))
+        batch.labels = torch.nn.functional.pad(torch.ones(real, 2, 3), (0, 0, 0, 0, 0, rows - real))
     if kind == "none":
-        fields["labels"] = None
-    return MaskedBatch(**fields) if kind == "masked" else BaseBatch(**fields)
+        batch.labels = None
+    return MaskedBatch(**vars(batch)) if kind == "masked" else batch
 
 
 UNEVEN = [(8, 8), (8, 3), (5, 5), (7, 1)]

@@ -26,10 +26,6 @@ from tests.helpers.ranks.on_ranks import on
 ROOT = Path(__file__).parents[3]
 
 
-def own_batches(count, sizes=(6,)):
-    return models.rank_batches(dist.get_rank(), count, list(sizes))
-
-
 def _late_on_rank_1(batches):
     """Rank 1's data take longer than the others wait."""
     for index, batch in enumerate(batches):
@@ -49,7 +45,7 @@ def _fails_on_rank_1(batches):
 
 def _behind_a_pipeline(missing):
     """Rank 1 fails, or stays away, in the second window, which a balanced pipeline reads ahead."""
-    source = (_late_on_rank_1 if missing else _fails_on_rank_1)(own_batches(9))
+    source = (_late_on_rank_1 if missing else _fails_on_rank_1)(models.rank_batches(dist.get_rank(), 9, [6]))
     model, optimizer = models.build_plain()
     shuffler = CubicShuffler(ShufflerOptions(timeout=60.0))
     identity = IdentityBalancedBatchShuffler(ShufflerOptions(timeout=60.0))
