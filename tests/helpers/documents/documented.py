@@ -6,6 +6,7 @@ import itertools
 import re
 import shlex
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +17,9 @@ PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
 # Page, heading, and which block under that heading, from 0 on.
 Key: TypeAlias = tuple[str, str, int]
 
-_FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<language>[\w-]*)")
+_HEADING = r"^#+ *(?P<heading>.*)$"
+_FENCED = r"^ *(?P<fence>`{3,}|~{3,})(?P<language>[\w-]*).*\n(?P<text>(?:.*\n)*?)(?: *(?P=fence) *$|\Z)"
+_PART = re.compile(f"{_HEADING}|{_FENCED}", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -35,33 +38,18 @@ class Block:
 def documented_blocks() -> dict[Key, Block]:
     """All blocks of all pages."""
     pages = sorted({page for pattern in PAGES for page in ROOT.glob(pattern)})
-    found = [blocks_in(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")) for page in pages]
-    return {block.key: block for blocks in found for block in blocks}
+    return {block.key: block for page in pages for block in _blocks_of(page)}
 
 
-def blocks_in(page: str, text: str) -> list[Block]:
-    """The blocks of one page.
-
-    Raises:
-        ValueError: a block that never ends.
-    """
-    blocks: list[Block] = []
-    heading, number, opened = "", 0, None
-    inside: list[str] = []
-    for line_number, line in enumerate(text.splitlines(), 1):
-        if opened is None:
-            opened = _FENCE.match(line)
-            if opened is None and line.startswith("#"):
-                heading, number = line.lstrip("#").strip(), 0
-            first, inside = line_number + 1, []
-        elif line.strip() == opened["fence"]:
-            blocks.append(Block((page, heading, number), first, opened["language"], textwrap.dedent("\n".join(inside))))
-            number, opened = number + 1, None
-        else:
-            inside.append(line)
-    if opened is not None:
-        raise ValueError(f"{page}:{first}: a block without an end")
-    return blocks
+def _blocks_of(page: Path) -> Iterator[Block]:
+    name, text, heading, number = page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8"), "", 0
+    for part in _PART.finditer(text):
+        if part["heading"] is not None:
+            heading, number = part["heading"].strip(), 0
+            continue
+        line = text.count("\n", 0, part.start("text")) + 1
+        yield Block((name, heading, number), line, part["language"], textwrap.dedent(part["text"]).removesuffix("\n"))
+        number += 1
 
 
 def is_excerpt(text: str, source: str) -> bool:
