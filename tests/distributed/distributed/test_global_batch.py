@@ -42,9 +42,6 @@ def collectives_counted() -> Iterator[Counter[str]]:
     counter.update({name: each.call_count for name, each in calls.items() if each.called})
 
 
-# ------------------------------------------------------------------------------------------------ loss terms
-
-
 @dataclass
 class MaskedBatch(RichBatch):
     """Counts in a way of its own."""
@@ -160,9 +157,6 @@ def test_steps_of_a_window_know_their_own(window):
             assert known[-1] in (None, int(asked))
     assert cached.global_loss_terms() is None
     assert len(known) == 9 and sum(each is not None for each in known) >= 5
-
-
-# ------------------------------------------------------------------------------------------------ models
 
 
 @pytest.mark.parametrize(("kind", "forward", "asking"), [("ranking", {}, 1), ("retrieval", {"all_gather": 2}, 3)])

@@ -153,9 +153,6 @@ def test_a_mistake_of_one_rank_is_raised_on_all():
                 assert len(set(of_all([text]))) == 1 and global_mean_loss(ONE, 1).item() == 1
 
 
-# ------------------------------------------------------------------------------------------------ the mean, for a log
-
-
 @on_ranks
 def test_means_of_any_numbers_and_of_a_group():
     group = dist.new_group([0, 1])  # all ranks make it, some are no members
@@ -165,9 +162,6 @@ def test_means_of_any_numbers_and_of_a_group():
     means.append(fx.symbolic_trace(of_value)(torch.tensor(mine)))
     assert means == [1 / dist.get_world_size()] * 5
     assert dist.get_rank() > 1 or mean_over_ranks(mine, group) == 0.5
-
-
-# --------------------------------------------------------------------------------------------------------------- traced
 
 
 class Reduction(nn.Module):

@@ -171,9 +171,6 @@ def test_dispatch_names_a_rank_on_a_device_too(tmp_path, fails_before, said):
     assert ended.error.startswith(f"RankMissingError: rank 1 {said}")
 
 
-# ------------------------------------------------------------------------------------------------ a rank stops
-
-
 def _stop(folder):
     """Rank 2 stops before a gather, and goes on when the others look who is missing."""
     shuffler, who_is_missing = _used_shuffler(), FailedChannel.who_is_missing
@@ -201,9 +198,6 @@ def test_a_rank_that_comes_back_while_the_others_look_for_names_is_named(tmp_pat
         said = "RankMissingError: rank 2 reached the gather of step 1 only after the others gave up"
         assert each.error.startswith(said), each.error
         assert "raise ShufflerOptions.timeout" in each.error
-
-
-# ----------------------------------------------------------------------------------------------- the end of the program
 
 
 PROGRAM = """

@@ -192,9 +192,6 @@ def test_padding_that_a_part_of_the_batch_states():
     assert sorted(of_all(values)) == [*[0] * (dist.get_world_size() - 1), 1, 2]
 
 
-# ------------------------------------------------------------------------------------------------------- mistakes
-
-
 @dataclass
 class Stamped:
     """Nothing is declared."""

@@ -28,8 +28,6 @@ from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 FLOATS = [torch.float32, torch.float16, torch.float64]
 
-# ------------------------------------------------------------------------------------------------ conservation
-
 
 def _shuffle(seed, rows, real, options, kwargs):
     batch = my_batch(seed, rows, real, **kwargs)
@@ -102,9 +100,6 @@ def test_samples_are_conserved_and_never_worse(ranks, seed, sizes, options, dtyp
     check(ranks.run(_shuffle, seed, rows, real, options, kwargs), options, padding)
 
 
-# ------------------------------------------------------------------------------------------------ two phases
-
-
 class DirectShuffler(SquareShuffler):
     def get_workloads(self, batch: Any) -> torch.Tensor:
         return batch.features.lengths().view(3, -1).sum(0).to(torch.int64) ** 2 + 10
@@ -144,9 +139,6 @@ def test_handles_are_used_once_and_on_their_own_batch():
         shuffler.finish_shuffle(batch, handle)
         assert "used twice" in finished_with(batch)
     assert "closed" in error_of(shuffler.start_shuffle, batch)
-
-
-# ------------------------------------------------------------------------------------------------ end of data
 
 
 @on_two_ranks

@@ -122,9 +122,6 @@ def test_sharding_needs_a_process_group():
         build_distributed_model(HSTURankingModel(CONFIG), device=CPU)
 
 
-# ---------------------------------------------------------------------------------------------------------- metrics
-
-
 @on_ranks
 def test_auc_is_over_all_ranks_also_those_without_predictions():
     def gathered(scores_by_rank):

@@ -84,8 +84,6 @@ def test_gathered_rows_have_the_gradients_of_all_ranks(counts):
     assert torch.equal(values.grad, torch.full_like(values, size * (size + 1) / 2))
 
 
-# ------------------------------------------------------------------------------------------------ runs from a config
-
 RUN = (
     "--trainer.train-batch-size 5 --trainer.eval-batch-size 3 --trainer.device cpu --trainer.enable-balanced-shuffler "
     "--trainer.log-interval 4 --trainer.eval-interval 4 --trainer.max-eval-iters 2 --trainer.sinks "

@@ -186,9 +186,6 @@ def test_a_hybrid_pipeline_trains_and_evaluates_in_turn():
     assert errors == pytest.approx(all_errors, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ iterators left early
-
-
 class _SlowThread(LookAhead):
     """A loading thread that is scheduled late, on rank 1, where the first iterator ends."""
 

@@ -145,9 +145,6 @@ def test_the_demo(tmp_path):
     assert (tmp_path / "demo/report.png").stat().st_size > 10_000
 
 
-# ------------------------------------------------------------------------------------------------------- equal training
-
-
 STEPS = 8
 
 

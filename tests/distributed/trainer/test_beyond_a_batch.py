@@ -317,9 +317,6 @@ def test_tensor_parallel_peers_draw_the_same_batches():
         assert len(set(seeds)) == 2 // tensor_parallel_size
 
 
-# -------------------------------------------------------------------------------------------------------- what it gains
-
-
 def _table_of(data, run_dir, **changes):
     """The rows of the table at the end, which the first rank prints."""
     args = TrainerArgs(4, 4, run_dir=run_dir, log_interval=1, sinks=[], num_epochs=1, **changes)

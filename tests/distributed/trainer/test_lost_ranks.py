@@ -120,9 +120,6 @@ def test_the_main_thread_says_what_the_worker_knows(tmp_path, collective, group_
     assert work[0].error.startswith("RankMissingError: rank 1 did not take part in the gather of step 1 (ranks [0, 1])")
 
 
-# ------------------------------------------------------------------------------------------- the end of every step
-
-
 @pytest.mark.parametrize("signalled", [[1], []])
 @on_ranks
 def test_all_ranks_stop_after_the_same_step(signalled):
