@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline.experimental_pipelines import EvalPipelineCPUSparse
+from torchrec.distributed.train_pipeline import experimental_pipelines
 from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineBase,
     TrainPipelineSemiSync,
@@ -136,13 +136,6 @@ def test_the_example_trains_the_same_in_every_pipeline_that_traces_it():
             torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=1e-6)
 
 
-class EvalOnHost(EvalPipelineCPUSparse):
-    """Without pinned memory, which torch has on machines with CUDA alone."""
-
-    def _get_or_alloc_pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor)
-
-
 class Bags(nn.Module):
     """That pipeline takes no other kind of embeddings."""
 
@@ -163,6 +156,11 @@ class Bags(nn.Module):
 @on_two_ranks
 def test_what_takes_the_place_of_a_pipeline_with_embeddings_on_the_host():
     """`balanced` refuses it, and names this."""
+
+    class EvalOnHost(experimental_pipelines.EvalPipelineCPUSparse):
+        def _get_or_alloc_pinned(self, name, tensor):  # torch can pin memory on machines with CUDA alone
+            return torch.empty_like(tensor)
+
     model = DistributedModelParallel(Bags(), device=CPU).eval()
     pipelines = [EvalOnHost(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU) for _ in range(2)]
     off = list(losses_of(pipelines[0], own_batches(PaddedHostBatch)))
