@@ -30,7 +30,12 @@ from commons.trainer.observe.times import ForwardTimer
 from commons.trainer.observe.train_log import TrainLog, TrainSummary
 from commons.trainer.optimize.schedule import Schedule
 from commons.trainer.optimize.updates import DeferredOptimizer, FiniteLossGuard, StepUpdate
-from commons.trainer.ranks.collectives import missing_ranks_named, on_all_ranks, on_rank_0
+from commons.trainer.ranks.collectives import (
+    missing_ranks_named,
+    on_all_ranks,
+    on_rank_0,
+    raised_on_all_ranks,
+)
 from commons.trainer.ranks.launch import describe_ranks
 from commons.trainer.ranks.stop import StopSignal, keep_workers
 from commons.trainer.recipe import Recipe
@@ -54,7 +59,8 @@ class TrainingLoop:
                 "streams: choose 'native' or 'none'"
             )
         self._args, self._device = args, device
-        train_loader, eval_loader = recipe.loaders
+        # Data may be missing on one host: the other ranks must not wait for its ranks.
+        train_loader, eval_loader = raised_on_all_ranks(lambda: recipe.loaders, device)
         if dist.get_rank() == 0:
             for line in recipe.notes():
                 make_console(highlight=False).print(line)

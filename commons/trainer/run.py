@@ -19,6 +19,7 @@ from commons.run_log.files import (
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
     TRACKERS_FILE,
+    flat,
     write_whole,
 )
 from commons.trainer.checkpoint.folder import holds_checkpoint
@@ -28,11 +29,23 @@ from commons.trainer.folder_lock import lock_folder, unlock_folder
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe.sinks import require_sinks
 from commons.trainer.observe.train_log import TrainSummary
-from commons.trainer.ranks.collectives import limit_collectives, on_all_ranks, on_rank_0
+from commons.trainer.ranks.collectives import (
+    gather_values,
+    limit_collectives,
+    on_all_ranks,
+    on_rank_0,
+    raised_on_all_ranks,
+)
 from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
+
+# Settings that may differ between ranks: paths, and what a rank does without the others.
+_PER_RANK = (
+    *("run_dir", "overwrite", "sinks", "sink_options.", "profile", "peak_tflops", "shuffler.calibration"),
+    *("ckpt_keep", "ckpt_save_dir", "ckpt_load_dir"),
+)
 
 
 def train_as_rank(recipe_class: type[Recipe], *, prog: str, description: str | None) -> TrainSummary:
@@ -73,6 +86,7 @@ def train(
     device = initialize_ranks(args.device, ranks=ranks)
     if not joined:
         limit_collectives(args.shuffler.timeout)
+    _require_equal_settings(args, device)
     recipe = recipe_class(config, device)
     recipe.prepare_ranks()
     try:
@@ -96,6 +110,20 @@ def run_training(recipe: Recipe) -> TrainSummary:
     return TrainingLoop(recipe, on_start=lambda: replace_run(recipe.config)).run()
 
 
+def _require_equal_settings(args: TrainerArgs, device: torch.device) -> None:
+    """Raise ValueError on all ranks if their settings of the trainer differ: they would wait for one another."""
+    own = {name: repr(value) for name, value in flat(dataclasses.asdict(args)) if not name.startswith(_PER_RANK)}
+    own["ckpt_load_dir given"] = repr(bool(args.ckpt_load_dir))
+    first, *others = gather_values(own, device)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise ValueError(
+                    f"trainer.{name} is {value} on rank 0 and {other.get(name)} on rank {rank}; all ranks train one "
+                    "run: start every rank with the same config and flags"
+                )
+
+
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:
     """Lock the run folder for this process and, with `logs_to_file`, log there; called on all ranks together.
 
@@ -107,7 +135,7 @@ def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) ->
         ImportError: a sink's library is not installed.
     """
     args = config.trainer
-    require_sinks(args.sinks)
+    raised_on_all_ranks(lambda: require_sinks(args.sinks), device)
     on_rank_0(lambda: _claim_folder(config), device)
     if logs_to_file:
         # A run that torchrun starts again keeps the traceback of its failure.

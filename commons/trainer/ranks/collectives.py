@@ -114,6 +114,22 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
     return cast(R, result)
 
 
+def raised_on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
+    """Call a function on every rank and return this rank's result; a collective call, as `on_all_ranks`.
+
+    Raises:
+        ValueError: on a rank that has not failed, with the error of the first rank that has failed.
+        Exception: on a rank that has failed, its own error.
+    """
+    result, error = capture_error(work)
+    rank, problem = first_text("" if error is None else f"{type(error).__name__}: {error}", device)
+    if error is not None:
+        raise error
+    if problem:
+        raise ValueError(f"rank {rank}: {problem}")
+    return cast(R, result)
+
+
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     """Call a function on rank 0 only and return its JSON-ready result on all ranks; errors as `on_all_ranks`."""
     return gather_values(on_all_ranks(lambda: work() if dist.get_rank() == 0 else None, device), device)[0]

@@ -21,7 +21,7 @@ from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config
 from commons.trainer.folder_lock import lock_folder, unlock_folder
 from commons.trainer.ranks import errors
-from commons.trainer.run import open_run_folder, run_training
+from commons.trainer.run import open_run_folder, run_training, train
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.run_folders import lines
@@ -126,6 +126,22 @@ def test_a_folder_of_a_run_in_progress_is_refused(two_ranks, tmp_path):
     assert said[0] == said[1] and f"another run is writing to run_dir {tmp_path / 'run'}; " in said[0]
     unlock_folder(tmp_path / "run")
     assert two_ranks.run(command, "--trainer.run-dir", str(tmp_path / "run"))[0]["steps"] == 6
+
+
+def train_with(run_dir, flags):
+    """A run in which each rank has flags of its own."""
+    config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", run_dir, *flags[dist.get_rank()]])
+    return train(HSTURecipe, config).steps
+
+
+def test_a_mistake_on_one_rank_is_raised_on_every_rank(two_ranks, tmp_path):
+    other = (["--trainer.seed", "1"], ["--trainer.seed", "2"])
+    said = two_ranks.run(error_of, train_with, str(tmp_path), other)
+    assert said[0] == said[1] and said[0].startswith("ValueError: trainer.seed is 1 on rank 0 and 2 on rank 1; ")
+    missing = ([], ["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", str(tmp_path / "none")])
+    said = two_ranks.run(error_of, train_with, str(tmp_path), missing)
+    assert said[1].startswith(f"FileNotFoundError: {tmp_path / 'none'}")
+    assert said[0] == f"ValueError: rank 1: {said[1]}"
 
 
 @dataclass(frozen=True)
