@@ -78,9 +78,11 @@ class EventColumns:
         ):
             missing = [name for name in names if name not in found]
             if missing:
+                is_condition = part == "actions" and any(set("=<>") & set(str(name)) for name in missing)
+                remedy = 'write a condition like "event == buy"' if is_condition else "correct the name"
                 raise ValueError(
                     f"columns.{part} has {', '.join(map(repr, missing))}; {where} has the columns {', '.join(found)}: "
-                    "correct the name"
+                    f"{remedy}"
                 )
         if self.item in (self.user, *(self.context or ())):
             raise ValueError(

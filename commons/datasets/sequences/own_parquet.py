@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import logging
 import os
 from collections.abc import Collection
 from functools import partial
@@ -29,6 +30,8 @@ from commons.datasets.sequences.event_store import EventStore, plain_array, sql_
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
 from commons.datasets.sequences.source_files import find_parquet, read_columns
 from commons.datasets.sequences.writer import SequenceSource, preprocess
+
+logger = logging.getLogger(__name__)
 
 DATASET_NAME = "parquet"
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
@@ -110,6 +113,7 @@ def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSou
             raise ValueError(f"{source} has no {name} in any row; a data set needs some: give other files")
         if len(found) >= 2**31:
             raise ValueError(f"{source} has {len(found):,} {name}; ids have 31 bits: keep fewer of them")
+    _warn_of_unused_actions(columns.actions or (), store, source)
     latest = store.latest(list(files.context.values())) if files.context else {}
     schema = _schema_of(columns, columns, files.timestamps_per_second)
     return SequenceSource(
@@ -122,6 +126,18 @@ def _read(columns: EventColumns, source: Path, store: EventStore) -> SequenceSou
         generated=False,
         options={"columns": dataclasses.asdict(columns), "timestamps_per_second": files.timestamps_per_second},
     )
+
+
+def _warn_of_unused_actions(actions: Collection[str], store: EventStore, source: Path) -> None:
+    """Log the actions that no event has, such as a condition with a misspelt value."""
+    bits = store.query("SELECT coalesce(bit_or(action), 0)::INTEGER AS bits FROM events")["bits"][0].as_py()
+    unused = [action for bit, action in enumerate(actions) if not bits & (1 << bit)]
+    if unused:
+        logger.warning(
+            "no event of %s has the action %s; its label is 0 in every row: correct it, if it is misspelt",
+            source,
+            " or ".join(map(repr, unused)),
+        )
 
 
 class EventFiles:

@@ -21,6 +21,15 @@ def error_of(source, columns=COLUMNS, kind=ValueError):
     return str(caught.value)
 
 
+def test_an_action_that_no_event_has_is_logged(tmp_path, caplog):
+    source = write(tmp_path / "events.parquet")
+    actions = ("stars >= 1", "gender == male", "stars > 100")
+    preprocess_parquet(EventColumns("uid", "iid", "ts", actions=actions), source, tmp_path / "output")
+    assert [each.getMessage().split("; ")[0] for each in caplog.records] == [
+        f"no event of {source} has the action 'gender == male' or 'stars > 100'"
+    ]
+
+
 LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
 
 
@@ -33,6 +42,11 @@ LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
         (EventColumns("uid", "iid", "time"), {}, "columns.time has 'time'; "),
         (EventColumns("uid", "iid", "ts", actions=("clik",)), {}, "has the columns uid, iid, ts, click, stars, gender"),
         (EventColumns("uid", "iid", "ts", actions=("star > 1",)), {}, "columns.actions has 'star'; "),
+        (
+            EventColumns("uid", "iid", "ts", actions=("stars = 4",)),
+            {},
+            'gender: write a condition like "event == buy"',
+        ),
         (EventColumns("uid", "iid", "ts", actions=("click",) * 2), {}, "has 2 entries, 1 of them different"),
         (EventColumns("uid", "iid", "ts", actions=tuple(map(str, range(16)))), {}, "16 entries"),
         (EventColumns("uid", "iid", "ts", actions=("iid",)), {}, "column 'iid' of"),
