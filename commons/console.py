@@ -119,15 +119,18 @@ def parser_error(text: str) -> str:
     >>> box = "╭─ Unrecognized options ─╮\\n│ Unrecognized options: --rank │\\n│ ──── │\\n│ Perhaps you meant: │\\n"
     >>> parser_error(box + "│ --ranks [INT [INT ...]] │\\n│ Numbers of ranks. │\\n│ in evenrank --help │\\n╰──╯")
     'Unrecognized options: --rank; perhaps you meant --ranks'
+    >>> parser_error("╭─ Invalid choice ─╮\\n│ invalid choice 'gpt' for argument '--task'. │\\n╰──╯")
+    "Invalid choice: 'gpt' for argument '--task'."
 
     """
     line = one_line(text).split("; For full helptext")[0]
     line = re.sub(r"^Value error[:;] ", "", line)
     line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # tyro's name for what has no name, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
-    line = re.sub(r"^(Unrecognized options)[:;] \1:", r"\1:", line)
+    line = re.sub(r"^(Unrecognized options|Invalid choice)[:;] \1:?", r"\1:", line, flags=re.IGNORECASE)
     error, _, suggestions = line.partition("; Perhaps you meant: ")
-    names = dict.fromkeys(re.findall(r"--[\w.-]+(?= [\[{A-Z])", suggestions))  # without the help that follows each name
+    # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
+    names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --[\w.-]+)?(?= [\[{A-Z])", suggestions))
     return f"{error}; perhaps you meant {' or '.join(names)}" if names else line
 
 

@@ -78,7 +78,7 @@ def test_a_program_gets_its_arguments(monkeypatch):
         (measure, ["--rows", "0"], "--rows is 0; it must be an integer of at least 1"),
         (measure, ["--ranks", "8", "1"], "--ranks is 1; it must be an integer of at least 2"),
         (measure, ["--warmup", "-1"], "--warmup is -1; it must be an integer of at least 0"),
-        (measure, ["--device", "tpu"], "invalid choice 'tpu'"),
+        (measure, ["--device", "tpu"], "Invalid choice: 'tpu'"),
         (measure, ["--link.link-gbit", "0"], "link_gbit is 0; rates are above 0"),
         (Args, ["--seeds", "1", "-2"], "--seeds is -2; it must be an integer of at least 0"),
         (Args, ["--width", "3"], "width is 3; it must be even: correct it"),

@@ -178,11 +178,11 @@ def _saving(shuffle: Mapping[str, float]) -> str:
 
     >>> loads = {"largest_load_before": 100.0, "largest_load_after": 79.0}
     >>> _saving({**loads, "predicted_saving_ms": 80.0, "measured_saving_ms": 76.2})
-    '21.0 %, predicted 80.0 ms, measured 76.2 ms per step'
+    '21.0%, predicted 80.0 ms, measured 76.2 ms per step'
     """
     # Means over all steps: in a window, before and after cover different rows, so single steps do not compare.
     before, after = shuffle["largest_load_before"], shuffle["largest_load_after"]
-    parts = [f"{100 * (1 - after / before) if before else 0.0:.1f} %"]
+    parts = [f"{100 * (1 - after / before) if before else 0.0:.1f}%"]
     for kind in ("predicted", "measured"):
         if f"{kind}_saving_ms" in shuffle:
             parts.append(f"{kind} {shuffle[f'{kind}_saving_ms']:.1f} ms")

@@ -356,5 +356,5 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     assert report.gain.work == pytest.approx(before / after) and report.gain.work > 1.02
     assert "Reading the rows by their work makes the slowest rank" in advice_of(report)
     shown = dict(tables[0])
-    assert shown["largest load saved"].startswith(f"{100 * (1 - after / before):.1f} %")
+    assert shown["largest load saved"].startswith(f"{100 * (1 - after / before):.1f}%")
     assert not shown["imbalance (max ÷ mean − 1)"].startswith("0.0%") and "tokens moved" not in shown
