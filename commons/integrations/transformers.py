@@ -54,8 +54,8 @@ def balanced(
 
     Raises:
         TypeError, ValueError: when training begins, before its first step: a data set without a length, lengths that
-            are missing or differ from the rows, a model whose cost is unknown, a loss that is not divided by the
-            number of items on all ranks.
+            are missing or differ from the rows, a `cost` that does not return a workload per row, a model whose cost
+            is unknown, a loss that is not divided by the number of items on all ranks.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer is a {type(trainer).__name__}; it must be a transformers.Trainer: make one first")
@@ -65,6 +65,8 @@ def balanced(
             f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which balancing needs: install "
             "4.48 or newer"
         )
+    if not (cost is None or callable(cost)):
+        raise TypeError(f"cost is a {type(cost).__name__}; it must be a function from lengths to workloads: pass one")
     window = as_count(window, "window", 1)
     trainer.get_train_dataloader = partial(_loader, trainer, lengths, cost, padded, window)
     return trainer
@@ -105,7 +107,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     if pads:
         _require_counted_loss(trainer)
     tokens = as_int64_workloads(_lengths(trainer) if lengths is None else lengths, "lengths", len(dataset))
-    cost = cost or model_cost(trainer.accelerator.unwrap_model(trainer.model))
+    cost = partial(_costs, cost or model_cost(trainer.accelerator.unwrap_model(trainer.model)))
     batch_size = trainer._train_batch_size  # not that of args: auto_find_batch_size lowers it
     sampler = BalancedBatchSampler(
         cost(tokens) if pads else _costs_of_packed(dataset, tokens, cost),
@@ -237,6 +239,11 @@ def _lengths(trainer: Trainer) -> list[int]:
     rows = dataset[name] if name in columns else (dataset[row][name] for row in range(len(dataset)))
     with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
         return [bar.update() or len(row) for row in rows]
+
+
+def _costs(cost: Cost, lengths: np.ndarray) -> np.ndarray:
+    """The workloads of rows of these lengths, int64; ValueError unless `cost` returns one for each."""
+    return as_int64_workloads(cost(lengths), "cost(lengths)", len(lengths))
 
 
 def _costs_of_packed(dataset: Any, tokens: np.ndarray, cost: Cost) -> Any:

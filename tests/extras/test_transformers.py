@@ -252,6 +252,10 @@ def test_a_data_set_is_read_by_its_length(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
     trainer = Trainer(model=make_model(), args=arguments, train_dataset=Endless(), data_collator=pad)
     assert len(balanced(trainer).get_train_dataloader()) == 10
+    with pytest.raises(ValueError, match=r"cost\(lengths\) has 1 entries, there are 20 rows; one per row is needed"):
+        balanced(trainer, cost=lambda lengths: lengths[:1]).get_train_dataloader()
+    with pytest.raises(TypeError, match="cost is a int; it must be a function from lengths to workloads: pass one"):
+        balanced(trainer, cost=3)
 
 
 def test_bad_input_ends_before_the_first_step(of_ranks):
