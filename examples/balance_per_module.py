@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commons.checks import require_at_least
 from commons.console import print_summary
 from commons.dispatch import redistribute_balanced
 from commons.distributed import global_mean_loss
@@ -42,8 +43,12 @@ class Config:
 
     rows: int = 16  # samples per rank and step
     patches: int = 2048  # most patches of an image
-    steps: int = 12  # steps to train
+    steps: int = 12  # steps to train; the first step is not timed
     seed: int = 0  # seed of samples and weights
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("patches", 1), ("steps", 2)):
+            require_at_least(name, getattr(self, name), least)
 
 
 class Encoder(nn.Module):

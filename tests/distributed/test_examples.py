@@ -52,6 +52,12 @@ def test_balance_per_module():
     assert first != last and 3 < first < 4.5  # ln 32 is 3.47
 
 
+def test_balance_per_module_needs_a_timed_step(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["balance_per_module.py", "--steps", "1"])
+    with pytest.raises(ValueError, match="steps is 1"):
+        runpy.run_path(str(ROOT / "examples/balance_per_module.py"))["main"]()
+
+
 @pytest.mark.slow
 def test_torchrec_dlrm_outside_the_checkout(tmp_path):
     script = tmp_path / "train.py"
