@@ -75,10 +75,6 @@ class TestPreprocess:
             2: ([], {"gender": "m"}),  # a real user without events
             3: ([("x", 3, 5), ("z", 1, 6), ("y", 0, 7)], {"gender": "f"}),
         }
-        # No condition holds for a null, and only != for NaN.
-        columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4", "stars != 4"))
-        path = stored(tmp_path, columns, stars=pa.array([float("nan"), 4.0, None, 1.0, 3.0]), uid=[1] * 5)
-        assert [action for _, action, _ in rows_of(path)[1][0]] == [2, 1, 0, 2, 2]
         # Without times lists are in order, and rows of a user follow one another.
         rows = rows_of(stored(tmp_path, EventColumns("uid", "iid"), table))
         assert rows[3] == ([("x", 0, 0), ("y", 0, 0), ("z", 0, 0)], {})

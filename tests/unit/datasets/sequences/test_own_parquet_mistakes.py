@@ -173,8 +173,6 @@ def test_columns_named_as_duckdb_s_counters(tmp_path):
     """A column "filename" is no file's name in a message, and one "file_row_number" no row's number."""
     source = write(tmp_path / "events.parquet", filename=list("abcde"), file_row_number=list("abcde"), click=[2] * 5)
     assert f"column 'click' of {source} has 2; an action is 0 or 1" in error_of(source)
-    write(source, filename=list("abcde"), file_row_number=list("abcde"))
-    preprocess_parquet(EventColumns("uid", "iid", "ts"), source, tmp_path / "data")
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log-2024.01.csv", "log.v2.CSV"])

@@ -1,5 +1,6 @@
 """Batches from the columnar files: equal to a slow assembly, read lazily, sharded, through a DataLoader."""
 
+import itertools
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -241,3 +243,39 @@ class TestDataLoader:
 
         with pytest.raises(ValueError, match="dataset_path is not set"):
             get_data_loader("ml-1m", batch_size=2, max_history_seqlen=4)
+
+
+# Times of items: seconds of the same items, last among the features, neither tokens nor ids.
+
+
+def times_of(with_times, without):
+    """The times of each row; all else is as it is in the batch without them."""
+    rows = _per_row(with_times)
+    times = [row.pop("timestamp") for row in rows]
+    assert rows == _per_row(without) and with_times.features.keys() == [*without.features.keys(), "timestamp"]
+    assert [len(each) for each in times] == [len(row[without.item_feature_name]) for row in rows]
+    assert with_times.features.values().dtype == torch.int64
+    assert with_times.contextual_feature_names == without.contextual_feature_names
+    longest = without.feature_to_max_seqlen
+    assert with_times.feature_to_max_seqlen == longest | {"timestamp": longest[without.item_feature_name]}
+    for counted, expected in zip(with_times.sequence_lengths(), without.sequence_lengths()):
+        assert torch.equal(counted, expected) if expected is not None else counted is None
+    return times
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_else_is_as_it_is_without_times(generated, workers):
+    options = {"max_history_seqlen": 2, "max_num_candidates": 1, "shuffle": True, "num_workers": workers}
+    with_times, without = (_loader(generated, timestamps=wanted, **options) for wanted in (True, False))
+    for batches in zip(with_times, without):
+        times_of(*batches)
+    assert with_times.dataset.vocabulary_sizes == without.dataset.vocabulary_sizes
+    assert with_times.dataset.max_sequence_length == without.dataset.max_sequence_length
+
+
+def test_times_of_random_data_rise_within_a_row():
+    options = {"batch_size": 9, "max_history_seqlen": 30, "num_batches": 3, "max_num_candidates": 2}
+    loaders = [get_data_loader("random", **options, timestamps=wanted) for wanted in (True, False)]
+    for times in itertools.chain(*(times_of(*batches) for batches in zip(*loaders))):
+        assert sorted(set(times)) == times and min(times, default=946_684_801) > 946_684_800
+    assert "timestamp" not in loaders[0].dataset.vocabulary_sizes
