@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import functools
-
 import numpy as np
-=======
->>>>>>> a4b4dd7e (Tests: one name for what a call raises, and ranks of a test's own check themselves)
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,19 +102,12 @@ def test_a_rank_receives_its_share_and_no_more():
 
 @on("own_two_ranks")
 def test_a_rank_that_does_not_take_part_is_named():
-<<<<<<< HEAD
-    first = functools.partial(scatter_wide_rows, 4, 2)
-    then = functools.partial(scatter_balanced, dense([1, 2]), [1, 2], timeout=np.float32(0.5))
-    with RankPool(2) as pool:
-        message, _ = pool.run(missed, first, then)
-    assert message.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")
-    assert "all ranks make the same calls" in message and "Shuffler" not in message
-=======
-    said = missed(lambda: scatter_wide_rows(4, 2), lambda: scatter_balanced(dense([1, 2]), [1, 2], timeout=0.5))
+    said = missed(
+        lambda: scatter_wide_rows(4, 2), lambda: scatter_balanced(dense([1, 2]), [1, 2], timeout=np.float32(0.5))
+    )
     if dist.get_rank() == 0:
         assert said.startswith("RankMissingError: rank 1 did not take part in the scatter_balanced of step 1")
         assert "all ranks make the same calls" in said and "Shuffler" not in said
->>>>>>> a4b4dd7e (Tests: one name for what a call raises, and ranks of a test's own check themselves)
 
 
 @pytest.mark.parametrize("pad", [False, True])

@@ -16,6 +16,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import evenrank
+from benchmarks.shared.plain import plain_karmarkar_karp
 from tests.helpers.documents.documented import documented_blocks
 from tests.helpers.documents.documented_names import Run
 from tests.helpers.models.hstu_models import random_batch
@@ -129,9 +130,19 @@ def with_labels(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rows | {"labels": torch.where(rows["attention_mask"] != 0, rows["input_ids"], -100)}
 
 
-def _labels_have_the_mask(batch: dict[str, torch.Tensor]) -> None:
-    """That the loss is the same then: tests/distributed/dispatch/test_widened_labels.py."""
-    assert torch.equal((batch["labels"] != -100).long(), batch["attention_mask"])
+def same_loss(dealt: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]]) -> None:
+    """Hugging Face's loss of what the ranks were dealt, over as many labels, is that of the rows as they were."""
+
+    def loss_and_labels(rows: dict[str, torch.Tensor]) -> tuple[float, int]:
+        logits = torch.rand(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[rows["input_ids"]]
+        labels = rows["labels"][:, 1:].flatten()
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+        return float(loss), int((rows["labels"] != -100).sum())
+
+    (losses, labels), (of_plain, labels_of_plain) = (
+        map(sum, zip(*of_all([loss_and_labels(rows) for rows in each]))) for each in (dealt, plain)
+    )
+    assert labels == labels_of_plain > 0 and abs(losses - of_plain) < 1e-9 * of_plain
 
 
 def padded_rows() -> dict[str, Any]:
@@ -168,7 +179,8 @@ def results_came_home() -> Run:
     assert names["moved"].num_moved > 0
     for batch in (names["share"].batch, names["moved"].batch):
         assert batch["input_ids"].shape[1] == int(batch["attention_mask"].sum(1).max())
-        _labels_have_the_mask(batch)
+    same_loss([names["share"].batch], [] if names["batch_or_none"] is None else [names["batch_or_none"]])
+    same_loss([names["moved"].batch], [names["rollouts"]])
 
 
 def gradients_are_those_of_rows_that_stay() -> Run:
@@ -246,19 +258,22 @@ def rows_to_pack() -> dict[str, Any]:
 
 
 def padded_groups_hold_every_row() -> Run:
-    """Every row is in one group; no group exceeds its cost, or there are as many as were asked for."""
+    """Every row is in one group; no group exceeds its cost, and rows dealt in turn would cost as much or more."""
     names = yield rows_to_pack()
-    lengths = names["lengths"].tolist()
+    lengths, work = names["lengths"].tolist(), names["task"].get_workloads(names["lengths"]).tolist()
     for groups in (names["groups"], names["work"]):
         assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert max(len(group) * max(lengths[row] for row in group) for group in names["groups"]) <= 16384
-    assert len(names["work"]) == 2
+    costliest = max(len(group) * max(work[row] for row in group) for group in names["work"])
+    in_turn = [work[begin::2] for begin in range(2)]
+    assert len(names["work"]) == 2 and costliest <= max(len(rows) * max(rows) for rows in in_turn)
 
 
 def even_by_index() -> Run:
     """The gradient is that of all rows, scores are back where their rows are, and both ranks know how even it was."""
     names = yield rows_to_pack()
     _gradient_is_of_all_rows(names)
+    same_loss(list(names["micro_batches"]), [names["batch"]])
     assert names["scores"].tolist() == score_rows(names["batch"]).tolist()
     assert max(names["micro_batches"].num_tokens) <= 16384
     assert len(names["evenness"]) == len(names["micro_batches"]) and min(names["evenness"]) >= 1
@@ -285,10 +300,12 @@ def partitions_are_even() -> Run:
     lengths = [int(3 + 1.25**row) for row in range(32)]
     batch = TensorDict(token_rows(lengths, seed=1), batch_size=[32])
     names = yield {"batch": batch, "uids": [f"prompt-{row % 16}" for row in range(32)], "critic": score_rows}
-    # Every row is in one part, and answers to one prompt share a chunk.
-    chunks = names["chunks"]
+    # Every row is in one part, none above plain differencing's largest, and answers to one prompt share a chunk.
+    workloads, plan, chunks = names["workloads"].tolist(), names["plan"], names["chunks"]
     assert sorted(row for part in names["partitions"] for row in part) == list(range(32))
     assert {len(part) for part in names["partitions"]} == {4}
+    plain = plain_karmarkar_karp(workloads, 8, equal_size=True)
+    assert plan.loads.max() <= max(sum(workloads[row] for row in part) for part in plain)
     assert "32 samples in 8 parts" in names["printed"] and "× the bound" in names["printed"]
     assert sorted(names["global_idx"].tolist()) == list(range(32)) and len(chunks) == 8
     prompts = [{names["uids"][row] for row in rows.tolist()} for rows in chunks.indices]
@@ -336,9 +353,9 @@ def rewards_came_home() -> Run:
     """Long ones on rank 0, short ones on rank 1."""
     lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()]
     names = yield {"rollouts": with_labels(token_rows(lengths, seed=1)), "reward_model": score_rows}
-    # In the order of the rank's own rows, after some have moved.
+    # In the order of the rank's own rows, after some have moved; and what was dealt out trains as they do.
     assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
-    _labels_have_the_mask(names["moved"].batch)
+    same_loss([names["moved"].batch], [names["rollouts"]])
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
 
 

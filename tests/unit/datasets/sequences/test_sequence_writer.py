@@ -1,9 +1,11 @@
-"""Data sets are the same on every machine, a full disk is named, and Ctrl-C ends a query."""
+"""Data sets appear whole or not at all, are the same on every machine, and a full disk is named."""
 
 import errno
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -13,9 +15,55 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.raw_data.movielens import generate_movielens_20m
+from commons.datasets.public.movielens import preprocess_movielens_20m
 from commons.datasets.sequences import event_store
 from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sequences.own_parquet import preprocess_parquet
+
+_STOPS_BEFORE_THE_MANIFEST = """
+import sys, time
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.public.movielens import preprocess_movielens_20m
+
+def wait(*arguments):
+    print("shards are written", flush=True)
+    time.sleep(60)
+
+sequence_writer._Writer.finish = wait
+preprocess_movielens_20m(*sys.argv[1:])
+"""
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_preprocessing_that_is_ended_leaves_no_half_data_set_and_starts_again(tmp_path, stop):
+    source, output = tmp_path / "ml-20m", tmp_path / "data"
+    generate_movielens_20m(source, num_users=60)
+    preprocess_movielens_20m(source, output, seed=1)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STOPS_BEFORE_THE_MANIFEST, str(source), str(output)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "shards are written\n"
+        assert list((output / ".ml-20m.parquet.unfinished").glob("*.parquet"))
+        process.send_signal(stop)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    if stop == signal.SIGINT:
+        assert [entry.name for entry in output.iterdir()] == ["ml-20m.parquet"]
+    assert {path: path.read_bytes() for path in (output / "ml-20m.parquet").rglob("*") if path.is_file()} == before
+    preprocess_movielens_20m(source, output, seed=2)
+    assert [entry.name for entry in output.iterdir()] == ["ml-20m.parquet"]
+    assert SequenceFile(output, "ml-20m", []).metadata.options["seed"] == 2
+
 
 COLUMNS = EventColumns("uid", "iid", "ts", "s", ("like",))
 
