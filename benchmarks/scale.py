@@ -215,7 +215,7 @@ def _page_of_batches(played: Played, with_options: Played, keys: int, link: Link
     for size, goal in ((4096, 20), (16384, 100)):
         of_size = [_total_ms(each, link) for key, each in played.items() if key[:2] == (size, keys)]
         if of_size:
-            page.target_of_cases(f"gather and computed, {size:,} ranks", goal, of_size, " ms")
+            page.at_most(f"gather and computed, {size:,} ranks", goal, of_size, " ms")
     _note_bytes(page, [each for key, each in played.items() if key[1] == keys])
     before, plans, resources = [], [], []
     for (size, of_keys, kind), each in played.items():
@@ -279,7 +279,7 @@ def _note_bytes(page: Page, played: list[OneRank]) -> None:
         if own := moved.sent[size // 2]:
             ratios.append(each.sent_bytes / own)
         fewer.append(moved.everything / size * (size - 1) / max(moved.sent.mean(), 1))
-    page.target_of_cases("bytes sent", 1.05, ratios, " × moved rows")
+    page.at_most("bytes sent", 1.05, ratios, " × moved rows")
     reached = f"{min(fewer):,.0f} to {max(fewer):,.0f}×"
     page.target("bytes sent, beside gathering every row on every rank", "≥ 5× fewer", reached, min(fewer) >= 5)
 
@@ -297,7 +297,7 @@ def _page_of_windows(played: Played, keys: int, link: LinkModel) -> Page:
             each.stage_ms["plan"] / window for (of, _, window), each in played.items() if of == size and window > 1
         ]
         if of_size:
-            page.target_of_cases(f"plan near home per step, {size:,} ranks", goal, of_size, " ms")
+            page.at_most(f"plan near home per step, {size:,} ranks", goal, of_size, " ms")
     times, gains = [], []
     for (size, kind, window), each in played.items():
         case = {"ranks": size, "lengths": kind, "window": window}

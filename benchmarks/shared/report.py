@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import platform
 import statistics
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import duckdb
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -198,6 +201,37 @@ def each_column(rows: Sequence[Mapping[str, Any]], summed_up: Callable[[list[Any
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
 
 
+def every(**axes: Iterable[Any]) -> list[dict[str, Any]]:
+    """All combinations of the axes' values, by name of the axis."""
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+
+
+def measured(
+    measure: Callable[..., Mapping[str, Any] | list[dict[str, Any]]], cases: Iterable[Mapping[str, Any]], **options: Any
+) -> list[dict[str, Any]]:
+    """The rows of a table: every case, and what `measure(**case, **options)` returns, a row or several."""
+    found: list[dict[str, Any]] = []
+    for case in tqdm(list(cases), desc=measure.__name__.removeprefix("measure_")):
+        rows = measure(**case, **options)
+        found += [{**case, **row} for row in ([rows] if isinstance(rows, Mapping) else rows)]
+    return found
+
+
+def query(rows: Sequence[Mapping[str, Any]], sql: str) -> list[dict[str, Any]]:
+    """The rows of a query of DuckDB to the table `found`: these rows, and their `number`."""
+    with duckdb.connect() as database:
+        database.register("found", pa.Table.from_pylist([{**row, "number": at} for at, row in enumerate(rows)]))
+        result = database.execute(sql)
+        names = [column[0] for column in result.description]
+        return [dict(zip(names, row)) for row in result.fetchall()]
+
+
+def values(rows: Sequence[Mapping[str, Any]], expression: str, where: str = "true") -> list[Any]:
+    """An SQL expression of rows that meet a condition, without NULL; a single value if it is an aggregate."""
+    found = query(rows, f"SELECT {expression} AS value FROM found WHERE {where}")
+    return [row["value"] for row in found if row["value"] is not None]
+
+
 def share(values: Iterable[bool]) -> str:
     """How many of `values` are true, as "k of n"."""
     values = list(values)
@@ -227,11 +261,12 @@ class Page:
     def target(self, what: str, target: str, reached: str, met: bool) -> None:
         self._targets.append({"": what, "target": target, "reached": reached, "met": "yes" if met else "**no**"})
 
-    def target_of_cases(self, what: str, limit: float, values: Sequence[float], unit: str = "") -> None:
-        """Add the target that all cases are at most `limit`."""
-        met = [value <= limit for value in values]
-        reached = f"mean {np.mean(values):.5f}, worst {max(values):.5f}, {share(met)} cases"
-        self.target(what, f"≤ {limit:g}{unit}", reached, all(met))
+    def at_most(self, what: str, limit: float, cases: Sequence[float], unit: str = "") -> None:
+        """Add the target that the value of every case is at most `limit`, unless there are no cases."""
+        met = [value <= limit for value in cases]
+        reached = f"mean {np.mean(cases):.5f}, worst {max(cases):.5f}, {share(met)} cases" if cases[1:] else ""
+        if met:
+            self.target(what, f"≤ {limit:g}{unit}", reached or f"{cases[0]:.5g}{unit}", all(met))
 
     def section(self, title: str, *parts: str | Sequence[Mapping[str, Any]]) -> None:
         """Add a section of paragraphs and of tables, which are given as rows; one without a title has these alone."""
