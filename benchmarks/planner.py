@@ -77,7 +77,7 @@ def options_of(plan: str, tokens: np.ndarray, home: np.ndarray, seed: int) -> di
     """The keywords of `partition` for a plan that is limited by more than equal counts."""
     ranks = int(home[-1]) + 1
     speeds = {"speeds": np.random.default_rng(seed).integers(500, 1001, ranks)}
-    limited = {
+    limited: dict[str, dict[str, Any]] = {
         "near home": {"tokens": tokens, "home": home, "ranks_per_node": NODE, "slack": 0.01},
         "token cap": {"tokens": tokens, "max_tokens": int(1.03 * tokens.sum() / ranks), "best_effort": True},
         "speeds": speeds,
