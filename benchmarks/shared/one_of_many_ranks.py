@@ -31,7 +31,7 @@ from commons.sequence_batch.schema import BatchSchema
 
 # The two numbers that a channel sends before those of a call.
 _HEAD_BYTES = 16
-SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "num_layers": 4}
 
 
 def packed_rows(
