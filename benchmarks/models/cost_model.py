@@ -15,8 +15,9 @@ Examples:
 
 from __future__ import annotations
 
-import statistics
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +25,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.models.attention import r_squared
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
-from benchmarks.shared.report import Page
+from benchmarks.shared.report import Page, interleaved_medians
 from commons.cli.recipes import choose_device, load_recipe
 from commons.perf_model.calibration import CalibratedTask, Calibration, describe_device
 from commons.perf_model.calibration_fit import fit_calibration
@@ -48,14 +50,21 @@ def load_target(model: str, device: torch.device) -> tuple[CostTarget, int]:
     return load_recipe(package, Path(package, "configs", config), device), longest
 
 
-def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> Calibration:
-    measured = measure_steps(
-        target,
-        draw_mixes(mixes, target.batch_size, longest, seed=0),
-        repeats=repeats,
-        progress=lambda steps: tqdm(steps, desc="fit", unit="step"),
-    )
-    return fit_calibration(measured, target.task, describe_device(target.device))
+def fit(target: CostTarget, longest: int, mixes: int, repeats: int) -> tuple[Calibration, dict[str, Any]]:
+    """The calibration of a model, and how well it predicts."""
+    drawn = draw_mixes(mixes, target.batch_size, longest, seed=0)
+    measured = measure_steps(target, drawn, repeats=repeats, progress=partial(tqdm, desc="fit", unit="step"))
+    calibration = fit_calibration(measured, target.task, describe_device(target.device))
+    of_fit = calibration.quality
+    operations = [target.task.forward_flops(step.tokens, step.pairs) for step in measured]
+    return calibration, {
+        "R²": of_fit.r2,
+        "R² held out": of_fit.held_out_r2,
+        "R² of a line in operations": r_squared(operations, [step.ms for step in measured]),
+        "mean error held out": f"{of_fit.held_out_mean_error:.1%}",
+        "worst": f"{of_fit.held_out_worst_error:.1%}",
+        "mean error by operations alone": f"{of_fit.flops_mean_error:.1%}",
+    }
 
 
 def plans(target: CostTarget, costs: Mapping[str, Any], lengths: np.ndarray, ranks: int) -> dict[str, np.ndarray]:
@@ -73,25 +82,27 @@ def replay(
     target: CostTarget, costs: Mapping[str, Any], name: str, *, ranks: int, rows: int, longest: int, steps: int
 ) -> dict[str, Any]:
     """Time imbalance of the ranks and the slowest rank's speed-up, by plan; a batch's time is the median of three."""
-    largest: dict[str, list[float]] = {}
-    mean: dict[str, list[float]] = {}
+    times: dict[str, list[list[float]]] = {}  # milliseconds of every rank in every step, by plan
     for step in tqdm(range(steps), desc=f"replay {name}", unit="step"):
         lengths = np.clip(draw(name, ranks * rows, step), 1, longest)
-        ways = plans(target, costs, lengths, ranks)
-        times: dict[str, list[list[float]]] = {plan: [[] for _ in range(ranks)] for plan in ways}
-        for _ in range(3):
-            for rank in range(ranks):
-                for plan, rank_of_row in ways.items():
-                    batch = target.make_batch(lengths[rank_of_row == rank].tolist())
-                    times[plan][rank].append(time_step(target, batch))
-        for plan in ways:
-            of_ranks = [statistics.median(each) for each in times[plan]]
-            largest.setdefault(plan, []).append(max(of_ranks))
-            mean.setdefault(plan, []).append(statistics.mean(of_ranks))
-    before = sum(largest["as loaded"])
-    even = {plan: statistics.mean(np.divide(each, mean[plan])) for plan, each in largest.items()}
-    faster = {f"speed-up {plan}": before / sum(largest[plan]) for plan in costs}
-    return {"lengths": name} | even | faster | {"possible": before / sum(mean["as loaded"])}
+        batches = {
+            (plan, rank): target.make_batch(lengths[rank_of_row == rank].tolist())
+            for plan, rank_of_row in plans(target, costs, lengths, ranks).items()
+            for rank in range(ranks)
+        }
+        calls = {of: partial(time_step, target, batch) for of, batch in batches.items()}
+        medians = interleaved_medians(calls, 3, warmup=0, clock=time.perf_counter, show=False)
+        for (plan, _), seconds in medians.items():
+            times.setdefault(plan, [[] for _ in range(steps)])[step].append(seconds)
+    of_ranks = {plan: np.array(each) for plan, each in times.items()}  # float64 (steps, ranks)
+    slowest = {plan: each.max(axis=1) for plan, each in of_ranks.items()}
+    before = of_ranks["as loaded"]
+    return {
+        "lengths": name,
+        **{plan: float((slowest[plan] / each.mean(axis=1)).mean()) for plan, each in of_ranks.items()},
+        **{f"speed-up {plan}": slowest["as loaded"].sum() / slowest[plan].sum() for plan in costs},
+        "possible": slowest["as loaded"].sum() / before.mean(axis=1).sum(),
+    }
 
 
 def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick: Quick = False) -> None:
@@ -106,29 +117,18 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     quality, balance = [], []
     for model in MODELS:
         target, longest = load_target(model, where)
-        calibration = fit(target, longest, mixes, repeats)
-        of_fit = calibration.quality
-        quality.append(
-            {
-                "model": model,
-                "R²": of_fit.r2,
-                "R² held out": of_fit.held_out_r2,
-                "mean error held out": f"{of_fit.held_out_mean_error:.1%}",
-                "worst": f"{of_fit.held_out_worst_error:.1%}",
-                "mean error by operations alone": f"{of_fit.flops_mean_error:.1%}",
-            }
-        )
+        calibration, of_fit = fit(target, longest, mixes, repeats)
+        quality.append({"model": model} | of_fit)
         costs = {"by operations": target.task, "calibrated": CalibratedTask(target.task, calibration)}
         sizes = {"ranks": ranks, "rows": target.batch_size, "longest": longest, "steps": steps}
         balance += [
             {"model": model} | replay(target, costs, name, **sizes) for name in (LENGTHS[:1] if quick else LENGTHS)
         ]
-    on_cuda = where.type == "cuda"
     page = Page(
         "Cost model",
         f"Device: {describe_device(where).name}. {mixes} batch mixes, each the median of {repeats}; every fourth is "
         f"held out of the fit. {described(LENGTHS)} They are cut to {longest} items of SID-GR, four tokens each.",
-        suffix="_cuda" if on_cuda else "",
+        suffix="_cuda" if where.type == "cuda" else "",
     )
     page.section(
         "",

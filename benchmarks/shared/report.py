@@ -190,7 +190,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     """A value of a table; numbers near 1, most of them ratios, have more decimals than others."""
     if not isinstance(value, float):
-        return str(value)
+        return "–" if value is None else str(value)
     size = abs(value)
     return f"{value:,.{4 if size < 2 else 2 if size < 10 else 1 if size < 100 else 0}f}"
 

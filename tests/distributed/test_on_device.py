@@ -31,7 +31,7 @@ def test_a_rehearsal_fills_the_page(tmp_path):
     assert text in job.stdout and "A rehearsal on the CPU" in text and "failed" not in text
     for part in parts:
         assert f"## {on_device.PARTS[part].title}" in text
-    assert "| zipf | 2 × 16 | 4 × 64 | position |" in text and "R² " in text
+    assert "| zipf | 2 | 64 | position |" in text and "R² " in text
     assert "speed-up by operations" in text and "forward pass on the host" in text
 
 
