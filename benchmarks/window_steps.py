@@ -11,8 +11,8 @@ cost.
 
 Each ratio is printed with the prediction of the loads: a cost of rows, tokens and pairs is fitted to steps in which all
 ranks have equal rows, and a step takes as long as its costliest rank. If there are more ranks than cores, ranks share
-the cores evenly. The time with a core per rank is estimated from the processor time of the costliest rank of every
-step, which other programs on the machine hardly change.
+the cores evenly. The time with a core per rank, which is what the loads predict, is estimated from the processor time
+of the costliest rank of every step, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.report import Page, interleaved_on_ranks, run_ranks, slowest_ms, with_interval
-from benchmarks.shared.small_hstu import CPU, DESCRIPTION, LONGEST, SIZES, TASK, draw_users, make_batch, make_model
+from benchmarks.shared.small_hstu import DESCRIPTION, LONGEST, SIZES, TASK, Replica, draw_users, make_batch, make_model
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.hstu_batch import HSTUBatch
-from commons.pipeline import balanced, windowed_iter
+from commons.pipeline import windowed_iter
 from hstu import HSTUBalancedBatchShuffler
 
 VARIANTS = ("as loaded", "per batch", "window", "sampler", "budget")
@@ -41,35 +40,28 @@ WINDOW = 4
 ROUND = 2 * WINDOW  # steps; of the two windows that begin in a round, one is waited for in the same round
 MIXES, REPEATS = 24, 3  # batches to which the cost is fitted, and measurements of each
 WARMUP = 1  # rounds
-# Indices of the features from which the cost of a step is fitted.
-_FIXED, _ROWS, _TOKENS, _PAIRS = range(4)
+# Indices of a `step_size`: 1, rows, tokens, pairs.
+_ROWS, _TOKENS = 1, 2
 
 
-class Variant:
-    """One of `VARIANTS`: a replica of the model in its pipeline, and its batches.
+class Variant(Replica):
+    """One of `VARIANTS`.
 
     `users` is int64 `(n,)`, items of all users, in the order in which they are trained; `rows` is a rank's batch.
     """
 
     def __init__(self, name: str, users: np.ndarray, rows: int, rank: int) -> None:
-        model, optimizer = make_model()
-        self._shuffler = HSTUBalancedBatchShuffler(*SIZES) if name in ("per batch", "window") else None
-        if name == "per batch":
-            self._pipeline = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=self._shuffler)
-        else:
-            self._pipeline = TrainPipelineBase(model, optimizer, CPU)
-        self._batches: Any = (make_batch(users[own]) for own in numbers_of_batches(name, users, rows, rank))
-        self._windows: Any = None
-        if name == "window":
-            assert self._shuffler is not None
-            self._batches = self._windows = windowed_iter(self._batches, self._shuffler, WINDOW)
+        batches: Any = (make_batch(users[own]) for own in numbers_of_batches(name, users, rows, rank))
+        self._of_windows = HSTUBalancedBatchShuffler(*SIZES) if name == "window" else None
+        self._windows = None if self._of_windows is None else windowed_iter(batches, self._of_windows, WINDOW)
+        super().__init__(self._windows or batches, HSTUBalancedBatchShuffler(*SIZES) if name == "per batch" else None)
         # Of each step that this rank has trained, 1, rows, tokens and pairs; and its processor time.
         self.trained: list[np.ndarray] = []
         self.processor_ms: list[float] = []
         self.done: list[int] = []  # rows of all ranks, by the end of each round
         self.first: list[int] = []  # the step that each round begins with
         self.waits: list[float] = []  # of the windows that were begun in the round they were waited for
-        model.register_forward_pre_hook(lambda _, arguments: self.trained.append(size_of_batch(arguments[0])))
+        self.model.register_forward_pre_hook(lambda _, arguments: self.trained.append(size_of_batch(arguments[0])))
 
     def train_round(self, rows: int) -> None:
         """Train to the end of the next round; a round has at least this number of rows over all ranks."""
@@ -78,7 +70,7 @@ class Variant:
         busy = time.process_time()
         while done < end:
             seen = self._last_window()
-            self._pipeline.progress(self._batches)
+            self.pipeline.progress(self.batches)
             trained = torch.tensor(int(self.trained[-1][_ROWS]))
             dist.all_reduce(trained)  # a barrier, too
             done += int(trained)
@@ -88,7 +80,7 @@ class Variant:
             # The wait for a window begun in the previous round belongs to the end of that round.
             if len(self.done) >= WARMUP and last is not None and last != seen and done == end:
                 self.waits.append(last[1])
-        self._settle()
+        self.settle()
         self.processor_ms[-1] += (time.process_time() - busy) * 1e3
         self.done.append(done)
 
@@ -97,19 +89,18 @@ class Variant:
         last = None if self._windows is None else self._windows.last_window
         return None if last is None else (last.window, last.wait_ms)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until all threads of the variant are idle."""
-        if self._shuffler is not None:
-            self._shuffler.drain()
+        super().settle()
+        if self._of_windows is not None:
+            self._of_windows.drain()
 
     def close(self) -> None:
-        self._settle()
-        if self._windows is not None:
+        self.settle()
+        super().close()
+        if self._windows is not None and self._of_windows is not None:
             self._windows.close()
-        elif self._shuffler is not None:
-            self._pipeline.reset()
-        if self._shuffler is not None:
-            self._shuffler.close()
+            self._of_windows.close()
 
 
 def numbers_of_batches(name: str, users: np.ndarray, rows: int, rank: int) -> Any:
@@ -125,7 +116,7 @@ def numbers_of_batches(name: str, users: np.ndarray, rows: int, rank: int) -> An
 
 
 def step_size(histories: np.ndarray) -> np.ndarray:
-    """int64 `(4,)`: 1, rows, tokens and pairs of a batch; see `_FIXED` to `_PAIRS`."""
+    """int64 `(4,)`: 1, rows, tokens and pairs of a batch."""
     tokens, pairs = TASK.tokens_and_pairs(torch.from_numpy(histories))
     return np.array([1, len(histories), int(tokens.sum()), int(pairs.sum())])
 
@@ -172,48 +163,36 @@ def measure(rank: int, rows: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def predicted_ms(sizes: np.ndarray, cost: np.ndarray, cores: int) -> float:
-    """Predict the time of steps of these sizes, int64 `(ranks, steps, 4)`, on shared cores.
-
-    `cost` is float64 `(4,)`, fitted to steps of equal ranks.
-    """
-    num_ranks = len(sizes)
-    crowded = max(1.0, num_ranks / cores)
-    work = np.sort(sizes[..., _ROWS:] @ cost[_ROWS:] / crowded, axis=0)  # of each rank with its own core
-    # While n ranks are busy, each has min(1, cores / n) of a core; the lightest ends first.
-    left = np.maximum(1.0, np.arange(num_ranks, 0, -1) / cores)
-    return float((np.diff(work, axis=0, prepend=0.0) * left[:, None]).sum() + sizes.shape[1] * cost[_FIXED])
-
-
-def report_case(measured: list[dict[str, Any]], cores: int) -> list[dict[str, Any]]:
+def report_case(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of the table for one number of ranks and rows."""
     lines: list[dict[str, Any]] = []
     cost = np.mean([each["cost"] for each in measured], axis=0)
     flops = np.array([TASK.forward_flops(1, 0), TASK.forward_flops(0, 1)], dtype=np.float64)
-    base: dict[str, Any] = {}
-    for name, ms in slowest_ms(measured).items():
-        sizes = np.array([each["sizes"][name] for each in measured])
+    rounds, rows = slowest_ms(measured), measured[0]["rows"]
+    rates: dict[str, tuple[float, float]] = {}  # rows per millisecond of the costliest ranks: measured, predicted
+    for name, ms in rounds.items():
+        sizes = np.array([each["sizes"][name] for each in measured])  # (ranks, steps, 4)
         num_rows, loads = float(sizes[..., _ROWS].sum()), sizes[..., _TOKENS:] @ flops
-        rows = np.array(measured[0]["rows"][name])
-        rates = {
-            "rounds": lambda chosen, ms=ms, rows=rows: rows[chosen].sum(axis=-1) / ms[chosen].sum(axis=-1),
-            "predicted": num_rows / predicted_ms(sizes, cost, cores),
-            "processor": num_rows / np.max([each["processor_ms"][name] for each in measured], axis=0).sum(),
-            "predicted alone": num_rows / predicted_ms(sizes, cost, len(measured)),
-        }
-        base = base or rates
-        ratio, text = with_interval(lambda chosen: rates["rounds"](chosen) / base["rounds"](chosen), len(ms))  # noqa: B023
-        predicted, processor, alone = (rates[key] / base[key] for key in ("predicted", "processor", "predicted alone"))
+        processor_ms = np.max([each["processor_ms"][name] for each in measured], axis=0).sum()
+        rates[name] = num_rows / processor_ms, num_rows / (sizes @ cost).max(axis=0).sum()
+        processor, predicted = np.divide(rates[name], rates["as loaded"]).tolist()
+
+        def ratio(chosen: np.ndarray, name: str = name) -> np.ndarray:
+            """Rows per second of these rounds ÷ those as loaded."""
+            own, loaded = (
+                rows[each][chosen].sum(axis=-1) / rounds[each][chosen].sum(axis=-1) for each in (name, "as loaded")
+            )
+            return own / loaded
+
         lines.append(
             {
                 "variant": name,
                 "rows per step": num_rows / sizes.shape[1],
                 "step ms": float(ms.sum()) / sizes.shape[1],
                 "largest ÷ mean": float(loads.max(axis=0).sum() / loads.mean(axis=0).sum()),
-                "ratio": "1" if name == "as loaded" else text,
-                "predicted": f"{predicted:.3f} ({100 * (ratio / predicted - 1):+.1f} %)",
+                "ratio": with_interval(ratio, len(ms))[1],
                 "ratio, a core each": processor,
-                "predicted, a core each": f"{alone:.3f} ({100 * (processor / alone - 1):+.1f} %)",
+                "predicted": f"{predicted:.3f} ({100 * (processor / predicted - 1):+.1f} %)",
             }
         )
     return lines
@@ -225,7 +204,7 @@ def main(quick: Quick = False) -> None:
     for num_ranks, rows in [(2, 4)] if quick else [(2, 4), (2, 8), (4, 4), (4, 8)]:
         measured = run_ranks(measure, num_ranks, rows, rounds, timeout=3600)
         case = {"ranks × rows": f"{num_ranks} × {rows}"}
-        lines += [case | line for line in report_case(measured, cores)]
+        lines += [case | line for line in report_case(measured)]
         of_windows = np.concatenate([each["waits"] for each in measured])
         median, high = np.percentile(of_windows, [50, 95])
         waits.append(case | {"ms, median": float(median), "ms, 95th percentile": float(high)})
@@ -237,10 +216,10 @@ def main(quick: Quick = False) -> None:
     )
     page.section(
         "",
-        "Rows per second ÷ those as loaded, with the 95 % bootstrap interval over rounds, and the prediction of the "
-        "loads, from a cost fitted to steps of equal ranks; in brackets, the measured ratio's deviation from it. "
-        "Largest ÷ mean: sums over the steps, of operations. If there are more ranks than cores, uneven loads have "
-        "less effect; the last two columns assume a core per rank, from the processor time of the costliest rank.",
+        "Rows per second ÷ those as loaded, with the 95 % bootstrap interval over rounds. Largest ÷ mean: sums over "
+        "the steps, of operations. If there are more ranks than cores, uneven loads have less effect; the last two "
+        "columns assume a core per rank: from the processor time of the costliest rank, and the prediction of the "
+        "loads, from a cost fitted to steps of equal ranks, with the measured ratio's deviation from it in brackets.",
         lines,
     )
     page.section(
