@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import itertools
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +18,7 @@ import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
-from benchmarks.shared.report import Page
+from benchmarks.shared.report import Page, every, measured, query
 
 CAP, ROWS = 8192, 256
 Groups = list[list[int]]
@@ -90,22 +88,16 @@ def of_torchtitan() -> dict[str, Callable[[list[int]], Groups]]:
     return {"theirs": rows(Batcher._assign_training_samples_to_rows), "ours": rows(assign_training_samples_to_rows)}
 
 
-def compare(functions: dict[str, Callable[[list[int]], Groups]], seeds: int) -> dict[str, Any]:
-    found: dict[str, dict[str, list[float]]] = {"groups": {}, "largest load ÷ mean": {}, "ms": {}}
-    for seed, (name, function) in itertools.product(range(seeds), functions.items()):
-        lengths = draw("rollouts", ROWS, seed).tolist()
-        started = time.perf_counter()
-        groups = function(lengths)
-        seconds = time.perf_counter() - started
-        loads = [sum(lengths[row] for row in group) for group in groups]
-        for what, value in zip(found, (len(groups), max(loads) * len(loads) / sum(loads), seconds * 1e3)):
-            found[what].setdefault(name, []).append(value)
-    summed: tuple[Callable[[list[float]], float], ...] = (sum, statistics.fmean, statistics.median)
-    return {
-        f"{what}, {name}": by(values)
-        for by, (what, of_names) in zip(summed, found.items())
-        for name, values in of_names.items()
-    }
+def measure_groups(
+    function: str, whose: str, seed: int, *, functions: Mapping[str, dict[str, Callable[[list[int]], Groups]]]
+) -> dict[str, float]:
+    """Number, evenness and time of the groups of one batch."""
+    lengths = draw("rollouts", ROWS, seed).tolist()
+    started = time.perf_counter()
+    groups = functions[function][whose](lengths)
+    seconds = time.perf_counter() - started
+    loads = [sum(lengths[row] for row in group) for group in groups]
+    return {"groups": len(groups), "spread": max(loads) * len(loads) / sum(loads), "ms": seconds * 1e3}
 
 
 def main(seeds: int = 40, quick: Quick = False) -> None:
@@ -114,7 +106,7 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
     Args:
         seeds: number of batches.
     """
-    pairs = {
+    functions = {
         "verl `rearrange_micro_batches`": of_verl(),
         'AReaL `get_allocate_fn("ffd")`': of_areal("ffd"),
         'AReaL `get_allocate_fn("kk")`': of_areal("kk"),
@@ -124,11 +116,15 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
         "Functions of other frameworks",
         f"{seeds} batches of {ROWS} rollouts; at most {CAP:,} tokens a group. {described(['rollouts'])}",
     )
-    rows = [{"function": name} | compare(functions, 2 if quick else seeds) for name, functions in pairs.items()]
-    page.section("", rows, _READING)
+    cases = every(function=functions, whose=("theirs", "ours"), seed=range(2 if quick else seeds))
+    page.section("", query(measured(measure_groups, cases, functions=functions), _TABLE), _READING)
     page.finish(quick=quick)
 
 
+_TABLE = """
+    SELECT function, whose, sum(groups)::INT AS groups, avg(spread) AS "largest load ÷ mean", median(ms) AS ms
+    FROM found GROUP BY ALL ORDER BY min(number)
+"""
 _READING = (
     "Groups are summed over all batches; fewer groups mean fewer launches and less work for the optimizer. Loads are "
     "tokens, although both functions for verl balance its estimate of work, 24,576·L + L²; their times include the "

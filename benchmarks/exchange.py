@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw, make_batch
 from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, record_all_ranks
-from benchmarks.shared.report import Page, milliseconds, timed
+from benchmarks.shared.report import Page, every, measured, milliseconds, timed
 from commons.perf_model.partitioner import core
 from hstu import HSTUBalancedBatchShuffler
 
@@ -30,7 +29,7 @@ ROWS = 32
 LAUNCHES = 2000
 
 
-def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[str, Any]:
+def measure_launching(ranks: int, keys: int, *, rounds: int) -> dict[str, Any]:
     """Measure how much time a thread that launches small operations loses beside a shuffle's worker; medians, ms.
 
     Each round launches undisturbed, beside equally long hashing, beside a shuffle, and undisturbed again. Losses are
@@ -45,10 +44,10 @@ def beside_a_launching_thread(world_size: int, keys: int, rounds: int) -> dict[s
         return (time.perf_counter() - started) * 1e3
 
     contextual = [f"user_{key}" for key in range(keys - 2)]
-    batches = [make_batch(each, contextual) for each in draw("zipf", world_size * ROWS, 0).reshape(world_size, ROWS)]
+    batches = [make_batch(each, contextual) for each in draw("zipf", ranks * ROWS, 0).reshape(ranks, ROWS)]
     found: dict[str, list[float]] = defaultdict(list)
     with (
-        fake_ranks(world_size, rank=0),
+        fake_ranks(ranks, rank=0),
         closing(HSTUBalancedBatchShuffler(**SIZES)) as shuffler,
         without_gil() as native_seconds,
     ):
@@ -103,10 +102,7 @@ def main(quick: Quick = False) -> None:
         f"{ROWS} samples per rank; five contextual features, items, actions and a label per item; slack 1 %. "
         f"{described(['zipf'])}",
     )
-    launching = [
-        {"ranks": size, "keys": keys} | beside_a_launching_thread(size, keys, 50 if quick else 300)
-        for size, keys in tqdm([(8, 3)] if quick else list(product((8, 64), (3, 102))), desc="launching thread")
-    ]
+    cases = every(ranks=(8,), keys=(3,)) if quick else every(ranks=(8, 64), keys=(3, 102))
     page.section(
         "Beside the launching thread",
         f"One rank's worker gathers, plans and prepares a shuffle ({ROWS} rows per rank, keys and labels, Zipf; the "
@@ -116,7 +112,7 @@ def main(quick: Quick = False) -> None:
         "on a busy machine: the worker's CPU time for a shuffle without a launching thread, queue and future included, "
         "minus that of native calls that release the GIL, and of the job that reads the time. Medians, middle half in "
         "brackets, ms. The goals are 0.1 ms at 8 ranks and 0.2 ms at 64.",
-        launching,
+        measured(measure_launching, cases, rounds=50 if quick else 300),
     )
     page.finish(quick=quick)
 

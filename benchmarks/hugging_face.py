@@ -9,17 +9,15 @@ rows × (longest + 0.001 · longest²).
 
 from __future__ import annotations
 
-import statistics
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
-from benchmarks.shared.report import Page, milliseconds
+from benchmarks.shared.report import Page, every, measured, milliseconds
 from commons.datasets import BalancedBatchSampler
 from commons.perf_model.partitioner import padded_groups
 
@@ -50,29 +48,29 @@ def read_by_rank(strategy: str, lengths: np.ndarray, ranks: int, rank: int | Non
     return list(BalancedBatchSampler(cost_of(lengths), BATCH, **options))
 
 
-def measure(strategy: str, lengths: np.ndarray, ranks: int) -> dict[str, Any]:
+def measure_epoch(lengths: str, strategy: str, *, ranks: int, num_steps: int) -> dict[str, float]:
     """Plan an epoch; the page explains each column."""
-    costs, batches = cost_of(lengths), read_by_rank(strategy, lengths, ranks, None)
     of_step = ranks * ACCUMULATED
-    peaks, slowest, ours, means = [], 0, 0, 0.0
-    steps = [batches[at : at + of_step] for at in range(0, len(batches) - of_step + 1, of_step)]
-    for step in steps:
+    drawn = draw(lengths, of_step * BATCH * num_steps, 0)
+    costs, batches = cost_of(drawn), read_by_rank(strategy, drawn, ranks, None)
+    found = []
+    for at in range(0, len(batches) - of_step + 1, of_step):
+        step = batches[at : at + of_step]
         work = np.array([len(rows) * int(costs[rows].max()) for rows in step]).reshape(ACCUMULATED, ranks)
         sorted_costs = np.sort(costs[np.concatenate(step)])[::-1]
         groups = padded_groups(sorted_costs, num_groups=of_step, steps=ACCUMULATED)
         starts = np.searchsorted(groups, np.arange(of_step))
         best = (np.bincount(groups) * sorted_costs[starts]).reshape(ACCUMULATED, ranks)
-        peaks.append(int(work.max()) / int(best.max()))
-        slowest += int(work.max(axis=1).sum())
-        ours += int(best.max(axis=1).sum())
-        means += float(work.mean(axis=1).sum())
-    planning = milliseconds(partial(read_by_rank, strategy, lengths, ranks, 0), 9, clock=time.process_time, of=min)
+        found.append(
+            [work.max() / best.max(), *(each.max(axis=1).sum() for each in (work, best)), work.mean(axis=1).sum()]
+        )
+    peaks, slowest, ours, means = np.array(found).T
+    planning = milliseconds(partial(read_by_rank, strategy, drawn, ranks, 0), 9, clock=time.process_time, of=min)
     return {
-        "strategy": strategy,
-        "peak ÷ optimum": statistics.fmean(peaks),
-        "max ÷ mean": slowest / means,
-        "padded work of the slowest ÷ ours": slowest / ours,
-        "planning, ms per step": planning / len(steps),
+        "peak ÷ optimum": peaks.mean(),
+        "max ÷ mean": slowest.sum() / means.sum(),
+        "padded work of the slowest ÷ ours": slowest.sum() / ours.sum(),
+        "planning, ms per step": planning / len(found),
     }
 
 
@@ -82,16 +80,15 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
     Args:
         ranks: number of ranks to plan for.
     """
+    num_steps = 8 if quick else 40
     page = Page(
         "Hugging Face's Trainer",
         f"Padded micro-batches: {ranks} ranks × {ACCUMULATED} accumulated micro-batches of {BATCH} rows on average, "
-        "an epoch of 40 steps. For all strategies, costs are those of transformers' BatchRebalanceSampler. "
+        f"an epoch of {num_steps} steps. For all strategies, costs are those of transformers' BatchRebalanceSampler. "
         f"{described(('texts', 'cut texts'))}",
     )
-    for name in ("texts", "cut texts"):
-        lengths = draw(name, ranks * BATCH * ACCUMULATED * (8 if quick else 40), 0)
-        page.section("", f"{name}, {ranks} ranks:", [measure(strategy, lengths, ranks) for strategy in STRATEGIES])
-    page.section("", _READING)
+    cases = every(lengths=("texts", "cut texts"), strategy=STRATEGIES)
+    page.section("", measured(measure_epoch, cases, ranks=ranks, num_steps=num_steps), _READING)
     page.finish(quick=quick)
 
 

@@ -5,8 +5,7 @@ variants alternate step by step, and a step is measured from a barrier to a barr
 its end, so that no work hides in another variant's step.
 
 Variants: the stock TorchRec pipeline; the stock pipeline recorded by `evenrank.observe`; the identity shuffler, which
-only agrees on the end of data; the synchronous stage, which waits for gather and plan as soon as they start; and the
-two-phase stage. The recording of a step is also timed separately.
+only agrees on the end of data; and the shuffle stage. The recording of a step is also timed separately.
 
 On CUDA every rank has its own GPU, and the pipelines that need CUDA streams are measured too.
 
@@ -18,8 +17,8 @@ Examples:
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -39,17 +38,17 @@ from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import CONTEXT, draw, make_batch
 from benchmarks.shared.report import (
     Page,
+    every,
     interleaved_on_ranks,
+    measured,
     median_with_interval,
     milliseconds,
     run_ranks,
     slowest_ms,
 )
-from benchmarks.shared.small_hstu import CPU, DESCRIPTION, NUM_IDS, SIZES, make_model
+from benchmarks.shared.small_hstu import CPU, DESCRIPTION, NUM_IDS, SIZES, Replica
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
-from commons.distributed.engine.shuffle_handle import ShuffleHandle
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced
 from commons.pipeline.recording import Recorder
 from hstu import HSTUBalancedBatchShuffler
 
@@ -59,17 +58,8 @@ CUDA_PIPELINES = PIPELINES | {
     "semi_sync": TrainPipelineSemiSync,
     "prefetch": PrefetchTrainPipelineSparseDist,
 }
-STAGES = ("stock", "identity", "synchronous", "two-phase")
+VARIANTS = ("stock", "observed", "identity", "balanced")
 LONGEST, ROWS, WARMUP = 256, 32, 6  # most items; rows per rank; steps that are not counted
-
-
-class _Synchronous(HSTUBalancedBatchShuffler):
-    """A shuffler that waits for gather and plan as soon as they start."""
-
-    def start_shuffle(self, *args: Any, **kwargs: Any) -> ShuffleHandle:
-        handle = super().start_shuffle(*args, **kwargs)
-        handle.prepared()
-        return handle
 
 
 def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) -> Any:
@@ -82,19 +72,27 @@ def host_batch(lengths_name: str, rank: int, step: int, rows: int, device: str) 
     return batch.pin_memory() if torch.cuda.is_available() and device == "cuda" else batch
 
 
-def make_variant(variant: str, pipeline: str, device: torch.device) -> tuple[Any, BaseTaskBalancedBatchShuffler | None]:
-    """A replica of the model in its pipeline, and its shuffler."""
-    model, optimizer = make_model(device, [*CONTEXT, "item", "action"], 2 * LONGEST + len(CONTEXT))
-    stock = CUDA_PIPELINES[pipeline]
-    arguments = (model, optimizer, device)
-    if variant in ("stock", "observed"):
-        return stock(*arguments), None
-    if variant == "identity":
-        identity = IdentityBalancedBatchShuffler()
-        return balanced(stock)(*arguments, batch_shuffler=identity), identity
-    kind = HSTUBalancedBatchShuffler if variant == "two-phase" else _Synchronous
-    shuffler = kind(*SIZES, options=ShufflerOptions(min_gain=0.03))
-    return balanced(stock)(*arguments, batch_shuffler=shuffler), shuffler
+class Variant(Replica):
+    """One of `VARIANTS`; a step ends when the device is idle."""
+
+    def __init__(self, name: str, pipeline: str, batches: Iterator[Any], device: torch.device) -> None:
+        shufflers: dict[str, Callable[[], BaseTaskBalancedBatchShuffler]] = {
+            "identity": IdentityBalancedBatchShuffler,
+            "balanced": partial(HSTUBalancedBatchShuffler, *SIZES, options=ShufflerOptions(min_gain=0.03)),
+        }
+        model = {"features": [*CONTEXT, "item", "action"], "longest": 2 * LONGEST + len(CONTEXT)}
+        of_pipeline: dict[str, Any] = {"pipeline": CUDA_PIPELINES[pipeline], "device": device} | model
+        super().__init__(batches, shufflers[name]() if name in shufflers else None, **of_pipeline)
+        self.stats: list[Any] = []
+        if name == "observed":
+            observe(self.pipeline, Recorder())
+
+    def settle(self) -> None:
+        super().settle()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if self.shuffler is not None:
+            self.stats.append(self.pipeline.last_stats)
 
 
 def observe(pipeline: Any, recorder: Recorder) -> None:
@@ -104,51 +102,45 @@ def observe(pipeline: Any, recorder: Recorder) -> None:
     pipeline.progress = lambda *arguments: recorder._training(pipeline, partial(train, *arguments))
 
 
-def measure(
-    rank: int,
-    variants: tuple[str, ...],
-    pipeline: str,
-    lengths_name: str,
-    steps: int,
-    kind: str,
-) -> dict[str, Any]:
-    """Step times of variants, and the two-phase stage's own figures, on one rank."""
+def train(rank: int, pipeline: str, lengths_name: str, steps: int, kind: str) -> dict[str, Any]:
+    """Step times of the variants, and the stage's own figures, on one rank."""
     device = torch.device(kind, rank) if kind == "cuda" else CPU
-    total = WARMUP + steps
-    sources = {
-        variant: (host_batch(lengths_name, rank, step, ROWS, kind) for step in range(total + 4)) for variant in variants
+    total = WARMUP + steps + 4
+    variants = {
+        name: Variant(
+            name, pipeline, (host_batch(lengths_name, rank, step, ROWS, kind) for step in range(total)), device
+        )
+        for name in VARIANTS
     }
-    stats = []
-    recorder = Recorder()
-    made = {variant: make_variant(variant, pipeline, device) for variant in variants}
-    if "observed" in made:
-        observe(made["observed"][0], recorder)
-
-    def step(variant: str) -> None:
-        trainer, shuffler = made[variant]
-        trainer.progress(sources[variant])
-        if shuffler is not None:
-            shuffler.drain()
-        if kind == "cuda":
-            torch.cuda.synchronize()
-        if variant == "two-phase":
-            stats.append(trainer.last_stats)
-
-    ms = interleaved_on_ranks({variant: partial(step, variant) for variant in variants}, steps, warmup=WARMUP)
-    assert len(recorder.lengths) == (total if "observed" in variants else 0)
-    for trainer, shuffler in made.values():
-        if shuffler is not None:
-            trainer.reset()
-            shuffler.drain()
-            shuffler.close()
-    stats = stats[WARMUP:]
+    ms = interleaved_on_ranks({name: variant.step for name, variant in variants.items()}, steps, warmup=WARMUP)
+    for variant in variants.values():
+        variant.close()
     return {
         "ms": ms,
-        "wait": [each.wait_ms for each in stats],
-        "work": [each.gather_ms + each.plan_ms for each in stats],
-        "exchange": [each.exchange_ms for each in stats],
-        "imbalance": [(each.imbalance_before, each.imbalance_after) for each in stats],
-        "moved": float(np.mean([each.moved for each in stats] or [0])),
+        "stats": [
+            [
+                *(each.wait_ms, each.gather_ms + each.plan_ms, each.exchange_ms),
+                *(each.imbalance_before, each.imbalance_after, each.moved),
+            ]
+            for each in variants["balanced"].stats[WARMUP:]
+        ],
+    }
+
+
+def measure_pipeline(pipeline: str, lengths: str, *, ranks: int, steps: int, device: str) -> dict[str, Any]:
+    """Ratios of step times to the stock pipeline, and how much of the worker's time is hidden."""
+    found = run_ranks(train, ranks, pipeline, lengths, steps, device, timeout=1800, device=device)
+    times = slowest_ms(found)
+    wait, work, exchange, before, after, moved = np.concatenate([each["stats"] for each in found]).T
+    return {
+        "stock ms": float(np.median(times["stock"])),
+        "fastest stock ms": float(times["stock"].min()),
+        **{name: median_with_interval(times[name] / times["stock"])[1] for name in VARIANTS[1:]},
+        **{"gather + plan ms": np.median(work), "wait ms, median": np.median(wait)},
+        **{"wait ms, 95th": np.percentile(wait, 95), "hidden": f"{1 - wait.sum() / work.sum():.1%}"},
+        "exchange ms": np.median(exchange),
+        "largest ÷ mean load": f"{1 + before.mean():.3f} → {1 + after.mean():.3f}",
+        "steps that move rows": f"{moved.mean():.0%}",
     }
 
 
@@ -165,27 +157,6 @@ def recorded_step(keys: int) -> float:
     return milliseconds(record, 20, clock=time.process_time, of=min) / steps * 1e3
 
 
-def measure_observing(page: Page, ranks: int, sizes: tuple[Any, ...]) -> None:
-    """The cost of `evenrank.observe`: of a recording, and of whole steps alternating with stock steps."""
-    device = sizes[-1]
-    measured = run_ranks(
-        measure, ranks, ("stock", "observed"), "native", "uniform", *sizes, timeout=1800, device=device
-    )
-    times = slowest_ms(measured)
-    _, ratio = median_with_interval(times["observed"] / times["stock"])
-    recorded = [{"keys": keys, "µs per step": recorded_step(keys)} for keys in (3, 20, 102)]
-    slowest, fastest_ms = max(row["µs per step"] for row in recorded), float(times["stock"].min())
-    part = slowest / 1e3 / fastest_ms
-    page.target("recording by evenrank.observe", "≤ 1 % of a step", f"{part:.3%} ({slowest:.0f} µs)", part <= 0.01)
-    page.section(
-        "What evenrank.observe takes",
-        "Microseconds of CPU to record a batch of 32 rows, by its number of keys, the least of 20 runs; the target "
-        f"compares them with the fastest stock step, {fastest_ms:.0f} ms.",
-        recorded,
-        f"Whole steps of the native pipeline, uniform lengths, run alternately, observed ÷ stock: {ratio}.",
-    )
-
-
 def main(
     steps: int = 40,
     quick: Quick = False,
@@ -200,35 +171,10 @@ def main(
         ranks: number of ranks; on CUDA a GPU each.
     """
     torch.set_num_threads(1)
-    pipelines = ["native"] if quick else list(CUDA_PIPELINES if device == "cuda" else PIPELINES)
-    step_rows, hidden_rows = [], []
-    for pipeline, lengths_name in itertools.product(pipelines, ("uniform", "zipf")):
-        arguments = (pipeline, lengths_name, 8 if quick else steps, device)
-        measured = run_ranks(measure, ranks, STAGES, *arguments, timeout=1800, device=device)
-        times = slowest_ms(measured)
-        case = {"pipeline": pipeline, "lengths": lengths_name}
-        step_rows.append(
-            case
-            | {"stock ms": float(np.median(times["stock"]))}
-            | {variant: median_with_interval(times[variant] / times["stock"])[1] for variant in STAGES[1:]}
-        )
-        wait, work, exchange = (
-            np.concatenate([each[name] for each in measured]) for name in ("wait", "work", "exchange")
-        )
-        before, after = np.mean(measured[0]["imbalance"], axis=0) + 1
-        hidden_rows.append(
-            case
-            | {
-                "gather + plan ms": float(np.median(work)),
-                "wait ms, median": float(np.median(wait)),
-                "wait ms, 95th": float(np.percentile(wait, 95)),
-                "hidden": f"{1 - wait.sum() / work.sum():.1%}",
-                "exchange ms": float(np.median(exchange)),
-                "largest ÷ mean load": f"{before:.3f} → {after:.3f}",
-                "steps that move rows": f"{measured[0]['moved']:.0%}",
-            }
-        )
     on_cuda = device == "cuda"
+    pipelines = ["native"] if quick else list(CUDA_PIPELINES if on_cuda else PIPELINES)
+    cases = every(pipeline=pipelines, lengths=("uniform", "zipf"))
+    found = measured(measure_pipeline, cases, ranks=ranks, steps=8 if quick else steps, device=device)
     hardware = f"{torch.cuda.get_device_name()}, one per rank (NCCL)." if on_cuda else "Ranks on the CPU (gloo)."
     page = Page(
         "Pipelines: what the stage costs",
@@ -236,18 +182,22 @@ def main(
         "`min_gain` 3 %. Uniform: 120 to 135 items. Zipf: 1.2, to 256 items.",
         suffix="_cuda" if on_cuda else "",
     )
+    recorded = [{"keys": keys, "µs per step": recorded_step(keys)} for keys in (3, 20, 102)]
+    fastest_ms = min(row["fastest stock ms"] for row in found)
+    part = max(row["µs per step"] for row in recorded) / 1e3 / fastest_ms
+    page.at_most("recording by evenrank.observe ÷ the fastest stock step", 0.01, [part])
     page.section(
-        "Step time, as a ratio to the stock pipeline",
-        "Median of the ratio step by step, and its 95 % bootstrap interval. Below 1: faster than stock.",
-        step_rows,
+        "Step time, and how much of gather and plan is hidden",
+        "Step times as ratios to the stock pipeline: the median of the ratio step by step, and its 95 % bootstrap "
+        "interval; below 1: faster than stock. A step ends when the worker is idle, so on the CPU the column of the "
+        "stage includes the worker's time even if it is hidden from the main thread.",
+        found,
     )
     page.section(
-        "How much of gather and plan is hidden (two-phase)",
-        hidden_rows,
-        "A step ends when the worker is idle, so on the CPU the two-phase column includes the worker's time even if it "
-        "is hidden from the main thread.",
+        "What evenrank.observe takes",
+        "Microseconds of CPU to record a batch of 32 rows, by its number of keys, the least of 20 runs.",
+        recorded,
     )
-    measure_observing(page, ranks, (8 if quick else 2 * steps, device))
     page.finish(quick=quick)
 
 

@@ -26,19 +26,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, interleaved_on_ranks, median_with_interval, run_ranks, slowest_ms
-from benchmarks.shared.small_hstu import CPU, DESCRIPTION, SIZES, draw_users, make_batch, make_model
-from benchmarks.shared.speeds_simulated import looks_table, simulation_table
+from benchmarks.shared.pictures import picture
+from benchmarks.shared.report import (
+    Page,
+    every,
+    interleaved_on_ranks,
+    measured,
+    median_with_interval,
+    run_ranks,
+    slowest_ms,
+)
+from benchmarks.shared.small_hstu import CPU, DESCRIPTION, SIZES, Replica, draw_users, make_batch
+from benchmarks.shared.speeds_simulated import SLOW_RANKS, measure_evaluation, measure_gain
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.speed_control import FASTEST
-from commons.pipeline import balanced
 from commons.trainer.observe.times import ForwardTimer
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model.layer import HSTUEncoder
@@ -104,36 +109,31 @@ def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
             limit.close()
 
 
-class Variant:
+class Variant(Replica):
+    """A replica whose shuffler follows the speeds of the ranks, or not."""
+
     def __init__(self, option: str, users: np.ndarray, rows: int, rank: int) -> None:
-        model, optimizer = make_model()
-        self.shuffler = HSTUBalancedBatchShuffler(*SIZES, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
-        self._pipeline: Any = balanced(TrainPipelineBase)(model, optimizer, CPU, batch_shuffler=self.shuffler)
-        encoder = next(module for module in model.modules() if isinstance(module, HSTUEncoder))
-        self._timer = ForwardTimer(encoder, CPU)
         in_order = np.arange(len(users)).reshape(-1, dist.get_world_size(), rows)[:, rank]
-        self._batches = (make_batch(users[own]) for own in in_order)
+        shuffler = HSTUBalancedBatchShuffler(*SIZES, options=ShufflerOptions(speeds=option))  # type: ignore[arg-type]
+        super().__init__((make_batch(users[own]) for own in in_order), shuffler)
+        self._shuffler = shuffler
+        encoder = next(module for module in self.model.modules() if isinstance(module, HSTUEncoder))
+        self._timer = ForwardTimer(encoder, CPU)
         self.speed: list[float] = []  # speed of the slow rank ÷ the fastest rank's
 
-    def step(self) -> None:
-        """Train a batch, and wait until the worker is idle."""
-        self._pipeline.progress(self._batches)
-        stats = self._pipeline.last_stats
+    def settle(self) -> None:
+        """Report the time of the step, and wait until the worker is idle."""
+        stats = self.pipeline.last_stats
         self._timer.step(stats)
         for milliseconds, of_batch in self._timer.take():
-            self.shuffler.report_step_time(milliseconds, of_batch)
-        self.shuffler.drain()
+            self._shuffler.report_step_time(milliseconds, of_batch)
+        super().settle()
         self.speed.append(stats.speeds[SLOW] / max(stats.speeds) if stats.speeds else 1.0)
 
     def plan_with(self, speeds: np.ndarray | None) -> None:
         """Set the speeds for later steps, independent of times; for a variant with "equal" speeds."""
-        for session in self.shuffler.engine._sessions.values():
+        for session in self._shuffler.engine._sessions.values():
             session._speeds.to_plan_with = speeds
-
-    def close(self) -> None:
-        self._pipeline.reset()
-        self.shuffler.drain()
-        self.shuffler.close()
 
 
 def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...], warmup: int) -> dict[str, Any]:
@@ -161,9 +161,9 @@ def train(rank: int, names: tuple[str, ...], rows: int, phases: tuple[int, ...],
     }
 
 
-def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+def slow_rank_rows(found: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """Median steps by phase, the ratio to "equal", and the best possible ratio."""
-    ms, lines = slowest_ms(measured), []
+    ms, lines = slowest_ms(found), []
     skipped = min(SETTLING, 3 * steps // 2)
     ends = np.cumsum([steps, 2 * steps, 2 * steps])
     parts = {
@@ -175,11 +175,11 @@ def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str,
     }
     for phase, (first, last) in parts.items():
         of_phase = {name: each[first:last] for name, each in ms.items()}
-        line: dict[str, Any] = {"ranks": len(measured), "": phase}
+        line: dict[str, Any] = {"ranks": len(found), "": phase}
         line |= {f"{name}, ms": float(np.median(each)) for name, each in of_phase.items()}
         for name in ("measured", "known"):
             line[f"equal ÷ {name}"] = median_with_interval(of_phase["equal"] / of_phase[name])[1]
-        line["speed of the limited rank"] = float(np.mean(measured[0]["speed"]["measured"][first:last]))
+        line["speed of the limited rank"] = float(np.mean(found[0]["speed"]["measured"][first:last]))
         lines.append(line)
     return lines
 
@@ -187,15 +187,14 @@ def slow_rank_rows(measured: list[dict[str, Any]], steps: int) -> list[dict[str,
 def draw_picture(cases: dict[int, list[dict[str, Any]]], steps: int) -> None:
     """Steps and the speed of the slow rank over time, a column for each number of ranks."""
     colours = {"equal": "tab:red", "measured": "tab:blue", "known": "tab:grey"}
-    with matplotlib.rc_context({"svg.hashsalt": "evenrank", "font.size": 9}):
-        figure = Figure(figsize=(max(7.0, 4.6 * len(cases)), 4.6), layout="constrained")
-        axes = figure.subplots(2, len(cases), sharex=True, squeeze=False, height_ratios=(2, 1))
-        for column, (num_ranks, measured) in enumerate(cases.items()):
+    size = (max(7.0, 4.6 * len(cases)), 4.6)
+    with picture(PICTURE, (2, len(cases)), size, sharex=True, height_ratios=(2, 1)) as axes:
+        for column, (num_ranks, found) in enumerate(cases.items()):
             above, below = axes[:, column]
-            for name, each in slowest_ms(measured).items():
+            for name, each in slowest_ms(found).items():
                 label = {"known": "known at once: what is possible"}.get(name, f'speeds "{name}"')
                 above.plot(_smoothed(each), color=colours[name], label=label, linewidth=1.3)
-            below.plot(measured[0]["speed"]["measured"], color=colours["measured"])
+            below.plot(found[0]["speed"]["measured"], color=colours["measured"])
             for axis in (above, below):
                 axis.axvspan(steps, 3 * steps, color="0.9")
             above.set_ylim(0)
@@ -205,9 +204,6 @@ def draw_picture(cases: dict[int, list[dict[str, Any]]], steps: int) -> None:
             below.set_xlabel("step")
         axes[0, 0].set_ylabel("step, ms (median of 15)")
         axes[1, 0].set_ylabel("speed of that rank")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def _smoothed(values: np.ndarray, width: int = 15) -> np.ndarray:
@@ -242,7 +238,12 @@ def main(
     ms = slowest_ms(on_equal)
     ratio, text = median_with_interval(ms["measured"] / ms["equal"])
     changes = int(np.count_nonzero(np.diff(on_equal[0]["speed"]["measured"])))
-    load = {each: float(measured[0]["load"]) for each, measured in cases.items()}
+    load = {each: float(found[0]["load"]) for each, found in cases.items()}
+    sizes = (
+        [{"ranks": 8, "steps": 200}]
+        if quick
+        else [{"ranks": of, "steps": n} for of, n in ((8, 1000), (64, 400), (1024, 100))]
+    )
     page = Page(
         "Speeds: less work for a slow rank",
         f"Ranks pinned to {cores} cores (gloo). {DESCRIPTION}; {rows} rows per rank, 20 + "
@@ -262,14 +263,14 @@ def main(
         "A rank that becomes slow, and recovers",
         "Median steps, and the median ratio step by step with its 95 % bootstrap interval. Known: plans that use the "
         "limit at once. The picture is in docs/speeds.md.",
-        [row for measured in cases.values() for row in slow_rank_rows(measured, steps)],
+        [row for found in cases.values() for row in slow_rank_rows(found, steps)],
     )
     page.section(
         "Equal ranks",
         f"{equal_steps} steps of {ranks[0]} ranks: measured ÷ equal {text}, median step "
         f"{np.median(ms['equal']):.1f} ms; speeds changed {changes} times.",
         "Processor time of one thread of a rank: it reads the reports of every step, and evaluates every fifth.",
-        looks_table(quick),
+        measured(measure_evaluation, every(ranks=(2, 64) if quick else (2, 8, 64, 1024, 4096))),
     )
     page.section(
         "Simulated: many ranks, some of them slow at random",
@@ -277,7 +278,7 @@ def main(
         "tail and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same ranks, or each "
         "for 500 steps on average and then another rank. The ratio compares sums of the longest times with equal "
         "speeds; possible: plans that use the true speeds at once.",
-        simulation_table(quick),
+        measured(measure_gain, [size | kind for size in sizes for kind in every(slow=SLOW_RANKS)]),
     )
     page.finish(quick=quick)
     if not quick:

@@ -10,21 +10,18 @@ come from the wheel of recbole on the package index; their license (GroupLens) p
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import duckdb
-from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import TORCHRUN, Page, run_program
+from benchmarks.shared.report import TORCHRUN, Page, every, measured, query, run_program
 
 _WHEEL, _RATINGS = "recbole==1.2.1", "recbole/dataset_example/ml-100k/ml-100k.inter"
 _COLUMNS = {"user": "user", "item": "movie", "time": "time", "actions": "rating >= 4"}
@@ -41,15 +38,6 @@ _MODES = {
         "--trainer.shuffler.no-equal-size",
     ],
 }
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The result of a training."""
-
-    metric: float  # of the task, on held-out users
-    imbalance: float  # of the trained loads
-    steps: int
 
 
 def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick = False) -> None:
@@ -69,36 +57,22 @@ def main(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), ranks: int = 2, quick: Quick 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = {seed: _prepare(folder, seed) for seed in seeds}
-        runs = list(itertools.product(_TASKS, seeds, _MODES))  # interleaved: the machine may drift
-        found = {
-            (task, seed, mode): _train(folder, data[seed], task, seed, mode, ranks, quick)
-            for task, seed, mode in tqdm(runs, "runs", disable=None)
-        }
-    rows = []
-    for task, mode in itertools.product(_TASKS, _MODES):
-        own = [found[task, seed, mode] for seed in seeds]
-        differences = [each.metric - found[task, seed, "as loaded"].metric for each, seed in zip(own, seeds)]
-        rows.append(
-            {
-                "task": task,
-                "mode": mode,
-                "metric": _TASKS[task][1],
-                "mean": _mean_and_error([each.metric for each in own]),
-                "difference to as loaded": "" if mode == "as loaded" else _mean_and_error(differences),
-                "load above mean": f"{statistics.fmean(each.imbalance for each in own):.2%}",
-                "steps": f"{statistics.fmean(each.steps for each in own):.0f}",
-            }
-        )
-    page.section("", rows, _READING)
+        # Interleaved: the machine may drift.
+        runs = every(task=_TASKS, seed=seeds, mode=_MODES)
+        found = measured(measure_training, runs, folder=folder, data=data, ranks=ranks, quick=quick)
+    page.section("", query(found, _TABLE), _READING)
     page.finish(quick=quick)
 
 
-def _train(folder: Path, data: Path, task: str, seed: int, mode: str, ranks: int, quick: bool) -> Learned:
-    name, _, epochs = _TASKS[task]
+def measure_training(
+    task: str, seed: int, mode: str, *, folder: Path, data: Mapping[int, Path], ranks: int, quick: bool
+) -> dict[str, Any]:
+    """Train a model; the metric of held-out users, the imbalance of the trained loads, and the number of steps."""
+    name, metric, epochs = _TASKS[task]
     run_dir = folder / f"{task}-{seed}-{mode}"
     options = {
         "dataset.dataset-name": "parquet",
-        "dataset.dataset-path": data,
+        "dataset.dataset-path": data[seed],
         "trainer.run-dir": run_dir,
         "trainer.seed": seed,
         "trainer.train-batch-size": 8,
@@ -114,7 +88,10 @@ def _train(folder: Path, data: Path, task: str, seed: int, mode: str, ranks: int
     run_program(command + _MODES[mode])
     loads = "imbalance_before" if mode == "as loaded" else "imbalance_after"
     summary = json.loads((run_dir / "summary.json").read_text())
-    return Learned(summary["metrics"][f"eval_{name}"], summary["shuffle"][loads], summary["steps"])
+    return {
+        **{"metric": metric, "value": summary["metrics"][f"eval_{name}"]},
+        **{"imbalance": summary["shuffle"][loads], "steps": summary["steps"]},
+    }
 
 
 def _prepare(folder: Path, seed: int) -> Path:
@@ -138,12 +115,14 @@ def _columns(section: str = "dataset.") -> list[str]:
     return [text for name, column in _COLUMNS.items() for text in (f"--{section}columns.{name}", column)]
 
 
-def _mean_and_error(values: Sequence[float]) -> str:
-    """The mean, and its standard error if there are several values."""
-    mean = f"{statistics.fmean(values):.4f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
-
-
+_TABLE = """
+    SELECT task, mode, metric, avg(value) AS mean, stddev_samp(value) / sqrt(count(*)) AS "±",
+        avg(value - loaded) AS "difference to as loaded", stddev_samp(value - loaded) / sqrt(count(*)) AS "±.",
+        avg(imbalance) AS "load above mean", avg(steps) AS steps
+    FROM (
+        SELECT *, max(value) FILTER (mode = 'as loaded') OVER (PARTITION BY task, seed) AS loaded FROM found
+    ) GROUP BY ALL ORDER BY min(number)
+"""
 _READING = (
     "± is the standard error over the seeds. *Difference* compares runs with the same seed and held-out users; a "
     "difference below twice its error does not distinguish the modes. The sampler with a budget has steps of other "

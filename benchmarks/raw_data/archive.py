@@ -10,13 +10,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
 
 from commons.datasets.public.raw_files import GENERATED_MARK
-from commons.datasets.sequences.event_store import sql_text
 
 _TIME = 946_684_800  # of every file, so that the same contents give the same bytes
 # What a row is drawn with depends on what is drawn, on the row's numbers and the seed alone: memory does not grow with
@@ -75,11 +73,10 @@ def connect(seed: int, lengths: np.ndarray, *, show_progress: bool) -> duckdb.Du
     return database
 
 
-def one_of(quantile: str, choices: Sequence[Any], shares: Sequence[float] | None = None) -> str:
-    """SQL of the choice at a quantile that SQL states; `shares` are weights, all alike if not given."""
-    ends = np.cumsum(np.ones(len(choices)) if shares is None else shares)
-    texts = [sql_text(each) if isinstance(each, str) else f"{each}" for each in choices]
-    cases = [f"WHEN {quantile} < {end!r} THEN {text}" for end, text in zip((ends / ends[-1]).tolist(), texts)]
+def one_of(quantile: str, choices: Sequence[float], shares: Sequence[float]) -> str:
+    """SQL of the choice at a quantile that SQL states; `shares` are weights."""
+    ends = np.cumsum(shares) / np.sum(shares)
+    cases = [f"WHEN {quantile} < {end!r} THEN {choice}" for end, choice in zip(ends.tolist(), choices)]
     return f"CASE {' '.join(cases)} END"
 
 

@@ -3,7 +3,7 @@
 Lengths follow the counted statistics of KuaiRand-27K (27,285 users, mean 11,812, median 8,594, 100 to 228,000);
 KuaiRand-1K is a sample of the same users. KuaiRand-Pure publishes the mean alone, 52.7; its shape here is chosen. The
 rates of each kind of feedback are those of KuaiRand-27K's standard logs. The number of videos falls with that of users.
-Of the files there are those that are read: the standard logs and the users.
+Of the files there are those that are read: the standard logs and the users. Every feature of a user has seven values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.raw_data.archive import GeneratedArchive, connect, lengths_with, one_of, write_archive, write_csv
+from benchmarks.raw_data.archive import GeneratedArchive, connect, lengths_with, write_archive, write_csv
 from commons.datasets.public.dataset import PublicDataset
 from commons.datasets.public.kuairand import USER_FEATURES
 
@@ -29,7 +29,7 @@ _SIZES = {
     "kuairand-1k": (1_000, 4_369_953, 11_713_045, _QUANTILES_27K),
     "kuairand-27k": (27_285, 32_038_725, 322_278_385, _QUANTILES_27K),
 }
-# Shares of the interactions with a click, with a long view, and with what follows a click; of hate, which does not.
+# Shares of the interactions with a click, and with a long view, which has a click; of what follows a click; of hate.
 _CLICKED, _LONG_VIEW, _HATED = 0.379, 0.260, 0.0005
 _AFTER_A_CLICK = {
     **{"is_like": 0.0167, "is_follow": 0.0011, "is_comment": 0.0025},
@@ -47,33 +47,22 @@ _EVENTS = f"""
         floor(15_000 * (1 - ln(1 - uniform('duration', number, place))))::BIGINT AS duration_ms
     FROM (SELECT *, unnest(range(length)) AS place FROM users)
 """
-_TAB = one_of("uniform('tab', number, place)", (1, 0, 4, 2, 6), (0.68, 0.20, 0.075, 0.03, 0.015))
-
-
-def _after_a_click(name: str) -> str:
-    chance = _AFTER_A_CLICK[name] / _CLICKED
-    return f"(pleased < {_CLICKED} AND uniform('{name}', number, place) < {chance})::INT AS {name}"
-
-
-# The columns of a log, in order; who views long has clicked.
+_FOLLOWS = ", ".join(
+    f"(pleased < {_CLICKED} AND uniform('{name}', number, place) < {share / _CLICKED})::INT AS {name}"
+    for name, share in _AFTER_A_CLICK.items()
+)
+# The columns of a log.
 _LOG = f"""
     SELECT number AS user_id, video_id, strftime(moment, '%Y%m%d') AS date, hour(moment) * 100 AS hourmin, time_ms,
-        (pleased < {_CLICKED})::INT AS is_click, {", ".join(map(_after_a_click, list(_AFTER_A_CLICK)[:4]))},
-        (pleased > {1 - _HATED})::INT AS is_hate, (pleased < {_LONG_VIEW})::INT AS long_view,
-        (duration_ms * uniform('played', number, place) * if(pleased < {_LONG_VIEW}, 1.5, 0.4))::BIGINT
-            AS play_time_ms,
-        duration_ms, 0 AS profile_stay_time, 0 AS comment_stay_time, {_after_a_click("is_profile_enter")}, 0 AS is_rand,
-        {_TAB} AS tab
+        (pleased < {_CLICKED})::INT AS is_click, {_FOLLOWS}, (pleased > {1 - _HATED})::INT AS is_hate,
+        (pleased < {_LONG_VIEW})::INT AS long_view,
+        (duration_ms * uniform('played', number, place))::BIGINT AS play_time_ms, duration_ms,
+        0 AS profile_stay_time, 0 AS comment_stay_time, 0 AS is_rand, 1 AS tab
 """
-_USER_VALUES = {
-    "user_active_degree": ("full_active", "high_active", "middle_active", "UNKNOWN"),
-    "follow_user_num_range": ("0", "(0,10]", "(10,50]", "(50,100]", "(100,150]", "(150,250]", "(250,500]", "500+"),
-    "fans_user_num_range": ("0", "[1,10)", "[10,100)", "[100,1k)", "[1k,5k)", "[5k,1w)", "[1w,10w)"),
-    "friend_user_num_range": ("0", "[1,5)", "[5,30)", "[30,60)", "[60,120)", "[120,250)", "250+"),
-    "register_days_range": ("15-30", "31-60", "61-90", "91-180", "181-365", "366-730", "730+"),
-}
-# Values of the encrypted features, 0 to size − 1.
-_ONEHOT_SIZES = (2, 7, 50, 1471, 15, 34, 3, 118, 454, 7, 5, 5, 2, 2, 2, 2, 2, 2)
+_USERS = f"""
+    SELECT number AS user_id, {", ".join(f"below('{name}', 7, number) AS {name}" for name in USER_FEATURES)}
+    FROM users ORDER BY number
+"""
 
 
 def generate_kuairand(
@@ -88,7 +77,6 @@ def generate_kuairand(
     published_users, published_videos, interactions, quantiles = _SIZES[version.schema.dataset_name]
     num_users = published_users if num_users is None else num_users
     num_videos = max(round(published_videos * min(num_users / published_users, 1)), 1_000)
-    users = f"SELECT {', '.join(['number AS user_id', *map(_user_feature, USER_FEATURES)])} FROM users ORDER BY number"
 
     def write(folder: Path) -> np.ndarray:
         data, parts = folder / "data", len(version.event_files) // 2
@@ -96,7 +84,7 @@ def generate_kuairand(
         lengths = lengths_with(num_users, quantiles, interactions / published_users)
         with connect(seed, lengths, show_progress=show_progress) as database:
             database.execute(_EVENTS)
-            write_csv(database, data / version.listings["user"][0], users)
+            write_csv(database, data / version.listings["user"][0], _USERS)
             for index, name in enumerate(version.event_files):  # the parts of the first period, then the second's
                 period, part = divmod(index, parts)
                 chosen = f"(time_ms >= {_SECOND_PERIOD_MS})::INT = {period} AND place % {parts} = {part}"
@@ -104,16 +92,3 @@ def generate_kuairand(
         return lengths
 
     return write_archive(output, version.raw.title, "https://kuairand.com/", "README.txt", write, seed)
-
-
-def _user_feature(name: str) -> str:
-    quantile = f"uniform('{name}', number)"
-    if name in _USER_VALUES:
-        return f"{one_of(quantile, _USER_VALUES[name])} AS {name}"
-    if not name.startswith("onehot_feat"):
-        return f"({quantile} < 0.2)::INT AS {name}"
-    index = int(name.removeprefix("onehot_feat"))
-    value = f"below('{name}', {_ONEHOT_SIZES[index]}, number)"
-    if index == 4 or index >= 12:  # some users lack these, which makes the column one of decimals
-        value = f"if(uniform('{name}', number, 1) < 0.03, NULL, {value}::DECIMAL(5, 1))"
-    return f"{value} AS {name}"

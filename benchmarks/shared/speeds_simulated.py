@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -14,6 +13,7 @@ from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
 
 FIXED = 0.2  # fixed part of the time of a mean load
 ROWS = 32
+SLOW_RANKS = ("always the same ranks", "episodes")
 # Slow ranks: how many, how long, by which factor.
 _SLOW, _EPISODE, _FACTORS = 0.02, 500, (1.15, 2.0)
 
@@ -28,26 +28,20 @@ def _report(control: SpeedControl, times: np.ndarray, loads: np.ndarray) -> None
     control.take(np.rint(times * 1e7).astype(np.int64), np.rint(loads).astype(np.int64))
 
 
-def looks_table(quick: bool) -> list[dict[str, Any]]:
+def measure_evaluation(ranks: int) -> dict[str, float]:
     """Microseconds of a step that evaluates speeds, and of the mean step."""
-    lines = []
-    for ranks in (2, 64) if quick else (2, 8, 64, 1024, 4096):
-        rng, control, took = np.random.default_rng(0), SpeedControl(ranks), []
-        for _ in range(40 * LOOK_STEPS):
-            loads = rng.uniform(0.8, 1.2) * np.ones(ranks)
-            times = times_by_load(rng, np.ones(ranks), loads)
-            started = time.thread_time()
-            _report(control, times, loads * 1e9)
-            took.append((time.thread_time() - started) * 1e6)
-        per_look = np.array(took[len(took) // 2 :]).reshape(-1, LOOK_STEPS)
-        lines.append(
-            {
-                "ranks": ranks,
-                "an evaluation, µs": float(np.median(per_look.max(axis=1))),
-                "a step on average, µs": float(np.median(per_look.mean(axis=1))),
-            }
-        )
-    return lines
+    rng, control, took = np.random.default_rng(0), SpeedControl(ranks), []
+    for _ in range(40 * LOOK_STEPS):
+        loads = np.full(ranks, rng.uniform(0.8, 1.2))
+        times = times_by_load(rng, np.ones(ranks), loads)
+        started = time.thread_time()
+        _report(control, times, loads * 1e9)
+        took.append((time.thread_time() - started) * 1e6)
+    per_look = np.array(took[len(took) // 2 :]).reshape(-1, LOOK_STEPS)
+    return {
+        "an evaluation, µs": float(np.median(per_look.max(axis=1))),
+        "a step on average, µs": float(np.median(per_look.mean(axis=1))),
+    }
 
 
 def slow_factors(rng: np.random.Generator, ranks: int, steps: int, *, episodes: bool) -> np.ndarray:
@@ -66,18 +60,6 @@ def slow_factors(rng: np.random.Generator, ranks: int, steps: int, *, episodes: 
     return factors
 
 
-def simulation_table(quick: bool) -> list[dict[str, Any]]:
-    """The gain of speeds, and the possible gain."""
-    lines = []
-    sizes = ((8, 200),) if quick else ((8, 1000), (64, 400), (1024, 100))
-    for ranks, steps in tqdm(sizes, desc="simulated"):
-        for kind in ("always the same ranks", "episodes"):
-            rng = np.random.default_rng(ranks)
-            factors = slow_factors(rng, ranks, steps, episodes=kind == "episodes")
-            lines.append({"ranks": ranks, "steps": steps, "slow": kind} | _simulate(rng, factors))
-    return lines
-
-
 def _ideal(factors: np.ndarray) -> np.ndarray:
     """int64 `(ranks,)`: the speeds at which all ranks end together, if no rank gets less than half of the most."""
     together = 1.0 / np.mean(1.0 / factors)
@@ -85,8 +67,10 @@ def _ideal(factors: np.ndarray) -> np.ndarray:
     return np.rint(np.maximum(shares / shares.max(), 0.5) * FASTEST).astype(np.int64)
 
 
-def _simulate(rng: np.random.Generator, factors: np.ndarray) -> dict[str, float]:
-    steps, ranks = factors.shape
+def measure_gain(ranks: int, steps: int, slow: str) -> dict[str, float]:
+    """The gain of measured speeds, and the possible gain."""
+    rng = np.random.default_rng(ranks)
+    factors = slow_factors(rng, ranks, steps, episodes=slow == "episodes")
     control, took = SpeedControl(ranks), np.zeros((3, steps))
     mean = float(COSTS["HSTU"](draw("user-like", 1 << 16, 0)).mean()) * ROWS  # load of a rank
     gaps = []
