@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,14 @@ def read_by_rank(strategy: str, lengths: np.ndarray, ranks: int, rank: int | Non
         samplers = [BatchRebalanceSampler(lengths.tolist(), per_step, ranks, ACCUMULATED, rank=each) for each in own]
         return [batch for batches in zip(*samplers) for batch in batches]
     window = ACCUMULATED * (4 if "window" in strategy else 1)
-    options = {"num_ranks": ranks, "rank": rank, "window": window, "seed": 1, "padded": True, "drop_last": True}
+    options: dict[str, Any] = {
+        "num_ranks": ranks,
+        "rank": rank,
+        "window": window,
+        "seed": 1,
+        "padded": True,
+        "drop_last": True,
+    }
     return list(BalancedBatchSampler(cost_of(lengths), BATCH, **options))
 
 

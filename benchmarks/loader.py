@@ -12,18 +12,16 @@ its own core: it includes assembling and sending batches, and the first epoch.
 from __future__ import annotations
 
 import gc
-import itertools
 import resource
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page
+from benchmarks.shared.report import Page, every, measured
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import generate_ratings
 
@@ -31,33 +29,31 @@ _TARGET = 20_000
 _MAX_HISTORY = 2_400  # longer than any history
 
 
-def measure(folder: Path, batch_size: int, num_workers: int, epochs: int) -> dict[str, Any]:
+def measure_loader(batch: int, workers: int, *, folder: Path, epochs: int) -> dict[str, float]:
     """Sequences per second of the first epoch, and the median of later epochs."""
     loader = get_data_loader(
         "ml-1m",
         dataset_path=folder,
-        batch_size=batch_size,
+        batch_size=batch,
         max_history_seqlen=_MAX_HISTORY,
         shuffle=True,
-        num_workers=num_workers,
+        num_workers=workers,
     )
     rates, total, items = [], 0, 0
-    used = _cpu_seconds(num_workers)
+    used = _cpu_seconds(workers)
     for _ in range(epochs + 1):
         start, sequences, items = time.perf_counter(), 0, 0
-        for batch in loader:
-            sequences += batch.actual_batch_size
-            items += int(batch.features.length_per_key()[-2])
+        for each in loader:
+            sequences += each.actual_batch_size
+            items += int(each.features.length_per_key()[-2])
         rates.append(sequences / (time.perf_counter() - start))
         total += sequences
-    if num_workers:
-        del batch
+    if workers:
+        del each
         loader._iterator = None  # ends the workers, after which their CPU time is available
         gc.collect()
-    used = _cpu_seconds(num_workers) - used
+    used = _cpu_seconds(workers) - used
     return {
-        "batch": batch_size,
-        "workers": num_workers or "none",
         "mean length": items / sequences,
         "first epoch, seq/s": rates[0],
         "later epochs, seq/s": float(np.median(rates[1:])),
@@ -78,8 +74,8 @@ def main(quick: Quick = False) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         generate_ratings(folder, num_users=users, test_fraction=0.0, show_progress=True)
-        cases = itertools.product((32, 256), (0, 1, 2))
-        rows = [measure(folder, *case, 2 if quick else 5) for case in cases]
+        cases = every(batch=(32, 256), workers=(0, 1, 2))
+        rows = measured(measure_loader, cases, folder=folder, epochs=2 if quick else 5)
     page = Page(
         "Loader",
         f"{users:,} generated users of mean length 165; later epochs are a median of five. The main process and its "

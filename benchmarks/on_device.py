@@ -39,7 +39,7 @@ from benchmarks.models.cost_model import load_target, replay
 from benchmarks.shared.command_line import from_command_line
 from benchmarks.shared.lengths import draw, make_batch
 from benchmarks.shared.one_of_many_ranks import fake_ranks, plan_batch, planned_exchange
-from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, heading, table
+from benchmarks.shared.report import RESULTS, ROOT, TORCHRUN, every, heading, measured, table
 from commons.console import print_error
 from hstu.model.execution import choose_execution
 from hstu.train_config import ModelArgs
@@ -52,9 +52,6 @@ PUBLISHED_GAIN = 1.53  # recsys-examples' balanced shuffler on 16 × H100, the s
 
 class PartFailedError(RuntimeError):
     """A part has run and failed; the message is the part's text."""
-
-
-_BATCHES = ((32, 1024), (32, 4096), (128, 1024))  # rows per rank, and the longest row
 
 
 def warm_up(device: torch.device) -> str:
@@ -135,21 +132,21 @@ def _streamed(command: Sequence[str], environment: dict[str, str] | None = None)
 
 def exchange(device: torch.device) -> str:
     """Time of one rank of many to finish a shuffle, on the host and on the device, without network time."""
-    rehearse = device.type == "cpu"
-    sizes = ((4, 8, 64),) if rehearse else [(8, *each) for each in _BATCHES] + [(64, *each) for each in _BATCHES]
-    rows = [_finish_cost(device, *each, 3 if rehearse else 40) for each in sizes]
+    rehearses = device.type == "cpu"
+    sizes = {"ranks": (8, 64), "rows": (32, 128), "longest": (1024, 4096)}  # rows per rank, and the longest row
+    cases = every(ranks=(4,), rows=(8,), longest=(64,)) if rehearses else every(**sizes)
     return (
         "Pack, call the collective, unpack; the other ranks' rows are generated and the collective sends nothing, so "
         "network time is excluded. On CUDA a wait of the host for the device would be an error. Medians.\n\n"
-        + table(rows)
+        + table(measured(measure_finish, cases, device=device, repeats=3 if rehearses else 40))
     )
 
 
-def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int, repeats: int) -> dict[str, Any]:
-    rank, on_cuda = min(3, world_size - 1), device.type == "cuda"
-    lengths = np.minimum(draw("zipf", world_size * rows, 0), longest)
+def measure_finish(ranks: int, rows: int, longest: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    rank, on_cuda = min(3, ranks - 1), device.type == "cuda"
+    lengths = np.minimum(draw("zipf", ranks * rows, 0), longest)
     batch = make_batch(lengths[rank * rows : (rank + 1) * rows])
-    (plan, layout), host_ms = plan_batch(lengths, world_size, ranks_per_node=None), []
+    (plan, layout), host_ms = plan_batch(lengths, ranks, ranks_per_node=None), []
     on_device = (batch.pin_memory() if on_cuda else batch).to(device, non_blocking=True)
     made = partial(planned_exchange, plan.gathered, plan.destination, layout, rank, pin_memory=on_cuda)
     waiting = [made() for _ in range(repeats + 5)]
@@ -161,19 +158,16 @@ def _finish_cost(device: torch.device, world_size: int, rows: int, longest: int,
             torch.cuda.set_sync_debug_mode("error")
         started = time.perf_counter()
         buffer, sent_rows, indices = made.pack([on_device])
-        made.send_rows(buffer, sent_rows, dist.group.WORLD, async_op=False)
+        made.send_rows(buffer, sent_rows, dist.group.WORLD, async_op=False)  # type: ignore[arg-type]
         made.unpack(on_device, buffer, indices)
         host_ms.append((time.perf_counter() - started) * 1e3)
         if on_cuda:
             torch.cuda.set_sync_debug_mode("default")
 
-    with fake_ranks(world_size, rank):
+    with fake_ranks(ranks, rank):
         device_ms = device_milliseconds(finish, device, repeats, warmup=5)
-    of_host = f"{statistics.median(host_ms[5:]):.3f}"
-    return {
-        **{"ranks": world_size, "rows": rows, "to": longest, "sent kB": f"{sent / 1e3:.0f}", "host ms": of_host},
-        "device ms": f"{device_ms:.3f}" if on_cuda else "–",
-    }
+    host = statistics.median(host_ms[5:])
+    return {"sent kB": sent / 1e3, "host ms": host, "device ms": device_ms if on_cuda else None}
 
 
 def attention(device: torch.device) -> str:
@@ -207,8 +201,8 @@ def traced_step(device: torch.device) -> str:
         trace = json.loads(Path(folder, "trace-rank0.json").read_text())
     ranks = max(torch.cuda.device_count(), 2) if device.type == "cuda" else 2
     shared = ", two ranks on one GPU" if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
-    rows = [{"": key, "median of the steps": value} for key, value in describe_trace(trace["traceEvents"]).items()]
-    return f"{ranks} ranks{shared}; rank 0, {traced} steps.\n\n" + table(rows)
+    found = [{"": key, "median of the steps": value} for key, value in describe_trace(trace["traceEvents"]).items()]
+    return f"{ranks} ranks{shared}; rank 0, {traced} steps.\n\n" + table(found)
 
 
 def describe_trace(events: Iterable[dict[str, Any]]) -> dict[str, str]:

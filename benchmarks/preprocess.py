@@ -22,7 +22,7 @@ import tyro
 
 from benchmarks.raw_data import GENERATORS
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, run_program
+from benchmarks.shared.report import Page, every, measured, run_program
 
 _SIZE = tyro.conf.create_mutex_group(required=False)
 _TARGET_ROWS, _TARGET_GIB = 1e6, 2.0
@@ -44,10 +44,20 @@ print(json.dumps([metadata.num_interactions, metadata.num_users, seconds, len(me
 """
 
 
-def measure(name: str, source: Path, folder: Path, repeats: int) -> list[Any]:
+def measure_preprocessing(dataset: str, quick: bool) -> dict[str, Any]:
     """The fastest of some runs; the first run brings the archive into the page cache."""
-    command = [sys.executable, "-c", _CHILD, name, str(source), str(folder)]
-    return min((json.loads(run_program(command)) for _ in range(repeats)), key=lambda run: run[2])
+    archive, few = (_DATASETS | _LARGE)[dataset]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, archive)
+        GENERATORS[dataset](source, show_progress=True, **({"num_users": few} if quick else {}))
+        command = [sys.executable, "-c", _CHILD, dataset, str(source), folder]
+        runs = [json.loads(run_program(command)) for _ in range(1 if quick or dataset in _LARGE else 3)]
+    count, users, seconds, shards, num_bytes, peak = min(runs, key=lambda run: run[2])
+    return {
+        **{"users": f"{users:,}", "rows": f"{count:,}", "seconds": seconds, "M rows/s": count / seconds / 1e6},
+        "peak memory, GiB": peak / 2**30,
+        "result": f"{shards} shards, {num_bytes / 2**20:,.0f} MiB",
+    }
 
 
 def main(quick: Annotated[Quick, _SIZE] = False, large: Annotated[bool, _SIZE] = False) -> None:
@@ -56,26 +66,7 @@ def main(quick: Annotated[Quick, _SIZE] = False, large: Annotated[bool, _SIZE] =
     Args:
         large: KuaiRand-27K too; needs 30 GB of disk.
     """
-    rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, (archive, few) in (_DATASETS | _LARGE if large else _DATASETS).items():
-            folder = Path(temporary, name)
-            folder.mkdir()
-            source = folder / archive
-            GENERATORS[name](source, show_progress=True, **({"num_users": few} if quick else {}))
-            repeats = 1 if quick or name in _LARGE else 3
-            count, users, seconds, shards, num_bytes, peak = measure(name, source, folder, repeats)
-            rows.append(
-                {
-                    "generated data": f"{name} ({'zip' if archive.endswith('.zip') else 'folder'})",
-                    "users": f"{users:,}",
-                    "rows": f"{count:,}",
-                    "seconds": seconds,
-                    "M rows/s": count / seconds / 1e6,
-                    "peak memory, GiB": peak / 2**30,
-                    "result": f"{shards} shards, {num_bytes / 2**20:,.0f} MiB",
-                }
-            )
+    rows = measured(measure_preprocessing, every(dataset=_DATASETS | _LARGE if large else _DATASETS), quick=quick)
     page = Page(
         "Preprocessing",
         f"Target: at least {_TARGET_ROWS / 1e6:.0f} M rows/s on two cores and at most {_TARGET_GIB:.0f} GB at 20 M "

@@ -30,14 +30,17 @@ from tqdm import tqdm
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import NODE, described, draw, make_batch
 from benchmarks.shared.link_model import LinkModel, connections
-from benchmarks.shared.one_of_many_ranks import SIZES, MovedRows, fake_ranks, record_all_ranks
+from benchmarks.shared.one_of_many_ranks import SIZES, fake_ranks, record_all_ranks, words_of_rows
 from benchmarks.shared.pictures import picture
 from benchmarks.shared.report import ROOT, Page, every, measured, milliseconds, query, timed, values
 from commons.distributed.channel.groups import ring_sizes
 from commons.distributed.engine import shuffle_session
+from commons.distributed.exchange.payload import WORD_BYTES
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import WindowStats
 from commons.perf_model.partitioner import core, partition_grid
+from commons.perf_model.shuffle_plan import ShufflePlan
 from hstu import HSTUBalancedBatchShuffler
 
 ROWS = 32  # rows per rank and batch
@@ -145,20 +148,26 @@ def measure_rank(
             **(
                 {"sampler": _sampler_ms(prepared.plan.gathered.workloads, ranks, window, repeats)}
                 if window
-                else _traffic(MovedRows.of(prepared.plan, prepared.exchange.layout), prepared.exchange.bytes_sent, link)
+                else _traffic(prepared.plan, prepared.exchange, rank, link)
             ),
         }
 
 
-def _traffic(moved: MovedRows, own_bytes: int, link: LinkModel) -> Row:
+def _traffic(plan: ShufflePlan, exchange: RowExchange, rank: int, link: LinkModel) -> Row:
     """Bytes that ranks send, compared with their moved rows and with a gather of every row on every rank."""
-    ranks, own, mean = len(moved.sent), moved.sent[len(moved.sent) // 2], float(moved.sent.mean())
+    gathered, ranks = plan.gathered, plan.gathered.num_ranks
+    row_bytes = words_of_rows(gathered, exchange.layout) * float(WORD_BYTES)
+    moved = np.flatnonzero(plan.moves)
+    sender, receiver = gathered.home[moved], plan.destination[moved]
+    sent, received = (np.bincount(end, row_bytes[moved], ranks) for end in (sender, receiver))
+    pairs = np.unique(sender * ranks + receiver)
+    peers = int(max(np.bincount(ends, minlength=1).max() for ends in np.divmod(pairs, ranks)))
+    crossing = gathered.tokens[moved][sender // NODE != receiver // NODE]
     return {
-        **{"sent_kb": mean / 1e3, "busiest_kb": float(max(moved.sent.max(), moved.received.max())) / 1e3},
-        **{"peers": moved.peers, "crossed": moved.tokens_crossing},
-        "rows_ms": link.rows_ms(moved.sent, moved.received, moved.peers),
-        "sent_ratio": own_bytes / own if own else None,
-        "fewer": moved.everything / ranks * (ranks - 1) / max(mean, 1),
+        **{"sent_kb": sent.mean() / 1e3, "busiest_kb": max(sent.max(), received.max()) / 1e3, "peers": peers},
+        **{"crossed": crossing.sum() / gathered.tokens.sum(), "rows_ms": link.rows_ms(sent, received, peers)},
+        "sent_ratio": exchange.bytes_sent / sent[rank] if sent[rank] else None,
+        "fewer": row_bytes.sum() / ranks * (ranks - 1) / max(sent.mean(), 1),
     }
 
 

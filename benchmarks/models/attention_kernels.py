@@ -13,7 +13,6 @@ Examples:
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import re
 import subprocess
@@ -24,12 +23,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
-from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.shared.command_line import from_command_line
-from benchmarks.shared.report import table
+from benchmarks.shared.report import every, measured, table
 from hstu.model.kernels.parts import UNALIGNED
 from hstu.model.triton_blocks import KERNELS, MAX_HEAD_DIM, Blocks, candidate_blocks, outputs_of, padded_head_dim
 from hstu.model.triton_launch import constants, function_of, tokens_of
@@ -76,16 +74,6 @@ class Cost(NamedTuple):
     spills: int  # bytes per thread stored to local memory
     registers: int  # per thread
     shared: int  # bytes of shared memory per program
-
-
-def cost_row(kernel: str, blocks: Blocks, layer: Layer, cost: Cost) -> dict[str, Any]:
-    layer_of = {"for": _ARCHITECTURES[layer.architecture], "dtype": _SHORT[layer.dtype], "width": layer.head_dim}
-    of_blocks = {"queries × keys": f"{blocks.queries} × {blocks.keys}", "warps": blocks.warps, "stages": blocks.stages}
-    per_score = {"instructions": f"{cost.instructions:.1f}", "sigmoids": f"{cost.sigmoids:.2f}"}
-    by = ("warp groups" if cost.is_warp_group else "warps") + (", in turn" if cost.is_serialized else "")
-    memory = {"registers": cost.registers, "spills": cost.spills, "shared": cost.shared}
-    products = {"products": f"{cost.products:.2f}", "by": by}
-    return {"kernel": kernel} | layer_of | {"bias": layer.bias} | of_blocks | per_score | products | memory
 
 
 def products_of(kernel: str, head_dim: int) -> int:
@@ -215,6 +203,14 @@ def candidates(layer: Layer) -> Iterator[tuple[str, Blocks]]:
             yield kernel, blocks
 
 
+def measure_layer(architecture: int, dtype: str, head_dim: int, bias: Bias) -> list[dict[str, Any]]:
+    layer = Layer(architecture, _DTYPES[dtype], head_dim, bias)
+    return [
+        {"kernel": kernel, **blocks._asdict(), **cost_of(kernel, blocks, layer)._asdict()}
+        for kernel, blocks in candidates(layer)
+    ]
+
+
 def main(
     architectures: tuple[Literal[80, 90, 100], ...] = (90,),
     head_dims: tuple[Literal[16, 32, 64, 128, 256], ...] = (64, 128, 256),
@@ -229,12 +225,9 @@ def main(
         dtypes: dtypes of queries, keys and values.
         biases: kinds of bias of the scores.
     """
-    rows = []
-    for architecture, name, head_dim, bias in tqdm(list(itertools.product(architectures, dtypes, head_dims, biases))):
-        if head_dim <= MAX_HEAD_DIM[_DTYPES[name].itemsize]:
-            layer = Layer(architecture, _DTYPES[name], head_dim, bias)
-            rows += [cost_row(*each, layer, cost_of(*each, layer)) for each in candidates(layer)]
-    print(table(rows))
+    cases = every(architecture=architectures, dtype=dtypes, head_dim=head_dims, bias=biases)
+    fitting = [case for case in cases if case["head_dim"] <= MAX_HEAD_DIM[_DTYPES[case["dtype"]].itemsize]]
+    print(table(measured(measure_layer, fitting)))
 
 
 if __name__ == "__main__":

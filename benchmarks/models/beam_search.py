@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.shared.command_line import Quick, from_command_line
-from benchmarks.shared.report import Page, interleaved_seconds, one_rank
+from benchmarks.shared.report import Page, every, interleaved_seconds, measured, one_rank
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.map import SIDMap, random_sid_map
 from sid_gr.model import SIDGRConfig, SIDGRModel, SIDTrie
@@ -24,7 +23,7 @@ from sid_gr.parallel import initialize_model_parallel
 
 CODEBOOK_SIZES = (500, 500, 500, 500)
 NUM_ITEMS = 10_000
-HISTORIES = (16, 64, 256)  # items of every history, a row of the table each
+HISTORIES = (16, 64, 256)  # items of every history
 BEAMS, HIDDEN, LAYERS, HEADS = 10, 64, 4, 4
 
 
@@ -35,7 +34,7 @@ def make_model(sid_map: SIDMap) -> SIDGRModel:
     return SIDGRModel(config, trie=SIDTrie(sid_map.codes, CODEBOOK_SIZES), beam_width=BEAMS).eval()
 
 
-def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int, repeats: int) -> dict[str, Any]:
+def measure_history(history: int, model: SIDGRModel, sid_map: SIDMap, users: int, repeats: int) -> dict[str, Any]:
     """A row of the table, of users with histories of one length."""
     batches = [
         GPTSIDBatch.random(
@@ -62,7 +61,6 @@ def measure_history(model: SIDGRModel, sid_map: SIDMap, history: int, users: int
     same = [float((cached.leaves == plain.leaves).float().mean()) for cached, plain in pairs]
     ratio = statistics.median(slow / fast for fast, slow in zip(seconds[True], seconds[False]))
     return {
-        "items per history": history,
         "with cache, ms": statistics.median(seconds[True]) * 1e3,
         "without, ms": statistics.median(seconds[False]) * 1e3,
         "faster (median of batches)": f"{ratio:.1f}×",
@@ -84,8 +82,8 @@ def main(quick: Quick = False) -> None:
         initialize_model_parallel()
         sid_map = random_sid_map(NUM_ITEMS, CODEBOOK_SIZES)
         model = make_model(sid_map)
-        rows = [measure_history(model, sid_map, each, users, repeats) for each in tqdm(histories, desc="histories")]
-        page.section("", rows)
+        options: dict[str, Any] = {"model": model, "sid_map": sid_map, "users": users, "repeats": repeats}
+        page.section("", measured(measure_history, every(history=histories), **options))
     page.finish(quick=quick)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.shared.lengths import CONTEXT, NODE, make_batch
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.engine import engine
-from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
+from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.gather.local_rows import LocalRows, counted_keys
 from commons.perf_model.partitioner import core
@@ -108,32 +106,6 @@ def plan_batch(
     counts = np.full(world_size, len(lengths) // world_size, dtype=np.int64)
     gathered = packed_rows(counts, counts, HSTUAttentionTask(**SIZES).get_workloads(tokens), tokens, by_key)
     return plan_shuffle(gathered, slack=0.01, ranks_per_node=ranks_per_node), layout
-
-
-@dataclass(frozen=True)
-class MovedRows:
-    tokens_crossing: float  # tokens that leave their node, as a fraction of all
-    sent: np.ndarray  # float64 `(world_size,)`, bytes that each rank sends to others
-    received: np.ndarray  # bytes that each rank receives
-    everything: float  # bytes of all rows
-    peers: int  # most ranks that one rank sends rows to
-
-    @classmethod
-    def of(cls, plan: ShufflePlan, layout: PayloadLayout) -> MovedRows:
-        gathered, world_size = plan.gathered, plan.gathered.num_ranks
-        row_bytes = words_of_rows(gathered, layout) * float(WORD_BYTES)
-        moved = np.flatnonzero(plan.moves)
-        sender, receiver = gathered.home[moved], plan.destination[moved]
-        pairs = np.unique(sender * world_size + receiver)
-        count = partial(np.bincount, minlength=world_size)
-        crosses = sender // NODE != receiver // NODE
-        return cls(
-            float(gathered.tokens[moved][crosses].sum() / gathered.tokens.sum()),
-            count(sender, weights=row_bytes[moved]),
-            count(receiver, weights=row_bytes[moved]),
-            float(row_bytes.sum()),
-            int(max(count(ends).max() for ends in np.divmod(pairs, world_size))),
-        )
 
 
 class _RecordedError(Exception):

@@ -195,12 +195,6 @@ def _cell(value: Any) -> str:
     return f"{value:,.{4 if size < 2 else 2 if size < 10 else 1 if size < 100 else 0}f}"
 
 
-def each_column(rows: Sequence[Mapping[str, Any]], summed_up: Callable[[list[Any]], Any] = np.median) -> dict[str, Any]:
-    """Every column of rows, summarised; a number as a float."""
-    found = {name: summed_up([row[name] for row in rows]) for name in rows[0]}
-    return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
-
-
 def every(**axes: Iterable[Any]) -> list[dict[str, Any]]:
     """All combinations of the axes' values, by name of the axis."""
     return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]

@@ -66,7 +66,7 @@ class TestCompiledKernels:
                 if (limits := LIMITS.get((kernel, head_dim))) is None:
                     continue
                 cost = compiled.cost_of(kernel, blocks, layer)
-                line = compiled.cost_row(kernel, blocks, layer, cost)
+                line = (kernel, blocks, layer, cost)
                 assert cost.sigmoids == 1.0 and cost.products == compiled.products_of(kernel, head_dim), line
                 if cost.is_warp_group and cost.instructions <= limits[place] and cost.spills <= limits[2]:
                     best[kernel] = line
