@@ -58,34 +58,34 @@ SETTLING = 75
 PICTURE = Path(__file__).parents[1] / "docs" / "speeds.svg"
 
 
-class Limit:
-    """A control group that limits this process to a part of a core."""
+@contextmanager
+def control_group() -> Iterator[Callable[[float], None]]:
+    """Put this process into a control group; yields a function that limits it to a number of cores."""
+    root = Path("/sys/fs/cgroup")
+    is_first_version = (root / "cpu").is_dir()
+    folder = (root / "cpu" if is_first_version else root) / f"evenrank-speeds-{os.getpid()}"
 
-    def __init__(self) -> None:
-        root = Path("/sys/fs/cgroup")
-        self._is_first_version = (root / "cpu").is_dir()
-        self._folder = (root / "cpu" if self._is_first_version else root) / f"evenrank-speeds-{os.getpid()}"
-        try:
-            self._folder.mkdir()
-            (self._folder / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError as error:
-            raise RuntimeError(
-                f"{self._folder} cannot be made ({error}); the quota of a slow rank needs a control group: run this as "
-                "root, or in a container that may make one"
-            ) from None
-
-    def set(self, cores: float | None) -> None:
-        """Limit the group to this number of cores; None for no limit."""
-        quota = None if cores is None else round(cores * PERIOD_US)
-        if self._is_first_version:
-            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (self._folder / "cpu.cfs_quota_us").write_text(str(-1 if quota is None else quota))
+    def limit(cores: float) -> None:
+        quota = round(cores * PERIOD_US)
+        if is_first_version:
+            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
         else:
-            (self._folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD_US}")
+            (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
 
-    def close(self) -> None:
-        (self._folder.parent / "cgroup.procs").write_text(str(os.getpid()))
-        self._folder.rmdir()
+    try:
+        folder.mkdir()
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        raise RuntimeError(
+            f"{folder} cannot be made ({error}); the quota of a slow rank needs a control group: run this as root, or "
+            "in a container that may make one"
+        ) from None
+    try:
+        yield limit
+    finally:
+        (folder.parent / "cgroup.procs").write_text(str(os.getpid()))
+        folder.rmdir()
 
 
 @contextmanager
@@ -94,19 +94,13 @@ def pinned(rank: int, is_limited: bool) -> Iterator[Callable[[bool], None]]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     sharing = -(-dist.get_world_size() // len(cores))
-    own = None if sharing == 1 else QUOTAS / sharing
-    limit = Limit() if is_limited or own is not None else None
-
-    def set_slow(is_slow: bool) -> None:
-        if limit is not None:
-            limit.set((own or 1.0) * SHARE if is_slow and is_limited else own)
-
-    set_slow(False)
-    try:
-        yield set_slow
-    finally:
-        if limit is not None:
-            limit.close()
+    if sharing == 1 and not is_limited:
+        yield lambda is_slow: None
+        return
+    own = 1.0 if sharing == 1 else QUOTAS / sharing
+    with control_group() as limit:
+        limit(own)
+        yield lambda is_slow: limit(own * SHARE if is_slow and is_limited else own)
 
 
 class Variant(Replica):
@@ -165,22 +159,15 @@ def slow_rank_rows(found: list[dict[str, Any]], steps: int) -> list[dict[str, An
     """Median steps by phase, the ratio to "equal", and the best possible ratio."""
     ms, lines = slowest_ms(found), []
     skipped = min(SETTLING, 3 * steps // 2)
-    ends = np.cumsum([steps, 2 * steps, 2 * steps])
-    parts = {
-        "before": (0, ends[0]),
-        f"limited, first {skipped} steps": (ends[0], ends[0] + skipped),
-        "limited, then": (ends[0] + skipped, ends[1]),
-        f"limit lifted, first {skipped} steps": (ends[1], ends[1] + skipped),
-        "limit lifted, then": (ends[1] + skipped, ends[2]),
-    }
-    for phase, (first, last) in parts.items():
+    phases = ("before", *(f"{phase}, {part}" for phase in ("limited", "limit lifted") for part in ("first", "then")))
+    ends = np.cumsum([0, steps, skipped, 2 * steps - skipped, skipped, 2 * steps - skipped])
+    for phase, first, last in zip(phases, ends, ends[1:]):
         of_phase = {name: each[first:last] for name, each in ms.items()}
-        line: dict[str, Any] = {"ranks": len(found), "": phase}
+        line: dict[str, Any] = {"ranks": len(found), "": phase, "steps": int(last - first)}
         line |= {f"{name}, ms": float(np.median(each)) for name, each in of_phase.items()}
         for name in ("measured", "known"):
             line[f"equal ÷ {name}"] = median_with_interval(of_phase["equal"] / of_phase[name])[1]
-        line["speed of the limited rank"] = float(np.mean(found[0]["speed"]["measured"][first:last]))
-        lines.append(line)
+        lines.append(line | {"speed of the limited rank": np.mean(found[0]["speed"]["measured"][first:last])})
     return lines
 
 
@@ -239,11 +226,8 @@ def main(
     ratio, text = median_with_interval(ms["measured"] / ms["equal"])
     changes = int(np.count_nonzero(np.diff(on_equal[0]["speed"]["measured"])))
     load = {each: float(found[0]["load"]) for each, found in cases.items()}
-    sizes = (
-        [{"ranks": 8, "steps": 200}]
-        if quick
-        else [{"ranks": of, "steps": n} for of, n in ((8, 1000), (64, 400), (1024, 100))]
-    )
+    sizes = ((8, 200),) if quick else ((8, 1000), (64, 400), (1024, 100))
+    simulated = [{"ranks": of, "steps": num} | kind for of, num in sizes for kind in every(slow=SLOW_RANKS)]
     page = Page(
         "Speeds: less work for a slow rank",
         f"Ranks pinned to {cores} cores (gloo). {DESCRIPTION}; {rows} rows per rank, 20 + "
@@ -278,7 +262,7 @@ def main(
         "tail and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same ranks, or each "
         "for 500 steps on average and then another rank. The ratio compares sums of the longest times with equal "
         "speeds; possible: plans that use the true speeds at once.",
-        measured(measure_gain, [size | kind for size in sizes for kind in every(slow=SLOW_RANKS)]),
+        measured(measure_gain, simulated),
     )
     page.finish(quick=quick)
     if not quick:
