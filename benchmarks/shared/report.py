@@ -212,12 +212,14 @@ def measured(
 
 
 def query(rows: Sequence[Mapping[str, Any]], sql: str) -> list[dict[str, Any]]:
-    """The rows of a query of DuckDB to the table `found`: these rows, and their `number`."""
+    """The rows of a query of DuckDB to the table `found`: these rows, and their `number`; what a row lacks is NULL."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
     with duckdb.connect() as database:
-        database.register("found", pa.Table.from_pylist([{**row, "number": at} for at, row in enumerate(rows)]))
+        database.register("found", pa.table(columns | {"number": list(range(len(rows)))}))
         result = database.execute(sql)
-        names = [column[0] for column in result.description]
-        return [dict(zip(names, row)) for row in result.fetchall()]
+        headings = [column[0] for column in result.description]
+        return [dict(zip(headings, row)) for row in result.fetchall()]
 
 
 def values(rows: Sequence[Mapping[str, Any]], expression: str, where: str = "true") -> list[Any]:
