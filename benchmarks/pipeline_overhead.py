@@ -84,8 +84,9 @@ class Variant(Replica):
         of_pipeline: dict[str, Any] = {"pipeline": CUDA_PIPELINES[pipeline], "device": device} | model
         super().__init__(batches, shufflers[name]() if name in shufflers else None, **of_pipeline)
         self.stats: list[Any] = []
+        self.recorder = Recorder()
         if name == "observed":
-            observe(self.pipeline, Recorder())
+            observe(self.pipeline, self.recorder)
 
     def settle(self) -> None:
         super().settle()
@@ -113,6 +114,7 @@ def train(rank: int, pipeline: str, lengths_name: str, steps: int, kind: str) ->
         for name in VARIANTS
     }
     ms = interleaved_on_ranks({name: variant.step for name, variant in variants.items()}, steps, warmup=WARMUP)
+    assert len(variants["observed"].recorder.lengths) == WARMUP + steps
     for variant in variants.values():
         variant.close()
     return {
