@@ -14,7 +14,7 @@ import dataclasses
 import glob
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,21 +157,16 @@ class EventFiles:
         listed = [columns.item, columns.time, *(action.column for action in self._actions)]
         read = [str(name) for name in (columns.user, *listed, *names) if name]
         for path, schema in schemas.items():
-            _require_distinct(path, schema.names, read)
-        self._types = {name: first.field(name).type for name in read}
+            self._require_columns(path, schema.names, read)
+        self._types = {name: _common_type(name, schemas) for name in read}
         # DuckDB counts the rows of a file, unless a column has the counter's name.
         found = {name.lower() for schema in schemas.values() for name in schema.names}
         self._row = "NULL" if _ROW_COUNTER in found else _ROW_COUNTER
         self._is_lists = _is_list(self._types[str(columns.item)])
         self._listed = dict.fromkeys(str(name) for name in listed if name) if self._is_lists else {}
         self._check_lists()
-        for path, schema in schemas.items():
-            self._require_same(path, schema)
-        # Types of the values or, for lists, of their entries: of several in the files the widest, as DuckDB reads them.
-        self._kinds = {
-            name: max((_value_type(schema.field(name).type) for schema in schemas.values()), key=_width)
-            for name in self._types
-        }
+        # Types of the values or, for lists, of their entries.
+        self._kinds = {name: _value_type(kind) for name, kind in self._types.items()}
         self.timestamps_per_second, time = self._time()
         self._selected = self._select(time)
 
@@ -311,31 +306,37 @@ class EventFiles:
             if name in self._listed and not _is_list(kind):
                 raise ValueError(f"{self._where(name)} is of type {kind}; it must be a list, like items: convert it")
 
-    def _require_same(self, path: Path, schema: pa.Schema) -> None:
-        """Raise ValueError if a file has other columns than the first file."""
-        for name, kind in self._types.items():
-            if name not in schema.names:
+    def _require_columns(self, path: Path, names: Collection[str], read: Collection[str]) -> None:
+        """Raise ValueError unless a file has one column of each name that is read."""
+        for name in read:
+            alike = [each for each in names if each.lower() == name.lower()]
+            if len(alike) > 1:
+                raise ValueError(
+                    f"columns {', '.join(map(repr, alike))} of {path} have one name in SQL, which ignores case, and "
+                    f"{name!r} is read: rename all but one"
+                )
+            if name not in names:
                 raise ValueError(
                     f"{path} has no column {name!r}, which other files of {self.source} have; its columns are "
-                    f"{', '.join(schema.names)}: write it again, or remove it"
-                )
-            found = schema.field(name).type
-            if _family(found) != _family(kind):
-                raise ValueError(
-                    f"{self._where(name)} is of type {kind} in one file and {found} in another; a column has one type: "
-                    "convert one of them"
+                    f"{', '.join(names)}: write it again, or remove it"
                 )
 
 
-def _require_distinct(path: Path, names: Collection[str], read: Collection[str]) -> None:
-    """Raise ValueError if a file has several columns of a name that is read."""
-    for name in read:
-        alike = [each for each in names if each.lower() == name.lower()]
-        if len(alike) > 1:
+def _common_type(name: str, schemas: Mapping[Path, pa.Schema]) -> pa.DataType:
+    """The widest type of a column in the files, as which DuckDB reads it; ValueError for types of several families.
+
+    The type null, which pandas writes for a column without values, counts only if all files have it.
+    """
+    kinds = {path: schema.field(name).type for path, schema in schemas.items()}
+    known = {path: kind for path, kind in kinds.items() if not pa.types.is_null(_value_type(kind))} or kinds
+    first, expected = next(iter(known.items()))
+    for path, kind in known.items():
+        if _family(kind) != _family(expected):
             raise ValueError(
-                f"columns {', '.join(map(repr, alike))} of {path} have one name in SQL, which ignores case, and "
-                f"{name!r} is read: rename all but one"
+                f"column {name!r} is of type {expected} in {first} and {kind} in {path}; a column has one type: "
+                "convert one of them"
             )
+    return max(known.values(), key=_width)
 
 
 def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
@@ -363,6 +364,7 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
 
 def _width(kind: pa.DataType) -> int:
     """Larger for a type that can represent more values, among types of one family where that matters."""
+    kind = _value_type(kind)
     if pa.types.is_timestamp(kind):
         return _PER_SECOND[kind.unit]
     return kind.bit_width if pa.types.is_floating(kind) else int(pa.types.is_uint64(kind))

@@ -199,6 +199,21 @@ class TestPreprocess:
         ordered = sorted(expected, key=lambda event: event[0])  # stable
         assert [item for item, *_ in rows_of(path)[1][0]] == [item for _, item in ordered]
 
+    @pytest.mark.parametrize("as_lists", [False, True])
+    def test_columns_without_values_in_some_files(self, tmp_path, as_lists):
+        """pandas writes the type null for them, also in a file without rows."""
+        (tmp_path / "log").mkdir()
+        values = {name: [[value] for value in EVENTS[name]] for name in ("iid", "ts", "click", "stars")}
+        whole = EVENTS | values if as_lists else EVENTS
+        write(tmp_path / "log" / "0.parquet", {name: pa.nulls(0) for name in EVENTS})
+        write(tmp_path / "log" / "1.parquet", whole, gender=pa.nulls(5))
+        write(tmp_path / "log" / "2.parquet", whole)
+        found = rows_of(preprocess_parquet(COLUMNS, tmp_path / "log", tmp_path / "data"))
+        write(tmp_path / "log" / "1.parquet", whole, gender=pa.nulls(5, pa.string()))
+        (tmp_path / "log" / "0.parquet").unlink()
+        assert found == rows_of(preprocess_parquet(COLUMNS, tmp_path / "log", tmp_path / "data"))
+        assert len(found["b"][0]) == 6
+
     def test_a_file_that_has_several_links_counts_once(self, tmp_path):
         (tmp_path / "log" / "2024").mkdir(parents=True)
         write(tmp_path / "log" / "2024" / "events.parquet")
