@@ -207,8 +207,8 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
     with _readable(path):
         if kind == ".parquet":
             # A file's columns are found by name, and widened where the files' types differ.
-            places = {"filename": with_places, "file_row_number": with_places}
-            return database.read_parquet([glob.escape(file) for file in files], union_by_name=True, **places)
+            names = [glob.escape(file) for file in files]
+            return database.read_parquet(names, union_by_name=True, filename=with_places, file_row_number=with_places)
         if kind == ".npy":
             return database.from_arrow(pa.table({"lengths": np.load(path, allow_pickle=False)}))
         with path.open(encoding="utf-8-sig", newline="") as file:
