@@ -133,8 +133,14 @@ class BaseTaskBalancedBatchShuffler(ABC):
             RankMissingError: a rank did not join in time.
         """
         self.engine.look_at(batch)
-        own, error = None, None
-        if return_workloads and self.options.mode == "off":  # which computes no workloads elsewhere
+        own: torch.Tensor | None = None
+        error: Exception | None = None
+        if batch is None:
+            error = TypeError(
+                "the batch is None; shuffle() needs one: without a batch, call start_shuffle(None), then "
+                "finish_shuffle(handle.empty_batch(), handle)"
+            )
+        elif return_workloads and self.options.mode == "off":  # which computes no workloads elsewhere
             own, error = capture_error(lambda: self.engine.costs.workloads_of(batch))
         handle = self.start_shuffle(batch, pg_group, error=error)
         result = self.finish_shuffle(batch, handle)

@@ -180,10 +180,16 @@ class ShuffleHandle:
 
         Raises:
             ValueError: the handle has been used, or belongs to another batch, or no rank has a batch.
+            TypeError: None instead of a batch.
         """
         if self._finished:
             raise ValueError(f"the handle of step {self.step} is used twice; a shuffle is finished once: start another")
         schema = self.schema()
+        if batch is None:
+            raise TypeError(
+                f"the handle of step {self.step} is finished with None; a shuffle that was started without a batch is "
+                "finished with handle.empty_batch(), on the device of the others: pass it"
+            )
         if not self._looks_like(batch, schema) or not self._belongs_to(batch, schema):
             local = self.local
             mine = _describe(schema.class_name, local.rows, local.real_rows, sum(local.sizes))
