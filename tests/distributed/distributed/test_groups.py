@@ -29,7 +29,7 @@ from tests.helpers.models.torchrec_model import (
     weights_of,
 )
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, largest_difference, steps_of
-from tests.helpers.ranks.faults import my_batch, on_rank, own_groups, raised_by
+from tests.helpers.ranks.faults import error_of, my_batch, on_rank, own_groups
 from tests.helpers.ranks.on_ranks import of_all, on, on_four_ranks, on_two_ranks
 
 
@@ -228,7 +228,7 @@ def test_an_error_of_the_first_all_to_all_is_no_missing_all_to_all():
 def test_a_rank_that_cannot_make_its_groups_is_quoted_by_the_others(error):
     fails = mock.patch.object(dist, "new_group", side_effect=error)
     with own_groups(), on_rank(1, fails):
-        text = raised_by(lambda: CubicShuffler(ShufflerOptions(timeout=300.0)))
+        text = error_of(CubicShuffler, ShufflerOptions(timeout=300.0))
     if dist.get_rank() == 1 and isinstance(error, OSError):
         assert text == f"OSError: {error}"
     else:
