@@ -58,8 +58,12 @@ def measure_packing(
         bound = -(-metrics["lower_bound"] // divisor) * divisor
         found.append(
             {
-                **{"algorithm": name, "bound": bound, "groups": len(groups), "ms": seconds[name] * 1e3},
-                **{"spread": metrics["imbalance_ratio"], "used": metrics["utilization"]},
+                "algorithm": name,
+                "bound": bound,
+                "groups": len(groups),
+                "ms": seconds[name] * 1e3,
+                "spread": metrics["imbalance_ratio"],
+                "used": metrics["utilization"],
                 "room_used": round(sum(tokens) / (bound * room), 4),
             }
         )

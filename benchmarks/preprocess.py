@@ -54,7 +54,10 @@ def measure_preprocessing(dataset: str, quick: bool) -> dict[str, Any]:
         runs = [json.loads(run_program(command)) for _ in range(1 if quick or dataset in _LARGE else 3)]
     count, users, seconds, shards, num_bytes, peak = min(runs, key=lambda run: run[2])
     return {
-        **{"users": f"{users:,}", "rows": f"{count:,}", "seconds": seconds, "M rows/s": count / seconds / 1e6},
+        "users": f"{users:,}",
+        "rows": f"{count:,}",
+        "seconds": seconds,
+        "M rows/s": count / seconds / 1e6,
         "peak memory, GiB": peak / 2**30,
         "result": f"{shards} shards, {num_bytes / 2**20:,.0f} MiB",
     }

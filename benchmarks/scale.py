@@ -137,14 +137,22 @@ def measure_rank(
         ]
         stats, indices = WindowStats.of(0, prepared.describe(), 0.0), prepared.exchange.indices
         return {
-            **{"one_ring": gathers[0], "short_rings": gathers[1], **stage_ms, "computed": sum(stage_ms.values())},
-            **{"total": gathers[1] + sum(stage_ms.values()), "message_kb": message / 1e3},
-            **{"before": 1 + stats.imbalance_before, "after": 1 + stats.imbalance_after},
-            **{"bound": 1 + stats.optimality_gap, "moved": stats.token_fraction_moved},
+            "one_ring": gathers[0],
+            "short_rings": gathers[1],
+            **stage_ms,
+            "computed": sum(stage_ms.values()),
+            "total": gathers[1] + sum(stage_ms.values()),
+            "message_kb": message / 1e3,
+            "before": 1 + stats.imbalance_before,
+            "after": 1 + stats.imbalance_after,
+            "bound": 1 + stats.optimality_gap,
+            "moved": stats.token_fraction_moved,
             # Most memory beyond that of the process before: messages, plan, and what is held for a while.
-            **{"gathered_mb": message * ranks / 1e6, "peak_mb": (_memory("VmHWM") - before) / 1e6},
+            "gathered_mb": message * ranks / 1e6,
+            "peak_mb": (_memory("VmHWM") - before) / 1e6,
             "indices_mb": indices.numel() * indices.element_size() / 1e6,
-            **{"of_ring": connections((ranks,)), "of_rings": connections(ring_sizes(ranks))},
+            "of_ring": connections((ranks,)),
+            "of_rings": connections(ring_sizes(ranks)),
             **(
                 {"sampler": _sampler_ms(prepared.plan.gathered.workloads, ranks, window, repeats)}
                 if window
@@ -164,8 +172,11 @@ def _traffic(plan: ShufflePlan, exchange: RowExchange, rank: int, link: LinkMode
     peers = int(max(np.bincount(ends, minlength=1).max() for ends in np.divmod(pairs, ranks)))
     crossing = gathered.tokens[moved][sender // NODE != receiver // NODE]
     return {
-        **{"sent_kb": sent.mean() / 1e3, "busiest_kb": max(sent.max(), received.max()) / 1e3, "peers": peers},
-        **{"crossed": crossing.sum() / gathered.tokens.sum(), "rows_ms": link.rows_ms(sent, received, peers)},
+        "sent_kb": sent.mean() / 1e3,
+        "busiest_kb": max(sent.max(), received.max()) / 1e3,
+        "peers": peers,
+        "crossed": crossing.sum() / gathered.tokens.sum(),
+        "rows_ms": link.rows_ms(sent, received, peers),
         "sent_ratio": exchange.bytes_sent / sent[rank] if sent[rank] else None,
         "fewer": row_bytes.sum() / ranks * (ranks - 1) / max(sent.mean(), 1),
     }

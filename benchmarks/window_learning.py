@@ -89,8 +89,10 @@ def measure_training(
     loads = "imbalance_before" if mode == "as loaded" else "imbalance_after"
     summary = json.loads((run_dir / "summary.json").read_text())
     return {
-        **{"metric": metric, "value": summary["metrics"][f"eval_{name}"]},
-        **{"imbalance": summary["shuffle"][loads], "steps": summary["steps"]},
+        "metric": metric,
+        "value": summary["metrics"][f"eval_{name}"],
+        "imbalance": summary["shuffle"][loads],
+        "steps": summary["steps"],
     }
 
 

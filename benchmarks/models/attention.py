@@ -238,9 +238,14 @@ def measure_kernels(
         except (TypeError, RuntimeError) as error:
             peer = f"{type(error).__name__}: {str(error)[:60]}"
     return {
-        **{"tokens": shape[0], "pairs": pairs, "blocks, ms": blocks_ms, "Triton, ms": triton_ms, "host, ms": host_ms},
-        **{"floor, ms": floor_ms, "× floor": triton_ms / floor_ms if triton_ms else None},
-        **{"TFLOP/s": flops / triton_ms / 1e9 if triton_ms else None},
+        "tokens": shape[0],
+        "pairs": pairs,
+        "blocks, ms": blocks_ms,
+        "Triton, ms": triton_ms,
+        "host, ms": host_ms,
+        "floor, ms": floor_ms,
+        "× floor": triton_ms / floor_ms if triton_ms else None,
+        "TFLOP/s": flops / triton_ms / 1e9 if triton_ms else None,
         "peer, ms": peer,
     }
 

@@ -32,8 +32,11 @@ _SIZES = {
 # Shares of the interactions with a click, and with a long view, which has a click; of what follows a click; of hate.
 _CLICKED, _LONG_VIEW, _HATED = 0.379, 0.260, 0.0005
 _AFTER_A_CLICK = {
-    **{"is_like": 0.0167, "is_follow": 0.0011, "is_comment": 0.0025},
-    **{"is_forward": 0.0009, "is_profile_enter": 0.0179},
+    "is_like": 0.0167,
+    "is_follow": 0.0011,
+    "is_comment": 0.0025,
+    "is_forward": 0.0009,
+    "is_profile_enter": 0.0179,
 }
 # Of every event who watches what, when, and how pleased; not every user is there from the first day on. The product
 # with a prime mixes the videos' ranks.
