@@ -127,6 +127,7 @@ def parser_error(text: str) -> str:
     line = re.sub(r"^Value error[:;] ", "", line)
     line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # tyro's name for what has no name, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
+    line = re.sub(r"(\}) \.$", r"\1", line)  # Missing subcommand
     line = re.sub(r"^(Unrecognized options|Invalid choice)[:;] \1:?", r"\1:", line, flags=re.IGNORECASE)
     error, _, suggestions = line.partition("; Perhaps you meant: ")
     # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
