@@ -59,6 +59,12 @@ def require_name(name: Any, what: str, example: str) -> None:
         raise kind(f"the name of a {what} is {name!r}; it must be a string that is not empty: use, e.g., {example!r}")
 
 
+def require_no_string(argument: str, names: Any) -> None:
+    """Raise TypeError for one string where a list of names is needed, since its letters would be the names."""
+    if isinstance(names, str):
+        raise TypeError(f"{argument} is the string {names!r}; it is a list of names: write [{names!r}]")
+
+
 def require_file(path: Path, rule: str) -> None:
     """Raise IsADirectoryError or FileNotFoundError unless `path` is a file; `rule` is the rest of the message."""
     if path.is_dir():

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.checks import require_no_string
 from commons.datasets.random.distribution import RandomDistribution, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
@@ -30,6 +31,7 @@ class FeatureConfig:
 
     Raises:
         ValueError: no names, not one maximum per name, a maximum below 1 or a negative length.
+        TypeError: `feature_names` is one string.
 
     """
 
@@ -41,6 +43,7 @@ class FeatureConfig:
     seqlen_dist: RandomDistribution | None = None
 
     def __post_init__(self) -> None:
+        require_no_string("feature_names", self.feature_names)
         if not self.feature_names or len(self.feature_names) != len(self.max_item_ids):
             raise ValueError(
                 f"feature_names has {len(self.feature_names)} entries, max_item_ids has {len(self.max_item_ids)}; one "
@@ -224,6 +227,7 @@ class HSTUBatch(BaseBatch):
                 fields of an HSTUBatch.
 
         """
+        require_no_string("contextual_feature_names", contextual_feature_names)
         num_real = real_rows_of(batch_size, actual_batch_size)
         if num_tasks is not None and num_tasks < 1:
             raise ValueError(

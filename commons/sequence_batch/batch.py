@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.checks import as_count
+from commons.checks import as_count, require_no_string
 from commons.sequence_batch.fields import IDENTITY, ROW_COUNT_FIELDS, Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
@@ -62,8 +62,13 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     Raises:
         ValueError: fields with different numbers of rows, a `batch_size` that is not an integer of at least 0,
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
+<<<<<<< HEAD
             is not empty (checked on CPU only), or a contextual feature that is not a key of `features` or is named
             twice.
+=======
+            is not empty (checked on CPU only), or a contextual feature that is not a key of `features`.
+        TypeError: `contextual_feature_names` is one string.
+>>>>>>> 702c3336 (Batches: one string instead of a list of names is refused as that)
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
@@ -80,6 +85,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             if (count := getattr(self, name)) is not None:
                 as_count(count, name, 0)
         self.batch_size, self.actual_batch_size = row_counts(self)
+        require_no_string("contextual_feature_names", self.contextual_feature_names)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:
             raise ValueError(

@@ -123,6 +123,14 @@ def config(**changes):
     return dataclasses.replace(ITEMS, **changes)
 
 
+@pytest.mark.parametrize(
+    ("make", "argument"), [(config, "feature_names"), (drawn, "contextual_feature_names")], ids=["config", "batch"]
+)
+def test_a_string_is_no_list_of_names(make, argument):
+    with pytest.raises(TypeError, match=rf"{argument} is the string 'item'; it is a list of names: write \['item'\]"):
+        make(**{argument: "item"})
+
+
 def built(actions=(3, 0, 2), **changes):
     lengths = {"item": torch.tensor([3, 0, 2]), "action": torch.tensor(actions)}
     fields = {
