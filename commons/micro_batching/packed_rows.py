@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from commons.checks import require_at_least
+from commons.checks import as_count
 from commons.sequence_batch.jagged_fields import ragged_axis
 
 MaskKind = Literal["block_diagonal", "causal"]
@@ -103,7 +103,7 @@ def pack_rows(
     """
     if mask not in (None, "block_diagonal", "causal"):
         raise ValueError(f"mask is {mask!r}; it must be 'block_diagonal', 'causal' or None: choose one")
-    require_at_least("pad_to_multiple_of", pad_to_multiple_of, 1)
+    pad_to_multiple_of = as_count(pad_to_multiple_of, "pad_to_multiple_of", 1)
     fields = dict(batch.items())
     lengths, places, shape = _token_places(fields)
     num_tokens = places.numel()

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -89,7 +90,7 @@ def test_nested_tensors_need_no_mask():
     ids = torch.nested.nested_tensor(rows, layout=torch.jagged)
     hidden = torch.nested.nested_tensor_from_jagged(torch.arange(12.0).view(6, 2), ids.offsets())
     batch = TensorDict({"input_ids": ids, "hidden": hidden, "reward": torch.zeros(3)}, batch_size=[3])
-    for multiple in (1, 4):
+    for multiple in (1, np.int64(4)):
         packed = pack_rows(batch, pad_to_multiple_of=multiple)
         assert packed.inputs["input_ids"][0, :6].tolist() == [1, 2, 3, 4, 5, 6]
         assert packed.inputs["position_ids"][0, :6].tolist() == [0, 1, 2, 0, 0, 1]
