@@ -62,13 +62,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     Raises:
         ValueError: fields with different numbers of rows, a `batch_size` that is not an integer of at least 0,
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
-<<<<<<< HEAD
             is not empty (checked on CPU only), or a contextual feature that is not a key of `features` or is named
             twice.
-=======
-            is not empty (checked on CPU only), or a contextual feature that is not a key of `features`.
         TypeError: `contextual_feature_names` is one string.
->>>>>>> 702c3336 (Batches: one string instead of a list of names is refused as that)
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()

@@ -43,8 +43,16 @@ from commons.trainer.recipe import Recipe
 
 # Settings that may differ between ranks: paths, and what a rank does without the others.
 _PER_RANK = (
-    *("run_dir", "overwrite", "sinks", "sink_options.", "profile", "peak_tflops", "shuffler.calibration"),
-    *("ckpt_keep", "ckpt_save_dir", "ckpt_load_dir"),
+    "run_dir",
+    "overwrite",
+    "sinks",
+    "sink_options.",
+    "profile",
+    "peak_tflops",
+    "shuffler.calibration",
+    "ckpt_keep",
+    "ckpt_save_dir",
+    "ckpt_load_dir",
 )
 
 
