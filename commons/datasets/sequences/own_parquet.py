@@ -133,11 +133,8 @@ def _warn_of_unused_actions(actions: Collection[str], store: EventStore, source:
     bits = store.query("SELECT coalesce(bit_or(action), 0)::INTEGER AS bits FROM events")["bits"][0].as_py()
     unused = [action for bit, action in enumerate(actions) if not bits & (1 << bit)]
     if unused:
-        logger.warning(
-            "no event of %s has the action %s; its label is 0 in every row: correct it, if it is misspelt",
-            source,
-            " or ".join(map(repr, unused)),
-        )
+        named = " or ".join(map(repr, unused))
+        logger.warning("no event of %s has the action %s; its label is 0: correct it, if it is misspelt", source, named)
 
 
 class EventFiles:
