@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,20 +31,31 @@ def capture_error(function: Callable[[], T]) -> tuple[T | None, Exception | None
 
 
 def describe_error(error: BaseException) -> list[str]:
-    """Type name and text of an error, for the other ranks; raises nothing, even where str() of the error does."""
+    """Type name and text of an error, for the other ranks; raises nothing, even where str() of the error does.
+
+    The text of an error without one, such as that of a bare assert, is the line that raised it.
+    """
+    text = _text_of(error)
+    if not text and error.__traceback__ is not None:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{Path(line.filename).name}, line {line.lineno}, in {line.name}"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}… and {len(text) - _LONGEST} more characters"
+    return [type(error).__name__, text]
+
+
+def _text_of(error: BaseException) -> str:
     try:
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     except Exception as broken:
         text = f"its text is not available: str() of it raises {type(broken).__name__}"
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}… and {len(text) - _LONGEST} more characters"
     # A lone surrogate, which a file name may contain, cannot be encoded as UTF-8.
-    return [part.encode(errors="backslashreplace").decode() for part in (type(error).__name__, text)]
+    return text.encode(errors="backslashreplace").decode()
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without torch's and gloo's source positions and C++ frames."""
-    text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", describe_error(error)[1].strip())
+    text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", _text_of(error).strip())
     # gloo's advice is dropped: messages here end in their own.
     return re.split(r"\n|\. This is typically", text)[0] or type(error).__name__
 

@@ -12,7 +12,7 @@ from commons.distributed.channel import absence
 from commons.distributed.channel import store as store_module
 from commons.distributed.channel.absence import CollectiveWait, FailedChannel
 from commons.distributed.channel.store import StoreUnavailableError, call_store
-from commons.distributed.errors import first_line
+from commons.distributed.errors import capture_error, describe_error, first_line
 
 
 @pytest.fixture
@@ -115,3 +115,13 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     assert verdict.missing == [1] and verdict.failure is None
     named = ["rank 0, which hosts the store, stalled for 5 s, in which others may have given up"]
     assert verdict.late == (named if is_named else [])
+
+
+def test_an_error_without_text_is_described_by_its_line():
+    def fail():
+        raise AssertionError
+
+    _, error = capture_error(fail)
+    kind, text = describe_error(error)
+    assert kind == first_line(error) == "AssertionError"
+    assert text.startswith("test_store.py, line ") and text.endswith(", in fail")
