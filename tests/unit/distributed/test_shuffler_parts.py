@@ -189,6 +189,23 @@ def test_arguments_of_another_kind_are_named(make, message):
     assert "mine" not in TrainPipelineFactory.list_available()
 
 
+def test_reading_an_attribute_before_it_is_there_is_an_ordinary_error():
+    class Careful(TokensBalancedBatchShuffler):
+        def __init__(self):
+            self.had_options = hasattr(self, "options") or getattr(self, "engine", None) is not None
+            super().__init__()
+
+        @property
+        def size(self):
+            return self.feature_names.size
+
+    careful = Careful()
+    assert not careful.had_options and careful.options.mode == "balance"
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'size'"):
+        careful.size  # noqa: B018
+    careful.close()
+
+
 def test_a_group_of_one_returns_the_batch():
     batch = random_batch(0, 5, 4)
     shuffler = TokensBalancedBatchShuffler()
