@@ -120,7 +120,10 @@ def run_training(recipe: Recipe) -> TrainSummary:
 
 def _require_equal_settings(args: TrainerArgs, device: torch.device) -> None:
     """Raise ValueError on all ranks if their settings of the trainer differ: they would wait for one another."""
-    own = {name: repr(value) for name, value in flat(dataclasses.asdict(args)) if not name.startswith(_PER_RANK)}
+    # Without fields of a user's subclass, whose values may differ, such as the name of the host.
+    ours = {field.name for field in dataclasses.fields(TrainerArgs)}
+    values = {name: value for name, value in dataclasses.asdict(args).items() if name in ours}
+    own = {name: repr(value) for name, value in flat(values) if not name.startswith(_PER_RANK)}
     own["ckpt_load_dir given"] = repr(bool(args.ckpt_load_dir))
     first, *others = gather_values(own, device)
     for rank, other in enumerate(others, 1):

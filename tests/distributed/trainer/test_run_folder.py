@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -142,6 +142,23 @@ def test_a_mistake_on_one_rank_is_raised_on_every_rank(two_ranks, tmp_path):
     said = two_ranks.run(error_of, train_with, str(tmp_path), missing)
     assert said[1].startswith(f"FileNotFoundError: {tmp_path / 'none'}")
     assert said[0] == f"ValueError: rank 1: {said[1]}"
+
+
+@dataclass
+class OwnArgs(TrainerArgs):
+    """A user's settings, of which one differs between ranks."""
+
+    rank: int = 0
+
+
+def train_with_own_settings(run_dir):
+    config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", run_dir])
+    settings = {each.name: getattr(config.trainer, each.name) for each in fields(TrainerArgs)}
+    return train(HSTURecipe, replace(config, trainer=OwnArgs(**settings, rank=dist.get_rank()))).steps
+
+
+def test_settings_of_a_users_own_may_differ_between_ranks(two_ranks, tmp_path):
+    assert two_ranks.run(train_with_own_settings, str(tmp_path)) == [6, 6]
 
 
 @dataclass(frozen=True)
