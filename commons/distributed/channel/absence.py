@@ -44,7 +44,6 @@ _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
 
-
 # What a rank waits for: the handle of an asynchronous collective, or process groups.
 Awaited: TypeAlias = "dist.Work | MakingOfGroups"
 
@@ -111,8 +110,8 @@ class Verdict(NamedTuple):
     """Why a channel has failed."""
 
     missing: list[int]  # global ranks without a record
-    # A sentence about each rank that came late, was stopped, failed or waited in another collective; where ranks are
-    # missing, only about the store's host.
+    # A sentence about each rank that came late, was stopped or waited in another collective; where ranks are missing,
+    # only about the store's host.
     late: list[str]
     failure: str | None  # the message of a rank that failed with an error of its own, if any did
 
@@ -162,8 +161,7 @@ class FailedChannel:
         call_store(lambda store: store.set(self._failed_key, "1"))
         call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record(places, cause)))
         self._count("present")
-        missing: list[int] = []
-        late: list[str] = []
+        missing, late, quoted = list[int](), list[str](), None
         if (failure := self._failure()) is None:
             self._await_count("present", len(self._members), _RECORDS_SECONDS)
             missing = self._without_record(self._members)
@@ -173,13 +171,13 @@ class FailedChannel:
                 present = [rank for rank in self._members if rank not in missing]
                 texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in present]))
                 records = {rank: json.loads(text) for rank, text in zip(present, texts)}
-                late = _late(records, own_wait.place, bool(missing))
+                late, quoted = _late(records, own_wait.place, bool(missing))
             self._count("read")
             # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
             if ends_with_rank() in (None, dist.get_rank()):
                 readers = len(self._members) - max(len(missing), failure is not None)
                 self._await_count("read", readers, _READERS_SECONDS)
-        return Verdict(missing, late, failure)
+        return Verdict(missing, late, failure or quoted)
 
     def _failure(self) -> str | None:
         key = self._failure_key
@@ -206,13 +204,12 @@ class FailedChannel:
         return list(ranks) if half == 0 else self._without_record(ranks[:half]) + self._without_record(ranks[half:])
 
 
-def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bool) -> list[str]:
-    """A sentence about each rank whose record explains the failure in `own_place`."""
+def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bool) -> tuple[list[str], str | None]:
+    """`Verdict.late` and `Verdict.failure` of a failure in `own_place`, from the ranks' records."""
     if some_are_missing:
         host, silent = ends_with_rank(), max(silent for *_, silent, _ in records.values())
-        if host not in records or silent < _STILL_SECONDS:
-            return []
-        return [f"rank {host}, which hosts the store, stalled for {silent:.0f} s, in which others may have given up"]
+        stalled = f"rank {host}, which hosts the store, stalled for {silent:.0f} s, in which others may have given up"
+        return ([stalled] if host in records and silent >= _STILL_SECONDS else []), None
     longest = max(waited for _, waited, *_ in records.values())
     stood_still = [
         f"rank {rank} stalled for {still:.0f} s in the {places[0]}, until the others gave up"
@@ -227,7 +224,9 @@ def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bo
         for rank, (places, *_) in records.items()
         if own_place not in places
     ]
-    return stood_still or failed or came_late or elsewhere
+    if failed and not stood_still:
+        return [], "; ".join(failed)
+    return stood_still or came_late or elsewhere, None
 
 
 class NamedCollectives:
