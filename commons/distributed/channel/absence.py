@@ -161,7 +161,9 @@ class FailedChannel:
         call_store(lambda store: store.set(self._failed_key, "1"))
         call_store(lambda store: store.set(self._key_of(dist.get_rank()), own_wait.record(places, cause)))
         self._count("present")
-        missing, late, quoted = list[int](), list[str](), None
+        missing: list[int] = []
+        late: list[str] = []
+        quoted: str | None = None
         if (failure := self._failure()) is None:
             self._await_count("present", len(self._members), _RECORDS_SECONDS)
             missing = self._without_record(self._members)
