@@ -361,9 +361,8 @@ class NamedCollectives:
         try:
             missing, late, failure = self.failed.who_is_missing(own_wait, self._places, reason)
         except StoreUnavailableError as unavailable:
-            return RankMissingError(
-                f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"
-            )
+            text = f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"
+            return RankMissingError(text)
         if failure is not None:
             return RankMissingError(failure)
         advice = f"({self.description}); {self.remedy} if it was only slow"
