@@ -93,6 +93,8 @@ MISTAKES = {
         (lambda rank: NOTHING, "rank 0: this rank is the source and passes no batch and no workloads"),
         (lambda rank: ONE_TO_THREE, "rank 1: this rank passes batch and workloads, the source is rank"),
         (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in scatter_balanced; all ranks pass the same"),
+        (lambda rank: {"pad": rank == 0}, "pad is True on rank 0 and False on rank 1 in scatter_balanced"),
+        (lambda rank: {"trim": Trim("mask")}, "KeyError: \"rank 0: the batch has no field 'mask' to trim by;"),
         (lambda rank: {"trim": Trim("ab"[rank])}, "trim is [\"Trim(mask='a', lengths=None"),
         (lambda rank: {"src": 9}, "rank 0: src is 9, the group has 2 ranks; "),
         (
@@ -151,6 +153,7 @@ MISTAKES = {
             "there are 1 groups for 2 parts (chunks or ranks); every part needs at least one",
         ),
         (lambda rank: {"groups": [rank, 2 + rank, 2 + rank]}, "equal_size is True; "),
+        (lambda rank: {"slack": -1}, "rank 0: slack is -1; it must be at least 0 and at most 1"),
         (
             lambda rank: {"batch": {"mask": torch.ones(3, 4)}, "trim": Trim("mask", side="both")},
             "rank 0: sequences of 'mask' are padded on both sides; rows of different",
@@ -222,6 +225,7 @@ MISTAKES = {
     pack: [
         (lambda rank: {"timeout": "60" if rank else 60}, "rank 1: timeout is '60'; it is a number of seconds above 0"),
         (lambda rank: {"lengths": [[1, 2, 3], [1.5, 2]]}, "rank 1: lengths[0] is 1.5"),
+        (lambda rank: budget(9), "rank 1: row 0 has 10 tokens, max_tokens_per_mb is 9"),
         (lambda rank: budget(31, n_mbs=1 + rank), "n_mbs is 1 on rank 0 and 2 on rank 1 in pack_micro_batches;"),
         # The message names the difference, not what follows from it: here n_mbs above the rows of its rank.
         (lambda rank: budget(31, n_mbs=1 + 98 * rank), "all ranks pass the same"),
