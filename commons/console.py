@@ -131,7 +131,7 @@ def parser_error(text: str) -> str:
     line = re.sub(r"^(Unrecognized options|Invalid choice)[:;] \1:?", r"\1:", line, flags=re.IGNORECASE)
     error, _, suggestions = line.partition("; Perhaps you meant: ")
     # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
-    names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --[\w.-]+)?(?= [\[{A-Z])", suggestions))
+    names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --(?:[\w-]+\.)*no-[\w-]+|(?= [\[{A-Z]))", suggestions))
     return f"{error}; perhaps you meant {' or '.join(names)}" if names else line
 
 

@@ -64,6 +64,7 @@ def test_help_fits_a_terminal(monkeypatch, told, command):
     [
         (["simulate", "lengths.csv"], "lengths.csv; a value follows its option: see `evenrank simulate --help`"),
         ([], "Expected one of"),
+        (["simulate", "--shuffler.equal-sizee"], "--shuffler.equal-sizee; perhaps you meant --shuffler.equal-size\n"),
         (["train"], "train"),
         (["preprocess", "ml-20m", "--source", "a", "--output", "b"], "ml-20m"),
         (["preprocess", "ml-1m", "--source", "a"], "--output"),
