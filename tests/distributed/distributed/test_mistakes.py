@@ -278,7 +278,8 @@ def test_what_no_rank_can_shuffle():
     with closing(SquareShuffler()) as shuffler:
         padding, no_batch = (error_of(shuffler.shuffle, each) for each in (batch, [1, 2]))
     assert "ranks [1] would train no row" in padding and "actual_batch_size" in padding
-    assert "rank 0: the batch is a list" in no_batch and no_batch.endswith("(and on rank 1)")
+    assert "rank 0: the batch is a list" in no_batch and "or put it into a field of one" in no_batch
+    assert no_batch.endswith("(and on rank 1)")
 
 
 @on_four_ranks
