@@ -45,10 +45,8 @@ def line_4(line):
         ("ml-20m", {"folder": "ml-latest-small/"}, "contains ml-latest-small, not MovieLens-20M"),
         ("kuairand-pure", {"early": LOG_HEADER, "late": LOG_HEADER}, "has no interactions in log_standard"),
         ("kuairand-pure", {"late": None}, "no log_standard_4_22_to_5_08_pure.csv; KuaiRand-Pure has log_standard_4_08"),
-        (
-            *("kuairand-pure", {"early": EARLY + "\n" + CLICK * 300 + CLICK.replace("8,20,", "9,20,")}),
-            "line 306 has user_id 9, which",  # counted with the empty line
-        ),
+        # Lines are counted with the empty one.
+        ("kuairand-pure", {"early": f"{EARLY}\n{CLICK * 300}9{CLICK[1:]}"}, "line 306 has user_id 9, which"),
     ],
 )
 def test_a_wrong_file(tmp_path, name, texts, message):
