@@ -11,7 +11,7 @@ On CUDA every rank has its own GPU, and the pipelines that need CUDA streams are
 
 Examples:
     python -m benchmarks.pipeline_overhead
-    python -m benchmarks.pipeline_overhead --steps 30 --quick
+    python -m benchmarks.pipeline_overhead --steps 100
     python -m benchmarks.pipeline_overhead --device cuda --ranks 8
 """
 
@@ -176,9 +176,11 @@ def main(
     """
     torch.set_num_threads(1)
     on_cuda = device == "cuda"
-    pipelines = ["native"] if quick else list(CUDA_PIPELINES if on_cuda else PIPELINES)
+    pipelines = list(CUDA_PIPELINES if on_cuda else PIPELINES)
+    if quick:
+        pipelines, steps = ["native"], min(steps, 8)
     cases = every(pipeline=pipelines, lengths=("uniform", "zipf"))
-    found = measured(measure_pipeline, cases, ranks=ranks, steps=8 if quick else steps, device=device)
+    found = measured(measure_pipeline, cases, ranks=ranks, steps=steps, device=device)
     hardware = f"{torch.cuda.get_device_name()}, one per rank (NCCL)." if on_cuda else "Ranks on the CPU (gloo)."
     page = Page(
         "Pipelines: what the stage costs",

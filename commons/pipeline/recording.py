@@ -98,7 +98,9 @@ class Recorder:
 
         @functools.wraps(method)
         def wrapped(pipeline: Any, dataloader_iter: Iterator[Any]) -> Any:
-            return method(pipeline, map(functools.partial(self._noted, pipeline), dataloader_iter))
+            if hasattr(dataloader_iter, "__next__"):  # TorchRec refuses anything else
+                dataloader_iter = map(functools.partial(self._noted, pipeline), dataloader_iter)
+            return method(pipeline, dataloader_iter)
 
         owner.progress = wrapped  # type: ignore[attr-defined]
 

@@ -260,5 +260,7 @@ def test_a_compiled_pipeline_reads_its_batches_itself(monkeypatch):
             pipeline.progress(batches)
         with pytest.raises(StopIteration):
             pipeline.progress(batches)
+        with pytest.raises(TypeError, match="is not an iterator"):  # a loader would begin anew in every step
+            pipeline.progress(lengths)
         expected += lengths
     assert [each.tolist() for each in recorder.lengths] == expected and recorder.unknown == 0
