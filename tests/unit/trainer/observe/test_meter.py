@@ -154,6 +154,7 @@ def test_a_run_resumed_after_its_trace_does_not_miss_it(tmp_path, monkeypatch, c
         assert ("no trace was recorded" in caplog.text) is not has_trace
 
 
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 def test_a_run_resumed_within_its_trace_keeps_the_first_part(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling.dist, "get_rank", lambda: 1)
     args = TrainerArgs(1, 1, run_dir=str(tmp_path), profile=True, profile_step_start=0, profile_step_end=4)
