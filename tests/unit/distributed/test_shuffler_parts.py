@@ -161,7 +161,7 @@ class WithoutSuper(TokensBalancedBatchShuffler):
         ),
         (lambda: balanced_iter(iter([]), WithoutSuper), r"shuffler is the class WithoutSuper; .*: pass WithoutSuper\("),
         (
-            lambda: shuffle_stage(3, torch.Stream()),
+            lambda: shuffle_stage(3, None),
             r"shuffler is a int; it must .*: such as TokensBalancedBatchShuffler\(",
         ),
         (lambda: BatchShufflerFactory.create_from_config("tokens"), "the shuffler config is a str; it is a dictionary"),
