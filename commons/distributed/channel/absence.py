@@ -43,7 +43,6 @@ _PAUSE_PER_RANK = 0.0002
 _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
-
 # What a rank waits for: the handle of an asynchronous collective, or process groups.
 Awaited: TypeAlias = "dist.Work | MakingOfGroups"
 
@@ -172,7 +171,7 @@ class FailedChannel:
             if failure is None:
                 present = [rank for rank in self._members if rank not in missing]
                 texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in present]))
-                records = {rank: json.loads(text) for rank, text in zip(present, texts)}
+                records = dict(zip(present, map(json.loads, texts)))
                 late, quoted = _late(records, own_wait.place, bool(missing))
             self._count("read")
             # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
@@ -219,15 +218,16 @@ def _late(records: Mapping[int, list[Any]], own_place: str, some_are_missing: bo
         if still >= max(_STILL_SECONDS, longest / 4)
     ]
     short = {rank: record for rank, record in records.items() if record[1] < min(_LATE_SECONDS, longest / 2)}
-    failed = [f"rank {rank} failed in the {places[0]}: {cause}" for rank, (places, *_, cause) in short.items() if cause]
     came_late = [f"rank {rank} reached the {each[0][0]} only after the others gave up" for rank, each in short.items()]
     elsewhere = [
         f"rank {rank} waited in the {' and the '.join(places)}, not in the {own_place}"
         for rank, (places, *_) in records.items()
         if own_place not in places
     ]
-    if failed and not stood_still:
-        return [], "; ".join(failed)
+    # If a rank has waited long and then failed by itself, the late ranks failed because it gave up.
+    failed = {rank: f"rank {rank} failed in the {each[0][0]}: {each[-1]}" for rank, each in records.items() if each[-1]}
+    if failed and not stood_still and failed.keys() <= short.keys():
+        return [], "; ".join(failed.values())
     return stood_still or came_late or elsewhere, None
 
 

@@ -125,3 +125,14 @@ def test_an_error_without_text_is_described_by_its_line():
     kind, text = describe_error(error)
     assert kind == first_line(error) == "AssertionError"
     assert text.startswith("test_store.py, line ") and text.endswith(", in fail")
+
+
+def test_a_rank_that_failed_because_the_others_gave_up_is_late():
+    place = "gather of step 3"
+    failed, gave_up, followed = (
+        [[place], waited, 0.0, 0.0, cause] for waited, cause in ((0.1, "closed by peer"), (3.1, "timed out"), (3.0, ""))
+    )
+    late = f"rank 0 reached the {place} only after the others gave up"
+    assert absence._late({0: failed, 1: gave_up, 2: followed}, place, False) == ([late], None)
+    quoted = f"rank 0 failed in the {place}: closed by peer"
+    assert absence._late({0: failed, 1: followed, 2: followed}, place, False) == ([], quoted)
