@@ -92,9 +92,9 @@ class Recorder:
 
         setattr(owner, name, wrapped)
 
-    def _wrap_iterator(self, owner: type) -> None:
-        """Record what a `progress` reads from its iterator itself, without `_next_batch`."""
-        method = owner.progress  # type: ignore[attr-defined]
+    def _wrap_iterator(self, owner: Any) -> None:
+        """Record what the `progress` of a class reads from its iterator itself, without `_next_batch`."""
+        method = owner.progress
 
         @functools.wraps(method)
         def wrapped(pipeline: Any, dataloader_iter: Iterator[Any]) -> Any:
@@ -102,7 +102,7 @@ class Recorder:
                 dataloader_iter = map(functools.partial(self._noted, pipeline), dataloader_iter)
             return method(pipeline, dataloader_iter)
 
-        owner.progress = wrapped  # type: ignore[attr-defined]
+        owner.progress = wrapped
 
     def _flight(self, pipeline: Any) -> _Flight:
         return self._flights.setdefault(pipeline, _Flight())

@@ -212,10 +212,10 @@ def _evaluations(base: RunLog, other: RunLog) -> tuple[dict[str, float], dict[st
 def _differences(base: RunReport, other: RunReport) -> Iterator[str]:
     """Reasons why two runs cannot be compared, one text each."""
     has_budget = _has_budget(base.log, other.log)
-    for what, first, second in (
-        ("ranks", base.ranks, other.ranks),
-        *(() if has_budget else (("rows per step", base.rows_per_step, other.rows_per_step),)),
-    ):
+    sizes: list[tuple[str, float | None, float | None]] = [("ranks", base.ranks, other.ranks)]
+    if not has_budget:
+        sizes.append(("rows per step", base.rows_per_step, other.rows_per_step))
+    for what, first, second in sizes:
         if first is not None and second is not None and abs(first - second) > 0.01 * max(first, second):
             yield f"{what}: {_number(first)} and {_number(second)}"
     if not (base.log.config and other.log.config):

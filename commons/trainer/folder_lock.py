@@ -22,7 +22,7 @@ def lock_folder(folder: Path) -> None:
         ValueError: another process has locked it.
     """
     held = _HELD.get(folder.resolve())
-    with contextlib.suppress(OSError):  # who writes there next says why it is impossible
+    with contextlib.suppress(OSError):  # the next write to the folder raises it
         if held is None:
             folder.mkdir(parents=True, exist_ok=True)
             held = _HELD[folder.resolve()] = (folder / LOCK_FILE).open("ab")

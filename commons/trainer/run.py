@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -114,8 +115,9 @@ def run_training(recipe: Recipe) -> TrainSummary:
     Raises:
         KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
+    as_given = copy.deepcopy(recipe.config)  # config.json starts the same run on another number of ranks
     recipe.share_batch(dist.get_world_size(resolve_process_group()))
-    return TrainingLoop(recipe, on_start=lambda: replace_run(recipe.config)).run()
+    return TrainingLoop(recipe, on_start=lambda: replace_run(as_given)).run()
 
 
 def _require_equal_settings(args: TrainerArgs, device: torch.device) -> None:

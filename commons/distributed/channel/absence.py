@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from commons.distributed.channel.groups import MakingOfGroups, number_channel, rank_set
+from commons.distributed.channel.groups import MakingOfGroups, number_channel, out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
@@ -43,6 +43,7 @@ _PAUSE_PER_RANK = 0.0002
 _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
+
 # What a rank waits for: the handle of an asynchronous collective, or process groups.
 Awaited: TypeAlias = "dist.Work | MakingOfGroups"
 
@@ -390,11 +391,3 @@ def _wait_for_device(work: Awaited) -> None:
             raise RuntimeError("not done yet")
         time.sleep(_LOOK_SECONDS)
     work.wait()
-
-
-def out_of_reach(members: Sequence[int]) -> str:
-    """A clause that names the ranks on the host of a store that does not answer; "" on that host."""
-    there = rank_set(members).beside_store
-    if not there or dist.get_rank() in there:
-        return ""
-    return f"; {name_ranks(there)} {'runs' if len(there) == 1 else 'run'} on that host, which may be out of reach"

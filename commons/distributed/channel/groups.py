@@ -31,6 +31,7 @@ import torch.distributed as dist
 from commons.distributed.channel.connections import connections_of, open_sockets
 from commons.distributed.channel.store import break_off
 from commons.distributed.engine.worker import DaemonWorker
+from commons.distributed.errors import name_ranks
 from commons.distributed.process_group import all_gather_single
 
 # Ranks per ring that justify another ring: a shorter ring saves fewer hops than its collective costs.
@@ -339,3 +340,11 @@ def try_collectives(payload: dist.ProcessGroup, device: torch.device, all_to_all
         if not isinstance(error, NotImplementedError) and "does not support alltoall" not in str(error):
             raise
     return works
+
+
+def out_of_reach(members: Sequence[int]) -> str:
+    """A clause that names the ranks on the host of a store that does not answer; "" on that host."""
+    there = rank_set(members).beside_store
+    if not there or dist.get_rank() in there:
+        return ""
+    return f"; {name_ranks(there)} {'runs' if len(there) == 1 else 'run'} on that host, which may be out of reach"

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.channel.absence import NamedCollectives, RankMissingError, out_of_reach
+from commons.distributed.channel.absence import NamedCollectives, RankMissingError
+from commons.distributed.channel.groups import out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError
-from commons.distributed.errors import capture_error, first_line, name_ranks
+from commons.distributed.errors import capture_error, describe_error, first_line, name_ranks
 
 R = TypeVar("R")
 
@@ -122,7 +123,7 @@ def raised_on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
         Exception: on a rank that has failed, its own error.
     """
     result, error = capture_error(work)
-    rank, problem = first_text("" if error is None else f"{type(error).__name__}: {error}", device)
+    rank, problem = first_text("" if error is None else ": ".join(describe_error(error)), device)
     if error is not None:
         raise error
     if problem:

@@ -111,8 +111,11 @@ def test_a_run_that_does_not_start_leaves_the_old_run(two_ranks, tmp_path):
     file.touch()
     flags = ["--trainer.run-dir", str(folder), "--trainer.max-train-iters", "2", "--trainer.seed", "5"]
     flags += ["--trainer.ckpt-save-dir", str(tmp_path / "saved"), "--trainer.ckpt-save-interval", "2"]
-    two_ranks.run(command, *flags)
+    two_ranks.run(command, *flags, "--trainer.global-batch-size", "4")
     before = files_of(folder)
+    # As given, not this rank's part of the global batch.
+    given = load_config(TrainConfig, RUN).trainer.train_batch_size
+    assert json.loads(before[Path("config.json")])["trainer"]["train_batch_size"] == given != 2
     mistakes = ["--trainer.overwrite --trainer.pipeline-type prefetch", f"--trainer.overwrite {flags[6]} {file}"]
     mistakes += [f"--trainer.ckpt-load-dir {flags[7]} --optimizer.dense-optimizer sgd"]
     for mistake in mistakes:

@@ -202,7 +202,7 @@ def test_reading_an_attribute_before_it_is_there_is_an_ordinary_error():
     careful = Careful()
     assert not careful.had_options and careful.options.mode == "balance"
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'size'"):
-        careful.size  # noqa: B018
+        _ = careful.size
     careful.close()
 
 

@@ -46,4 +46,4 @@ def test_without_locks_nothing_is_refused(tmp_path):
         lock_folder(tmp_path)
     unlock_folder(tmp_path)
     (tmp_path / "file").touch()
-    lock_folder(tmp_path / "file" / "run")  # whoever writes there says what is wrong
+    lock_folder(tmp_path / "file" / "run")  # the next write raises the error

@@ -146,7 +146,7 @@ def test_a_state_is_set_again(drawn_before):
     assert [draw(), draw()] == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # states are on the host whatever the default device is
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # random states are on the host with any default device
 def test_draws_inside_change_nothing(device):
     torch.manual_seed(5)
     expected = random_state()
