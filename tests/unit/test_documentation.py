@@ -19,7 +19,7 @@ import evenrank
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.stats import ShuffleStats
 from commons.trainer.config.args import TrainerArgs
-from tests.helpers.documents.documented import PAGES, ROOT, documented_blocks
+from tests.helpers.documents.documented import PAGES, ROOT, blocks_of, documented_blocks
 
 DOCS = ROOT / "docs"
 PATHS = sorted({page.relative_to(ROOT).as_posix() for pattern in PAGES for page in ROOT.glob(pattern)})
@@ -56,6 +56,17 @@ def test_links_lead_to_files_and_headings(path):
         target = (page.parent / file).resolve() if file else page
         assert target.exists() and target.is_relative_to(ROOT), f"{path}: {link}"
         assert not anchor or anchor in anchors_of(target), f"{path}: {link} has no such heading"
+
+
+def test_a_block_without_an_end_is_found():
+    page = "# A page\n\n```python\nx = 1\n```\n\n- a list\n\n  ```bash\n  ls\n  ```\n"
+    assert [(block.line, block.language, block.text) for block in blocks_of("page.md", page)] == [
+        (4, "python", "x = 1"),
+        (10, "bash", "ls"),
+    ]
+    for end, line in (("x = 1\n```", 4), ("  ls\n  ```", 10)):
+        with pytest.raises(ValueError, match=rf"^page\.md:{line}: a block without an end$"):
+            list(blocks_of("page.md", page.replace(end, end.rstrip("` "))))
 
 
 @pytest.mark.parametrize("path", PATHS)

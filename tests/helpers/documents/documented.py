@@ -18,7 +18,7 @@ PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
 Key: TypeAlias = tuple[str, str, int]
 
 _HEADING = r"^#+ *(?P<heading>.*)$"
-_FENCED = r"^ *(?P<fence>`{3,}|~{3,})(?P<language>[\w-]*).*\n(?P<text>(?:.*\n)*?)(?: *(?P=fence) *$|\Z)"
+_FENCED = r"^ *(?P<fence>`{3,}|~{3,})(?P<language>[\w-]*).*\n(?P<text>(?:.*\n)*?)(?: *(?P<end>(?P=fence)) *$|\Z)"
 _PART = re.compile(f"{_HEADING}|{_FENCED}", re.MULTILINE)
 
 
@@ -38,16 +38,24 @@ class Block:
 def documented_blocks() -> dict[Key, Block]:
     """All blocks of all pages."""
     pages = sorted({page for pattern in PAGES for page in ROOT.glob(pattern)})
-    return {block.key: block for page in pages for block in _blocks_of(page)}
+    texts = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages}
+    return {block.key: block for name, text in texts.items() for block in blocks_of(name, text)}
 
 
-def _blocks_of(page: Path) -> Iterator[Block]:
-    name, text, heading, number = page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8"), "", 0
+def blocks_of(name: str, text: str) -> Iterator[Block]:
+    """The blocks of one page.
+
+    Raises:
+        ValueError: a block without an end: it takes what follows for its text.
+    """
+    heading, number = "", 0
     for part in _PART.finditer(text):
         if part["heading"] is not None:
             heading, number = part["heading"].strip(), 0
             continue
         line = text.count("\n", 0, part.start("text")) + 1
+        if part["end"] is None or re.search(f"^ *{part['fence']}", part["text"], re.MULTILINE):
+            raise ValueError(f"{name}:{line}: a block without an end")
         yield Block((name, heading, number), line, part["language"], textwrap.dedent(part["text"]).removesuffix("\n"))
         number += 1
 
