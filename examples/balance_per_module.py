@@ -26,12 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commons.checks import require_at_least
 from commons.console import print_summary
-from commons.dispatch import redistribute_balanced
-from commons.distributed import global_mean_loss
-from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
 from commons.trainer.ranks.launch import initialize_ranks
+from evenrank import SelfAttentionTask, global_mean_loss, mean_over_ranks, redistribute_balanced
 
 PATCH, WIDTH, HEADS, LAYERS, WORDS = 48, 256, 4, 2, 32
 TASK = SelfAttentionTask(hidden_size=WIDTH, num_heads=HEADS, head_dim=WIDTH // HEADS, num_layers=LAYERS, causal=False)
@@ -110,9 +108,8 @@ def train(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, st
     loss.backward()
     optimizer.step()
     dist.barrier()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size(), time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return float(mean_over_ranks(loss)), seconds
 
 
 def main() -> None:

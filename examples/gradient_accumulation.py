@@ -29,12 +29,18 @@ from torch import nn
 from torch.nn import functional
 
 from commons.console import print_summary
-from commons.dispatch import Trim
-from commons.distributed import global_mean_loss
-from commons.micro_batching import MicroBatches, MicroBatchSpec, count_loss_tokens, pack_micro_batches, pack_rows
-from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
+from evenrank import (
+    MicroBatches,
+    MicroBatchSpec,
+    SelfAttentionTask,
+    Trim,
+    count_loss_tokens,
+    global_mean_loss,
+    pack_micro_batches,
+    pack_rows,
+)
 
 VOCABULARY, IGNORED = 1000, -100
 

@@ -26,13 +26,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from commons.console import print_summary
-from commons.dispatch import Trim, scatter_balanced
-from commons.distributed import global_mean_loss
-from commons.perf_model.task_estimator import SelfAttentionTask
-from commons.sequence_batch.rows import Rows
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
 from commons.trainer.ranks.launch import initialize_ranks
+from evenrank import SelfAttentionTask, Trim, global_mean_loss, scatter_balanced
 
 VOCABULARY, HIDDEN, HEADS = 500, 64, 4
 # The columns after the last column that the mask uses are padding, and are cut off.
@@ -118,7 +115,7 @@ def main() -> None:
         received = torch.tensor(share.bytes_received)
         dist.reduce(received, 0, op=dist.ReduceOp.MAX)
         if logprobs is not None:
-            whole = Rows.of(rollouts).nbytes
+            whole = sum(field.nbytes for field in rollouts.values() if isinstance(field, torch.Tensor))
             print_summary(
                 f"step {step + 1} of {config.steps}",
                 {

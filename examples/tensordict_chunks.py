@@ -19,10 +19,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import nn
 
 from commons.console import print_summary
-from commons.dispatch import split_balanced
-from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
+from evenrank import SelfAttentionTask, split_balanced
 
 VOCABULARY = 1000
 LLAMA_7B = SelfAttentionTask(4096, 32, 128, 32, ffn_hidden_size=11008, gated_ffn=True, vocab_size=32000)
@@ -75,20 +74,20 @@ def main() -> None:
     batch, scorer = make_rollouts(config), Scorer()
     workloads = LLAMA_7B.get_workloads(batch["input_ids"].offsets().diff())
 
-    halves = split_balanced(batch, config.chunks, workloads, groups=batch["prompt"])
+    chunks = split_balanced(batch, config.chunks, workloads, groups=batch["prompt"])
     with torch.no_grad():
         # Predictions may be any batch with a row per row, here a dictionary of two tensors.
-        predictions = [{"reward": scorer(chunk), "tokens": chunk["input_ids"]} for chunk in halves.chunks]
-        restored = halves.restore(predictions)
+        predictions = [{"reward": scorer(chunk), "tokens": chunk["input_ids"]} for chunk in chunks]
+        restored = chunks.restore(predictions)
         largest_difference = float((restored["reward"] - scorer(batch)).abs().max())
 
     in_order = torch.stack([part.sum() for part in workloads.chunk(config.chunks)])
-    rows = [len(indices) for indices in halves.indices]
+    rows = [len(indices) for indices in chunks.indices]
     print_summary(
         f"{len(workloads)} rows in {config.chunks} chunks",
         {
             "work cut in order": f"largest chunk {float(in_order.max() / in_order.double().mean()):.3f} × the mean",
-            "work dealt evenly": f"largest chunk {1 + halves.imbalance:.3f} × the mean",
+            "work dealt evenly": f"largest chunk {1 + chunks.imbalance:.3f} × the mean",
             "rows per chunk": f"{min(rows)} to {max(rows)}, whole prompts of {config.responses}",
             "predictions restored": f"largest difference to the whole batch {largest_difference:.1e}",
         },
