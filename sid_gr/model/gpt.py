@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,10 +15,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, codebook_offsets
 from sid_gr.model.attention import DecodingCache
-from sid_gr.model.beam_search import GeneratedItems, NextLogits, beam_search, require_beam_width
+from sid_gr.model.beam_search import GeneratedItems, beam_search, require_beam_width
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.model.decoder import LossOutput, SIDDecoder, candidate_codes
-from sid_gr.model.token_layout import TokenLayout, lay_out_batch
+from sid_gr.model.token_layout import TokenLayout
 from sid_gr.model.trie import SIDTrie
 
 TABLE = "codes"  # name of the table
@@ -151,15 +150,10 @@ class SIDGRModel(nn.Module):
         )
 
     @torch.no_grad()
-    def generate(self, batch: GPTSIDBatch, *, use_cache: bool = True) -> GeneratedItems:
-        """The likeliest next items of every real row, given its history; candidates are ignored.
+    def generate(self, batch: GPTSIDBatch) -> GeneratedItems:
+        """The likeliest next items of every real row, given its history; candidates and labels are ignored.
 
         A collective call if the table is sharded.
-
-        Args:
-            batch: a batch; labels are not needed.
-            use_cache: whether to keep the keys and values of histories. If False, the whole sequence of every beam is
-                recomputed for every code: the same result, slower.
 
         Raises:
             RuntimeError: the model has no trie.
@@ -167,68 +161,31 @@ class SIDGRModel(nn.Module):
         """
         if self.trie is None:
             raise RuntimeError("the model has no trie; generation needs the valid SIDs: make the model with a trie")
-        return self._generate(self.embedding(batch.features), batch, use_cache=use_cache)[2]
+        return self._generate(self.embedding(batch.features), batch)[2]
 
     def _generate(
-        self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch, *, use_cache: bool = True
+        self, embeddings: Mapping[str, JaggedTensor], batch: GPTSIDBatch
     ) -> tuple[TokenLayout, torch.Tensor, GeneratedItems]:
         """The layout of a batch, its hidden states, and the items of beam search, in the order of the batch's rows."""
         assert self.trie is not None  # noqa: S101  checked by the callers
         decoder = self.decoder
         layout = decoder.lay_out(batch, generates=True)
-        cache = DecodingCache(layout) if use_cache else None
+        cache = DecodingCache(layout)
         history, candidates = (
             embeddings[name].values() for name in (batch.history_feature_name, batch.candidate_feature_name)
         )
         hidden = decoder.encode(history, candidates, layout, cache)
         first = decoder.logits(hidden.index_select(0, layout.last_history), 0)
-        steps = self._repeated_steps(history, layout, batch) if cache is None else self._cached_steps(cache, batch)
-        found = beam_search(self.trie, self.beam_width, first, steps)
+
+        def next_logits(hierarchy: int, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+            cache.choose_beams(parents)
+            new = decoder.step(self._embed_codes(codes, hierarchy - 1, batch), cache, codes.shape[1])
+            return decoder.logits(new, hierarchy).unflatten(0, codes.shape)
+
+        found = beam_search(self.trie, self.beam_width, first, next_logits)
         back = torch.empty_like(layout.order)
         back[layout.order] = torch.arange(layout.num_rows, device=back.device)
         return layout, hidden, GeneratedItems(found.leaves[back], found.log_probs[back])
-
-    def _cached_steps(self, cache: DecodingCache, batch: GPTSIDBatch) -> NextLogits:
-        """`next_logits` of `beam_search` with cached keys and values of histories and beams."""
-
-        def step(hierarchy: int, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-            cache.choose_beams(parents)
-            embeddings = self._embed_codes(codes, hierarchy - 1, batch)
-            hidden = self.decoder.step(embeddings, cache, codes.shape[1])
-            return self.decoder.logits(hidden, hierarchy).unflatten(0, codes.shape)
-
-        return step
-
-    def _repeated_steps(self, history: torch.Tensor, layout: TokenLayout, batch: GPTSIDBatch) -> NextLogits:
-        """`next_logits` of `beam_search` that recomputes the whole sequence of every beam."""
-        (lengths,) = batch.host_lengths(batch.history_feature_name)
-        histories, order = history.split(lengths.tolist()), layout.order.tolist()
-        generated = history.new_empty(len(order), 1, 0, history.shape[1])  # (num_rows, num_beams, codes so far, width)
-
-        def step(hierarchy: int, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-            nonlocal generated
-            new = self._embed_codes(codes, hierarchy - 1, batch).unflatten(0, (*codes.shape, 1))
-            rows = torch.arange(len(order), device=codes.device)[:, None]
-            generated = torch.cat([generated[rows, parents], new], dim=2)
-            beams, num_beams = codes.numel(), codes.shape[1]
-            repeated = lay_out_batch(
-                np.repeat(lengths[order], num_beams),
-                np.full(beams, hierarchy + 1),
-                num_rows=beams,
-                num_hierarchies=self.config.num_hierarchies,
-                num_heads=self.decoder.heads_per_rank,
-                device=codes.device,
-            )
-            hidden = self.decoder.encode(
-                torch.cat([history[:0], *(histories[row] for row in order for _ in range(num_beams))]),
-                # The last candidate code of a row is predicted and no token.
-                torch.nn.functional.pad(generated, (0, 0, 0, 1)).flatten(0, 2),
-                repeated,
-            )
-            last = repeated.predicting.view(beams, hierarchy + 1)[:, -1]
-            return self.decoder.logits(hidden.index_select(0, last), hierarchy).unflatten(0, codes.shape)
-
-        return step
 
     def _embed_codes(self, codes: torch.Tensor, hierarchy: int, batch: GPTSIDBatch) -> torch.Tensor:
         """Embeddings of generated codes: a lookup in the sharded table, so a collective call.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.models.beam_search import generate_without_cache
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, parallel_state
@@ -96,7 +97,7 @@ def test_generation_equals_enumeration_and_cached_decoding_equals_uncached():
         for seed in range(3):
             model = make_model(beam_width=7).eval()
             batch = make_batch(seed, batch_size=5, num_real=5 - seed)
-            cached, uncached = model.generate(batch), model.generate(batch, use_cache=False)
+            cached, uncached = model.generate(batch), generate_without_cache(model, batch)
             assert cached.leaves.shape == (5 - seed, 7)
             assert torch.equal(cached.leaves, uncached.leaves)
             assert _largest(cached.log_probs, uncached.log_probs.double()) < 1e-5
