@@ -11,7 +11,7 @@ import warnings
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -43,5 +43,4 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "parallel_state",
-    "tensor_parallel",
 ]
