@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels, and the shared memory that these need.
+"""Block sizes of the Triton kernels; the smallest fit into the shared memory of every GPU that the kernels support.
 
 In a chain of matrix products Triton assigns 16 rows to each warp: with fewer rows per warp, warps compute the same
 products. Rows are queries, or keys in the kernels that visit queries.
@@ -108,8 +108,6 @@ _FROM_90: _Table = {
 }
 # From this compute capability on a program has less shared memory, or needs more, so small blocks are tried too.
 _AFTER_HOPPER = (10, 0)
-# Bytes of shared memory for the smallest blocks of every kernel, by bytes of an element and padded width of a head.
-_SHARED_MEMORY = {(2, 64): 65536, (2, 128): 98304, (2, 256): 98304, (4, 64): 65536, (4, 128): 98304}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -130,8 +128,3 @@ def candidate_blocks(
     if capability >= (9, 0) and key in _FROM_90:
         found = _FROM_90[key] + (found[-1:] if capability >= _AFTER_HOPPER else [])
     return [Blocks(*numbers) for numbers in dict.fromkeys(found)]
-
-
-def shared_memory(dtype: torch.dtype, head_dim: int) -> int:
-    """Bytes of shared memory per program that suffice for some blocks of every kernel."""
-    return _SHARED_MEMORY[dtype.itemsize, max(64, padded_head_dim(head_dim))]

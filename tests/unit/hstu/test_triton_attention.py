@@ -227,10 +227,9 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU by what it says of itself; Triton as imported."""
-    says = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448)
+    says = SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: says.capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: says)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     triton_launch.why_not.cache_clear()
     yield says
@@ -245,10 +244,6 @@ def gpu(monkeypatch):
         ("cuda", torch.float32, 129, {}, "a head has 129 channels; its kernels take at most 128 in .*choose 'pytorch'"),
         ("cuda", torch.float64, 16, {}, "tokens are torch.float64; its kernels take torch.float32, .*choose 'pytorch'"),
         ("cuda", torch.float32, 16, {"capability": (7, 5)}, "compute capability 7.5; its kernels need 8.0: choose"),
-        (
-            *("cuda", torch.bfloat16, 256, {"shared_memory_per_block_optin": 9999}),
-            r"9999 bytes of shared memory per block; heads of 256 channels in torch.bfloat16 need \d+: choose",
-        ),
     ],
 )
 def test_what_the_kernels_cannot_compute_is_named(gpu, device, dtype, head_dim, says, message):
