@@ -181,6 +181,11 @@ class SequenceModelConfig:
         """Width of every table by feature name."""
         return {name: self.embedding_dims.get(name, self.hstu.hidden_size) for name in self.embedding_tables}
 
+    @property
+    def features_of_tables(self) -> dict[str, list[str]]:
+        """The features that are looked up in every table, by table; the first has the name of the table."""
+        return {name: [name] for name in self.embedding_tables}
+
 
 @dataclass(frozen=True)
 class RankingConfig(SequenceModelConfig):
@@ -272,6 +277,14 @@ class RetrievalConfig(RetrievalOptions, SequenceModelConfig):
     def negatives_feature_name(self) -> str | None:
         """Key of the drawn negatives in a batch; None for in-batch negatives."""
         return None if self.num_negatives == -1 else f"{self.item_feature_name}_negatives"
+
+    @property
+    def features_of_tables(self) -> dict[str, list[str]]:
+        """As SequenceModelConfig; drawn negatives are looked up in the items' table."""
+        negatives = self.negatives_feature_name
+        return super().features_of_tables | (
+            {} if negatives is None else {self.item_feature_name: [self.item_feature_name, negatives]}
+        )
 
     @property
     def item_dim(self) -> int:

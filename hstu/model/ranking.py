@@ -28,35 +28,21 @@ class RankingOutput:
 
 
 class RankingTower(SequenceTower):
-    """The dense part of the ranking model: layers, head and loss."""
+    """The dense part of the ranking model."""
+
+    config: RankingConfig
 
     def __init__(self, config: RankingConfig, pg_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, pg_group)
-        self.config = config
         self.head = prediction_head(config.hstu.hidden_size, config.prediction_head_arch)
 
-    def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
-        """The loss of a batch with labels; `embeddings` by feature name, values `(num_ids, width of the table)`.
-
-        Returns:
-            The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
-            the other results of the step.
-
-        Raises:
-            ValueError: labels do not fit the predictions or the number of tasks, a row is too long, the mask reveals
-                the labels, or timestamps for the time bias are missing.
-            TypeError: labels are no KeyedJaggedTensor.
-            KeyError: a feature without a table.
-        """
-        self._require_hidden_labels(batch)
-        embeddings, scale = self._begin_scaling(embeddings)
+    def _compute(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RankingOutput]:
         logits, items = self._predict(embeddings, batch)
         labels = stack_labels(batch.labels, self.config.num_tasks, logits.shape[0]).to(logits.dtype)
         loss_sum = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
         num_loss_tokens = batch.num_loss_tokens()
         global_count = batch.global_loss_terms(self._pg_group)
         loss = global_mean_loss(loss_sum, num_loss_tokens, self._pg_group, global_count=global_count)
-        loss = loss if scale is None else loss * scale
         return loss, RankingOutput(logits.detach(), labels, loss_sum.detach(), num_loss_tokens, items)
 
     def logits(self, embeddings: Embeddings, batch: HSTUBatch) -> torch.Tensor:
@@ -79,7 +65,7 @@ class RankingTower(SequenceTower):
             logits = self.head(encoded.hidden.index_select(0, predicted))
         return (logits if logits.dtype == torch.float64 else logits.float()), items
 
-    def _require_hidden_labels(self, batch: HSTUBatch) -> None:
+    def _check(self, batch: HSTUBatch) -> None:
         """Raise ValueError if the mask lets a prediction see the action to predict."""
         hstu = self.config.hstu
         if batch.action_feature_name is None:

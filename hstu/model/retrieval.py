@@ -33,7 +33,7 @@ from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
 from hstu.model.config import RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
-from hstu.model.sequence_model import Embeddings, EncodedSequence, SequenceModel, SequenceTower
+from hstu.model.sequence_model import Embeddings, EncodedSequence, SequenceModel, SequenceTower, by_feature
 
 # Most in-batch scores in memory at a time.
 _MAX_SCORES = 2**24
@@ -52,30 +52,18 @@ class RetrievalOutput:
 
 
 class RetrievalTower(SequenceTower):
-    """The dense part of the retrieval model: layers, query and loss."""
+    """The dense part of the retrieval model; in evaluation it computes queries and no loss.
+
+    Batches have no candidates; in training they have the drawn negatives, if the config uses them.
+    """
+
+    config: RetrievalConfig
 
     def __init__(self, config: RetrievalConfig, pg_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(config, pg_group)
-        self.config = config
         self.query = nn.Linear(config.hstu.hidden_size, config.item_dim)
 
-    def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
-        """The loss of a batch in training, queries in evaluation.
-
-        Args:
-            embeddings: by feature name, values `(num_ids, width of the table)`.
-            batch: a batch without candidates; in training with the drawn negatives, if the config uses them.
-
-        Returns:
-            The loss to call `backward` on, W × local sum ÷ global count, times the scale if losses are scaled, and
-            the other results of the step.
-
-        Raises:
-            ValueError: another item feature, candidates, a row that is too long, or no timestamps for the time bias.
-            KeyError: a feature without a table, or drawn negatives are missing.
-        """
-        self._check(batch)
-        embeddings, scale = self._begin_scaling(embeddings)
+    def _compute(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
         with self.autocast(batch.features.device()):
             encoded = self.encode(embeddings, batch)
             if not self.training:
@@ -93,13 +81,11 @@ class RetrievalTower(SequenceTower):
         if negatives is None:
             terms = self._in_batch_terms(queries, items, ids, predictions)
         else:
-            found = {name: jagged for part in embeddings for name, jagged in part.items()}
-            drawn = unit(found[negatives].values().to(queries.dtype))
+            drawn = unit(by_feature(embeddings)[negatives].values().to(queries.dtype))
             terms = self._drawn_terms(queries, items, ids, counts, drawn, batch)
         loss_sum = terms.sum()
         global_count = None if predictions is None else sum(predictions)
         loss = global_mean_loss(loss_sum, terms.numel(), self._pg_group, global_count=global_count)
-        loss = loss if scale is None else loss * scale
         return loss, RetrievalOutput(loss_sum.detach(), terms.numel(), queries.detach()[:0], ids[:0].long())
 
     def _evaluate(self, encoded: EncodedSequence, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
@@ -196,7 +182,3 @@ class HSTURetrievalModel(SequenceModel):
     config: RetrievalConfig
     dense: RetrievalTower
     _tower_class = RetrievalTower
-
-    def _features_of_two(self, config: RetrievalConfig) -> dict[str, str]:
-        negatives = config.negatives_feature_name
-        return {} if negatives is None else {config.item_feature_name: negatives}

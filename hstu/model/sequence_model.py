@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,11 +16,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.trainer.optimize.loss_scaling import unscaled_gradients
-from hstu.embedding import HSTUEmbedding
 from hstu.model.config import COMPUTE_DTYPES, SequenceModelConfig
+from hstu.model.embedding import HSTUEmbedding
 from hstu.model.layer import HSTUEncoder
 from hstu.model.tokens import TokenSequence, interleave_tokens
 
+# By feature name, one mapping for every width of a table; values `(num_ids, width)`.
 Embeddings = Sequence[Mapping[str, JaggedTensor]]
 
 
@@ -35,22 +37,48 @@ class EncodedSequence:
 
 
 class SequenceTower(nn.Module):
-    """The dense part of a model, up to the output of the last layer."""
+    """The dense part of a model: projections, layers, head and loss."""
 
     def __init__(self, config: SequenceModelConfig, pg_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        self.config = config
         self.encoder = HSTUEncoder(config.hstu)
         hidden_size = config.hstu.hidden_size
         self.projections = nn.ModuleDict(
             {name: nn.Linear(width, hidden_size) for name, width in config.table_widths.items() if width != hidden_size}
         )
-        self._tables = list(config.embedding_tables)
         self._pg_group = pg_group
         self._loss_scaler: torch.amp.GradScaler | None = None
-        self._scaled_tables: frozenset[str] = frozenset()
+        self._scaled_features: frozenset[str] = frozenset()
+
+    def forward(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch to call `backward` on, and the other results of the step.
+
+        The loss is W × local sum ÷ global count, times the scale if losses are scaled.
+
+        Raises:
+            ValueError: the batch does not fit the model, for example a row is too long, or labels or timestamps for
+                the time bias are missing.
+            TypeError: labels are no KeyedJaggedTensor.
+            KeyError: a feature without a table, or without values in the batch.
+        """
+        self._check(batch)
+        scale = None
+        if self._loss_scaler is not None:
+            embeddings, scale = self._with_unscaled_gradients(by_feature(embeddings), self._loss_scaler)
+        loss, output = self._compute(embeddings, batch)
+        return loss if scale is None else loss * scale, output
+
+    @abstractmethod
+    def _check(self, batch: HSTUBatch) -> None:
+        """Raise ValueError for a batch that this model cannot train on."""
+
+    @abstractmethod
+    def _compute(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
+        """The loss, not scaled, and the output of a batch."""
 
     def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
-        """Run the layers over a batch; `embeddings` are its embeddings by feature name, values `(num_ids, width)`.
+        """Run the layers over a batch.
 
         The attention plan is made from the host's lengths, see `HSTUBatch.host_lengths`, without waiting for the
         device.
@@ -61,12 +89,13 @@ class SequenceTower(nn.Module):
         """
         action = batch.action_feature_name
         names = [*batch.contextual_feature_names, batch.item_feature_name, *([action] if action else [])]
-        if missing := [name for name in names if name not in self._tables]:
+        tables = list(self.config.embedding_tables)
+        if missing := [name for name in names if name not in tables]:
             raise KeyError(
-                f"features {missing} have no table, the model has {self._tables}; each feature of the sequence needs "
-                "a table: add them to embedding_tables"
+                f"features {missing} have no table, the model has {tables}; each feature of the sequence needs a "
+                "table: add them to embedding_tables"
             )
-        found = {name: jagged for part in embeddings for name, jagged in part.items()}
+        found = by_feature(embeddings)
         items = found[batch.item_feature_name]
         sequence = interleave_tokens(
             [self._project(name, found[name]) for name in batch.contextual_feature_names],
@@ -84,22 +113,22 @@ class SequenceTower(nn.Module):
         )
         return EncodedSequence(hidden, sequence, items.values(), num_candidates, num_items)
 
-    def scale_loss(self, scaler: torch.amp.GradScaler, scaled_tables: Collection[str] = ()) -> None:
-        """Scale losses from now on; gradients of embeddings are unscaled, except for features in `scaled_tables`."""
-        self._loss_scaler, self._scaled_tables = scaler, frozenset(scaled_tables)
+    def scale_loss(self, scaler: torch.amp.GradScaler, scaled_features: Collection[str] = ()) -> None:
+        """Scale losses from now on; gradients of embeddings are unscaled, except for `scaled_features`."""
+        self._loss_scaler, self._scaled_features = scaler, frozenset(scaled_features)
 
-    def _begin_scaling(self, embeddings: Embeddings) -> tuple[Embeddings, torch.Tensor | None]:
-        """Embeddings with unscaled gradients, and the factor of the loss; None without loss scaling."""
-        if self._loss_scaler is None:
-            return embeddings, None
-        found = {name: jagged for part in embeddings for name, jagged in part.items()}
-        device = next(iter(found.values())).values().device
-        scale = self._loss_scaler.scale(torch.ones((), device=device))  # nothing is read from the device
-        names = [name for name in found if name not in self._scaled_tables]
-        values = unscaled_gradients([found[name].values() for name in names], scale)
-        for name, each in zip(names, values):
-            found[name] = JaggedTensor(values=each, lengths=found[name].lengths())
-        return [found], scale
+    def _with_unscaled_gradients(
+        self, embeddings: dict[str, JaggedTensor], scaler: torch.amp.GradScaler
+    ) -> tuple[Embeddings, torch.Tensor]:
+        """Embeddings whose gradients are unscaled, and the factor of the loss."""
+        device = next(iter(embeddings.values())).values().device
+        scale = scaler.scale(torch.ones((), device=device))  # nothing is read from the device
+        names = [name for name in embeddings if name not in self._scaled_features]
+        values = unscaled_gradients([embeddings[name].values() for name in names], scale)
+        unscaled = {
+            name: JaggedTensor(values=each, lengths=embeddings[name].lengths()) for name, each in zip(names, values)
+        }
+        return [embeddings | unscaled], scale
 
     def autocast(self, device: torch.device) -> Any:
         """The context in which layers and head run."""
@@ -134,6 +163,11 @@ class SequenceTower(nn.Module):
         return sequence.token_times(times)
 
 
+def by_feature(embeddings: Embeddings) -> dict[str, JaggedTensor]:
+    """Embeddings of all widths by feature name."""
+    return {name: jagged for part in embeddings for name, jagged in part.items()}
+
+
 class SequenceModel(nn.Module):
     """Tables, in `embedding`, and a tower of all other layers, in `dense`.
 
@@ -161,19 +195,8 @@ class SequenceModel(nn.Module):
         """
         super().__init__()
         self.config = config
-        self._second_features = self._features_of_two(config)
-        self.embedding = HSTUEmbedding(
-            config.embedding_tables,
-            config.table_widths,
-            second_features=self._second_features,
-            device=embedding_device,
-            plain=plain_embeddings,
-        )
+        self.embedding = HSTUEmbedding(config, device=embedding_device, plain=plain_embeddings)
         self.dense = self._tower_class(config, pg_group)
-
-    def _features_of_two(self, config: Any) -> dict[str, str]:
-        """For each table with a second feature, the name of this feature."""
-        return {}
 
     def scale_loss(self, scaler: torch.amp.GradScaler, data_parallel_tables: Collection[str] = ()) -> None:
         """Return scaled losses from now on, for training in float16.
@@ -181,9 +204,9 @@ class SequenceModel(nn.Module):
         Tables whose optimizer runs in the backward pass get unscaled gradients. All other parameters, also
         `data_parallel_tables`, get scaled gradients, so `scaler` must unscale and step their optimizer.
         """
-        tables = set(data_parallel_tables)
-        second = {feature for table, feature in self._second_features.items() if table in tables}
-        self.dense.scale_loss(scaler, tables | second)
+        looked_up = self.config.features_of_tables.items()
+        scaled = [name for table, features in looked_up if table in data_parallel_tables for name in features]
+        self.dense.scale_loss(scaler, scaled)
 
     def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
         """The loss of a batch, and the other results of the step; see the tower's forward."""
