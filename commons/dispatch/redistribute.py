@@ -116,7 +116,9 @@ class RedistributedRows(Trimmed, Generic[B]):
 
         All ranks of the group call this together. Dense tensors that require grad are differentiable once; a second
         differentiation is torch's error on every rank that had a batch. Their backward is a collective of all ranks, so
-        every rank's loss must depend on the returned results, also on a rank that had no rows.
+        every rank's loss must depend on the returned results, also on a rank that had no rows. `torch.autograd.grad`
+        skips this collective on a rank whose batch was None, because no path leads to its inputs: use `backward`, or
+        pass a batch of 0 rows with the same graph on that rank.
 
         Args:
             results: a tensor or any other batch with one row per row of `batch`, such as rewards or features.

@@ -97,6 +97,21 @@ def test_a_batch_of_0_rows_has_gradients_of_0():
 
 
 @on_two_ranks
+def test_autograd_grad_reaches_a_rank_without_rows_through_a_batch_of_0_rows():
+    """With None nothing leads from its loss to its encoder, so that torch skips the backward collective there."""
+    model, head, rank = encoder(), torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True), dist.get_rank()
+    images = rows_of(0)[0][: 0 if rank else 4]
+    moved = redistribute_balanced({"x": model(images)}, [1] * len(images))
+    loss = (moved.batch["x"] * head).square().sum()
+    *found, of_head = torch.autograd.grad(loss, (*model.parameters(), head), create_graph=True)
+    expected = torch.autograd.grad((model(images) * head).square().sum(), tuple(model.parameters()))
+    _require_equal(found, expected)
+    assert moved.num_moved == 2 and bool(of_head.all())
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(each.square().sum() for each in found).backward()
+
+
+@on_two_ranks
 def test_gradients_of_gradients_are_refused():
     """They were constants, so that a gradient penalty had no effect."""
     x = torch.ones(3, requires_grad=True)
