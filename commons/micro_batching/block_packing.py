@@ -7,7 +7,7 @@ ranks that need different numbers of micro-batches can all make the largest of t
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -123,11 +123,6 @@ class BlockPacking:
     def num_fewest(self) -> int:
         """Number of micro-batches in `fewest`."""
         return int(self.fewest.max()) + 1
-
-    def with_refined(self) -> BlockPacking:
-        """The same blocks packed by "refined", which never takes more micro-batches."""
-        spec = replace(self.spec, packing_algorithm="refined")
-        return replace(self, spec=spec, fewest=_allocate(spec, self.tokens, spec.n_mbs))
 
     def into(self, number: int) -> np.ndarray:
         """Pack into `number` micro-batches: int64 `(blocks,)`, the micro-batch of each block, in the spec's order.

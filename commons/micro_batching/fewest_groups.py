@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,18 +56,15 @@ Attempt = Callable[[PackingProblem, int], "np.ndarray | None"]
 
 def fewest_groups(problem: PackingProblem, algorithm: str) -> np.ndarray | None:
     """The group of each row `(n,)` by an algorithm, else by "refined"; None if that finds nothing either."""
-    if algorithm == "ffd" and not problem.equal_size:
-        parts = _first_fit(problem)
-    else:
-        parts = _search(ATTEMPTS[algorithm], problem)
+    parts = _search(ATTEMPTS[algorithm], problem)
     return _search(_refined, problem) if parts is None and algorithm != "refined" else parts
 
 
-def group_of_each(groups: list[list[int]], number: int) -> np.ndarray:
+def group_of_each(groups: Sequence[Sequence[int]], number: int) -> np.ndarray:
     """int64 `(number,)`, the group of each index; every index is in one group."""
     parts = np.empty(number, np.int64)
     for group, indices in enumerate(groups):
-        parts[indices] = group
+        parts[np.asarray(indices, np.int64)] = group
     return parts
 
 
@@ -84,16 +81,6 @@ def in_order(parts: np.ndarray, loads: np.ndarray) -> np.ndarray:
     return np.argsort(ranked)[parts]
 
 
-def _first_fit(problem: PackingProblem) -> np.ndarray | None:
-    """Groups by first fit, or by MULTIFIT if first fit makes too few groups; None if it makes too many."""
-    parts = problem.first_fit
-    number = int(parts.max()) + 1
-    num_groups = problem.round_up(number)
-    if num_groups > problem.most_groups:
-        return None
-    return parts if num_groups == number else multifit(problem.weights, problem.capacity, num_groups)
-
-
 def _search(attempt: Attempt, problem: PackingProblem) -> np.ndarray | None:
     """The result of the first attempt that succeeds, trying the fewest groups first."""
     fewest = problem.round_up(l2_bound(problem.weights, problem.capacity))
@@ -105,8 +92,13 @@ def _search(attempt: Attempt, problem: PackingProblem) -> np.ndarray | None:
     return None
 
 
-def _first_fit_equal(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
-    return first_fit_equal(problem.weights, problem.capacity, num_groups)
+def _first_fit(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
+    if problem.equal_size:
+        return first_fit_equal(problem.weights, problem.capacity, num_groups)
+    needed = int(problem.first_fit.max()) + 1
+    if needed > num_groups:
+        return None
+    return problem.first_fit if needed == num_groups else multifit(problem.weights, problem.capacity, num_groups)
 
 
 def _differencing(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
@@ -117,7 +109,7 @@ def _refined(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
     """The planner's groups if they keep the capacity, else groups packed under the capacity; then narrow the spread."""
     parts = problem.planned(num_groups, "refined")
     if parts is None:
-        parts = _first_fit_equal(problem, num_groups) if problem.equal_size else _packed_tightly(problem, num_groups)
+        parts = _first_fit(problem, num_groups) if problem.equal_size else _packed_tightly(problem, num_groups)
     if parts is None:
         return None
     parts = split_heaviest(problem.weights, parts, num_groups)
@@ -138,4 +130,4 @@ def _packed_tightly(problem: PackingProblem, num_groups: int) -> np.ndarray | No
     return group_of_each(problem.repacked, len(parts))
 
 
-ATTEMPTS: dict[str, Attempt] = {"ffd": _first_fit_equal, "kk": _differencing, "refined": _refined}
+ATTEMPTS: dict[str, Attempt] = {"ffd": _first_fit, "kk": _differencing, "refined": _refined}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from commons.checks import as_count
+from commons.micro_batching.fewest_groups import group_of_each
 from commons.micro_batching.first_fit import l2_bound
 from commons.perf_model.loads import imbalance, sum_by_rank
 from commons.perf_model.partitioner.inputs import as_int64_workloads
@@ -114,13 +115,10 @@ def _group_of_each(groups: Sequence[Sequence[int]], num_rows: int) -> np.ndarray
         raise ValueError(
             f"there are {num_rows} values in {len(groups)} groups; a packing has at least one of each: give both"
         )
-    sizes = [len(group) for group in groups]
     flat = np.concatenate([np.asarray(group, np.int64) for group in groups])
     if not np.array_equal(np.sort(flat), np.arange(num_rows)):
         raise ValueError(
             f"groups hold {len(flat)} indices, among them {len(np.intersect1d(flat, np.arange(num_rows)))} of the "
             f"{num_rows} rows; every index in [0, {num_rows}) belongs to exactly one group: correct the groups"
         )
-    result = np.empty(num_rows, np.int64)
-    result[flat] = np.repeat(np.arange(len(groups)), sizes)
-    return result
+    return group_of_each(groups, num_rows)

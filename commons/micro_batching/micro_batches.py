@@ -213,9 +213,7 @@ def _label_values(batch: Any) -> np.ndarray | None:
     if not isinstance(batch, base_batch) or batch.labels is None:
         return None
     values = np.zeros(batch.batch_size, np.int64)
-    for path, labels in row_fields(batch) if batch.batch_size else ():
-        if path[0] != "labels":
-            continue
+    for _, labels in row_fields(batch.labels) if batch.batch_size else ():
         if isinstance(labels, torch.Tensor):
             values[: batch.actual_batch_size] += labels[:1].numel()
         else:

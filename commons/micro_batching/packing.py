@@ -117,7 +117,8 @@ def pack_micro_batches(
         needs = _agree(channel, options, offer, error)
         assert offer is not None  # noqa: S101  a mistake has been raised
         if not _all_can_make(needs) and spec.packing_algorithm != "refined":
-            offer = offer.with_refined()
+            refined = dataclasses.replace(spec, packing_algorithm="refined")
+            offer = _Offer.of(refined, offer.columns, may_fail=False, seconds=offer.seconds)
             needs = _agree(channel, options, offer, None)
         _require_blocks(needs, channel.members)
     assert offer.packing is not None  # noqa: S101  without `joint`, packing has succeeded or raised
@@ -228,7 +229,7 @@ class _Offer:
         return cls.of(spec, RowColumns.of_gathered(own.columns), may_fail=True), own
 
     @classmethod
-    def of(cls, spec: MicroBatchSpec, columns: RowColumns, *, may_fail: bool) -> _Offer:
+    def of(cls, spec: MicroBatchSpec, columns: RowColumns, *, may_fail: bool, seconds: float = 0.0) -> _Offer:
         """Pack the rows; `packing` is None if that fails and `may_fail`, as where other ranks may take some rows."""
         started = time.perf_counter()
         blocks, packing = RowBlocks.of(spec, len(columns.lengths), columns.groups), None
@@ -236,12 +237,7 @@ class _Offer:
             tokens_of(spec, blocks, columns.lengths, columns.workloads is not None)  # raises what no rank can solve
         with contextlib.suppress(ValueError) if may_fail else contextlib.nullcontext():
             packing = BlockPacking.of(spec, blocks, columns.lengths, columns.workloads)
-        return cls(columns, blocks, packing, time.perf_counter() - started)
-
-    def with_refined(self) -> _Offer:
-        started = time.perf_counter()
-        packing = None if self.packing is None else self.packing.with_refined()
-        return dataclasses.replace(self, packing=packing, seconds=self.seconds + time.perf_counter() - started)
+        return cls(columns, blocks, packing, seconds + time.perf_counter() - started)
 
     @property
     def needs(self) -> _Needs:

@@ -111,16 +111,10 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def num_loss_tokens(self) -> int:
         """Number of label values in real rows, over all label keys; 0 without labels. Never synchronises."""
-        if self.labels is None:
-            return 0
-        if isinstance(self.labels, torch.Tensor):
-            return self.labels[: self.actual_batch_size].numel()
-        if isinstance(self.labels, KeyedJaggedTensor):
-            return self.labels.values().numel()  # padding rows hold no values
-        labels = (value for path, value in row_fields(self) if path[0] == "labels")
         return sum(
+            # Padding rows of a jagged tensor hold no values.
             value[: self.actual_batch_size].numel() if isinstance(value, torch.Tensor) else value.values().numel()
-            for value in labels
+            for _, value in row_fields(self.labels)
         )
 
     def global_loss_terms(self, pg_group: Any = None) -> int | None:
