@@ -24,17 +24,18 @@ from commons.distributed.exchange import verification
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.gather.local_rows import LocalRows, RowCosts, counted_keys, message_of
+from commons.distributed.gather.peers import Peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.gather.schema_agreement import agree_on_schema
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.partitioner.core import address
 from commons.perf_model.shuffle_plan import BATCH_NUMBERS, MESSAGE_NUMBERS, ShufflePlan, ShufflePlanner
+from commons.perf_model.speed_control import LOOK_STEPS
 from commons.sequence_batch.schema import BatchSchema
 
 logger = logging.getLogger(__name__)
 
-_PEERS = "shuffle of tensor-parallel peers"
 _NO_WORDS = np.zeros(0, dtype=np.int64)
 # Seconds beyond the timeout that a step of the worker thread may take, in which ranks find out who is missing.
 GRACE_SECONDS = 10.0
@@ -47,7 +48,7 @@ class ShuffleSession:
 
     Args:
         channel: the ranks of the group.
-        peers: the tensor-parallel peers, whose measured numbers are made equal; None if there are none.
+        peers: the tensor-parallel peers; None if there are none, or nothing is measured.
         costs: has the shuffler and its calibration.
         step_times: this rank's reported times, which are sent with the comparison of plans, and the ranks' speeds.
         only_device: the device of all batches of the group; None if it depends on the batch.
@@ -79,10 +80,10 @@ class ShuffleSession:
         self._planner: ShufflePlanner | None = None
         self._alike: BatchSchema | None = None  # schema of this rank's last batch, found equal to the agreed one
         self._counted = _NO_WORDS  # the keys that count as tokens
-        self._peers = peers
-        self._peers_problem: Exception | None = None  # a difference between the peers
-        self._compares_with_peers = peers is not None and options.calibration is not None
-        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds, self._slowest_of_peers)
+        self._calibration = None if costs.calibrated is None else dataclasses.asdict(costs.calibrated.calibration)
+        is_unread = options.calibration is not None and self._calibration is None
+        self._peers = None if peers is None else Peers(peers, self._calibration, is_unread)
+        self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds)
         self._pins = False  # whether index arrays are pinned, because batches are trained on CUDA
         self._has_warned_of_end = False
 
@@ -116,14 +117,22 @@ class ShuffleSession:
             raise self.channel.failure
         self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         try:
-            return self._prepare(step, local, resets)
+            prepared = self._prepare(step, local, resets)
         except RankMissingError as error:
             if not isinstance(error, ShufflerAbortedError):  # logged at once: the main thread may notice much later
                 logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
             raise
+        if self._peers is not None and prepared.schema is not None:
+            self._peers.planned.append(step)
+        return prepared
 
     def _prepare(self, step: int, local: Sequence[LocalRows], resets: int) -> PreparedShuffle:
         started = time.perf_counter()
+        speeds, peers, error = self._speeds, self._peers, local[0].error
+        if step % LOOK_STEPS == 0:  # before all that can fail in one data-parallel group alone
+            speeds.own = speeds.found if peers is None else peers.settle(step, speeds.found, error)
+        if peers is not None and peers.problem is not None:
+            local = [dataclasses.replace(local[0], error=error or peers.problem), *local[1:]]
         layout = self._layout = self._layout or self._agree(step, local)
         if layout is None:
             return PreparedShuffle()
@@ -222,20 +231,12 @@ class ShuffleSession:
 
     def _agree(self, step: int, local: Sequence[LocalRows]) -> PayloadLayout | None:
         """Compare settings and schemas of all ranks; the layout of their batches, or None if no rank has a batch."""
-        options = self._options
-        calibration = None if self._calibrated is None else dataclasses.asdict(self._calibrated.calibration)
-        peers = self._peers
-        if peers is not None and self._compares_with_peers:
-            self._compares_with_peers = False
-            compared, error = (None, local[0].error) if calibration is None else ({"calibrations": calibration}, None)
-            _, self._peers_problem = capture_error(lambda: peers.agree(_PEERS, compared, error, step=step))
-        local = [dataclasses.replace(local[0], error=local[0].error or self._peers_problem), *local[1:]]
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
 
         settings = {
-            "options": dataclasses.asdict(options),
-            "calibrations": calibration,
+            "options": dataclasses.asdict(self._options),
+            "calibrations": self._calibration,
             "shuffler": self._shuffler_type,
             "window": self._window or 1,
             "token_features": None if self._token_features is None else list(self._token_features),
@@ -253,9 +254,6 @@ class ShuffleSession:
             )
         self._counted = counted_keys(schema, self._token_features)
         return PayloadLayout.of(schema)
-
-    def _slowest_of_peers(self, speed: int, step: int) -> int:
-        return speed if self._peers is None else int(self._peers.gather(np.array([speed]), step, _PEERS).min())
 
     def _make_planner(self, layout: PayloadLayout) -> ShufflePlanner:
         """The planner for every batch of the run."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from commons.perf_model.loads import SLOW, SLOW_STEPS, median_of_others
-from commons.perf_model.speed_control import FASTEST, LOOK_STEPS, SpeedControl
+from commons.perf_model.speed_control import FASTEST, SpeedControl
 
 logger = logging.getLogger(__name__)
 
@@ -83,29 +83,20 @@ class StepTimes:
 class RankSpeeds:
     """The speeds of the ranks of a group, step by step; its first rank warns of a slow one, by its number in `names`.
 
-    `settle` is called with this rank's speed and the step, and returns the speed to use on all tensor-parallel peers.
-
     Attributes:
+        own: this rank's speed, which is sent with its reports; the caller sets it, see `found`.
+        found: this rank's speed as computed last, or an earlier run's.
         to_plan_with: int64 `(num_ranks,)`, from the last step; None if all are equal, and unless
             `ShufflerOptions.speeds` is "measured".
     """
 
-    def __init__(
-        self,
-        names: Sequence[int],
-        rank: int,
-        times: StepTimes,
-        option: str = "equal",
-        settle: Callable[[int, int], int] = lambda speed, step: speed,
-    ) -> None:
+    def __init__(self, names: Sequence[int], rank: int, times: StepTimes, option: str = "equal") -> None:
         self.to_plan_with: np.ndarray | None = None
-        self._names, self._rank, self._times, self._option, self._settle = names, rank, times, option, settle
+        self._names, self._rank, self._times, self._option = names, rank, times, option
         self._control = None if option == "equal" else SpeedControl(len(names), times.speeds)
-        # This rank's speed as last sent to the others, and as last computed.
-        self._own = self._found = FASTEST if self._control is None else int(self._control.speeds[rank])
+        self.own = self.found = FASTEST if self._control is None else int(self._control.speeds[rank])
         self._warns = rank == 0
         self._awaits_times = self._warns and option != "equal"
-        self._steps = 0
         self._ratios: deque[np.ndarray] = deque(maxlen=SLOW_STEPS)
         self._judged = 0
         self._slow: set[int] = set()
@@ -113,12 +104,7 @@ class RankSpeeds:
 
     def report(self) -> tuple[int, int, int]:
         """Numbers to gather: nanoseconds of this rank's own work, 0 without a report, its load, and its speed."""
-        # At fixed steps, because tensor-parallel peers wait for one another in `settle`.
-        if self._steps % LOOK_STEPS == 0:
-            measured = self._option == "measured"
-            self._own = self._settle(self._found, self._steps) if measured else self._found
-        self._steps += 1
-        return *self._times.take(), self._own
+        return *self._times.take(), self.own
 
     def look(self, step: int, reports: np.ndarray) -> dict[str, Any]:
         """Update the speeds from the gathered reports, and warn of slow ranks.
@@ -139,7 +125,7 @@ class RankSpeeds:
                 self.to_plan_with = None if (speeds == speeds[0]).all() else speeds
             found = {"speeds": tuple(self._times.speeds), "speed_saving": self._control.saving}
             if self._control.take(busy_ns, loads):
-                self._found = int(self._control.speeds[self._rank])
+                self.found = int(self._control.speeds[self._rank])
         if not busy_ns.any():  # no rank has reported a time
             self._warn_of_silence(step)
             return {"rank_speeds": (None,) * len(busy_ns), **found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from contextlib import closing
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.engine import engine
 from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
@@ -129,6 +131,57 @@ def test_tensor_parallel_peers_need_the_same_calibration(calibration):
     assert "in shuffle of tensor-parallel peers; all ranks pass the same" in text
     text = text_of(_missing)
     assert "rank 1: calibration" in text and "does not exist" in text
+
+
+@contextlib.contextmanager
+def _each_alone():
+    """Every rank is a data-parallel group of its own; all ranks are tensor-parallel peers."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with mock.patch.object(engine, "tensor_parallel_group", lambda: dist.group.WORLD):
+        yield alone
+
+
+class _Failing(SquareShuffler):
+    """Fails in some steps."""
+
+    fails: tuple[int, ...] = ()
+    step = -1
+
+    def get_workloads(self, batch):
+        self.step += 1
+        if self.step in self.fails:
+            raise OSError("a disk of this rank alone")
+        return super().get_workloads(batch)
+
+
+def _texts_of_steps(fails, steps=12):
+    """The error of every step, if any, and the speeds in its plan."""
+    with _each_alone() as group, closing(_Failing(ShufflerOptions(speeds="measured"), group)) as shuffler:
+        shuffler.fails = fails
+        shuffler.load_state_dict({"speeds": [700 if dist.get_rank() == 1 else FASTEST]})
+        return [
+            (error_of(shuffler.shuffle, my_batch()), shuffler.last_stats and shuffler.last_stats.speeds)
+            for _ in range(steps)
+        ]
+
+
+@on_two_ranks
+def test_peers_settle_their_speeds_at_the_same_steps_whatever_fails_on_both():
+    found = _texts_of_steps(fails=(0, 2, 5, 6))
+    assert ["disk" in text for text, _ in found] == [step in (0, 2, 5, 6) for step in range(12)]
+    assert [speeds for _, speeds in found] == [None] + [(700,)] * 11
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@on_two_ranks
+def test_peers_stop_when_a_step_failed_on_one_of_them(step):
+    found = _texts_of_steps(fails=(step,) if dist.get_rank() == 1 else ())
+    assert [text == "no error" for text, _ in found] == [
+        each < 5 and not (each == step and dist.get_rank() == 1) for each in range(12)
+    ]
+    for text, _ in found[5:]:
+        others = [each for each in range(5) if each != step]
+        assert f"before step 5 rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 {others}; tensor-parallel" in text
 
 
 # --------------------------------------------------------------------------------------------------------------- speeds

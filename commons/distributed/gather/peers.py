@@ -1,0 +1,57 @@
+"""PEERS: tensor-parallel peers compare what each of their data-parallel groups has measured and planned.
+
+Peers train the same batches, but are in different data-parallel groups, which plan separately. So they use the same
+calibration and the lowest of their speeds. Every rank of all groups takes part at the same steps, whatever fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.errors import capture_error
+from commons.perf_model.speed_control import LOOK_STEPS
+
+
+class Peers:
+    """The tensor-parallel peers of this rank.
+
+    Args:
+        channel: the peers.
+        calibration: this rank's, as JSON values; None without one.
+        is_unread: whether the calibration could not be read.
+
+    Attributes:
+        planned: the steps that this rank's group has planned since the last `settle`; the caller appends them.
+        problem: a difference between the peers, or an error of one of them; it stays.
+    """
+
+    def __init__(self, channel: ControlChannel, calibration: dict[str, Any] | None, is_unread: bool) -> None:
+        self._channel, self._options = channel, None if is_unread else {"calibrations": calibration}
+        self.planned: list[int] = []
+        self.problem: Exception | None = None
+
+    def settle(self, step: int, speed: int, error: Exception | None) -> int:
+        """The lowest speed of the peers, or this rank's own after a problem; called every `LOOK_STEPS` steps.
+
+        `error` is this rank's, such as that of reading the calibration.
+        """
+        if self.problem is not None:
+            return speed
+        lowest, self.problem = capture_error(lambda: self._settle(step, speed, error))
+        self.planned = []
+        return lowest or speed
+
+    def _settle(self, step: int, speed: int, error: Exception | None) -> int:
+        channel, planned = self._channel, [*self.planned, *[-1] * LOOK_STEPS][:LOOK_STEPS]
+        known_error = error if self._options is None else None  # others are those of the data-parallel group
+        table = channel.agree("shuffle of tensor-parallel peers", self._options, known_error, [speed, *planned], step)
+        other = int((table[:, 1:] != table[0, 1:]).any(axis=1).argmax())
+        if other:
+            first, second = ([each for each in row if each >= 0] for row in table[[0, other], 1:].tolist())
+            raise RuntimeError(
+                f"before step {step} rank {channel.names[0]} has planned steps {first}, and rank "
+                f"{channel.names[other]} {second}; tensor-parallel peers train the same batches, and a step has failed "
+                "in one of their data-parallel groups alone: restart from a checkpoint"
+            )
+        return int(table[:, 0].min())
