@@ -34,19 +34,6 @@ class _ConstructorNotCalledError(TypeError, AttributeError):
     """An attribute is missing; an AttributeError too, for `hasattr` and `getattr` with a default."""
 
 
-class _SetByConstructor:
-    """An attribute that the constructor of BaseTaskBalancedBatchShuffler sets; until then, reading it is an error."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, shuffler: Any, owner: type) -> Any:
-        raise _ConstructorNotCalledError(
-            f"{owner.__name__} has no {self._name}; the constructor of BaseTaskBalancedBatchShuffler sets it: "
-            "call super().__init__(options, pg_group) in __init__"
-        )
-
-
 class BaseTaskBalancedBatchShuffler(ABC):
     """Re-deals the rows of a global batch so that all ranks carry equal work.
 
@@ -69,10 +56,6 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
     token_feature_names: Sequence[str] | None = None
 
-    if not TYPE_CHECKING:
-        options = _SetByConstructor()
-        engine = _SetByConstructor()
-
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
         if options is not None and not isinstance(options, ShufflerOptions):
             raise TypeError(f"options is a {type(options).__name__}; it must be ShufflerOptions: build one")
@@ -82,6 +65,17 @@ class BaseTaskBalancedBatchShuffler(ABC):
         has_groups = type(self).get_groups is not BaseTaskBalancedBatchShuffler.get_groups
         self.engine = ShuffleEngine(self, pg_group, has_groups)
         self.engine.connect()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a missing attribute only."""
+            if name not in ("options", "engine"):
+                return super().__getattribute__(name)
+            raise _ConstructorNotCalledError(
+                f"{type(self).__name__} has no {name}; the constructor of BaseTaskBalancedBatchShuffler sets it: "
+                "call super().__init__(options, pg_group) in __init__"
+            )
 
     @abstractmethod
     def get_workloads(self, batch: Any) -> torch.Tensor:

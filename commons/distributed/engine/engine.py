@@ -27,7 +27,6 @@ from commons.distributed.engine.window import ShuffledWindow, WindowReader, shuf
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.gather.local_rows import LocalRows, RowCosts
 from commons.distributed.gather.rank_speeds import StepTimes
-from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.process_group import resolve_process_group, tensor_parallel_group
 from commons.distributed.stats import ShuffleStats
 from commons.sequence_batch.open_batch import batch_device
@@ -169,18 +168,16 @@ class ShuffleEngine:
         self.require_own_process()
         if self._aborted_for is not None:
             raise self._aborted_for
-        prepared, schema, session = handle.prepared(), handle.schema(), handle.session
+        prepared, session = handle.prepared(), handle.session
+        handle.schema()  # raises if the data has ended, on all ranks
         with session.channel.failures_posted(handle.step, EXCHANGE):  # the other ranks wait there
             handle.take(batch)
         self._device = batch_device(batch)
         started = time.perf_counter()
-        if prepared.exchange is None:
-            # TorchRec's modules need at least one row.
-            return batch if handle.local.rows or not schema.states_padding else schema.padded(batch)
-        results = session.exchange_rows(handle.step, prepared.exchange, [batch])
-        (result,) = attach_global_batches(results, prepared, session.channel.members)
-        handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)
-        self.note(handle.step, handle.read_stats, 0 if prepared.plan is None else prepared.plan.excess_tokens)
+        (result,) = session.exchange_rows(handle.step, prepared, [batch])
+        if prepared.plan is not None:
+            handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)
+            self.note(handle.step, handle.read_stats, prepared.plan.excess_tokens)
         return result
 
     def note(self, step: int, read_stats: Callable[[], ShuffleStats | None], excess_tokens: int) -> None:

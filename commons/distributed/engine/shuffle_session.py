@@ -27,6 +27,7 @@ from commons.distributed.gather.local_rows import LocalRows, RowCosts, counted_k
 from commons.distributed.gather.peers import Peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.gather.schema_agreement import agree_on_schema
+from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.partitioner.core import address
@@ -67,8 +68,10 @@ class ShuffleSession:
     ) -> None:
         self.channel, self.only_device, self.steps = channel, only_device, 0
         self.resets = 0  # how often a pipeline has dropped shuffles that it had started; equal on all ranks
-        self._options, self._shuffler_type = costs.shuffler.options, type(costs.shuffler).__name__
-        options, self._window = self._options, window
+        self._options = options = costs.shuffler.options
+        self._window = window
+        # Most seconds that a step of the worker thread takes, whichever ranks are missing.
+        self.longest_wait = 2 * options.timeout + GRACE_SECONDS
         self._calibrated, self._token_features = costs.calibrated, costs.token_features
         self._has_groups = costs.has_groups
         self._rows_group = channel.payload_group if window is None else channel.control_group
@@ -80,17 +83,21 @@ class ShuffleSession:
         self._planner: ShufflePlanner | None = None
         self._alike: BatchSchema | None = None  # schema of this rank's last batch, found equal to the agreed one
         self._counted = _NO_WORDS  # the keys that count as tokens
-        self._calibration = None if costs.calibrated is None else dataclasses.asdict(costs.calibrated.calibration)
-        is_unread = options.calibration is not None and self._calibration is None
-        self._peers = None if peers is None else Peers(peers, self._calibration, is_unread)
+        calibration = None if costs.calibrated is None else dataclasses.asdict(costs.calibrated.calibration)
+        is_unread = options.calibration is not None and calibration is None
+        self._peers = None if peers is None else Peers(peers, calibration, is_unread)
+        # What must be equal on all ranks.
+        self._settings = {
+            "options": dataclasses.asdict(options),
+            "calibrations": calibration,
+            "shuffler": type(costs.shuffler).__name__,
+            "window": window or 1,
+            "token_features": None if self._token_features is None else list(self._token_features),
+            "has_groups": self._has_groups,
+        }
         self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds)
         self._pins = False  # whether index arrays are pinned, because batches are trained on CUDA
         self._has_warned_of_end = False
-
-    @property
-    def longest_wait(self) -> float:
-        """Most seconds that a step of the worker thread takes, whichever ranks are missing."""
-        return 2 * self._options.timeout + GRACE_SECONDS
 
     def next_step(self) -> int:
         """The number of the next step; the caller submits the step before another caller gets a number."""
@@ -187,18 +194,27 @@ class ShuffleSession:
         layout = self._layout
         return local.error if layout is None else capture_error(lambda: self._own_table(layout.schema, local))[1]
 
-    def exchange_rows(self, step: int, exchange: RowExchange, batches: Sequence[Any]) -> list[Any]:
+    def exchange_rows(self, step: int, prepared: PreparedShuffle, batches: Sequence[Any]) -> list[Any]:
         """Exchange the rows of this rank's batches; on a device, on the stream that copied them.
 
         `batches` are at least one, which may be empty.
 
         Returns:
-            The batches that this rank trains, one for each step; a batch whose rows do not change is the same object.
+            The batches that this rank trains, one for each step, with their GlobalBatch; a batch whose rows do not
+            change is the same object, unless other ranks' rows change. In mode "off", its own batches, with at least
+            one row each if they can be padded, because TorchRec's modules need one.
 
         Raises:
             RankMissingError: a rank did not join in time, or raised an error (quoted); every later call raises it too.
             RuntimeError: with `verify`, rows have changed on their way, or a checksum could not be computed.
         """
+        schema, exchange = prepared.schema, prepared.exchange
+        assert schema is not None  # noqa: S101  some rank has a batch
+        if exchange is None:
+            given = [*batches, *[schema.empty_batch()] * (prepared.steps - len(batches))]
+            return [
+                schema.padded(each) if schema.states_padding and not schema.rows_of(each) else each for each in given
+            ]
         layout, verify = exchange.layout, self._options.verify and self._options.mode == "balance"
         before, unknown = capture_error(lambda: verification.checksums(batches, layout)) if verify else (None, None)
         with self.channel.failures_posted(step, EXCHANGE):  # such as too little memory on this rank
@@ -219,7 +235,7 @@ class ShuffleSession:
             verification.require_same_rows(
                 self.channel, step, layout, before, results, unknown, on_main=self._window is None
             )
-        return results
+        return attach_global_batches(results, prepared, self.channel.members)
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
         """Run the payload collective; waits for host tensors, while on a device only the stream waits."""
@@ -233,16 +249,7 @@ class ShuffleSession:
         """Compare settings and schemas of all ranks; the layout of their batches, or None if no rank has a batch."""
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
-
-        settings = {
-            "options": dataclasses.asdict(self._options),
-            "calibrations": self._calibration,
-            "shuffler": self._shuffler_type,
-            "window": self._window or 1,
-            "token_features": None if self._token_features is None else list(self._token_features),
-            "has_groups": self._has_groups,
-        }
-        schema, most_words = agree_on_schema(self.channel, step, settings, local, sum(map(len, own or ())))
+        schema, most_words = agree_on_schema(self.channel, step, self._settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         if schema is None:
             return None

@@ -19,7 +19,6 @@ from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.errors import capture_error
 from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.gather.schema_agreement import SchemasDifferError
-from commons.distributed.global_batch import attach_global_batches
 from commons.distributed.stats import ShuffleStats, WindowStats
 from commons.sequence_batch.fields import require_dataclass
 from commons.sequence_batch.open_batch import batch_device
@@ -144,25 +143,20 @@ def shuffle_window(
     except Exception:
         reader.drop(session.problem_with)
         raise
-    schema = prepared.schema
+    schema, plan = prepared.schema, prepared.plan
     if schema is None:
         return ShuffledWindow([], [])
-    batches = reader.take()
-    if prepared.exchange is None:
-        batches += [schema.empty_batch()] * (prepared.steps - len(batches))
-        results = [each if schema.rows_of(each) else schema.padded(each) for each in batches]
+    batches, started = reader.take(), time.perf_counter()
+    results = session.exchange_rows(step, prepared, batches or [schema.empty_batch()])
+    if plan is None:  # mode "off"
         return ShuffledWindow(results, [None] * len(results))
-    started = time.perf_counter()
-    results = session.exchange_rows(step, prepared.exchange, batches or [schema.empty_batch()])
     if _are_pinned(schema, batches):
         own = {id(batch) for batch in batches}
         results = [each if id(each) in own else each.pin_memory() for each in results]
-    results = attach_global_batches(results, prepared, session.channel.members)
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
     stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.describe()]
-    speeds = None if prepared.plan is None else prepared.plan.speeds
-    whole = WindowStats.of(step, stats, read_ms, speeds)
-    return ShuffledWindow(results, list(stats), whole, None if speeds is None else speeds.tolist())
+    whole = WindowStats.of(step, stats, read_ms, plan.speeds)
+    return ShuffledWindow(results, list(stats), whole, None if plan.speeds is None else plan.speeds.tolist())
 
 
 def _are_pinned(schema: BatchSchema, batches: list[Any]) -> bool:
