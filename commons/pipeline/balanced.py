@@ -9,8 +9,14 @@ from __future__ import annotations
 import functools
 from importlib import metadata
 
-from commons.pipeline.hooks import BalancedPipeline, HookAtCopy, HookAtTransform
-from commons.pipeline.sparse_hooks import HookBehindThread, HookInSparseDist, HookWithEvents
+from commons.pipeline.hooks import (
+    BalancedPipeline,
+    HookAtCopy,
+    HookAtTransform,
+    HookBehindThread,
+    HookInSparseDist,
+    HookWithEvents,
+)
 
 # TorchRec's classes by name, because releases have different classes. Each schedules batches differently and is listed
 # only after it was tested; tests/distributed/pipeline/test_every_pipeline.py finds classes that are not listed.

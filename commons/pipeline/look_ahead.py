@@ -19,6 +19,7 @@ from torchrec.streamable import Pipelineable
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
 from commons.distributed.channel.absence import RankMissingError
+from commons.distributed.engine.window import require_iterator
 
 
 @dataclass(eq=False)
@@ -68,15 +69,6 @@ def _require_pipelineable(batch: Any) -> None:
             f"the batch is a {type(batch).__name__}, without {' and '.join(missing)}; a pipeline trains dataclasses "
             "that are also torchrec.streamable.Pipelineable: add its to, record_stream and pin_memory, or derive the "
             "class from BaseBatch, which has them"
-        )
-
-
-def _require_iterator(source: Any) -> None:
-    """Raise TypeError for a source that is no iterator, such as a DataLoader."""
-    if not hasattr(source, "__next__"):
-        raise TypeError(
-            f"the batches come from a {type(source).__name__}; a pipeline reads them from an iterator: pass iter(...) "
-            "of it, the same one in every step"
         )
 
 
@@ -192,7 +184,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._kept = None
         if batch is None and not self._exhausted:
             try:
-                _require_iterator(self.source)
+                require_iterator(self.source)
                 batch = next(self.source, None)
                 self._exhausted = batch is None
                 if batch is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
 from commons.pipeline import balanced, balanced_iter
-from commons.pipeline.sparse_hooks import HookInSparseDist, HookWithEvents
+from commons.pipeline.hooks import HookInSparseDist, HookWithEvents
 from tests.helpers.cuda.pretended_streams import replaced, with_streams
 from tests.helpers.cuda.stream_sanitizer import sanitized
 from tests.helpers.models import torchrec_model as models

@@ -51,7 +51,7 @@ class WindowReader:
 
     def __init__(self, source: Iterator[Any], window: Any) -> None:
         checked, self._problem = capture_error(lambda: as_count(window, "window", 1))
-        self._problem = self._problem or capture_error(lambda: _require_iterator(source))[1]
+        self._problem = self._problem or capture_error(lambda: require_iterator(source))[1]
         self.window = checked or 1
         self._source = source
         self._read: list[tuple[Any, LocalRows]] = []
@@ -112,11 +112,12 @@ class WindowReader:
         return batch, local
 
 
-def _require_iterator(source: Any) -> None:
+def require_iterator(source: Any) -> None:
+    """Raise TypeError for a source of batches that is no iterator, such as a DataLoader."""
     if not hasattr(source, "__next__"):
         raise TypeError(
-            f"iterator is a {type(source).__name__}; a window continues where the last one ended, which needs an "
-            "iterator: give iter() of it"
+            f"the batches come from a {type(source).__name__}; a pipeline reads them from an iterator: pass iter(...) "
+            "of it, the same one in every step"
         )
 
 

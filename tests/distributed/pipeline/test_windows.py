@@ -219,7 +219,7 @@ def test_an_error_is_raised_on_every_rank_and_costs_its_own_batch_alone(where, a
         (1000, "memory", "window is 1000; that takes about"),
         (4, "torchrec", "ValueError: window is 4, and torchrec.datasets.utils.Batch cannot state padding"),
         (4, "device", "ValueError: rank 0: the batch of a window is on meta"),
-        (2, "list", "give iter() of it (and on rank 1"),
+        (2, "list", "pass iter(...) of it, the same one in every step (and on rank 1"),
     ],
 )
 @on_two_ranks
