@@ -160,7 +160,7 @@ class SIDGRRecipe(Recipe):
         shared = asdict(self.model_config)
         for name in ("dropout", "init_method_std"):
             del shared[name]
-        return {"model": shared, **super().fingerprint()}
+        return {"model": shared, "sid_map": self.sid_map.digest, **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers."""

@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -31,7 +32,7 @@ from threadpoolctl import threadpool_limits
 
 from commons.available_memory import require_memory
 from commons.datasets.sids.histories import Histories, history_chunks
-from commons.datasets.sids.map import SIDMap
+from commons.datasets.sids.map import ITEMS_DIGEST, SIDMap
 
 # A hierarchy may have this number of codes, or the number of items if that is larger.
 _MOST_CODES = 65_536
@@ -62,7 +63,8 @@ def assign_sids(
         on_stage: called with the name of each stage at its beginning, `2 + len(codebook_sizes)` times.
 
     Returns:
-        The map; its options have the settings, and the number of items whose code was changed to resolve a collision.
+        The map; its options have the settings, the number of items whose code was changed to resolve a collision, and
+        the digest of the items.
 
     Raises:
         ValueError: a number out of range, fewer than two items, or codebooks with too few SIDs for the items.
@@ -85,7 +87,8 @@ def assign_sids(
             changed |= chosen != codebook.nearest
             residual = residual - codebook.centroids[chosen]
             codes = np.column_stack([codes, chosen])
-    options = {"vector_size": vector_size, "window": window, "seed": seed, "items_told_apart": int(changed.sum())}
+    options: dict[str, Any] = {"vector_size": vector_size, "window": window, "seed": seed}
+    options |= {"items_told_apart": int(changed.sum()), ITEMS_DIGEST: histories.items_digest()}
     return SIDMap(item_ids, codes, tuple(codebook_sizes), options)
 
 

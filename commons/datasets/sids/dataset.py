@@ -16,7 +16,7 @@ from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, codebook_off
 from commons.datasets.hstu_batch import length_only_kjt, padded_kjt
 from commons.datasets.sequences.dataset import UserDataset, are_last
 from commons.datasets.sids.histories import Histories, history_chunks
-from commons.datasets.sids.map import SIDMap
+from commons.datasets.sids.map import ITEMS_DIGEST, SIDMap
 from commons.sequence_batch.fields import make_batch
 
 HISTORY, CANDIDATE = "history", "candidate"
@@ -36,7 +36,8 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         max_candidate_length: maximum candidates, the last items of a user.
 
     Raises:
-        ValueError: no users, or items without a SID; the message has their number and the first of them.
+        ValueError: no users, a map that was made for other items, or items without a SID; the message has their number
+            and the first of them.
 
     """
 
@@ -51,6 +52,13 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
     ) -> None:
         if not len(histories):
             raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
+        made_for = sid_map.options.get(ITEMS_DIGEST)
+        if made_for and (found := histories.items_digest()) not in ("", made_for):
+            raise ValueError(
+                f"the map was made for items with the digest {made_for}, those of {histories.source} have {found}; an "
+                "item's id is its place among all items of a data set, so a map is valid only for the same items: make "
+                "the map again with `evenrank make-sids`"
+            )
         self.sid_map = sid_map
         self.max_history_length, self.max_candidate_length = max_history_length, max_candidate_length
         self.max_items = max_history_length + max_candidate_length  # maximum items of a row, including candidates

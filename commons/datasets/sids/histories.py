@@ -39,6 +39,9 @@ class Histories(Protocol):
     def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The last `lengths` items of each user, user after user, int64 `(sum(lengths),)`."""
 
+    def items_digest(self) -> str:
+        """Digest of the raw items of all ids; "" if the ids are the raw items."""
+
 
 def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Chunks of users: their numbers, their numbers of items, and their items, user after user, all int64.
@@ -73,6 +76,10 @@ class PreprocessedHistories:
     def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """See Histories."""
         return self._file.select(users + self._rows.start).tails(self._column, lengths)
+
+    def items_digest(self) -> str:
+        """See Histories."""
+        return self._file.vocabulary_digest(self._column)
 
 
 class ParquetHistories:
@@ -111,6 +118,10 @@ class ParquetHistories:
         """See Histories."""
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return self._items[np.repeat(self._ends[users] - lengths, lengths) + within].astype(np.int64)
+
+    def items_digest(self) -> str:
+        """See Histories."""
+        return ""
 
 
 def _read(path: Path, column: str) -> pa.Table:

@@ -9,6 +9,7 @@ An error about a map has the number of affected items and the first of them.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -25,6 +26,8 @@ import pyarrow.parquet as pq
 from commons.console import reason_of
 from commons.whole_folder import whole_file
 
+# The option with the digest of the items for which a map was made, see `Histories.items_digest`.
+ITEMS_DIGEST = "items_digest"
 _METADATA_KEY = b"evenrank.sids"
 _FORMAT_VERSION = 1
 _SHOWN = 3
@@ -92,6 +95,12 @@ class SIDMap:
     def num_hierarchies(self) -> int:
         """Number of codes of an item."""
         return len(self.codebook_sizes)
+
+    @property
+    def digest(self) -> str:
+        """Digest of items and codes, in hex: a model is trained for one map."""
+        content = (np.asarray(self.codebook_sizes), self.item_ids, self.codes)
+        return hashlib.blake2b(b"".join(part.tobytes() for part in content), digest_size=8).hexdigest()
 
     def rows_of(self, item_ids: np.ndarray) -> np.ndarray:
         """The row of `codes` of each item, −1 for an unknown item: int64 `(n,)` for int64 `(n,)`."""

@@ -61,6 +61,19 @@ def test_a_checkpoint_fits_with_another_dropout():
     assert of_checkpoint(dropout=0.5, init_method_std=1.0) == of_checkpoint() != of_checkpoint(heads="shared")
 
 
+def test_a_checkpoint_fits_only_with_its_map():
+    """Maps of equal codebooks and equally many items, of which one is made again with another seed."""
+
+    def of_checkpoint(seed):
+        recipe = SIDGRRecipe(train_config({"seed": seed}), torch.device("cpu"))
+        recipe.model_config = config()
+        return recipe.fingerprint()
+
+    assert of_checkpoint(1) == of_checkpoint(1)
+    different = {name for name, value in of_checkpoint(1).items() if value != of_checkpoint(2)[name]}
+    assert different == {"sid_map"}
+
+
 CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}
 HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
 

@@ -259,6 +259,26 @@ class TestCommand:
         ]
         assert "run `evenrank preprocess parquet" in mistake(*command, "--source", str(tmp_path))
 
+    def test_a_map_of_other_items_is_refused(self, tmp_path, told):
+        """An id is a place among the sorted items, so one item less or another one changes what ids mean."""
+
+        def preprocessed(folder, items):
+            events = {"uid": [user for user in range(4) for _ in items], "iid": items * 4, "ts": range(4 * len(items))}
+            pq.write_table(pa.table({name: list(values) for name, values in events.items()}), tmp_path / "log.parquet")
+            columns = EventColumns("uid", "iid", "ts")
+            preprocess_parquet(columns, tmp_path / "log.parquet", tmp_path / folder, test_fraction=0)
+            return tmp_path / folder
+
+        data = preprocessed("data", ["a", "b", "c"])
+        command = ["make-sids", "parquet", "--output", str(tmp_path / "s.parquet"), "--codebook-sizes", "2", "2"]
+        told(*command, "--source", str(data))
+        options = {"sid_map": SIDMap.load(tmp_path / "s.parquet", [2, 2]), "batch_size": 4, "max_history_seqlen": 9}
+        for folder, items in (("same", ["c", "b", "a", "b"]), ("data", ["a", "b", "c"])):  # more events, equal items
+            assert get_data_loader("sid-parquet", dataset_path=preprocessed(folder, items), **options)
+        for items in (["b", "c"], ["a", "b", "d"]):
+            with pytest.raises(ValueError, match="was made for items with the digest .*: make the map again"):
+                get_data_loader("sid-parquet", dataset_path=preprocessed("other", items), **options)
+
     def test_mistakes_are_one_line(self, tmp_path, mistake):
         command = ["make-sids", "parquet", "--source", "no.parquet", "--output"]
         assert "a map is a .parquet file: rename it\n" in mistake(*command, str(tmp_path / "s.npy"))
