@@ -24,6 +24,7 @@ import torch
 
 from commons.datasets.random.distribution import RandomDistribution
 from commons.datasets.sequences.event_store import sql_name
+from commons.datasets.sequences.source_files import each_once
 
 _DISTRIBUTIONS = "zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:LONGEST"
 # Columns that make a file a histogram.
@@ -197,7 +198,7 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
     database, files = duckdb.connect(config={"autoinstall_known_extensions": False}), [str(path)]
     if path.is_dir():  # skip names that begin with a dot or an underscore, such as vocabularies
         found = [(file, file.relative_to(path).parts) for file in sorted(path.rglob("*.parquet")) if file.is_file()]
-        files = [str(file) for file, parts in found if not any(part[0] in "._" for part in parts)]
+        files = list(map(str, each_once(file for file, parts in found if not any(part[0] in "._" for part in parts))))
         if not files:
             raise ValueError(f"{path} is a folder without parquet files: name a file of lengths")
     kind = ".parquet" if path.is_dir() else path.suffix.lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,10 +28,15 @@ def find_parquet(source: Path) -> list[Path]:
     files = sorted(ds.dataset(source, pa.schema([]), "parquet").files) if source.is_dir() else []
     if not files:
         raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
-    once: dict[str, str] = {}  # links such as latest -> 2024 lead to the same files
+    return each_once(map(Path, files))
+
+
+def each_once(files: Iterable[Path]) -> list[Path]:
+    """The files, each only by its first name: links such as latest -> 2024 lead to the same files."""
+    once: dict[str, Path] = {}
     for file in files:
         once.setdefault(os.path.realpath(file), file)
-    return list(map(Path, once.values()))
+    return list(once.values())
 
 
 def read_columns(path: Path) -> pa.Schema:

@@ -87,6 +87,18 @@ def test_a_folder_whose_files_have_numbers_of_several_types(here, refused):
     assert "log/1.parquet holds 8.5 in row 2, counted from 1" in refused("--lengths", "log")
 
 
+def test_a_file_with_several_names_is_read_once(here):
+    (here / "days").mkdir()
+    for day, lengths in (("1", [3, 1]), ("2", [2])):
+        pq.write_table(pa.table({"n": lengths}), here / "days" / f"{day}.parquet")
+    (here / "days" / "latest.parquet").symlink_to("2.parquet")
+    (here / "days" / "_hidden").mkdir()
+    pq.write_table(pa.table({"n": [4]}), here / "days" / "_hidden" / "3.parquet")
+    (here / "days" / "shown.parquet").symlink_to("_hidden/3.parquet")
+    (here / "days" / "again").symlink_to(".", target_is_directory=True)
+    assert read("days") == [3, 1, 2, 4]
+
+
 def test_drawn_lengths_follow_what_was_named(here):
     rng = np.random.default_rng(0)
     write(here / "h.csv", "length,count\n3,0\n10,3\n20,1\n")
