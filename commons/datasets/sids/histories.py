@@ -151,7 +151,8 @@ def _read(path: Path, column: str) -> pa.Table:
     if items.null_count or items.values.null_count:
         raise ValueError(f"column {column!r} of {path} has nulls; a user without items has an empty list: replace them")
     if SPLIT_COLUMN in names:
-        splits = table[SPLIT_COLUMN].unique().to_pylist()
+        kind = table[SPLIT_COLUMN].type
+        splits = [f"values of type {kind}"] if pa.types.is_nested(kind) else table[SPLIT_COLUMN].unique().to_pylist()
         if not set(splits) <= set(_SPLITS):
             raise ValueError(f"column 'split' of {path} has {splits}; it must have 'train' and 'test': rename them")
     return table

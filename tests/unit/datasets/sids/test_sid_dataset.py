@@ -103,6 +103,11 @@ class TestParquetHistories:
             ({"item_id": [[1], None]}, "has nulls"),
             ({"item_id": [[1, None]]}, "has nulls"),
             ({"item_id": [[1]], "split": ["valid"]}, r"has \['valid'\]; it must have 'train' and 'test'"),
+            (
+                {"item_id": [[1]], "split": [{"name": "train"}]},
+                r"has \['values of type struct<name: string>'\]; it must",
+            ),
+            ({"item_id": [[1]], "split": [["train"]]}, r"has \['values of type list<element: string>'\]; it must have"),
             ("hello", "no parquet file"),
         ],
     )
