@@ -156,6 +156,8 @@ class EventFiles:
         for path, schema in schemas.items():
             self._require_columns(path, schema.names, read)
         self._types = {name: _common_type(name, schemas) for name in read}
+        kinds = {name: [_value_type(schema.field(name).type) for schema in schemas.values()] for name in read}
+        self._float32 = {name for name in read if any(map(pa.types.is_float32, kinds[name]))}  # in some file
         # DuckDB counts the rows of a file, unless a column has the counter's name.
         found = {name.lower() for schema in schemas.values() for name in schema.names}
         self._row = "NULL" if _ROW_COUNTER in found else _ROW_COUNTER
@@ -275,11 +277,13 @@ class EventFiles:
             raise ValueError(
                 f"{where} is of type {kind}, which cannot be compared as in {action.text!r}: correct the condition"
             )
-        # A value of the column's precision: 4.1 is not equal to the float32 nearest to it.
-        precision = "::FLOAT" if pa.types.is_float32(kind) else "::DOUBLE"
-        other = sql_text(action.value_text) + ("" if is_text or is_boolean else precision)
+        other = sql_text(action.value_text)
         if isinstance(action.value, int) and not is_text:
             other = str(action.value)
+        elif not (is_text or is_boolean):
+            # The lowest precision of the column in the files: 4.1 is not equal to the float32 nearest to it.
+            precision = "FLOAT" if name in self._float32 else "DOUBLE"
+            value, other = f"{value}::{precision}", f"{other}::{precision}"
         no_nan = f" AND NOT isnan({value})" if pa.types.is_floating(kind) and action.operator != "!=" else ""
         return f"coalesce({value} {action.operator} {other}{no_nan}, false)"
 

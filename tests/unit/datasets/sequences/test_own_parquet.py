@@ -92,12 +92,17 @@ class TestPreprocess:
         path = stored(tmp_path, EventColumns("uid", "iid", "ts", actions=conditions), table)
         assert [action for _, action, _ in rows_of(path)[1][0]] == [0b1110, 0b0001, 0]
 
-    @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
-    def test_a_condition_has_the_precision_of_its_column(self, tmp_path, kind):
-        table = {"uid": [1] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], "stars": pa.array([4.0, 4.1, 4.2], kind)}
+    @pytest.mark.parametrize("kinds", [["float"], ["double"], ["float", "double"], ["double", "float"]])
+    def test_a_condition_has_the_precision_of_its_column(self, tmp_path, kinds):
+        """A float32 of one file is read as the float64 of another one, which is not the number in the condition."""
+        (tmp_path / "log").mkdir()
+        for file, kind in enumerate(kinds):
+            table = {"uid": [file] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], "stars": pa.array([4.0, 4.1, 4.2], kind)}
+            write(tmp_path / "log" / f"{file}.parquet", table)
         columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4.1", "stars == 4.1"))
-        path = preprocess_parquet(columns, write(tmp_path / "log.parquet", table), tmp_path)
-        assert [action for _, action, _ in rows_of(path)[1][0]] == [0, 3, 1]
+        path = preprocess_parquet(columns, tmp_path / "log", tmp_path / "data", test_fraction=0)
+        users = rows_of(path)
+        assert [[action for _, action, _ in users[file][0]] for file in range(len(kinds))] == [[0, 3, 1]] * len(kinds)
 
     @given(
         rows=st.lists(
