@@ -28,8 +28,8 @@ class BalancedBatchSampler(PlannedSampler):
 
     If a place (`start_at`) leaves fewer rows than ranks, the last rows before it are read again, with a warning.
 
-    It yields lists of row numbers: `DataLoader(dataset, batch_sampler=sampler)` for any map-style data set, with or
-    without worker processes. `set_epoch` sets the epoch, `start_at` a place in it.
+    It yields lists of row numbers: `DataLoader(dataset, batch_sampler=sampler)`, not `sampler=`, for any map-style data
+    set, with or without worker processes. `set_epoch` sets the epoch, `start_at` a place in it.
 
     Args:
         workloads: workload of each row of the data set: list, array or CPU tensor `(num_rows,)` of non-negative
