@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from commons.checks import require_at_least
 from commons.cli.answer import require_output
-from commons.cli.recipes import choose_device, load_recipe
+from commons.cli.recipes import choose_device, load_recipe, share_global_batch
 from commons.console import make_console, print_summary
 from commons.perf_model.calibration import describe_device, is_calibration
 from commons.perf_model.calibration_fit import MIN_MEASUREMENTS, Verdict, fit_calibration, judge_calibration
@@ -36,8 +37,10 @@ class Calibrate:
     """The calibration to write, a small TOML file."""
 
     model: str | None = None
-    """Package of the model, installed or in the working directory; its module `recipe` must define RECIPE, the model's
-    Recipe. None: hstu, or sid_gr if the data set of the config has semantic IDs."""
+    """Package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs."""
+
+    ranks: int | None = None
+    """Number of ranks of the training run, if the config has a global_batch_size, which they share."""
 
     num_mixes: int = 80
     """Number of batches, of different sizes and lengths; every fourth is held out of the fit."""
@@ -62,12 +65,14 @@ class Calibrate:
             raise ValueError(
                 f"num_mixes is {self.num_mixes}; a fit needs at least {MIN_MEASUREMENTS}: raise --num-mixes"
             )
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; seeds are not negative: correct it")
+        require_at_least("seed", self.seed, 0)
+        if self.ranks is not None:
+            require_at_least("ranks", self.ranks, 1)
         # Check the output before the measurements, which would be lost.
         require_output(self.output, inputs={"--config": self.config}, may_replace=is_calibration, what="calibration")
         try:
             target = load_recipe(self.model, self.config, choose_device(self.device, self.threads))
+            share_global_batch(target, () if self.ranks is None else (self.ranks,))
             mixes = draw_mixes(self.num_mixes, target.batch_size, target.max_length, self.seed)
             measurements = measure_steps(
                 target,

@@ -70,6 +70,22 @@ def choose_device(name: str, threads: int) -> torch.device:
     return torch.device("cpu")
 
 
+def share_global_batch(target: CostTarget, ranks: Sequence[int]) -> None:
+    """Set the rows per rank to a rank's part of the config's `global_batch_size`, if it has one.
+
+    ValueError unless `ranks` is one number, which divides it.
+    """
+    if not isinstance(target, Recipe) or (rows := target.config.trainer.global_batch_size) is None:
+        return
+    if len(set(ranks)) != 1:
+        given = f"--ranks is {' '.join(map(str, ranks))}" if ranks else "--ranks is not given"
+        raise ValueError(
+            f"global_batch_size is {rows} and {given}; the rows of a rank depend on the number of ranks: give one "
+            "number of ranks"
+        )
+    target.share_batch(ranks[0])
+
+
 def read_config_rows(
     config: Path, model: str | None, shuffler: ShufflerOptions, ranks: Sequence[int], steps: int
 ) -> Source:
@@ -80,13 +96,7 @@ def read_config_rows(
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
     target, num_batches = load_recipe(model, config, torch.device("cpu")), max(ranks) * steps
-    if isinstance(target, Recipe) and (rows := target.config.trainer.global_batch_size) is not None:
-        if len(set(ranks)) > 1:
-            raise ValueError(
-                f"global_batch_size is {rows} and --ranks is {' '.join(map(str, ranks))}; the rows of a rank depend on "
-                "the number of ranks: simulate one number of ranks at a time"
-            )
-        target.share_batch(ranks[0])
+    share_global_batch(target, ranks)
     calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
     batches = []  # workloads and tokens of the real rows of each batch, as a single rank reads them
     first_batches = itertools.islice(target.host_batches(), num_batches)

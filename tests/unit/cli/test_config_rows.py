@@ -20,6 +20,7 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model import measurement
 from commons.perf_model.calibration import load_calibration
 from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.trainer.recipe import Recipe
 from commons.user_package import import_user_module
 from tests.helpers.datasets.movielens import write_zip
 from tests.helpers.documents.pages import read_page
@@ -140,14 +141,32 @@ def test_windows_are_beside_one_another(mine, tmp_path, asked, mistake):
         assert f"window is ({window},) and steps is 4" in error
 
 
-def test_a_global_batch_is_shared_by_the_ranks(tmp_path, asked, mistake):
-    config = tmp_path / "run.toml"
-    config.write_text(CONFIG.format(candidates=0).replace("[dataset]", "global_batch_size = 12\n[dataset]", 1))
-    simulate = ["simulate", "--config", str(config), "--steps", "3", "--ranks"]
+@pytest.fixture
+def of_twelve(tmp_path):
+    """The config of a run whose ranks share batches of 12 rows; without ranks, a batch has 8."""
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(candidates=0).replace("[dataset]", "global_batch_size = 12\n[dataset]", 1))
+    return str(path)
+
+
+def test_a_global_batch_is_shared_by_the_ranks(of_twelve, asked, mistake):
+    simulate = ["simulate", "--config", of_twelve, "--steps", "3", "--ranks"]
     (of_ranks,) = asked(*simulate, "4")["ranks"]
     assert (of_ranks["batch_size"], of_ranks["steps"]) == (3, 3)
     assert "global_batch_size is 12 and --ranks is 2 4; " in mistake(*simulate, "2", "4")
     assert "global_batch_size is 12, and 5 ranks share the data; " in mistake(*simulate, "5")
+
+
+def test_calibrate_measures_a_rank_s_part_of_a_global_batch(tmp_path, monkeypatch, of_twelve, told, mistake, clock):
+    measured = []
+    clock["ms"] = lambda rows, tokens, pairs: measured.append(rows) or 1 + rows + 0.01 * tokens + 1e-4 * pairs
+    monkeypatch.setattr(Recipe, "train_step", lambda self, batch: None)
+    command = ["calibrate", "--config", of_twelve, "--output", str(tmp_path / "c.toml"), "--repeats", "1"]
+    told(*command, "--ranks", "12")
+    assert set(measured) == {1, 2}  # up to twice the one row of a rank
+    assert "global_batch_size is 12 and --ranks is not given; " in mistake(*command)
+    assert "global_batch_size is 12, and 5 ranks share the data; " in mistake(*command, "--ranks", "5")
+    assert "ranks is 0; it must be an integer of at least 1" in mistake(*command, "--ranks", "0")
 
 
 def test_advice_names_the_options_that_were_simulated(mine, tmp_path, asked):
