@@ -26,7 +26,8 @@ class BalancedBatches(Callback):
 
     Raises:
         TypeError: the sampler cannot resume within an epoch.
-        ValueError: when training begins: the loader has another sampler, or the sampler is for another rank.
+        ValueError: when training begins: the loader has another sampler, or the sampler is for another rank or another
+            number of rows.
     """
 
     def __init__(self, sampler: PlannedSampler) -> None:
@@ -46,7 +47,7 @@ class BalancedBatches(Callback):
             self._begin(self._epoch_of(trainer), EPOCH_START)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the loader uses the sampler, and that the sampler is for this rank."""
+        """Check that the loader uses the sampler, and that the sampler is for this rank and this data set."""
         self._place()  # a loader with workers has drawn the epoch; Lightning may make it anew (reload_dataloaders_…)
         loader = trainer.train_dataloader
         if getattr(loader, "batch_sampler", None) is not self._sampler:
@@ -61,6 +62,7 @@ class BalancedBatches(Callback):
                 f"{trainer.global_rank} of {trainer.world_size}; each rank has its own sampler: make it with this rank "
                 "and number of ranks"
             )
+        self._sampler.require_fits(loader.dataset)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue within the epoch of a checkpoint, or begin an epoch."""

@@ -86,6 +86,15 @@ def test_a_loader_with_another_sampler_and_another_kind_are_refused(lightning, t
         lightning.fit(tmp_path, sampler, callback=callback)
 
 
+@pytest.mark.parametrize("kind", ["balanced", "budget"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_sampler_of_another_number_of_rows_is_refused(lightning, tmp_path, monkeypatch, kind, change):
+    sampler = lightning.make_sampler(kind)
+    monkeypatch.setattr(lightning, "NUM_ROWS", NUM_ROWS + change)  # of the data set
+    with pytest.raises(ValueError, match=f"workloads has {NUM_ROWS} entries, the data set has {NUM_ROWS + change} "):
+        lightning.fit(tmp_path, sampler)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_epochs_of_different_numbers_of_batches_are_trained_and_resumed_whole(lightning, tmp_path, workers):
     drawn = lightning.make_sampler("budget")
