@@ -25,6 +25,7 @@ from commons.trainer.data import train_and_eval_loaders
 from commons.trainer.evaluation import Metrics
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
+from commons.trainer.sharding import Sharding
 from hstu.metrics import RankingMetrics, count_items
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
 from hstu.model.config import COMPUTE_DTYPES, RetrievalOptions
@@ -32,7 +33,7 @@ from hstu.model.layer import HSTUEncoder
 from hstu.model.triton_launch import uses_triton
 from hstu.negatives import NegativeSampling, sample_negatives, with_negatives
 from hstu.retrieval_metrics import RetrievalMetrics
-from hstu.sharding import Sharding, build_distributed_model
+from hstu.sharding import build_distributed_model
 from hstu.train_config import ModelArgs, TrainConfig
 
 # The time of a lookup does not depend on the size of the table; small tables leave the memory to the layers.

@@ -17,22 +17,12 @@ from torch import nn
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters, shard_model
+from commons.trainer.sharding import shard_model
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from sid_gr.model.gpt import TABLE, SIDGRModel
 
-__all__ = ["ParallelDecoder", "build_distributed_model", "dense_parameters"]
 
-
-def build_distributed_model(
-    model: SIDGRModel,
-    *,
-    device: torch.device,
-    embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad",
-    embedding_lr: float = 0.01,
-    sharding: Sharding | None = None,
-    local_world_size: int | None = None,
-) -> DistributedModelParallel:
+def build_distributed_model(model: SIDGRModel, *, device: torch.device, **options: Any) -> DistributedModelParallel:
     """Shard the table over all ranks and copy the decoder within every data-parallel group.
 
     A collective call on all ranks. Every copy gets the weights of the first rank of its group.
@@ -40,30 +30,18 @@ def build_distributed_model(
     Args:
         model: the model, with its table on "meta", or with equal weights on all ranks.
         device: this rank's device.
-        embedding_optimizer: see `commons.trainer.sharding.shard_model`.
-        embedding_lr: learning rate of the table.
-        sharding: "row_wise", "table_wise", or None for the planner's choice between these.
-        local_world_size: ranks per host; None for torchrun's value, or without torchrun for all ranks.
+        options: further arguments of `commons.trainer.sharding.shard_model`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: as `shard_model`; also for "data_parallel".
     """
-    if sharding == "data_parallel":
+    if options.get("sharding") in ("data_parallel", {TABLE: "data_parallel"}):
         raise ValueError(
             "sharding is 'data_parallel'; megatron-core averages only the gradients of the decoder: choose 'row_wise' "
             "or 'table_wise'"
         )
-    return shard_model(
-        model,
-        [TABLE],
-        device=device,
-        embedding_optimizer=embedding_optimizer,
-        embedding_lr=embedding_lr,
-        sharding=sharding,
-        local_world_size=local_world_size,
-        data_parallel_wrapper=_MegatronDataParallel(),
-    )
+    return shard_model(model, [TABLE], device=device, data_parallel_wrapper=_MegatronDataParallel(), **options)
 
 
 class _MegatronDataParallel(DataParallelWrapper):

@@ -15,8 +15,9 @@ from benchmarks.shared import lengths
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.perf_model.task_estimator import HSTUAttentionTask
 from commons.pipeline import balanced
+from commons.trainer.sharding import dense_parameters
 from hstu.model import HSTUConfig, HSTURankingModel, RankingConfig
-from hstu.sharding import build_distributed_model, dense_parameters
+from hstu.sharding import build_distributed_model
 
 CPU = torch.device("cpu")
 DESCRIPTION = "HSTU, hidden 64, 2 layers, 4 heads × 16"

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.trainer.ranks.collectives import gather_texts
+from commons.trainer.sharding import dense_parameters
 from hstu.metrics import RankingMetrics
 from hstu.model import ExecutionConfig, HSTURankingModel, RankingOutput, execution, triton_launch
 from hstu.model.execution import Execution, choose_execution, execution_of
 from hstu.model.triton_blocks import KERNELS, Blocks
-from hstu.sharding import build_distributed_model, dense_parameters
+from hstu.sharding import build_distributed_model
 from tests.helpers.models import hstu_models
 from tests.helpers.models.hstu_models import random_batch
 from tests.helpers.models.torchrec_model import weights_of

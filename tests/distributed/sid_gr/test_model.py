@@ -14,11 +14,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.models.beam_search import generate_without_cache
 from commons.datasets.gpt_sid_batch import GPTSIDBatch, RandomDistribution
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
+from commons.trainer.sharding import dense_parameters
 from sid_gr.megatron_core import DistributedDataParallel, DistributedDataParallelConfig, parallel_state
 from sid_gr.metrics import GenerationMetrics
 from sid_gr.model import SIDDecoder, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
-from sid_gr.sharding import build_distributed_model, cpu_in_place_of_cuda, dense_parameters
+from sid_gr.sharding import build_distributed_model, cpu_in_place_of_cuda
 from tests.helpers.models.sid_models import (
     CPU,
     MAX_CANDIDATES,

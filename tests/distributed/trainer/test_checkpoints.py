@@ -25,7 +25,7 @@ from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.run import run_training
-from hstu.sharding import dense_parameters
+from commons.trainer.sharding import dense_parameters
 from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses

@@ -19,11 +19,12 @@ from commons.datasets.sids.map import random_sid_map
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.process_group import resolve_process_group
 from commons.pipeline import TrainPipelineFactory
+from commons.trainer.sharding import dense_parameters
 from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.megatron_core import parallel_state
 from sid_gr.model import SIDDecoder, SIDGRConfig, SIDGRModel, SIDTrie
 from sid_gr.parallel import initialize_model_parallel
-from sid_gr.sharding import build_distributed_model, dense_parameters
+from sid_gr.sharding import build_distributed_model
 
 CPU = torch.device("cpu")
 SIZES = (5, 3, 4)
