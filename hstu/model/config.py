@@ -96,11 +96,7 @@ class LayerOptions:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
         require_one_of("position_bias", self.position_bias, get_args(PositionBias))
-        if not isinstance(self.position_buckets, int) or self.position_buckets < 2:
-            raise ValueError(
-                f"position_buckets is {self.position_buckets!r}; distance 0 has its own bucket, so at least 2 are "
-                "needed: raise it"
-            )
+        require_at_least("position_buckets", self.position_buckets, 2)  # distance 0 has its own bucket
 
     @property
     def cost_dimensions(self) -> dict[str, Any]:

@@ -66,13 +66,16 @@ def choose_execution(
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype or COMPUTE_DTYPES[config.execution.compute_dtype]
-    ranks = _Ranks(device, alone=alone or not dist.is_initialized())
-    pretended = device.type == "cuda" and not torch.cuda.is_available()  # fake tensors, on which no kernel runs
-    chosen = Execution(
-        _chooses_triton(config, dtype, ranks, pretended=pretended), _chooses_compile(config, ranks, pretended=pretended)
-    )
-    if device.type == "cuda" and dtype == torch.float32 and not pretended:
-        ranks.warn("compute_dtype is 'fp32', the default; on a GPU 'bf16' is several times as fast: set compute_dtype")
+    ranks, settings = _Ranks(device, alone=alone or not dist.is_initialized()), config.execution
+    compiles = device.type == "cuda" if settings.compile is None else settings.compile
+    if device.type == "cuda" and not torch.cuda.is_available():  # fake tensors, on which no kernel runs
+        chosen = Execution(uses_triton(settings.kernel_backend, device, dtype, config.kv_channels), compiles)
+    else:
+        chosen = Execution(_chooses_triton(config, dtype, ranks), compiles and _can_compile(ranks))
+        if device.type == "cuda" and dtype == torch.float32:
+            ranks.warn(
+                "compute_dtype is 'fp32', the default; on a GPU 'bf16' is several times as fast: set compute_dtype"
+            )
     _CHOSEN[config, device, dtype] = chosen
     return chosen
 
@@ -104,9 +107,9 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _chooses_triton(config: HSTUConfig, dtype: torch.dtype, ranks: _Ranks, *, pretended: bool) -> bool:
+def _chooses_triton(config: HSTUConfig, dtype: torch.dtype, ranks: _Ranks) -> bool:
     backend, kind = config.execution.kernel_backend, _kind_of(config, dtype)
-    if backend == "pytorch" or ranks.device.type != "cuda" or pretended:
+    if backend == "pytorch" or ranks.device.type != "cuda":
         return uses_triton(backend, ranks.device, dtype, kind.head_dim)
     reason = ranks.first_problem(_triton_problem(ranks, kind, compares=backend == "auto"))
     if reason is not None and backend == "triton":
@@ -157,10 +160,8 @@ def _measure(device: torch.device, kind: LayerKind, compares: bool) -> dict[str,
         return f"its kernels cannot run ({error_in_words(error)})"
 
 
-def _chooses_compile(config: HSTUConfig, ranks: _Ranks, *, pretended: bool) -> bool:
-    compiles = ranks.device.type == "cuda" if config.execution.compile is None else config.execution.compile
-    if not compiles or pretended:
-        return compiles
+def _can_compile(ranks: _Ranks) -> bool:
+    """Whether torch.compile works on all ranks; if not, this is logged."""
     reason = ranks.first_problem(compile_problem(ranks.device))
     if reason is not None:
         ranks.warn(
