@@ -243,11 +243,14 @@ class _Part(NamedTuple):
         rows = np.flatnonzero(pairs)
         rows = rows[np.argsort(-self.num_keys[rows], kind="stable")]
         while rows.size:
-            num_rows, widest = np.arange(1, rows.size + 1), np.maximum.accumulate(self.num_queries[rows])
             longest = int(self.num_keys[rows[0]])
-            kept = min(self.kept, span / longest)
-            wasted = kept * (num_rows * widest * longest - np.cumsum(pairs[rows]))
             at_once = min(longest, span + _MIN_CHUNK)  # keys of the smallest chunk
+            # No more rows than would fit if all were as wide as the first one, or the work would be rows × blocks.
+            least_held = num_heads * at_once * min(int(self.num_queries[rows[0]]), _MIN_CHUNK)
+            next_rows = rows[: max(1, tuning.max_scores // least_held)]
+            num_rows, widest = np.arange(1, next_rows.size + 1), np.maximum.accumulate(self.num_queries[next_rows])
+            kept = min(self.kept, span / longest)
+            wasted = kept * (num_rows * widest * longest - np.cumsum(pairs[next_rows]))
             held = num_rows * at_once * np.minimum(widest, _MIN_CHUNK)
             fits = (num_heads * wasted <= 2 * tuning.dispatch_scores) & (num_heads * held <= tuning.max_scores)
             count = max(1, int(np.cumprod(fits).sum()))
