@@ -95,6 +95,7 @@ BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
     ("docs/torchrec_model.md", "A batch of dicts", 0): Python(pages.groups_went_with_their_rows),
     ("docs/torchrec_model.md", "Evaluation and checkpoints", 0): Python(given.segments_were_evaluated),
     ("docs/torchrec_model.md", "Other pipelines", 0): Python(given.pipeline_trains),
+    ("docs/pipelines.md", "StagedTrainPipeline", 0): Python(given.staged_batches_hold_every_row),
     ("docs/own_shuffler.md", "A shuffler for your own model", 0): Python(given.mine_is_registered),
     ("docs/own_shuffler.md", "Rows that stay together", 0): Python(given.users_are_together),
     ("docs/own_shuffler.md", "Cost from the model's dimensions", 0): Python(given.mine_is_registered),

@@ -28,6 +28,7 @@ from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.train_config import TrainConfig
+from tests.helpers.cuda.pretended_streams import pretended_streams
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.hstu_models import random_batch
@@ -103,6 +104,18 @@ def windows_hold_every_row() -> Run:
     window = names["batches"].last_window
     assert (window.window, window.steps) == (1, 3) and window.imbalance_after < window.imbalance_before
     assert names["stats"].window == 3
+
+
+def staged_batches_hold_every_row() -> Run:
+    """A dataloader of HSTU batches, one more on the first rank, and what trains them; CUDA's streams are pretended."""
+    batches = [random_batch(4, longest=44, seed=step) for step in range(5 - dist.get_rank())]
+    trained: list[int] = []
+    given = {"dataloader": batches, "device": torch.device("cpu")}
+    with pretended_streams():
+        names = yield given | {"train_step": lambda batch: trained.extend(_items(batch))}
+    own = [item for batch in batches for item in _items(batch)]
+    assert sorted(of_all(trained)) == sorted(of_all(own))
+    assert names["shuffler"].last_stats.moved
 
 
 def every_row_is_read_once() -> Run:
