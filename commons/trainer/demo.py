@@ -37,6 +37,7 @@ from commons.run_log.files import LOG_FILE, LOG_SCHEMA, SUMMARY_FILE, write_summ
 from commons.run_log.standard_error import shown_with_error, with_errors
 from commons.trainer.config.load import load_config_file
 from commons.trainer.evaluation import Evaluation
+from commons.trainer.folder_lock import unlock_folder
 from commons.trainer.observe.meter import StepMeter
 from commons.trainer.observe.sinks import JsonLines
 from commons.trainer.observe.train_log import TrainSummary
@@ -248,6 +249,7 @@ class _Side:
             self._log.close()
             summary = TrainSummary(self._step, 1, metrics=metrics, **self._meter.totals())
             write_summary(self._run_dir / SUMMARY_FILE, summary.to_dict(), trained=True)
+        unlock_folder(self._run_dir)
 
 
 def _compare(recipe: Recipe, options: DemoOptions) -> None:

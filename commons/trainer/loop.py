@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from commons.console import make_console
 from commons.datasets.samplers.epoch import EPOCH_START, Place
-from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.epochs import Epochs
@@ -52,23 +52,49 @@ class TrainingLoop:
     """
 
     def __init__(self, recipe: Recipe, on_start: Callable[[], None] = lambda: None) -> None:
-        args, device = recipe.config.trainer, recipe.device
+        self._recipe, self._on_start = recipe, on_start
+        self._args, self._device = recipe.config.trainer, recipe.device
+        self._shufflers: list[BaseTaskBalancedBatchShuffler] = []
+        self._step = 0
+
+    def run(self) -> TrainSummary:
+        """Train, evaluate and log; called on all ranks together.
+
+        Raises:
+            ValueError: the loaders have no batch on any rank.
+            RuntimeError: the checkpoint at the end could not be written; all other work is complete by then.
+            RankMissingError: a collective of the shuffler or of the model has failed.
+            Exception: an error of any rank's data or shuffler, raised on every rank.
+        """
+        with missing_ranks_named(lambda: self._step + 1, self._shufflers):
+            self._build()
+            with self._stop:
+                summary = self._run()
+        # Not after a failure: closing would wait for a worker thread that waits for a rank that has exited.
+        for shuffler in self._shufflers:
+            shuffler.close()
+        self._data.close()
+        return summary
+
+    def _build(self) -> None:
+        """Build the loaders, the model, the optimizer, the shufflers and what else the run needs."""
+        recipe, args, device = self._recipe, self._args, self._device
         if device.type == "cpu" and args.pipeline_type in CUDA_PIPELINES:
             raise ValueError(
                 f"pipeline_type is {args.pipeline_type!r} and the device is the CPU; this TorchRec pipeline needs CUDA "
                 "streams: choose 'native' or 'none'"
             )
-        self._args, self._device = args, device
         # Data may be missing on one host: the other ranks must not wait for its ranks.
         train_loader, eval_loader = raised_on_all_ranks(lambda: recipe.loaders, device)
         if dist.get_rank() == 0:
             for line in recipe.notes():
                 make_console(highlight=False).print(line)
         self._model = recipe.build_model()
-        self._optimizer = recipe.build_optimizer(self._model)
+        # After a build that may have failed on one rank: the others learn it here.
+        self._optimizer = raised_on_all_ranks(lambda: recipe.build_optimizer(self._model), device)
         self._shuffler = recipe.build_shuffler(balances=args.balancing != "none")
         self._data = Epochs(train_loader, recipe, self._shuffler)
-        self._shufflers = [self._shuffler]
+        self._shufflers.append(self._shuffler)
         if self._data.in_windows:  # the batches of a window are balanced already
             self._shufflers.append(IdentityBalancedBatchShuffler(options=args.shuffler))
         self._pipeline = TrainPipelineFactory.create(
@@ -95,25 +121,6 @@ class TrainingLoop:
         self._meter = StepMeter(recipe)
         self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
         self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)
-        self._on_start = on_start
-        self._step = 0
-
-    def run(self) -> TrainSummary:
-        """Train, evaluate and log; called on all ranks together.
-
-        Raises:
-            ValueError: the loaders have no batch on any rank.
-            RuntimeError: the checkpoint at the end could not be written; all other work is complete by then.
-            RankMissingError: a collective of the shuffler or of the model has failed.
-            Exception: an error of any rank's data or shuffler, raised on every rank.
-        """
-        with missing_ranks_named(lambda: self._step + 1, self._shufflers), self._stop:
-            summary = self._run()
-        # Not after a failure: closing would wait for a worker thread that waits for a rank that has exited.
-        for shuffler in self._shufflers:
-            shuffler.close()
-        self._data.close()
-        return summary
 
     def _run(self) -> TrainSummary:
         self._progress, resumed = self._checkpoints.resume()

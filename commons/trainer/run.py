@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from commons.run_log.files import (
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
     TRACKERS_FILE,
-    flat,
     write_whole,
 )
 from commons.trainer.checkpoint.folder import holds_checkpoint
@@ -37,23 +37,25 @@ from commons.trainer.ranks.collectives import (
     on_rank_0,
     raised_on_all_ranks,
 )
-from commons.trainer.ranks.errors import log_to_file
+from commons.trainer.ranks.errors import OWN_PACKAGES, log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
 
 # Settings that may differ between ranks: paths, and what a rank does without the others.
+_PATHS = ("_dir", "_path")
 _PER_RANK = (
-    "run_dir",
-    "overwrite",
-    "sinks",
-    "sink_options.",
-    "profile",
-    "peak_tflops",
-    "shuffler.calibration",
-    "ckpt_keep",
-    "ckpt_save_dir",
-    "ckpt_load_dir",
+    "imports",
+    "dataset.num_workers",
+    "model.compile",
+    "model.kernel_backend",
+    "trainer.overwrite",
+    "trainer.sinks",
+    "trainer.sink_options.",
+    "trainer.profile",
+    "trainer.peak_tflops",
+    "trainer.shuffler.calibration",
+    "trainer.ckpt_keep",
 )
 
 
@@ -95,8 +97,8 @@ def train(
     device = initialize_ranks(args.device, ranks=ranks)
     if not joined:
         limit_collectives(args.shuffler.timeout)
-    _require_equal_settings(args, device)
-    recipe = recipe_class(config, device)
+    _require_equal_settings(config, device)
+    recipe = raised_on_all_ranks(lambda: recipe_class(config, device), device)
     recipe.prepare_ranks()
     try:
         open_run_folder(config, device, logs_to_file=logs_to_file)
@@ -120,21 +122,33 @@ def run_training(recipe: Recipe) -> TrainSummary:
     return TrainingLoop(recipe, on_start=lambda: replace_run(as_given)).run()
 
 
-def _require_equal_settings(args: TrainerArgs, device: torch.device) -> None:
-    """Raise ValueError on all ranks if their settings of the trainer differ: they would wait for one another."""
-    # Without fields of a user's subclass, whose values may differ, such as the name of the host.
-    ours = {field.name for field in dataclasses.fields(TrainerArgs)}
-    values = {name: value for name, value in dataclasses.asdict(args).items() if name in ours}
-    own = {name: repr(value) for name, value in flat(values) if not name.startswith(_PER_RANK)}
-    own["ckpt_load_dir given"] = repr(bool(args.ckpt_load_dir))
+def _require_equal_settings(config: Any, device: torch.device) -> None:
+    """Raise ValueError on all ranks if their settings differ: they would wait for one another, or train two models."""
+    own = dict(_shared_settings(config)) | {"trainer.ckpt_load_dir given": str(bool(config.trainer.ckpt_load_dir))}
     first, *others = gather_values(own, device)
     for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other.get(name) != value:
+        for name in {**first, **other}:
+            if other.get(name) != first.get(name):
                 raise ValueError(
-                    f"trainer.{name} is {value} on rank 0 and {other.get(name)} on rank {rank}; all ranks train one "
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all ranks train one "
                     "run: start every rank with the same config and flags"
                 )
+
+
+def _shared_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and texts of the settings that are equal on all ranks.
+
+    Without values that JSON does not have, such as a Path, and without the fields that a user's subclass of a section
+    adds, such as the name of the host.
+    """
+    ours = (each for each in type(section).__mro__ if each.__module__.partition(".")[0] in OWN_PACKAGES)
+    for field in dataclasses.fields(next(ours, type(section))):
+        name, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _shared_settings(value, f"{name}.")
+        elif not (name.endswith(_PATHS) or name.startswith(_PER_RANK)):
+            with contextlib.suppress(TypeError):
+                yield name, json.dumps(value, sort_keys=True)
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:

@@ -51,8 +51,9 @@ def load_config(
     path, flags = _take_config_flag(argv)
     options: dict[str, Any] = {}
     if path is not None:
-        # Imported modules may register the names that the file contains.
+        # Imported modules may register the names that the file contains; here, an error does not name the file.
         imports = _parse_known(flags, "--import", nargs="*")[0]
+        import_user_modules(imports)
         options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)
     about = (
         f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file with the fields below, such as a run's "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import re
 import weakref
@@ -31,16 +32,17 @@ class _TrainerCollectives(NamedCollectives):
     remedy = "see the log there, or raise the timeout of init_process_group"
 
     def _known_failure(self) -> RankMissingError | None:
-        return _failure_of(_SHUFFLERS) or self.failure
+        return _failure_of_shufflers() or self.failure
 
 
 # One object per process group; an entry is removed with its group.
 _BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, NamedCollectives] = weakref.WeakKeyDictionary()
-# The shufflers of the current run.
-_SHUFFLERS: list[BaseTaskBalancedBatchShuffler] = []
+# The shufflers of the current run, a sequence that may still grow; empty without a run.
+_SHUFFLERS: list[Sequence[BaseTaskBalancedBatchShuffler]] = []
 
 
-def _failure_of(shufflers: Sequence[BaseTaskBalancedBatchShuffler]) -> RankMissingError | None:
+def _failure_of_shufflers() -> RankMissingError | None:
+    shufflers = itertools.chain.from_iterable(_SHUFFLERS)
     return next((each.failure for each in shufflers if each.failure is not None), None)
 
 
@@ -150,38 +152,52 @@ def limit_collectives(timeout: float, group: dist.ProcessGroup | None = None) ->
 def missing_ranks_named(
     step: Callable[[], int], shufflers: Sequence[BaseTaskBalancedBatchShuffler] = ()
 ) -> Iterator[None]:
-    """A context around a run: if a collective of the model fails, raise an error that names the missing ranks.
+    """A context around a run, entered by all ranks: an error of one rank reaches the others.
 
-    These are the ranks without a failed collective: they have exited or stalled, or gloo still lets them wait for a
-    neighbour after a rank has died. If a shuffler's worker thread has found missing ranks, its error is raised instead,
-    and the trainer's own collectives fail immediately: their group may have a longer timeout. `step` returns the number
-    of the current step, from 1.
+    If a collective of the model fails, an error that names the missing ranks is raised. These are the ranks without a
+    failed collective: they have exited or stalled, or gloo still lets them wait for a neighbour after a rank has died.
+    If a shuffler's worker thread has found missing ranks, its error is raised instead, and the trainer's own
+    collectives fail immediately: their group may have a longer timeout. Any other error of this rank is posted: the
+    other ranks raise it in the trainer's collectives within a second, and in the model's when these fail.
+
+    `step` returns the number of the current step, from 1; `shufflers` may grow during the run.
 
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
     """
+    _BY_GROUP.clear()  # the channels of an earlier run in these groups may have failed
     run = NamedCollectives(dist.group.WORLD)
-    _SHUFFLERS.extend(shufflers)
+    _SHUFFLERS.append(shufflers)
     try:
         yield
-    except RuntimeError as error:
-        is_of_collective = isinstance(error, dist.DistBackendError) or _OF_GLOO.search(str(error)) is not None
-        if isinstance(error, RankMissingError) or not is_of_collective or len(run.members) == 1:
+    except RankMissingError:
+        raise
+    except Exception as error:
+        if not _is_of_collective(error) or len(run.members) == 1:
+            for channel in (run, *_BY_GROUP.values()):
+                channel.post_failure(step(), "training", error)
             raise
-        if (known := _failure_of(shufflers)) is not None:
+        if (known := _failure_of_shufflers()) is not None:
             raise known from error
         raise RankMissingError(_describe(error, step(), run)) from error
     finally:
         _SHUFFLERS.clear()
 
 
-def _describe(error: RuntimeError, step: int, run: NamedCollectives) -> str:
+def _is_of_collective(error: Exception) -> bool:
+    from_gloo = isinstance(error, RuntimeError) and _OF_GLOO.search(str(error)) is not None
+    return from_gloo or isinstance(error, dist.DistBackendError)
+
+
+def _describe(error: Exception, step: int, run: NamedCollectives) -> str:
     what = f"a collective of the model failed in step {step} on rank {dist.get_rank()}"
     reason = f"({first_line(error)})"
     try:
         verdict = run.failed.who_is_missing(run.failed.start_wait(f"step {step}"))
     except StoreUnavailableError as unavailable:
         return f"{what} and {unavailable}{out_of_reach(run.members)} {reason}"
+    if verdict.failure is not None:
+        return verdict.failure
     if not verdict.missing:
         return f"{what} and on all others {reason}"
     return f"{what}; {name_ranks(verdict.missing)} did not report the failure: check the log there {reason}"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import signal
+import tempfile
+import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks import collectives
 from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
@@ -20,7 +24,8 @@ from commons.trainer.ranks.stop import StopSignal
 from sid_gr.megatron_core import parallel_state
 from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import TrainConfig
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of, limit_waits, meet, my_batch
 from tests.helpers.ranks.on_ranks import on, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
@@ -84,6 +89,53 @@ def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match=r"^shapes differ$") as error, missing_ranks_named(lambda: 7):
         raise RuntimeError("shapes differ")
     assert not isinstance(error.value, RankMissingError)
+
+
+class OfOneRank(Parts):
+    """Fails in one method on rank 1; the other rank then waits for it in a collective of the trainer or the model."""
+
+    failing = ""
+
+    def __getattribute__(self, name):
+        if name == "failing" or name != self.failing or dist.get_rank() == 0:
+            return super().__getattribute__(name)
+        raise OverflowError("too wide")
+
+
+class FailingHead(StatedHead):
+    def forward(self, embeddings, batch):
+        if dist.get_rank() == 1:
+            raise OverflowError("too wide")
+        return super().forward(embeddings, batch)
+
+
+def _fails_on_rank_1(run_dir, failing):
+    model, optimizer = models.build_sharded()
+    models.head_of(model).__class__ = FailingHead if failing == "forward" else StatedHead
+    loader = DataLoader(list(models.rank_batches(dist.get_rank(), 2, [6])), batch_size=None)
+    args = TrainerArgs(6, 6, run_dir=run_dir, pipeline_type="none", sinks=(), max_train_iters=2)
+    recipe = OfOneRank(args, model, optimizer, [CubicShuffler()], loader)
+    recipe.failing = failing
+    dist.barrier()
+    with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
+        limit_collectives(50.0 if failing != "forward" else 2.0)
+    return TrainingLoop(recipe).run().steps
+
+
+@pytest.mark.parametrize(
+    "failing", ["build_model", "build_optimizer", "build_shuffler", "fingerprint", "layers", "forward"]
+)
+@on("own_two_ranks", timeout=100)
+def test_an_error_of_one_rank_is_raised_on_the_other(failing):
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        said = error_of(_fails_on_rank_1, folder, failing)
+    assert time.monotonic() - began < 30
+    if dist.get_rank() == 1:
+        assert said == "OverflowError: too wide"
+    else:
+        assert "rank 1" in said and "OverflowError: too wide" in said, said
+    meet("both have failed")
 
 
 def _in_the_trainer_s():

@@ -137,15 +137,27 @@ def train_with(run_dir, flags):
     return train(HSTURecipe, config).steps
 
 
-def test_a_mistake_on_one_rank_is_raised_on_every_rank(two_ranks, tmp_path):
-    other = (["--trainer.seed", "1"], ["--trainer.seed", "2"])
-    said = two_ranks.run(error_of, train_with, str(tmp_path), other)
-    assert said[0] == said[1] and said[0].startswith("ValueError: trainer.seed is 1 on rank 0 and 2 on rank 1; ")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((["--trainer.seed", "1"], ["--trainer.seed", "2"]), "trainer.seed is 1 on rank 0 and 2 on rank 1; "),
+        (([], ["--model.num-layers", "3"]), "model.num_layers is 1 on rank 0 and 3 on rank 1; "),
+        ((["--dataset.shuffle"], []), "dataset.shuffle is true on rank 0 and false on rank 1; "),
+        (([], ["--shuffler-type", "tokens"]), 'shuffler_type is "hstu" on rank 0 and "tokens" on rank 1; '),
+    ],
+)
+def test_settings_that_differ_are_an_error_on_every_rank(two_ranks, tmp_path, flags, said):
+    first, second = two_ranks.run(error_of, train_with, str(tmp_path), flags)
+    assert first == second and first.startswith(f"ValueError: {said}") and not any(tmp_path.iterdir())
+
+
+def test_a_mistake_on_one_rank_is_raised_on_every_rank(two_ranks, data, tmp_path):
     may_differ = ["--trainer.profile", "--trainer.ckpt-keep", "9", "--trainer.peak-tflops", "2"]
-    missing = ([], [*may_differ, "--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", str(tmp_path / "none")])
+    movielens = ["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path"]
+    missing = ([*movielens, data], [*may_differ, *movielens, str(tmp_path / "none")])
     said = two_ranks.run(error_of, train_with, str(tmp_path), missing)
     assert said[1].startswith(f"FileNotFoundError: {tmp_path / 'none'}")
-    assert said[0] == f"ValueError: rank 1: {said[1]}"
+    assert said[0] == f"ValueError: rank 1: {said[1]}" and not (tmp_path / ".lock").exists()
 
 
 @dataclass

@@ -253,6 +253,7 @@ def test_no_number_is_absurd(tmp_path, config_class):
         ),
         (["--gin-config-file", "a.gin"], '--gin-config-file is a flag of recsys-examples; here .* guide "Coming from'),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
+        (["--import", "no_module"], "^import names 'no_module', which is neither installed nor in "),
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line(tmp_path, flags, message):
