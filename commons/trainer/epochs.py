@@ -170,9 +170,9 @@ class Epochs:
         """Whether an epoch has a step from a place on."""
         return next(self._loaded_rows(epoch, start), None) is not None
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of an epoch, over all ranks."""
+    def rows_of_epoch(self, epoch: int) -> int:
+        """Rows of a whole epoch, over all ranks; only the epochs of a budget with drop_last differ, and are planned."""
+        self._steps.set_epoch(epoch)  # no place is lost: an epoch is opened at its place
         return self._steps.num_rows
 
     def place_after(self, steps: int) -> Place:

@@ -131,7 +131,8 @@ class TrainingLoop:
             in_rows=in_rows, look_back=optimization.accumulation_steps, step=self._step, rows=self._progress.rows
         )
         total_steps = self._total_steps(start)
-        total = self._total_rows() if in_rows else total_steps
+        has_cosine = optimization.lr_schedule == "cosine"
+        total = self._total_rows() if in_rows and has_cosine else total_steps
         self._update = StepUpdate(
             optimization, self._optimizer, self._model, total, self._device, self._loss_scaler, self._schedule
         )
@@ -360,9 +361,14 @@ class TrainingLoop:
 
     def _total_rows(self) -> int:
         """Rows of the run, including the rows before a checkpoint."""
-        progress, of_epoch = self._progress, self._data.num_rows
-        limits = [] if self._args.max_train_iters is None else [self._args.max_train_iters]
-        if self._num_epochs is not None:
-            left = max(0, of_epoch - progress.rows_in_epoch - progress.window_rows)
-            limits.append(progress.rows + left + (self._num_epochs - progress.epoch - 1) * of_epoch)
-        return min(limits)
+        progress = self._progress
+        limit = math.inf if self._args.max_train_iters is None else self._args.max_train_iters
+        if self._num_epochs is None:
+            return int(limit)
+        rows, done = progress.rows, progress.rows_in_epoch + progress.window_rows
+        for epoch in range(progress.epoch, self._num_epochs):
+            if rows >= limit:
+                break
+            rows += max(0, self._data.rows_of_epoch(epoch) - done)
+            done = 0
+        return int(min(limit, rows))

@@ -159,7 +159,7 @@ class TrainerArgs:
     """With balance_sampler: steps of constant cost. Every rank gets as much work as this number of average rows;
     train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. With a
     cosine, every start plans all epochs that are left to count their steps, which takes about a second per million
-    rows; with schedule_in "rows" it does not. None: steps of train_batch_size rows per rank."""
+    rows; with schedule_in "rows" only if drop_last is set. None: steps of train_batch_size rows per rank."""
 
     schedule_in: Literal["steps", "rows"] = "steps"
     """Unit of max_train_iters, eval_interval, ckpt_save_interval, warmup_steps and the cosine: steps, or rows of all

@@ -229,6 +229,22 @@ def test_a_resumed_cosine_over_epochs_of_a_budget_ends_where_it_would_have(two_r
     assert two_ranks.run(train, data, str(tmp_path / "rest"), **changes, **loading)[0][2] == rates[30:]
 
 
+def test_a_cosine_in_rows_over_a_budget_counts_the_rows_that_are_left_out(two_ranks, data, tmp_path):
+    """Of 59 rows, two ranks leave out one in the second epoch and none in the others; a resumed run goes on alike."""
+    dataset = {"drop_last": True, "max_history_seqlen": 200}
+    changes = {**BUDGET, "budget_per_rank": 4.0, "num_epochs": 3, "seed": 5, "dataset": dataset, "schedule_in": "rows"}
+    changes |= {"optimization": OptimizationArgs(lr_schedule="cosine")}
+    saving = {"ckpt_save_interval": 40, "ckpt_save_dir": str(tmp_path / "checkpoints")}
+    whole = two_ranks.run(train, data, str(tmp_path / "whole"), **changes, **saving)
+    rows = [sum(map(len, step)) for step in zip(*(batches for _, batches, *_ in whole))]
+    assert sum(rows) == 3 * ROWS - 1
+    rates = [0.001 * (1 + math.cos(math.pi * sum(rows[:step]) / sum(rows))) / 2 for step in range(len(rows))]
+    assert whole[0][2] == pytest.approx(rates, abs=1e-9)
+    loading = {"ckpt_load_dir": str(list_checkpoints(tmp_path / "checkpoints")[0])}
+    rest = two_ranks.run(train, data, str(tmp_path / "rest"), **changes, **loading)[0][2]
+    assert len(rest) < len(rates) and rest == whole[0][2][-len(rest) :]
+
+
 def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, tmp_path):
     result = two_ranks.run(train, data, str(tmp_path), task="retrieval", **SAMPLER)
     assert users_of(result).total() == ROWS
@@ -258,7 +274,7 @@ def _open(workloads, **changes):
         sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
     loader = DataLoader(rows, batch_sampler=sampler)
     epochs = Epochs(loader, Parts(TrainerArgs(2, 2, schedule_in="rows"), None, None, (), loader), None)
-    return epochs.num_rows, [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
+    return epochs.rows_of_epoch(0), [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
 
 
 @on_two_ranks
