@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import io
 import re
 import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -124,6 +126,11 @@ def parser_error(text: str) -> str:
 
     """
     line = one_line(text).split("; For full helptext")[0]
+    required = re.fullmatch(r"Required options[:;] Missing from ([^:]+): (.*)", line)
+    if required:
+        missing = re.findall(r"(?:^|\(required\) )(\{[^}]*\}|\S+)", required[2])
+        return f"{required[1]} requires {', '.join(missing)}: see {required[1]} --help"
+    line = re.sub(r"; Argument helptext: --\S+ ((?:\S*(?:[A-Z]{3}|[][{}])\S* )+).*", r"; it takes \1", line).rstrip()
     line = re.sub(r"^Value error[:;] ", "", line)
     line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # tyro's name for what has no name, such as a subcommand
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
@@ -133,6 +140,19 @@ def parser_error(text: str) -> str:
     # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
     names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --(?:[\w-]+\.)*no-[\w-]+|(?= [\[{A-Z]))", suggestions))
     return f"{error}; perhaps you meant {' or '.join(names)}" if names else line
+
+
+@contextlib.contextmanager
+def one_line_parser_errors() -> Iterator[None]:
+    """Raise ValueError for a mistake that tyro finds in the block, instead of its box and SystemExit."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            yield
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(parser_error(errors.getvalue())) from None
 
 
 def wrapped_help(text: str, width: int | None = None) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from commons.cli.answer import command_line
-from commons.console import accept_all_text, parser_error, print_error, wrapped_help
+from commons.console import accept_all_text, one_line_parser_errors, print_error, wrapped_help
 from commons.switches import without_boolean_values
 from commons.version import __version__
 
@@ -156,16 +156,16 @@ def _parse(argv: list[str]) -> Any:
     commands = {name: load(name) for name in _COMMANDS} if first not in _COMMANDS else {first: _load(first)}
     if first in _COMMANDS:
         argv = [first, *without_boolean_values(commands[first], argv[1:])]
-    output, errors = _Output(), io.StringIO()
+    output = _Output()
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(output), one_line_parser_errors():
             return tyro.extras.subcommand_cli_from_dict(commands, prog="evenrank", description=_DESCRIPTION, args=argv)
-    except SystemExit as stop:
-        if stop.code not in (0, None):
-            line = parser_error(errors.getvalue())
-            if re.match(r"Unrecognized options: [^-]", line) and first in _COMMANDS:
-                line += f"; a value follows its option: see `evenrank {first} --help`"
-            raise ValueError(line) from None
+    except ValueError as error:
+        if first in _COMMANDS and re.match(r"Unrecognized options: [^-]", str(error)):
+            raise ValueError(f"{error}; a value follows its option: see `evenrank {first} --help`") from None
+        raise
+    except SystemExit:
+        pass  # printed the help, or a completion
     printed = output.getvalue()
     if first == _COMPLETION:  # the shell would show each line of a description as a completion
         printed = re.sub("^COMPLETION_SPEC = .*", lambda line: line[0].replace(r"\n", " "), printed, flags=re.MULTILINE)

@@ -38,8 +38,7 @@ class MakeSids:
     """
 
     dataset_name: tyro.conf.Positional[DatasetName]
-    """A data set of `evenrank preprocess`; parquet for your own data: a preprocessed folder, or a parquet file with a
-    list column of item ids."""
+    """A data set of `evenrank preprocess`; parquet for your own, or for a parquet file with lists of item ids."""
 
     source: Path
     """The folder of the preprocessed data set, or a parquet file."""

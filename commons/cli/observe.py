@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from commons.cli.answer import ON_TERMINAL, AnswerOutputs, command_line
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.command import RowCost
 from commons.cli.simulate.simulation import Source, simulate
-from commons.console import print_error
+from commons.console import one_line_parser_errors, print_error
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times
 from commons.trainer.ranks.rank_info import rank_of_process
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, script = arguments[:at], arguments[at:]
     command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
     try:
-        options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
+        with one_line_parser_errors():
+            options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
         options.cost.check()
         options.of_output.require({})
         for window in options.window:
@@ -83,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("no script is named; give one with its arguments: python -m evenrank.observe train.py")
         if script[0] != "-m" and not Path(script[0]).is_file():
             raise ValueError(f"{script[0]} is not a file; name the training script, or a module with -m")
+        if script[0] == "-m" and find_spec(script[1].split(".")[0]) is None:
+            raise ValueError(f"there is no module {script[1]}, neither installed nor in {Path.cwd()}: correct the name")
+        if options.folder.is_file():
+            raise ValueError(
+                f"folder is {options.folder}, a file; records are written into a folder: give another path"
+            )
         options.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print_error(str(error))

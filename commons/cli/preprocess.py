@@ -44,8 +44,7 @@ class Preprocess:
     """The data set; parquet for your own files, with one row per event, or one row per user with lists."""
 
     source: Path
-    """The published archive (ml-1m.zip, KuaiRand-1K.tar.gz) or its unpacked folder; for parquet, a file or a folder of
-    files."""
+    """The archive as published (ml-1m.zip) or its unpacked folder; for parquet, a file or a folder of files."""
 
     output: Path
     """Folder for the data set, created if missing."""

@@ -170,7 +170,7 @@ class LengthOptions(RowCost, LengthReading):
             if count > _MOST_ROWS:
                 raise ValueError(
                     f"{steps} steps of {num_ranks} ranks × {self.batch_size} are {count:,} rows; at most "
-                    f"{_MOST_ROWS:,} are simulated: lower --steps"
+                    f"{_MOST_ROWS:,} are simulated: lower --steps, or --ranks"
                 )
             tokens = self.tokens(lengths.take(count, np.random.default_rng(self.seed)))
             return LoadedRows.in_turn(self.costs(tokens), tokens, num_ranks, self.batch_size)

@@ -62,11 +62,11 @@ def load_config(
     try:
         return _parse_flags(config_class, flags, prog=prog, description=about.strip(), **options)
     except ValueError as error:
-        missing = re.findall(r"--[\w.-]+(?= [A-Z{])", str(error)) if path is None else []
-        if not missing or not str(error).startswith("Required options"):
+        missing = re.search(r" requires (--.+): see ", str(error))
+        if path is not None or missing is None:
             raise
         raise ValueError(
-            f"there is no --config FILE, and {', '.join(missing)} have no default: give a config, or these flags"
+            f"there is no --config FILE, and {missing[1]} have no default: give a config, or these flags"
         ) from None
 
 

@@ -96,6 +96,10 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
         (["-m"], "no script is named"),
         (["--folder", "script.py/below", "script.py"], "script.py/below"),
         (["nothing.py"], "nothing.py is not a file; name the training script, or a module with -m"),
+        (["-m", "no_such_package.train"], "there is no module no_such_package.train, neither installed nor in"),
+        (["--folder", "taken", "script.py"], "folder is taken, a file; records are written into a folder"),
+        (["--tasks", "hstu", "script.py"], "Unrecognized options: --tasks"),
+        (["--task", "sid", "script.py"], "Invalid choice: 'sid'"),
         (["--report"], "has no record of a rank; run a script with --folder"),
         (["--hidden-size", "0", "--task", "hstu", "script.py"], "hidden_size"),
         (["--window", "1", "script.py"], "window is 1"),
@@ -109,6 +113,7 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
 )
 def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
     (tmp_path / "script.py").write_text("print('trained')\n")
+    (tmp_path / "taken").touch()
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
