@@ -33,19 +33,12 @@ _CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$|`[^`\n]+`", re.MULTILINE | re.D
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what the pages link to outside docs/."""
-    pages = [file.src_uri for file in files.documentation_pages()]
-    found = {HOME, *(_DOCS + page for page in pages)}
-    waiting = sorted(found)
+    found: set[str] = set()
+    waiting = {HOME, *(_DOCS + file.src_uri for file in files.documentation_pages())}
     while waiting:
         path = waiting.pop()
-        if not path.endswith(".md"):
-            continue
-        linked = {target for target, _ in _targets_of(path) if not target.startswith(_DOCS)} - found
-        if (ROOT / path).is_dir():
-            linked = set()
-        found |= linked
-        waiting += sorted(linked | {page for folder in linked for page in _pages_in(folder)} - found)
-        found |= {page for folder in linked for page in _pages_in(folder)}
+        found.add(path)
+        waiting |= {*(_targets_of(path) if path.endswith(".md") else _pages_in(path))} - found
     for path in sorted(found):
         if not path.startswith(_DOCS):
             files.append(_file(path, config))
@@ -81,14 +74,14 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output
 
 
-def _targets_of(path: str) -> Iterator[tuple[str, str]]:
-    """Files and folders of the repository that a page links to, each with its anchor."""
+def _targets_of(path: str) -> Iterator[str]:
+    """Files and folders of the repository that a page links to."""
     links: list[str] = []
     _with_links((ROOT / path).read_text(encoding="utf-8"), lambda link: links.append(link) or link)
     for link in links:
-        target, anchor = _resolve(path, link)
+        target, _ = _resolve(path, link)
         if target is not None:
-            yield target, anchor
+            yield target
 
 
 def _with_links(markdown: str, change: Callable[[str], str]) -> str:
