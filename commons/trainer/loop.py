@@ -110,8 +110,10 @@ class TrainingLoop:
             self._evaluation = Evaluation(recipe, self._model, eval_loader, self._shufflers[-1])
         # The step of the latest evaluation, and its results by their names in the log.
         self._evaluated_at, self._results = -1, dict[str, Any]()
-        # With a limit on steps only, epochs repeat until the limit.
+        # Steps or rows of the run. With this limit only, epochs repeat until it is reached.
+        self._limit = math.inf if args.max_train_iters is None else args.max_train_iters
         self._num_epochs = args.num_epochs or (None if args.max_train_iters else 1)
+        self._has_cosine = args.optimization.lr_schedule == "cosine"
         self._loss_scaler = recipe.loss_scaler
         self._checkpoints = Checkpointer(recipe, self._model, self._optimizer, self._shuffler, self._data.order())
         self._stop = StopSignal(enabled=self._checkpoints.saves, timeout=args.shuffler.timeout)
@@ -131,8 +133,7 @@ class TrainingLoop:
             in_rows=in_rows, look_back=optimization.accumulation_steps, step=self._step, rows=self._progress.rows
         )
         total_steps = self._total_steps(start)
-        has_cosine = optimization.lr_schedule == "cosine"
-        total = self._total_rows() if in_rows and has_cosine else total_steps
+        total = self._total_rows() if in_rows and self._has_cosine else total_steps
         self._update = StepUpdate(
             optimization, self._optimizer, self._model, total, self._device, self._loss_scaler, self._schedule
         )
@@ -327,8 +328,7 @@ class TrainingLoop:
         return self._evaluation is not None and self._schedule.is_due(self._args.eval_interval, step)
 
     def _has_trained_all(self, step: int) -> bool:
-        limit = self._args.max_train_iters
-        return limit is not None and self._schedule.done_after(step) >= limit
+        return self._schedule.done_after(step) >= self._limit
 
     def _may_stop_after(self, step: int) -> bool:
         """Whether a run that received SIGTERM may end after a step: not within an accumulation."""
@@ -342,33 +342,25 @@ class TrainingLoop:
 
         Estimated where nothing depends on the exact number, because counting the steps of a budget plans every epoch.
         """
-        limit = math.inf if self._args.max_train_iters is None else self._args.max_train_iters
-        if self._schedule.in_rows:
-            limit = limit / self._data.rows_per_step
-        if self._num_epochs is None:
-            return max(self._step, math.ceil(limit))
-        steps, epoch = self._step, self._progress.epoch
-        if epoch < self._num_epochs:
-            steps += self._data.num_steps(epoch, start)
-        if self._args.optimization.lr_schedule == "constant" or self._schedule.in_rows:
-            steps += max(0, self._num_epochs - epoch - 1) * self._data.most_batches
-        else:
-            for following in range(epoch + 1, self._num_epochs):
-                if steps >= limit:
-                    break
-                steps += self._data.steps_of_epoch(following)
-        return max(self._step, math.ceil(min(limit, steps)))
+        data, epoch, limit = self._data, self._progress.epoch, self._limit
+        is_exact = self._has_cosine and not self._schedule.in_rows
+        of_epoch = data.steps_of_epoch if is_exact else lambda _: data.most_batches
+        left = data.num_steps(epoch, start) if self._num_epochs is not None and epoch < self._num_epochs else 0
+        steps_limit = limit / data.rows_per_step if self._schedule.in_rows else limit
+        return max(self._step, self._with_later_epochs(self._step + left, of_epoch, steps_limit))
 
     def _total_rows(self) -> int:
         """Rows of the run, including the rows before a checkpoint."""
-        progress = self._progress
-        limit = math.inf if self._args.max_train_iters is None else self._args.max_train_iters
+        progress, of_epoch = self._progress, self._data.rows_of_epoch
+        left = max(0, of_epoch(progress.epoch) - progress.rows_in_epoch - progress.window_rows)
+        return self._with_later_epochs(progress.rows + left, of_epoch, self._limit)
+
+    def _with_later_epochs(self, total: int, of_epoch: Callable[[int], int], limit: float) -> int:
+        """A number until the end of the current epoch, and `of_epoch` of every later one of the run, up to a limit."""
         if self._num_epochs is None:
-            return int(limit)
-        rows, done = progress.rows, progress.rows_in_epoch + progress.window_rows
-        for epoch in range(progress.epoch, self._num_epochs):
-            if rows >= limit:
+            return math.ceil(limit)
+        for epoch in range(self._progress.epoch + 1, self._num_epochs):
+            if total >= limit:
                 break
-            rows += max(0, self._data.rows_of_epoch(epoch) - done)
-            done = 0
-        return int(min(limit, rows))
+            total += of_epoch(epoch)
+        return math.ceil(min(limit, total))

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.channel.absence import NamedCollectives, RankMissingError
 from commons.distributed.channel.groups import out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError
-from commons.distributed.errors import capture_error, describe_error, first_line, name_ranks
+from commons.distributed.errors import capture_error, describe_error, first_line, gather_strings, name_ranks
 
 R = TypeVar("R")
 
@@ -82,14 +83,11 @@ def gather_numbers(
 
 def gather_texts(text: str, device: torch.device) -> list[str]:
     """Gather a text from every rank, in the order of ranks; `device` must suit the backend of the group."""
-    encoded = text.encode(errors="backslashreplace")
-    own = torch.tensor([len(encoded)], device=device)
-    sizes = gather_numbers(own, "gather of text sizes")[:, 0].tolist()
-    texts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    texts.split(sizes)[dist.get_rank()].copy_(torch.tensor(list(encoded), dtype=torch.uint8, device="cpu"))
-    if texts.numel():
-        all_reduce(texts, "gather of texts")
-    return [bytes(part.tolist()).decode() for part in texts.cpu().split(sizes)]
+
+    def gather(own: np.ndarray) -> np.ndarray:
+        return gather_numbers(torch.from_numpy(own).to(device), "gather of texts").numpy()
+
+    return gather_strings(text, gather)
 
 
 def gather_values(value: Any, device: torch.device) -> list[Any]:
