@@ -80,5 +80,23 @@ def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}: choose one")
 
 
+def kind_of(value: Any) -> str:
+    """The type of a value with its article, for messages.
+
+    >>> kind_of(3), kind_of({})
+    ('an int', 'a dict')
+    """
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """A type's name with "a" or "an"; "an ndarray", because its first letter is spoken, but "a uint8".
+
+    >>> with_article("ndarray"), with_article("uint8"), with_article("Tensor")
+    ('an ndarray', 'a uint8', 'a Tensor')
+    """
+    return f"{'an' if name.lower().startswith(('a', 'e', 'i', 'o', 'nd')) else 'a'} {name}"
+
+
 def _no_integer(name: str, value: Any, least: int, or_else: str = "") -> ValueError:
     return ValueError(f"{name} is {value!r}; it must be an integer of at least {least}: correct it{or_else}")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from commons.checks import kind_of
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_fields import DenseField
 from commons.sequence_batch.rows import Rows
@@ -40,7 +41,7 @@ def result_rows(results: R, numbers: torch.Tensor, of: str) -> Rows[R]:
         )
     if rows.real < real:
         raise ValueError(
-            f"results of {of} are a {type(results).__name__} with {rows.count - rows.real} rows of padding, which "
+            f"results of {of} are {kind_of(results)} with {rows.count - rows.real} rows of padding, which "
             "would be gathered out of order; results must not state padding: restore its fields"
         )
     return rows.select(range(real)) if real < rows.count else rows

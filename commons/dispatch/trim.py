@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 import numpy as np
 import torch
 
+from commons.checks import kind_of
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.row_fields import ArrayField, DenseField
 from commons.sequence_batch.row_leaves import tensor_kind
@@ -114,7 +115,7 @@ def as_trims(trim: Trim | Sequence[Trim] | None, *, one_sided: bool = False) -> 
     trims = () if trim is None else (trim,) if isinstance(trim, Trim) else tuple(trim)
     for each in trims:
         if not isinstance(each, Trim):
-            raise TypeError(f"trim contains a {type(each).__name__}; it must be a Trim or a list of Trims: build one")
+            raise TypeError(f"trim contains {kind_of(each)}; it must be a Trim or a list of Trims: build one")
         if one_sided and each.side == "both":
             raise ValueError(
                 f"sequences of {each.name!r} are padded on both sides; rows of different ranks are aligned at one "
@@ -169,7 +170,7 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
         kept = window.stop - window.start
         if not _has_columns(value) or value.shape[1] != kept:
             raise ValueError(
-                f"{path_name(path)!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}; "
+                f"{path_name(path)!r} is {kind_of(value)} of shape {tuple(getattr(value, 'shape', ()))}; "
                 f"results per token have {kept} columns, as the trimmed sequences: pass only such results"
             )
         return pad_columns(value, window.start, window.width - window.stop, fill)
@@ -248,7 +249,7 @@ def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
         value = _find(key, leaves)
         if not _has_columns(value):
             raise ValueError(
-                f"{path_name(as_path(key))!r} is a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+                f"{path_name(as_path(key))!r} is {kind_of(value)} of shape {tuple(getattr(value, 'shape', ()))}"
                 "; padded sequences must be tensors or arrays `(rows, width, ...)`: leave it out of the trim"
             )
         fields[as_path(key)] = value

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from commons.checks import kind_of
 from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.engine.engine import ShuffleEngine
 from commons.distributed.engine.shuffle_handle import ShuffleHandle
@@ -58,7 +59,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
     def __init__(self, options: ShufflerOptions | None = None, pg_group: dist.ProcessGroup | None = None) -> None:
         if options is not None and not isinstance(options, ShufflerOptions):
-            raise TypeError(f"options is a {type(options).__name__}; it must be ShufflerOptions: build one")
+            raise TypeError(f"options is {kind_of(options)}; it must be ShufflerOptions: build one")
         if pg_group is not None:
             require_process_group(pg_group)
         self.options = options or ShufflerOptions()
@@ -195,9 +196,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             Exception: an error of any rank, raised on all.
         """
         if not isinstance(handle, ShuffleHandle):
-            raise TypeError(
-                f"handle is a {type(handle).__name__}; finish needs what start_shuffle returned: start first"
-            )
+            raise TypeError(f"handle is {kind_of(handle)}; finish needs what start_shuffle returned: start first")
         return self.engine.finish(batch, handle)
 
     def report_step_time(
@@ -296,7 +295,7 @@ def require_shuffler(name: str, value: Any) -> None:
     """Raise TypeError unless `value`, an argument, is a shuffler."""
     if not isinstance(value, BaseTaskBalancedBatchShuffler):
         is_class = isinstance(value, type)
-        kind = f"the class {value.__name__}" if is_class else f"a {type(value).__name__}"
+        kind = f"the class {value.__name__}" if is_class else kind_of(value)
         is_shuffler_class = is_class and issubclass(value, BaseTaskBalancedBatchShuffler)
         remedy = f"pass {value.__name__}(...)" if is_shuffler_class else "such as TokensBalancedBatchShuffler()"
         raise TypeError(

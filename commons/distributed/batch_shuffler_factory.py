@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from commons.checks import require_name
+from commons.checks import kind_of, require_name
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 
@@ -90,7 +90,7 @@ class BatchShufflerFactory:
         """
         if not isinstance(config, Mapping):
             raise TypeError(
-                f"the shuffler config is a {type(config).__name__}; it is a dictionary with the shuffler's name under "
+                f"the shuffler config is {kind_of(config)}; it is a dictionary with the shuffler's name under "
                 "'type': write {\"type\": name}, or call create(name)"
             )
         if "type" not in config:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.fx
 
+from commons.checks import kind_of
 from commons.distributed.channel.groups import numbers_device, serves
 from commons.distributed.errors import raise_on_all
 from commons.distributed.process_group import all_gather_single, resolve_process_group
@@ -185,7 +186,7 @@ def _sum_error(local_sum: Any) -> Exception | None:
     """The error in a sum of loss terms, if any."""
     if not isinstance(local_sum, torch.Tensor):
         return TypeError(
-            f"local_sum is a {type(local_sum).__name__}; it must be a tensor with the model's graph, also on a rank "
+            f"local_sum is {kind_of(local_sum)}; it must be a tensor with the model's graph, also on a rank "
             "without loss terms: pass the sum of its terms, which may be empty"
         )
     if local_sum.dim() != 0 or not local_sum.is_floating_point():

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from commons.checks import kind_of
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.datasets.samplers.planned import PlannedSampler
 
@@ -33,7 +34,7 @@ class BalancedBatches(Callback):
     def __init__(self, sampler: PlannedSampler) -> None:
         if not isinstance(sampler, PlannedSampler):
             raise TypeError(
-                f"sampler is a {type(sampler).__name__}; it must be a BalancedBatchSampler or a BudgetBatchSampler: "
+                f"sampler is {kind_of(sampler)}; it must be a BalancedBatchSampler or a BudgetBatchSampler: "
                 "make one of these, and a DataLoader with it as batch_sampler"
             )
         self._sampler = sampler

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from commons.checks import as_count
+from commons.checks import as_count, kind_of
 from commons.console import progress_bar
 from commons.datasets import BalancedBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START
@@ -58,7 +58,7 @@ def balanced(
             is unknown, a loss that is not divided by the number of items on all ranks.
     """
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"trainer is a {type(trainer).__name__}; it must be a transformers.Trainer: make one first")
+        raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer: make one first")
     missing = [name for name in _HOOKS if not hasattr(trainer, name)]
     if missing:
         raise TypeError(
@@ -66,7 +66,7 @@ def balanced(
             "4.48 or newer"
         )
     if not (cost is None or callable(cost)):
-        raise TypeError(f"cost is a {type(cost).__name__}; it must be a function from lengths to workloads: pass one")
+        raise TypeError(f"cost is {kind_of(cost)}; it must be a function from lengths to workloads: pass one")
     window = as_count(window, "window", 1)
     trainer.get_train_dataloader = partial(_loader, trainer, lengths, cost, padded, window)
     return trainer
@@ -86,7 +86,7 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     args, dataset = trainer.args, trainer.train_dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"train_dataset is a {type(dataset).__name__} without a length; balancing needs the lengths of all rows "
+            f"train_dataset is {kind_of(dataset)} without a length; balancing needs the lengths of all rows "
             "before training: use a map-style data set"
         )
     config = getattr(trainer.accelerator, "parallelism_config", None)  # has cp_size before the Trainer has get_cp_size

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from commons.checks import kind_of
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.redistribute import Routes, carry_out
@@ -288,4 +289,4 @@ def _require_blocks(needs: list[_Needs], members: Sequence[int]) -> None:
 
 def _require_spec(spec: Any) -> None:
     if not isinstance(spec, MicroBatchSpec):
-        raise TypeError(f"spec is a {type(spec).__name__}; it must be a MicroBatchSpec: make one")
+        raise TypeError(f"spec is {kind_of(spec)}; it must be a MicroBatchSpec: make one")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from commons.checks import kind_of
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.engine import Starter
 from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
@@ -142,7 +143,7 @@ class BalancedPipeline:
         if not isinstance(copied, ShufflingBatch):  # the user's own copy made a new batch
             if len(self._handed_out) > 1:
                 raise self._reported(
-                    f"{type(self).__name__} got a {type(copied).__name__} that is not the result of the batch's to(), "
+                    f"{type(self).__name__} got {kind_of(copied)} that is not the result of the batch's to(), "
                     f"while {len(self._handed_out)} batches that were read wait for their shuffle; it cannot be "
                     "matched to one of them: let your own copy return the result of to()"
                 )

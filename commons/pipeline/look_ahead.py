@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torchrec.streamable import Pipelineable
 
+from commons.checks import kind_of
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
 from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.engine.window import require_iterator
@@ -66,7 +67,7 @@ def _require_pipelineable(batch: Any) -> None:
     missing = [name for name in ("to", "record_stream") if not callable(getattr(batch, name, None))]
     if missing:
         raise TypeError(
-            f"the batch is a {type(batch).__name__}, without {' and '.join(missing)}; a pipeline trains dataclasses "
+            f"the batch is {kind_of(batch)}, without {' and '.join(missing)}; a pipeline trains dataclasses "
             "that are also torchrec.streamable.Pipelineable: add its to, record_stream and pin_memory, or derive the "
             "class from BaseBatch, which has them"
         )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 # The module that defines this class differs between TorchRec versions; this import works in all of them.
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage
 
+from commons.checks import kind_of
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.engine import Starter
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
@@ -103,7 +104,7 @@ def shuffle_stage(shuffler: BaseTaskBalancedBatchShuffler, stream: torch.Stream)
     def finish(shuffling: Any) -> Any:
         if not isinstance(shuffling, ShufflingBatch):
             raise ValueError(
-                f"the shuffle stage got a {type(shuffling).__name__} whose shuffle was not started; batches must come "
+                f"the shuffle stage got {kind_of(shuffling)} whose shuffle was not started; batches must come "
                 "from balanced_iter(iterator, shuffler), and earlier stages must return the result of to(): wrap the "
                 "iterator"
             )

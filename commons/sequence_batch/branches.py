@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from commons.checks import kind_of, with_article
 from commons.sequence_batch.fields import Path, batch_items, make_batch, path_name
 from commons.sequence_batch.jagged import is_type_of, torchrec_class
 from commons.sequence_batch.plain_values import find_type, known_type, type_name
@@ -53,8 +54,8 @@ def branch_kind(value_type: type) -> BranchKind | None:
         return "tensordict"
     if tensordict is not None and tensordict.is_tensorclass(value_type):
         raise TypeError(
-            f"the batch holds a {value_type.__name__}, a tensorclass; rows are taken from a TensorDict: pass "
-            "to_tensordict()"
+            f"the batch holds {with_article(value_type.__name__)}, a tensorclass; rows are taken from a TensorDict: "
+            "pass to_tensordict()"
         )
     if is_type_of(value_type, "KeyedTensor"):
         return "keyed"
@@ -116,7 +117,7 @@ def rebuild_branch(prototype: Any, kind: BranchKind, children: dict[Any, Any], r
         return _filled(copy.copy(prototype), children)
     except TypeError:
         raise TypeError(
-            f"the batch holds a {type(prototype).__name__}, whose items cannot be set; its rows become a mapping of "
+            f"the batch holds {kind_of(prototype)}, whose items cannot be set; its rows become a mapping of "
             "the same type: pass a dict"
         ) from None
 
@@ -285,14 +286,14 @@ def _factory_name(factory: Any, path: Path) -> str | None:
 
 def _require_only_items(value: Any, path: Path) -> None:
     """Raise TypeError for a mapping or sequence that cannot be rebuilt from its items only."""
-    made = type(value).__name__
+    made = kind_of(value)
     known: dict[str, Any] = {}
     if isinstance(value, Mapping):
         try:
             empty = type(value)()
         except TypeError as error:
             raise TypeError(
-                f"{path_name(path)!r} is a {made}, which cannot be made without arguments ({error}); a receiver fills "
+                f"{path_name(path)!r} is {made}, which cannot be made without arguments ({error}); a receiver fills "
                 "an empty mapping with the items: pass dict(...) of it"
             ) from error
         known = getattr(empty, "__dict__", {})
@@ -300,6 +301,6 @@ def _require_only_items(value: Any, path: Path) -> None:
         holds_items = isinstance(held, Mapping) and held.keys() == getattr(value, "keys", dict)()
         if not holds_items and not (name in known and is_equal(held, known[name])):
             raise TypeError(
-                f"{path_name(path)!r} is a {made} with the attribute {name!r}; only its items are sent: pass a dict, "
+                f"{path_name(path)!r} is {made} with the attribute {name!r}; only its items are sent: pass a dict, "
                 "list or tuple of them"
             )

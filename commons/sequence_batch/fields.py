@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from commons.checks import as_count
+from commons.checks import as_count, kind_of
 
 Path: TypeAlias = tuple[Any, ...]  # the keys that lead to a value in a batch
 B = TypeVar("B")
@@ -126,6 +126,6 @@ def require_dataclass(batch: Any) -> None:
     """Raise TypeError unless `batch` is an instance of a dataclass."""
     if not hasattr(type(batch), "__dataclass_fields__"):
         raise TypeError(
-            f"the batch is a {type(batch).__name__}; a batch must be an instance of a dataclass: "
+            f"the batch is {kind_of(batch)}; a batch must be an instance of a dataclass: "
             "decorate its class with @dataclass, or put it into a field of one, such as BaseBatch(features)"
         )

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from commons.checks import kind_of
 from commons.sequence_batch.branches import (
     BranchKind,
     Constant,
@@ -313,6 +314,6 @@ def _named(counts: Mapping[Path, int]) -> dict[str, int]:
 
 def _no_rows(batch: Any) -> ValueError:
     return ValueError(
-        f"the batch is a {type(batch).__name__} without rows; a batch holds tensors, arrays or lists with an entry per "
+        f"the batch is {kind_of(batch)} without rows; a batch holds tensors, arrays or lists with an entry per "
         "row: add one"
     )

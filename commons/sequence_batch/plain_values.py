@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from commons.checks import kind_of, with_article
 from commons.sequence_batch.fields import Path, path_name
 
 K = TypeVar("K")
@@ -68,7 +69,7 @@ def _parts(value: Any, path: Path) -> tuple[str, Any]:
     if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
         return "numpy", [value.dtype.str, value.item()]
     raise TypeError(
-        f"{path_name(path)!r} holds a {held.__name__}; values other than tensors are sent as JSON: use None, "
+        f"{path_name(path)!r} holds {kind_of(value)}; values other than tensors are sent as JSON: use None, "
         "numbers, strings, bytes, enums, and lists, tuples and dicts of these, or a tensor with an entry per row"
     )
 
@@ -156,8 +157,8 @@ def type_name(named: type, where: str) -> str:
     """`name_of` a class at `where` in a batch; TypeError if `find_type` would not find the class by this name."""
     if find_type(name_of(named)) is not named:
         raise TypeError(
-            f"{where!r} is a {named.__qualname__}, which is not found under that name in module {named.__module__}; "
-            "receivers look classes up by name: define it at the top level of a module"
+            f"{where!r} is {with_article(named.__qualname__)}, which is not found under that name in module "
+            f"{named.__module__}; receivers look classes up by name: define it at the top level of a module"
         )
     return name_of(named)
 

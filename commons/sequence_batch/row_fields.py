@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from commons.checks import kind_of
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.host_copies import attach_host_copy, host_copy
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
@@ -154,7 +155,7 @@ class ArrayField(RowField):
             # Joining and sending keep only the values of a subclass.
             remedy = "np.ma.getdata and np.ma.getmaskarray" if isinstance(value, np.ma.MaskedArray) else "np.asarray"
             raise TypeError(
-                f"field {self.name!r} is a {type(value).__name__}; arrays must be plain, because all except the values "
+                f"field {self.name!r} is {kind_of(value)}; arrays must be plain, because all except the values "
                 f"would be lost: pass the result of {remedy}"
             )
 

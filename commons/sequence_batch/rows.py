@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from commons.checks import kind_of
 from commons.sequence_batch.branches import is_equal
 from commons.sequence_batch.fields import Path, can_state_padding, path_name
 from commons.sequence_batch.open_batch import Tree, count_tree, open_tree, rebuild
@@ -268,7 +269,7 @@ def _as_indices(indices: Any, rows: int) -> torch.Tensor:
         chosen = torch.as_tensor(listed, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"indices are a {type(indices).__name__} and not an array of integers ({error}); rows are chosen by a "
+            f"indices are {kind_of(indices)} and not an array of integers ({error}); rows are chosen by a "
             "one-dimensional list of integers: pass the positions of the rows"
         ) from error
     if chosen.numel() == 0:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from commons.checks import kind_of
 from commons.sequence_batch.branches import UnsendableError
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.open_batch import Tree, open_tree
@@ -163,7 +164,7 @@ def _require_sendable(path: Path, tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor for a message; TypeError for a tensor that would arrive changed."""
     if type(tensor) is not torch.Tensor:
         raise TypeError(
-            f"{path_name(path)!r} is a {type(tensor).__name__}; it would arrive as a plain tensor: pass a plain "
+            f"{path_name(path)!r} is {kind_of(tensor)}; it would arrive as a plain tensor: pass a plain "
             "tensor, and its other attributes as separate fields"
         )
     if tensor.requires_grad:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.checks import kind_of
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.balanced import BalancedBatchSampler
@@ -93,7 +94,7 @@ def balanced_loader(
     data: Any = train_loader.dataset
     if not hasattr(data, "length_only_batches") or not isinstance(train_loader, ResumableLoader):
         raise ValueError(
-            f"balance_sampler is True, and a {type(train_loader).__name__} over {type(data).__name__} does not provide "
+            f"balance_sampler is True, and {kind_of(train_loader)} over {type(data).__name__} does not provide "
             "the lengths of its rows: give a ResumableLoader over a data set with length_only_batches(), such as "
             "SequenceDataset, or make a BalancedBatchSampler from the workloads"
         )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from commons.checks import kind_of
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, BatchOrderSampler, EpochSampler, Place
 from commons.datasets.samplers.planned import PlannedSampler
@@ -95,7 +96,7 @@ class Epochs:
                 self._steps.require_fits(loader.dataset)
         elif self._args.schedule_in == "rows":
             raise ValueError(
-                f"schedule_in is 'rows' and the sampler is a {type(self._sampler).__name__}, which does not state the "
+                f"schedule_in is 'rows' and the sampler is {kind_of(self._sampler)}, which does not state the "
                 "rows of each step: use a sampler of commons.datasets.samplers, or set schedule_in to 'steps'"
             )
         if isinstance(self._sampler, PlannedSampler):

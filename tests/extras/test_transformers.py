@@ -254,7 +254,7 @@ def test_a_data_set_is_read_by_its_length(tmp_path):
     assert len(balanced(trainer).get_train_dataloader()) == 10
     with pytest.raises(ValueError, match=r"cost\(lengths\) has 1 entries, there are 20 rows; one per row is needed"):
         balanced(trainer, cost=lambda lengths: lengths[:1]).get_train_dataloader()
-    with pytest.raises(TypeError, match="cost is a int; it must be a function from lengths to workloads: pass one"):
+    with pytest.raises(TypeError, match="cost is an int; it must be a function from lengths to workloads: pass one"):
         balanced(trainer, cost=3)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.checks import kind_of
 from commons.distributed.channel.absence import NamedCollectives, RankMissingError
 from commons.distributed.channel.connections import break_connections
 from commons.distributed.channel.groups import (
@@ -308,7 +309,7 @@ def _as_json(call: str, options: dict[str, Any] | None) -> tuple[str, int, Excep
             json.dumps(value)
         except (TypeError, ValueError) as error:
             problem = TypeError(
-                f"{name} is a {type(value).__name__}; ranks compare their options as JSON: pass a Python bool or number"
+                f"{name} is {kind_of(value)}; ranks compare their options as JSON: pass a Python bool or number"
             )
             problem.__cause__ = error
     text = json.dumps([call, None if problem else options])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from commons.available_memory import require_memory
-from commons.checks import as_count
+from commons.checks import as_count, kind_of
 from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.errors import capture_error
 from commons.distributed.gather.local_rows import LocalRows
@@ -116,7 +116,7 @@ def require_iterator(source: Any) -> None:
     """Raise TypeError for a source of batches that is no iterator, such as a DataLoader."""
     if not hasattr(source, "__next__"):
         raise TypeError(
-            f"the batches come from a {type(source).__name__}; a pipeline reads them from an iterator: pass iter(...) "
+            f"the batches come from {kind_of(source)}; a pipeline reads them from an iterator: pass iter(...) "
             "of it, the same one in every step"
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from commons.checks import kind_of
 from commons.perf_model.partitioner import core
 
 INT64_MAX = 2**63 - 1
@@ -52,7 +53,7 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
 def _as_int64(values: Any, name: str, num_rows: int | None) -> np.ndarray:
     array = _as_array(values, name)
     if array.ndim == 0:
-        what = repr(values) if values is None or np.isscalar(values) else f"a {type(values).__name__}"
+        what = repr(values) if values is None or np.isscalar(values) else kind_of(values)
         raise ValueError(f"{name} is {what}; one value per row is needed: pass a list, an array or a tensor")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}; one value per row is needed: flatten it to one dimension")

@@ -162,7 +162,7 @@ class WithoutSuper(TokensBalancedBatchShuffler):
         (lambda: balanced_iter(iter([]), WithoutSuper), r"shuffler is the class WithoutSuper; .*: pass WithoutSuper\("),
         (
             lambda: shuffle_stage(3, None),
-            r"shuffler is a int; it must .*: such as TokensBalancedBatchShuffler\(",
+            r"shuffler is an int; it must .*: such as TokensBalancedBatchShuffler\(",
         ),
         (lambda: BatchShufflerFactory.create_from_config("tokens"), "the shuffler config is a str; it is a dictionary"),
         (lambda: TrainPipelineFactory.register("mine", 3), "pipeline 'mine' is 3, which cannot be called; .* give a"),

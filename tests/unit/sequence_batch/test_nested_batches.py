@@ -191,7 +191,7 @@ def test_a_structure_that_differs_is_named(name, value, message):
         ({"a": JaggedTensor(torch.ones(3), offsets=torch.tensor([1, 2, 3]))}, ValueError, "'labels.a' has offsets"),
         ({"a": JaggedTensor(ONES, lengths=ONES.int(), weights=ONES.view(2, 1))}, ValueError, "weights of shape .2, 1."),
         ({"a": torch.zeros(2), "b": {1, 2}}, TypeError, "'labels.b' holds a set"),
-        ({"a": [torch.zeros(2).numpy()]}, TypeError, "'labels.a.0' holds a ndarray"),
+        ({"a": [torch.zeros(2).numpy()]}, TypeError, "'labels.a.0' holds an ndarray"),
         (TensorDict({"a": STACK}, batch_size=[2]), TypeError, "'labels.a' holds a Python object per row"),
         (TensorDict({"a": torch.zeros(3, 1)}, batch_size=[3]), ValueError, "disagree .*'labels.batch_size': 3"),
         (Inner(torch.zeros(2), batch_size=3), ValueError, "disagree .*'labels.batch_size': 3"),
@@ -294,7 +294,7 @@ def test_declarations_add_up_and_are_checked():
         values: torch.Tensor
         handle: Any = None
 
-    with pytest.raises(TypeError, match=r"'handle' holds a object; .*register_batch_type\(Local, per_rank=.'handle'"):
+    with pytest.raises(TypeError, match=r"'handle' holds an object; .*register_batch_type\(Local, per_rank=.'handle'"):
         BatchSchema.of(Local(torch.ones(2), handle=object()))
     assert register_batch_type(Local) is Local and register_batch_type(Local, per_rank=["handle"]) is Local
     assert register_batch_type()(Local) is Local

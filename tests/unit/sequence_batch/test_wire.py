@@ -217,10 +217,10 @@ Pair = namedtuple("Elsewhere", ["x"])
     ("batch", "message"),
     [
         (make_dataclass("Local", ["x"])(torch.ones(1)), "'the batch itself' is a Local, which is not found under that"),
-        ({"p": Pair(torch.ones(1))}, "'p' is a Elsewhere, which is not found"),
+        ({"p": Pair(torch.ones(1))}, "'p' is an Elsewhere, which is not found"),
         ({"x": torch.ones(1), "when": datetime.date(2024, 1, 1)}, "'when' holds a date; values other than tensors are"),
-        ({"x": torch.ones(1), "lists": [object()]}, "'lists' holds a object"),
-        ({"x": torch.ones(1), "o": np.array([object()], dtype=object)}, "'o' holds a object"),
+        ({"x": torch.ones(1), "lists": [object()]}, "'lists' holds an object"),
+        ({"x": torch.ones(1), "o": np.array([object()], dtype=object)}, "'o' holds an object"),
         ({"x": np.zeros(1, dtype=[("a", "i4")])}, "'x' is an array of dtype .* pass its fields as separate arrays"),
         ({"x": with_attribute(given(WithState()), "encodings", ["e"])}, "'x' is a WithState with the attribute 'enc"),
         ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra'; only"),
