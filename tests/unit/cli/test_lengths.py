@@ -124,7 +124,15 @@ FILES = [
     ("uniform", None, [], "distributions are zipf:EXPONENT:LONGEST"),
     *(
         (name, None, [], f"lengths is {name!r}, neither a file nor a known distribution: give zipf")
-        for name in ("normal:3:4", "zipf:0.9:4096", "zipf:1.2:0.5", "lognormal:-1:1", "zipf:x:9", "lognormal:1:99")
+        for name in (
+            "normal:3:4",
+            "zipf:0.9:4096",
+            "zipf:1e300:7",
+            "zipf:1.2:0.5",
+            "lognormal:-1:1",
+            "zipf:x:9",
+            "lognormal:1:99",
+        )
     ),
     ("zipf:1.2:9", None, ["--column", "n"], "belong to a file"),
     ("zipf:1.2:9", None, ["--group-by", "n"], "belong to a file"),
