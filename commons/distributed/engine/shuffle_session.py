@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.engine.exchange_order import ExchangeOrder
 from commons.distributed.engine.shuffle_handle import EXCHANGE, PreparedShuffle
 from commons.distributed.errors import capture_error
 from commons.distributed.exchange import verification
@@ -77,6 +78,7 @@ class ShuffleSession:
         self._rows_group = channel.payload_group if window is None else channel.control_group
         lacks_all_to_all = window is None and not channel.has_all_to_all
         self._all_gather = options.transport == "all_gather" or (options.transport == "auto" and lacks_all_to_all)
+        self._members, self._order = np.array(channel.members), ExchangeOrder(channel)
         self._header = MESSAGE_NUMBERS + BATCH_NUMBERS * (window or 1)
         self._capacity = 0
         self._layout: PayloadLayout | None = None
@@ -174,6 +176,8 @@ class ShuffleSession:
         reports = self._require_same_plan(step, steps, plan, exchange, local, error)
         assert plan is not None and exchange is not None  # noqa: S101  the comparison raised the error
         self._require_rows_everywhere(schema, plan)
+        if exchange.moves:
+            self._order.plan(step)
         number = step * (self._window or 1)
         describe = functools.partial(
             stats_of_plan,
@@ -200,9 +204,8 @@ class ShuffleSession:
         `batches` are at least one, which may be empty.
 
         Returns:
-            The batches that this rank trains, one for each step, with their GlobalBatch; a batch whose rows do not
-            change is the same object, unless other ranks' rows change. In mode "off", its own batches, with at least
-            one row each if they can be padded, because TorchRec's modules need one.
+            The batches that this rank trains, one for each step, see `attach_global_batches`. In mode "off", its own
+            batches, with at least one row each if they can be padded, because TorchRec's modules need one.
 
         Raises:
             RankMissingError: a rank did not join in time, or raised an error (quoted); every later call raises it too.
@@ -240,6 +243,7 @@ class ShuffleSession:
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
         """Run the payload collective; waits for host tensors, while on a device only the stream waits."""
         assert self._rows_group is not None  # noqa: S101  rows move between at least two ranks
+        self._order.begin(step)
         with self.channel.collective(step, EXCHANGE):
             work = exchange.send_rows(buffer, sent, self._rows_group, async_op=sent.device.type == "cpu")
             if work is not None:
@@ -248,7 +252,7 @@ class ShuffleSession:
     def _agree(self, step: int, local: Sequence[LocalRows]) -> PayloadLayout | None:
         """Compare settings and schemas of all ranks; the layout of their batches, or None if no rank has a batch."""
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
-        own, _ = capture_error(lambda: [self._table(each, counted) for each in local])  # `_gather` raises their error
+        own, _ = capture_error(lambda: [each.table(counted) for each in local])  # `_gather` raises their error
         schema, most_words = agree_on_schema(self.channel, step, self._settings, local, sum(map(len, own or ())))
         self._capacity = most_words + most_words // 4
         if schema is None:
@@ -319,7 +323,7 @@ class ShuffleSession:
         return self.channel.agree(call, {}, error or problem, message, step)
 
     def _own_table(self, agreed: BatchSchema, local: LocalRows) -> np.ndarray:
-        """The packed rows of a batch, int64 `(words,)`; empty in mode "off"."""
+        """The packed rows of a batch, see `LocalRows.table`."""
         if local.schema is not self._alike and local.schema is not None and local.schema != agreed:
             raise ValueError(
                 f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, structure, "
@@ -327,19 +331,16 @@ class ShuffleSession:
                 f"on the rows into properties{agreed.way_out(local.schema)}"
             )
         self._alike = local.schema
-        return self._table(local, self._counted)
-
-    def _table(self, local: LocalRows, counted: np.ndarray) -> np.ndarray:
-        return local.table(counted) if local.schema and self._options.mode != "off" else _NO_WORDS
+        return local.table(self._counted)
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""
         if self._options.mode != "balance" or schema.states_padding:
             return
-        without = np.flatnonzero(plan.result_real_rows == 0).tolist()
+        without = self._members[plan.result_real_rows == 0].tolist()
         if without:
             raise ValueError(
-                f"ranks {self._named(without)} would train no row, and {schema.type_name} cannot state padding; such a "
+                f"ranks {without} would train no row, and {schema.type_name} cannot state padding; such a "
                 "batch needs at least one row on every rank: give it a field actual_batch_size, or derive it from "
                 "BaseBatch"
             )
@@ -369,7 +370,7 @@ class ShuffleSession:
             return table[:, 1:]
         values, counts = np.unique(digests, return_counts=True)
         most = digests[0] if (digests == digests[0]).sum() == counts.max() else values[counts.argmax()]
-        others = self._named(np.flatnonzero(digests != most).tolist())
+        others = self._members[digests != most].tolist()
         raise RuntimeError(
             f"ranks {others} made another plan than the rest of {self.channel.description} at step {step}; a plan must "
             "be a pure function of what was gathered: use the same evenrank version and settings on every rank"
@@ -379,7 +380,7 @@ class ShuffleSession:
         """Whether the data ends on all ranks: one has none, batches cannot be empty, and no rows move to it."""
         if self._options.mode == "balance" or schema.states_padding:
             return False
-        dry = np.flatnonzero(messages[:, 1] == 0).tolist()
+        dry = self._members[messages[:, 1] == 0].tolist()
         if not dry:
             return False
         if self.channel.rank == 0 and not self._has_warned_of_end:
@@ -388,13 +389,9 @@ class ShuffleSession:
                 "the data of ranks %s ended at step %d, and %s cannot state padding, so that the data ends on all "
                 "ranks: the %d rows that the others have read, and any later ones, are not trained; to train them, use "
                 "mode 'balance', or a batch with a field actual_batch_size",
-                self._named(dry),
+                dry,
                 messages[0, 0],
                 schema.type_name,
                 messages[:, MESSAGE_NUMBERS + 1 : self._header : BATCH_NUMBERS].sum(),
             )
         return True
-
-    def _named(self, ranks: Iterable[int]) -> list[int]:
-        """Global numbers of ranks of the group."""
-        return [self.channel.members[rank] for rank in ranks]

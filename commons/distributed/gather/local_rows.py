@@ -54,11 +54,13 @@ class LocalRows:
         The lengths of the keys with the indices `counted` add up to a row's tokens; without any, a row is one token.
 
         Returns:
-            int64 `(words,)`, see `GatheredRows`.
+            int64 `(words,)`, see `GatheredRows`; none in mode "off", and without a batch.
 
         Raises:
             TypeError, ValueError: workloads that are not one int64 per row, or lengths that do not fit the values.
         """
+        if self.workloads is None:
+            return np.zeros(0, dtype=np.int64)
         if self.copied is not None:
             self.copied.synchronize()
         workloads, sums = self.workloads, self.sizes[: len(self.lengths)]
