@@ -152,6 +152,8 @@ class ControlChannel(NamedCollectives):
         numbers: Sequence[int] | np.ndarray = (),
         step: int = 0,
         room: int = 0,
+        *,
+        on_main: bool = False,
     ) -> np.ndarray:
         """Check on all ranks, before any of them acts, that they make the same call and that none has failed.
 
@@ -162,6 +164,7 @@ class ControlChannel(NamedCollectives):
             numbers: int64 `(n,)` to gather; n is equal on all ranks.
             step: number of the step or call, for messages.
             room: least count of numbers to send, so that messages of different calls have the same size.
+            on_main: see `gather`.
 
         Returns:
             int64 `(world_size, n)`, the numbers of every rank.
@@ -178,15 +181,17 @@ class ControlChannel(NamedCollectives):
         last = 2 + len(numbers)
         own = np.zeros(max(last, 2 + room), dtype=np.int64)
         own[0], own[1], own[2:last] = state, digest, numbers
-        table = self.gather(own, step, call)
+        table = self.gather(own, step, call, on_main=on_main)
         if not state and (table[:, :2] == own[:2]).all():
             return table[:, 2:last]
         states = table[:, 0]
         # Different options are reported first: they are often the reason for a rank's error.
         if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
-            raise_first_difference([json.loads(each) for each in self.gather_text(text, step)], self.names)
+            calls = self.gather_text(text, step, on_main=on_main)
+            raise_first_difference([json.loads(each) for each in calls], self.names)
         if states.any():
-            self.raise_on_all(error, step)
+            gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
+            raise_on_all(error, self.names, gather)
         return table[:, 2:last]
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather", *, on_main: bool = False) -> np.ndarray:
@@ -218,14 +223,9 @@ class ControlChannel(NamedCollectives):
             values = gathered
         return values.reshape(self.world_size, -1)
 
-    def gather_text(self, text: str, step: int) -> list[str]:
+    def gather_text(self, text: str, step: int, *, on_main: bool = False) -> list[str]:
         """Gather one string from each rank."""
-        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts"))
-
-    def raise_on_all(self, error: Exception | None, step: int, *, on_main: bool = False) -> None:
-        """Raise the errors of all ranks on every rank, if any rank has one; all call this; `on_main` as in `gather`."""
-        gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
-        raise_on_all(error, self.names, gather)
+        return gather_strings(text, functools.partial(self.gather, step=step, what="gather of texts", on_main=on_main))
 
     def swap(self, numbers: np.ndarray, step: int, what: str) -> np.ndarray:
         """All-to-all of int64 `(world_size, n)`: sends row r to rank r, and returns the rows that each rank sent here.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from commons.distributed.channel.agree import ControlChannel
@@ -84,16 +83,9 @@ def require_same_rows(
         RankMissingError: a rank did not join in time.
     """
     after, problem = capture_error(lambda: checksums(results, layout))
-    # The last number counts the ranks whose checksum failed.
-    numbers = np.zeros(len(layout.parts) + 2, dtype=np.int64)
-    if before is None or after is None:
-        numbers[-1] = 1
-    else:
-        numbers[:-1] = (after - before).numpy()
-    table = channel.gather(numbers, step, "comparison of checksums", on_main=on_main)
-    *wrong, failed = table.sum(axis=0).tolist()
-    if failed:
-        channel.raise_on_all(error or problem, step, on_main=on_main)
+    changes = [0] * (len(layout.parts) + 1) if before is None or after is None else (after - before).tolist()
+    table = channel.agree("comparison of checksums", {}, error or problem, changes, step, on_main=on_main)
+    wrong = table.sum(axis=0).tolist()
     damaged = [part for part, value in zip(layout.parts, wrong) if value]
     if damaged:
         names = ", ".join(f"{path_name(part.path)}{' (weights)' if part.weights else ''}" for part in damaged)

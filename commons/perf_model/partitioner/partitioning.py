@@ -156,7 +156,6 @@ def refine(
     assignment: Any,
     k_partitions: int,
     *,
-    equal_size: bool = False,
     tokens: Any = None,
     max_tokens: int | None = None,
 ) -> np.ndarray:
@@ -164,9 +163,8 @@ def refine(
 
     Args:
         workloads: cost of each sample, `(n,)`, as for `partition`.
-        assignment: the partition of each sample, `(n,)`; must satisfy `equal_size` and `max_tokens`.
+        assignment: the partition of each sample, `(n,)`; must satisfy `max_tokens`. Sizes of partitions are free.
         k_partitions: number of partitions, at least 1.
-        equal_size: whether sizes of partitions differ by at most one, before and after.
         tokens: memory that each sample takes, `(n,)`.
         max_tokens: most tokens that a partition may hold, before and after.
 
@@ -174,26 +172,19 @@ def refine(
         int64 `(n,)`, the partition of each sample; the largest load is never above that of `assignment`.
 
     Raises:
-        ValueError: as for `partition`; a partition outside `[0, k)`; or an assignment that breaks `equal_size` or
-            `max_tokens`.
+        ValueError: as for `partition`; a partition outside `[0, k)`; or an assignment that breaks `max_tokens`.
 
     Examples:
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
         [1, 0, 0, 1]
     """
     given = CheckedArguments(
-        workloads, k_partitions, equal_size=equal_size, tokens=tokens, max_tokens=max_tokens, home=assignment
+        workloads, k_partitions, equal_size=False, tokens=tokens, max_tokens=max_tokens, home=assignment
     )
     home, weights = given.arrays["home"], given.arrays["tokens"]
     assert home is not None  # noqa: S101  it was given
     if len(home) == 0:
         return home
-    sizes = np.bincount(home, minlength=given.num_parts)
-    if equal_size and int(sizes.max() - sizes.min()) > 1:
-        raise ValueError(
-            f"assignment has partitions of {sizes.min()} and of {sizes.max()} samples, equal_size is True; its sizes "
-            "must differ by at most one: pass such an assignment, or equal_size=False"
-        )
     if weights is not None and given.has_cap:
         most = int(sum_by_rank(home, weights, given.num_parts).max())
         if most > given.max_tokens:
