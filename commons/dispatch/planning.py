@@ -103,11 +103,21 @@ def plan_redistribution(
         # The planner keeps unequal sizes if no move lowers the largest load. Plan equal parts, and assign them to ranks
         # so that as much work as possible stays at home.
         part_of_unit = partition(units, num_ranks).assignment
-        at = part_of_unit[unit_of_row] * num_ranks + home
-        kept = sum_by_rank(at, workloads + 1, num_ranks**2).reshape(num_ranks, num_ranks)
-        rank_of_unit = linear_sum_assignment(kept, maximize=True)[1][part_of_unit]
+        rank_of_unit = ranks_near_home(part_of_unit[unit_of_row], home, workloads, num_ranks)[part_of_unit]
     destination = _fill_empty(units, rank_of_unit, num_ranks)[unit_of_row]
     return ShufflePlan.of(gathered, destination, plan.lower_bound)
+
+
+def ranks_near_home(
+    place: np.ndarray, home: np.ndarray, weights: np.ndarray, num_ranks: int, steps: int = 1
+) -> np.ndarray:
+    """int64 `(steps · num_ranks,)`: the rank of each place, so that as much weight as possible stays at home.
+
+    Row i, of weight `weights[i]`, is on the rank `home[i]` and goes to `place[i]`, int64 `(rows,)`. Each rank gets one
+    of the `num_ranks` places of a step.
+    """
+    kept = sum_by_rank(place * num_ranks + home, weights + 1, steps * num_ranks**2).reshape(-1, num_ranks, num_ranks)
+    return np.concatenate([linear_sum_assignment(of_step, maximize=True)[1] for of_step in kept])
 
 
 def require_enough(num_parts: int, num_units: int, what: str, may_be_empty: bool, remedy: str = _PAD_REMEDY) -> None:

@@ -115,7 +115,7 @@ class BlockPacking:
                 "or leave such batches out on all ranks"
             )
         tokens = tokens_of(spec, blocks, lengths, workloads is not None)
-        _require_blocks(spec, blocks)
+        require_blocks(spec, blocks, f"the batch has {blocks}")
         costs = None if workloads is None else blocks.sums(workloads)
         return cls(spec, blocks, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
 
@@ -198,12 +198,12 @@ def _allocate(spec: MicroBatchSpec, tokens: np.ndarray, min_groups: int) -> np.n
     return group_of_each(groups, len(tokens))
 
 
-def _require_blocks(spec: MicroBatchSpec, blocks: RowBlocks) -> None:
+def require_blocks(spec: MicroBatchSpec, blocks: RowBlocks, found: str, num_ranks: int = 1) -> None:
+    """Raise ValueError if some micro-batch of the ranks would be empty; `found` says in the error what there is."""
     for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
-        if number > len(blocks):
-            raise ValueError(
-                f"{name} is {number}, the batch has {blocks}; no micro-batch is empty: lower {name} or pass more rows"
-            )
+        if number * num_ranks > len(blocks):
+            remedy = f"lower {name}" if number > 1 else "use fewer ranks"
+            raise ValueError(f"{name} is {number}, {found}; no micro-batch is empty: {remedy} or pass more rows")
 
 
 def _require_room(spec: MicroBatchSpec, blocks: RowBlocks, tokens: np.ndarray) -> None:

@@ -15,9 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
-from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of, in_order_of, tokens_of
+from commons.dispatch.planning import ranks_near_home
+from commons.micro_batching.block_packing import (
+    BlockPacking,
+    RowBlocks,
+    budget_of,
+    in_order_of,
+    require_blocks,
+    tokens_of,
+)
 from commons.micro_batching.fewest_groups import in_order
 from commons.micro_batching.first_fit import l2_bound
 from commons.micro_batching.spec import MicroBatchSpec
@@ -67,7 +74,9 @@ def plan_jointly(
         ValueError: no rows, too few for the ranks and micro-batches, a group above the budget, or no packing.
     """
     num_ranks, blocks = len(rows_per_rank), RowBlocks.of(spec, len(lengths), groups)
-    _require_enough(spec, blocks, num_ranks)
+    if len(blocks) == 0:
+        raise ValueError("no rank has a row; every micro-batch has at least one: leave out empty batches")
+    require_blocks(spec, blocks, _rows_of(num_ranks, blocks), num_ranks)
     try:
         tokens = tokens_of(spec, blocks, lengths, workloads is not None)
     except ValueError as error:  # ranks have checked their own rows, but a group that spans ranks may exceed the budget
@@ -164,13 +173,8 @@ class _Cells:
 
     def _near_home(self, place: np.ndarray, number: int) -> np.ndarray:
         """The same bins; the bins of each micro-batch are assigned to ranks so that the most tokens stay."""
-        num_ranks = self.num_ranks
-        at_home = sum_by_rank(place * num_ranks + self.home, self.tokens + 1, number * num_ranks**2)
-        rank_of = np.empty((number, num_ranks), np.int64)
-        for index, kept in enumerate(at_home.reshape(number, num_ranks, num_ranks)):
-            rank_of[index] = linear_sum_assignment(kept, maximize=True)[1]
-        micro_batch = place // num_ranks
-        return micro_batch * num_ranks + rank_of.ravel()[place]
+        rank = ranks_near_home(place, self.home, self.tokens, self.num_ranks, number)[place]
+        return place // self.num_ranks * self.num_ranks + rank
 
 
 def _pack(
@@ -193,18 +197,6 @@ def _pack(
 
 def _fewest_bins(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
     return l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens))
-
-
-def _require_enough(spec: MicroBatchSpec, blocks: RowBlocks, num_ranks: int) -> None:
-    if len(blocks) == 0:
-        raise ValueError("no rank has a row; every micro-batch has at least one: leave out empty batches")
-    for name, number in (("n_mbs", spec.n_mbs), ("n_mbs_divisor", spec.n_mbs_divisor)):
-        if number * num_ranks > len(blocks):
-            raise ValueError(
-                f"{name} is {number}, {_rows_of(num_ranks, blocks)}; no "
-                f"micro-batch of a rank is empty: {f'lower {name}' if number > 1 else 'use fewer ranks'} or pass more "
-                "rows"
-            )
 
 
 def _no_packing(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, num_ranks: int) -> ValueError:

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from commons.checks import as_count, require_no_string
-from commons.sequence_batch.fields import IDENTITY, ROW_COUNT_FIELDS, Path, path_name
+from commons.sequence_batch.fields import IDENTITY, Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.row_leaves import describe_leaf, pinned
@@ -77,9 +77,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     actual_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ROW_COUNT_FIELDS:
-            if (count := getattr(self, name)) is not None:
-                as_count(count, name, 0)
+        if self.batch_size is not None:
+            as_count(self.batch_size, "batch_size", 0)  # other batch types may have one below 0, which states nothing
         self.batch_size, self.actual_batch_size = row_counts(self)
         require_no_string("contextual_feature_names", self.contextual_feature_names)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
