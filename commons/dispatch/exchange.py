@@ -20,7 +20,7 @@ from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 from commons.distributed.channel.groups import serves
 from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
-from commons.sequence_batch.wire import MessageBuffer, decode, encode
+from commons.sequence_batch.wire import Message, MessageBuffer, decode, encode
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0
 # Name of the all-to-all of rows in messages.
 EXCHANGE = "exchange of rows"
+# Space in the buffer for the description of a message's batch; more than most take.
+_HEADER_BYTES = 4096
 # State of a rank: no pieces, pieces for itself only, bytes for other ranks on the host, or on its device.
 _NO_PIECES, _NOTHING_TO_SEND, _ON_HOST, _ON_DEVICE = range(4)
 
@@ -104,12 +106,14 @@ def exchange(
         Exception: the error of any rank, also in `collect`, on all ranks.
         RankMissingError: a rank is missing after the timeout.
     """
-    own, outgoing, state = None, None, _NO_PIECES
+    group = channel.payload_group
+    from_device = group is not None and channel.has_all_to_all and serves(group, "cuda")
+    buffer = MessageBuffer(expected_bytes + channel.world_size * _HEADER_BYTES, on_accelerator=bool(from_device))
+    own, state = None, _NO_PIECES
     if error is None and pieces is not None:
-        packed, error = capture_error(lambda: _pack(channel, pieces, expected_bytes))
-        own, outgoing = packed or (None, None)
-        state = _NOTHING_TO_SEND if outgoing is None else _ON_DEVICE if outgoing.bytes.is_cuda else _ON_HOST
-    sizes = [0] * channel.world_size if outgoing is None else outgoing.sizes
+        own, error = capture_error(lambda: _pack(channel, pieces, buffer))
+        state = _NOTHING_TO_SEND if not any(buffer.sizes) else _ON_DEVICE if buffer.bytes.is_cuda else _ON_HOST
+    sizes = buffer.sizes or [0] * channel.world_size
     states = channel.begin(call, options, error, state)
     if max(states) == _NO_PIECES:
         return None, 0, 0
@@ -119,8 +123,7 @@ def exchange(
         incoming = channel.swap(own_sizes, channel.step, "exchange of sizes")[:, 0].tolist()
         on_device = _ON_DEVICE in states and _ON_HOST not in states  # all ranks must use the same group
         with channel.failures_posted(channel.step, EXCHANGE):
-            source = torch.empty(0, dtype=torch.uint8, device="cpu") if outgoing is None else outgoing.bytes
-            source = source.to("cuda" if on_device else "cpu")
+            source = buffer.bytes.to("cuda" if on_device else "cpu")
         messages = channel.send_bytes(source, sizes, incoming)
     result, error = capture_error(
         lambda: collect([own if rank == channel.rank else _received(part) for rank, part in enumerate(messages)])
@@ -129,30 +132,21 @@ def exchange(
     return result, sum(sizes), sum(incoming)
 
 
-def _pack(
-    channel: DispatchChannel, pieces: Callable[[int], Piece | None], expected_bytes: int
-) -> tuple[Piece | None, MessageBuffer | None]:
-    """This rank's own piece, and the messages to other ranks; None if there are no messages."""
-    own, buffer, group = None, None, channel.payload_group
-    can_send_from_device = group is not None and channel.has_all_to_all and serves(group, "cuda")
+def _pack(channel: DispatchChannel, pieces: Callable[[int], Piece | None], buffer: MessageBuffer) -> Piece | None:
+    """Append a message for each rank to the buffer; returns this rank's own piece."""
+    own = None
     for rank in range(channel.world_size):
         with torch.no_grad():  # also for this rank's own piece, so that a result does not depend on its rows' origin
             piece = pieces(rank)
         if rank == channel.rank:
             own, piece = piece, None
-        message = None
-        if piece is not None:
-            message = encode(
-                piece.rows, *([] if piece.indices is None else [_compact(piece.indices)]), extra=piece.extra
-            )
-            if buffer is None:
-                on_device = message.on_accelerator and can_send_from_device
-                headers = channel.world_size * (len(message.header) + 64)  # they differ by a few digits
-                buffer = MessageBuffer(expected_bytes + headers, on_accelerator=on_device)
-                buffer.sizes = [0] * rank
-        if buffer is not None:
-            buffer.append(message)
-    return own, buffer
+        buffer.append(None if piece is None else _message(piece))
+    return own
+
+
+def _message(piece: Piece) -> Message:
+    indices = [] if piece.indices is None else [_compact(piece.indices)]
+    return encode(piece.rows, *indices, extra=piece.extra)
 
 
 def _received(message: torch.Tensor) -> Piece | None:

@@ -60,24 +60,28 @@ class MessageBuffer:
 
     Args:
         expected_bytes: expected size of all messages together.
-        on_accelerator: whether the buffer is on the current CUDA device.
+        on_accelerator: whether the buffer is on the current CUDA device if the first message is; else on the host.
     """
 
     def __init__(self, expected_bytes: int, on_accelerator: bool) -> None:
-        device = torch.device("cuda" if on_accelerator else "cpu")
-        self._storage = torch.empty(expected_bytes, dtype=torch.uint8, device=device)
+        self._expected_bytes, self._on_accelerator = expected_bytes, on_accelerator
+        self._storage = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.sizes: list[int] = []  # bytes of each message
 
     def append(self, message: Message | None) -> None:
         """Add a message; None for a receiver without a message."""
         start, size = sum(self.sizes), 0 if message is None else message.nbytes
+        self.sizes.append(size)
+        if message is None:
+            return
+        if start == 0 and self._on_accelerator and message.on_accelerator:
+            self._storage = self._storage.to("cuda")
         if start + size > self._storage.numel():
-            grown = self._storage.new_empty(max(start + size, self._storage.numel() * 5 // 4))
+            room = max(start + size, self._storage.numel() * 5 // 4, self._expected_bytes)
+            grown = torch.empty(room, dtype=torch.uint8, device=self._storage.device)
             grown[:start].copy_(self._storage[:start])
             self._storage = grown
-        if message is not None:
-            message.write(self._storage[start : start + size])
-        self.sizes.append(size)
+        message.write(self._storage[start : start + size])
 
     @property
     def bytes(self) -> torch.Tensor:
