@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +39,8 @@ from commons.whole_folder import whole_folder
 SPLITS = ("train", "test")
 # Limits of a row group, which is decoded as a whole when one of its rows is read.
 _INTERACTIONS_PER_GROUP, _MOST_USERS_PER_GROUP = 65_536, 4_096
-# Approximate size of a shard, and maximum number of shards of a split.
+# Size of a shard; of larger ones, if a split would have more than about this number.
 _INTERACTIONS_PER_SHARD, _MOST_SHARDS = 4_000_000, 128
-_GOLDEN = np.uint32(0x9E3779B9)  # 2^32 ÷ golden ratio: Knuth's multiplicative hash
 _EVENT_SCHEMA = pa.schema([("item", pa.int32()), ("action", pa.int16()), ("time", pa.int64())])
 _SCRATCH = "_scratch"
 
@@ -140,14 +140,6 @@ def split_hash(keys: np.ndarray, seed: int) -> np.ndarray:
     return as_fraction(splitmix64(keys.astype(np.uint64) + np.random.SeedSequence(seed).generate_state(1, np.uint64)))
 
 
-def _shards_of(ids: np.ndarray, num_events: int) -> np.ndarray:
-    """The shard of each user within its split, int16 `(n,)`: pseudo-random, but equal in every run."""
-    wanted = min(num_events / _INTERACTIONS_PER_SHARD, _MOST_SHARDS)
-    digits = next(digits for digits in range(32) if 1 << digits >= wanted)
-    hashed = (ids.astype(np.uint32) * _GOLDEN).astype(np.uint64)
-    return (hashed >> np.uint64(32 - digits)).astype(np.int16)
-
-
 class _Events:
     """A stream of events, read in parts of any size."""
 
@@ -192,23 +184,23 @@ class _Writer:
         """Write one shard after the other, with users in the order of the events, then vocabularies and manifest."""
         users, lengths = self._source.users, self._lengths
         split = (split_hash(split_keys(users), seed) < test_fraction).astype(np.int8)  # index in SPLITS
-        ids = np.arange(len(lengths), dtype=np.int32)
-        part = _shards_of(ids, int(lengths.sum()))
-        order = np.lexsort((ids, part, split))
-        places = np.empty_like(ids)
-        places[order] = ids
+        order = np.argsort(split, kind="stable")
+        places = np.empty(len(order), np.int32)
+        places[order] = np.arange(len(order))
+        per_shard = max(_INTERACTIONS_PER_SHARD, int(lengths.sum()) // _MOST_SHARDS)
         with progress_bar("write", int(lengths.sum()), "row", show=self._store.show_progress) as progress:
             events = _Events(self._store.histories(users, places, self._source.items))
-            # The users of each shard: equal split and equal part.
-            for own in np.split(order, np.flatnonzero(np.diff(split[order]) | np.diff(part[order])) + 1):
-                if len(own):
-                    self._write_shard(SPLITS[split[own[0]]], part[own[0]], own, events)
+            for index, name in enumerate(SPLITS):
+                users_of_split = np.flatnonzero(split == index)
+                shards = _cut(lengths[users_of_split], per_shard)
+                for part, own in enumerate(np.split(users_of_split, np.cumsum(shards)[:-1]) if shards else ()):
+                    self._write_shard(name, part, own, events)
                     progress.update(int(lengths[own].sum()))
         self.finish({"test_fraction": test_fraction, "seed": seed, **self._source.options}, int(split.sum()))
 
     def _write_shard(self, split: str, part: int, users: np.ndarray, events: _Events) -> None:
         file, lengths = f"{split}-{part:05d}.parquet", self._lengths[users]
-        groups = _row_groups(lengths)
+        groups = _cut(lengths, _INTERACTIONS_PER_GROUP, _MOST_USERS_PER_GROUP)
         with pq.ParquetWriter(
             self._folder / file,
             self._schema,
@@ -263,13 +255,13 @@ def _length_histogram(lengths: np.ndarray) -> dict[str, int]:
     return {str(1 << digits >> 1): int(count) for digits, count in enumerate(counts)}
 
 
-def _row_groups(lengths: np.ndarray) -> list[int]:
-    """Number of rows of each row group: users in order, until a group has its limit of interactions or users."""
+def _cut(lengths: np.ndarray, interactions: int, users: int = sys.maxsize) -> list[int]:
+    """Number of rows of each shard or row group: users in order, until it has its limit of interactions or users."""
     ends = np.cumsum(lengths)
-    groups, start, done = [], 0, 0
+    parts, start, done = [], 0, 0
     while start < len(lengths):
-        end = int(np.searchsorted(ends, done + _INTERACTIONS_PER_GROUP, side="right"))
-        end = min(max(end, start + 1), start + _MOST_USERS_PER_GROUP, len(lengths))
-        groups.append(end - start)
+        end = int(np.searchsorted(ends, done + interactions, side="right"))
+        end = min(max(end, start + 1), start + users, len(lengths))
+        parts.append(end - start)
         start, done = end, int(ends[end - 1])
-    return groups
+    return parts
