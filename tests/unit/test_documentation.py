@@ -7,9 +7,11 @@ import ast
 import importlib.util
 import itertools
 import re
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from markdown_it import MarkdownIt
@@ -181,6 +183,31 @@ def test_what_rows_name_is_there():
     known |= {"windowed_iter", "global_mean_loss", "pg_group"}
     named = {name for row in DECISIONS for text in row for name in re.findall(r"`(?:trainer\.)?([a-z_]+)\b", text)}
     assert len(SETTINGS) > 10 and named - known <= {"evenrank", "optimization"}
+
+
+SECTIONS = "trainer|dataset|model|optimizer|sid"
+
+
+def _settings_of(config_class: type, prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(config_class)
+    for field in fields(config_class):
+        yield prefix + field.name
+        for kind in (hints[field.name], *get_args(hints[field.name])):
+            if is_dataclass(kind):
+                yield from _settings_of(kind, f"{prefix}{field.name}.")
+
+
+def test_settings_of_the_trainers_are_there():
+    from hstu.train_config import TrainConfig  # takes seconds, in every worker of the suite
+    from sid_gr.train_config import TrainConfig as SIDTrainConfig
+
+    known, named = {*_settings_of(TrainConfig), *_settings_of(SIDTrainConfig)}, set()
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        flags = re.findall(rf"--((?:{SECTIONS})\.[\w.-]*\w)", text)
+        named |= {flag.replace("-", "_").replace(".no_", ".") for flag in flags}
+        named |= set(re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)`", text))
+    assert len(named) > 40 and named <= known, named - known
 
 
 MESSAGE_PAGES = ("docs/troubleshooting.md", "docs/dlrm.md", "docs/faq.md")
