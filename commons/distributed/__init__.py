@@ -1,4 +1,4 @@
-"""Moving rows between ranks: the shuffler, its exchange, and the loss that does not notice."""
+"""Moving rows between ranks: the shuffler, its exchange, and the loss of the global mean."""
 
 from commons.distributed.loss import global_mean_loss, mean_over_ranks
 

@@ -114,14 +114,11 @@ class ShufflePlan:
         self.lower_bound, self.excess_tokens = head["bound"], head["excess_tokens"]
         self.gated, self.changes, self.speeds = bool(head["gated"]), bool(head["changes"]), speeds
         self._head, self._answer, self._num_places = head, answer, num_ranks * head["steps"]
-        self._known: GatheredRows | None = None
         self._packed: tuple[np.ndarray, int, int] | None = None  # words, keys and kept columns
 
     @cached_property
     def gathered(self) -> GatheredRows:
-        """The rows that the plan is of."""
-        if self._known is not None:
-            return self._known
+        """The rows that the plan is of: those given to `ShufflePlanner.plan`, or read from the answer."""
         assert self._packed is not None  # noqa: S101  the rows are those of messages
         words, keys, kept = self._packed
         rows, real_rows, first = map(self._of_places, range(3))
@@ -298,7 +295,7 @@ class ShufflePlanner:
             given.words, given.stride, given.num_words = core.rows_of_words(gathered.words)
         given.num_keys, given.num_kept = gathered.num_keys, gathered.num_kept
         plan = self._read(self._answer(gathered))
-        plan._known = gathered
+        plan.gathered = gathered
         return plan
 
     def plan_messages(

@@ -8,7 +8,6 @@ data: `balanced_iter` starts each batch's shuffle and returns empty batches unti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,22 +21,13 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, re
 from commons.distributed.engine.engine import Starter
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
-
-@dataclass(eq=False)
-class _StagedStarter(Starter):
-    """A Starter with the last iterator, because the next iterator returns its remaining batches first."""
-
-    look_ahead: LookAhead | None = None
-
-    @property
-    def is_needed(self) -> bool:
-        return self.in_flight or self.look_ahead is not None
+_NAME = "StagedTrainPipeline"
 
 
 class _BalancedIterator(LookAhead):
     """A LookAhead that raises errors in `__next__`, because a staged pipeline cannot raise them later."""
 
-    starter: _StagedStarter
+    starter: Starter
 
     def __next__(self) -> ShufflingBatch:
         try:
@@ -77,12 +67,12 @@ def balanced_iter(
     require_shuffler("shuffler", shuffler)
     engine = shuffler.engine
     engine.connect(pg_group)
-    starter = next((each for each in engine.starters if isinstance(each, _StagedStarter)), None)
-    starter = starter or _StagedStarter("StagedTrainPipeline")
+    starter = next((each for each in engine.starters if each.name == _NAME), None) or Starter(_NAME)
     engine.begin(starter)
     starter.in_flight = True
-    look_ahead = _BalancedIterator(iterator, shuffler, pg_group, starter.look_ahead)
-    look_ahead.starter, starter.look_ahead = starter, look_ahead
+    look_ahead = _BalancedIterator(iterator, shuffler, pg_group, starter.last)
+    look_ahead.starter = starter
+    starter.last = look_ahead
     return look_ahead
 
 

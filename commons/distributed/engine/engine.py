@@ -59,11 +59,7 @@ class Starter:
     name: str  # of the pipeline's class, for messages
     on_thread: bool = False  # whether it starts shuffles on its own thread, in no fixed order with the main thread
     in_flight: bool = False  # whether it may start more shuffles; equal on every rank
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the engine has to keep it."""
-        return self.in_flight
+    last: Any = None  # of a staged pipeline, the last iterator; the next one returns its remaining batches first
 
 
 class ShuffleEngine:
@@ -134,7 +130,7 @@ class ShuffleEngine:
         Raises:
             ValueError: another pipeline has not ended, and one of the two starts shuffles on its own thread.
         """
-        self.starters = [each for each in self.starters if each is starter or each.is_needed]
+        self.starters = [each for each in self.starters if each is starter or each.in_flight or each.last]
         for other in self.starters:
             if other is not starter and other.in_flight and (other.on_thread or starter.on_thread):
                 raise ValueError(

@@ -18,12 +18,11 @@ import torch
 
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.engine.exchange_order import ExchangeOrder
 from commons.distributed.engine.shuffle_handle import EXCHANGE, PreparedShuffle
 from commons.distributed.errors import capture_error
 from commons.distributed.exchange import verification
 from commons.distributed.exchange.payload import PayloadLayout
-from commons.distributed.exchange.row_exchange import RowExchange
+from commons.distributed.exchange.row_exchange import ExchangeOrder, RowExchange
 from commons.distributed.gather.local_rows import LocalRows, RowCosts, counted_keys, message_of
 from commons.distributed.gather.peers import Peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
@@ -193,11 +192,6 @@ class ShuffleSession:
         )
         return PreparedShuffle(schema, channel.rank, 0, steps, plan, exchange, describe)
 
-    def problem_with(self, local: LocalRows) -> Exception | None:
-        """The error in a batch of this rank, if any; before ranks have agreed on a schema, the one in describing it."""
-        layout = self._layout
-        return local.error if layout is None else capture_error(lambda: self._own_table(layout.schema, local))[1]
-
     def exchange_rows(self, step: int, prepared: PreparedShuffle, batches: Sequence[Any]) -> list[Any]:
         """Exchange the rows of this rank's batches; on a device, on the stream that copied them.
 
@@ -316,22 +310,26 @@ class ShuffleSession:
 
     def _gather(self, step: int, schema: BatchSchema, local: Sequence[LocalRows], resets: int) -> np.ndarray:
         """Gather the message of every rank, int64 `(world_size, n)`: header and rows, cut off at the capacity."""
+        tables = [self._own_table(schema, each) for each in local]
         error = next((each.error for each in local if each.error is not None), None)
-        own, problem = capture_error(lambda: [self._own_table(schema, each) for each in local])
-        message = message_of(step, local, own or (), self._header, self._capacity)
+        message = message_of(step, local, tables, self._header, self._capacity)
         call = f"gather after {resets} reset()" if resets else "gather"
-        return self.channel.agree(call, {}, error or problem, message, step)
+        return self.channel.agree(call, {}, error, message, step)
 
     def _own_table(self, agreed: BatchSchema, local: LocalRows) -> np.ndarray:
-        """The packed rows of a batch, see `LocalRows.table`."""
-        if local.schema is not self._alike and local.schema is not None and local.schema != agreed:
-            raise ValueError(
-                f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, structure, "
-                "keys, dtypes and plain values must stay the same: make every batch alike, or turn values that depend "
-                f"on the rows into properties{agreed.way_out(local.schema)}"
-            )
-        self._alike = local.schema
-        return local.table(self._counted)
+        """The packed rows of a batch, see `LocalRows.table`; a mistake in it becomes `LocalRows.error`."""
+        try:
+            if local.schema is not self._alike and local.schema is not None and local.schema != agreed:
+                raise ValueError(
+                    f"this batch differs from the first: {'; '.join(agreed.differences(local.schema))}; type, "
+                    "structure, keys, dtypes and plain values must stay the same: make every batch alike, or turn "
+                    f"values that depend on the rows into properties{agreed.way_out(local.schema)}"
+                )
+            self._alike = local.schema
+            return local.table(self._counted)
+        except Exception as error:
+            local.error = local.error or error
+            return _NO_WORDS
 
     def _require_rows_everywhere(self, schema: BatchSchema, plan: ShufflePlan) -> None:
         """Raise ValueError, on all ranks, if one would train no row of a batch that cannot state padding."""

@@ -87,9 +87,9 @@ class WindowReader:
         """Drop the first batch, whose schema differs between ranks; called on all of them."""
         self._read = self._read[1:]
 
-    def drop(self, problem_with: Callable[[LocalRows], Exception | None]) -> None:
+    def drop_mistakes(self) -> None:
         """Drop the batches that have an error."""
-        self._read = [(batch, local) for batch, local in self._read if problem_with(local) is None]
+        self._read = [(batch, local) for batch, local in self._read if local.error is None]
 
     def _read_one(self, describe: Callable[[Any], LocalRows]) -> tuple[Any, LocalRows] | None:
         """The next batch and its description; None at the end."""
@@ -142,7 +142,7 @@ def shuffle_window(
         reader.drop_first()
         raise
     except Exception:
-        reader.drop(session.problem_with)
+        reader.drop_mistakes()
         raise
     schema, plan = prepared.schema, prepared.plan
     if schema is None:

@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
 from commons.perf_model.partitioner import core
@@ -205,3 +207,39 @@ class RowExchange:
             where, segments, where + indices.itemsize * orders + WORD_BYTES * first, count, read, written
         )
         return sections
+
+
+class ExchangeOrder:
+    """The exchanges that are planned and not carried out, over one group; equal on all ranks that make the same calls.
+
+    The payload has no step number: with the rows of another step, gloo ends the process or fills the batch with them.
+    So if an earlier exchange is left, because all ranks have dropped it or this rank alone has skipped it, ranks
+    compare the steps of the next one.
+    """
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self._planned: set[int] = set()
+
+    def plan(self, step: int) -> None:
+        """Expect an exchange; called on the worker thread, before the shuffle can be finished."""
+        self._planned.add(step)
+
+    def begin(self, step: int) -> None:
+        """Take part in an exchange; called on the main thread.
+
+        Raises:
+            ValueError: ranks are at the exchanges of different steps.
+            RankMissingError: another rank waits in an exchange that this rank has skipped.
+        """
+        self._planned.discard(step)
+        skipped = sorted(each for each in self._planned.copy() if each < step)
+        if not skipped:
+            return
+        steps = self._channel.gather(np.array([step]), step, f"exchange (step {skipped[0]} was skipped)", on_main=True)
+        if (steps != step).any():
+            raise ValueError(
+                f"ranks finish the shuffles of steps {steps[:, 0].tolist()} ({self._channel.description}); every rank "
+                "must finish the same shuffles in the same order: finish each shuffle that was started"
+            )
+        self._planned.difference_update(skipped)

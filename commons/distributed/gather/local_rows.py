@@ -234,8 +234,8 @@ def message_of(
 ) -> np.ndarray:
     """The message of a rank about its batches, int64 `(header + capacity,)`; shuffle_plan.py describes the numbers.
 
-    `tables` has the packed rows of each batch, which are cut off at the capacity, and is empty after an error. Entries
-    of `local` without a schema are skipped.
+    `tables` has the packed rows of each batch, which are cut off at the capacity. Entries of `local` without a schema
+    are skipped.
     """
     message, numbers, at = np.zeros(header + capacity, dtype=np.int64), [step, 0], header
     for each, words in zip(local, tables):
