@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 from commons.checks import require_one_of, take_python_scalars
 from commons.perf_model.partitioner import METHODS
+from commons.perf_model.partitioner.arguments import METHODS_WITH_SPEEDS
 
 Mode = Literal["balance", "observe", "off"]
 Transport = Literal["auto", "all_to_all", "all_gather"]
 Speeds = Literal["equal", "observe", "measured"]
-SPEED_METHODS = ("refined", "lpt")
 # The names that an option may have.
 _NAMES: dict[str, Sequence[str]] = {
     "mode": get_args(Mode),
@@ -76,10 +76,10 @@ class ShufflerOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False: choose one")
         for name, allowed in _NAMES.items():
             require_one_of(name, getattr(self, name), allowed)
-        if self.speeds == "measured" and self.partitioner not in SPEED_METHODS:
+        if self.speeds == "measured" and self.partitioner not in METHODS_WITH_SPEEDS:
             raise ValueError(
                 f"speeds is 'measured' and partitioner is {self.partitioner!r}, which makes equal loads; "
-                f"{' and '.join(SPEED_METHODS)} follow speeds: choose one of these, or speeds='equal'"
+                f"{' and '.join(METHODS_WITH_SPEEDS)} follow speeds: choose one of these, or speeds='equal'"
             )
         for name in ("slack", "min_gain"):
             if not _is_number(value := getattr(self, name)) or not 0 <= value <= 1:
