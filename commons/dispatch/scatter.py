@@ -80,7 +80,6 @@ class BalancedShare(Trimmed, Generic[B]):
         """
         source = self._source
         with closing(DispatchChannel(source.group, source.timeout)) as channel:
-            options, error, trims = check_options({"src": source.rank}, trim, channel.world_size)
 
             def more() -> tuple[Rows[Any], Split] | None:
                 _require_role({"batch": batch}, {}, channel.rank, source.rank)
@@ -95,7 +94,7 @@ class BalancedShare(Trimmed, Generic[B]):
                     )
                 return rows, split
 
-            share = scatter_rows(channel, "scatter_more", options, source, trims, more, error)
+            share = scatter_rows(channel, "scatter_more", {"src": source.rank}, source, trim, more)
             assert share is not None  # noqa: S101  only a SingleRankLoader reaches the end of data
             return share.batch
 
@@ -189,9 +188,6 @@ def scatter_balanced(
         RankMissingError: a rank is missing after the timeout.
     """
     with closing(DispatchChannel(group, timeout)) as channel:
-        options, error, trims = check_options(
-            {"src": src, "equal_size": equal_size, "pad": pad}, trim, channel.world_size
-        )
 
         def source_rows() -> tuple[Rows[Any], Split] | None:
             _require_role({"batch": batch, "workloads": workloads}, {"groups": groups}, channel.rank, src)
@@ -200,8 +196,8 @@ def scatter_balanced(
             rows = Rows.of(batch)
             return rows, split_rows(rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, pad=pad)
 
-        source = Source(src, group, timeout)
-        share = scatter_rows(channel, "scatter_balanced", options, source, trims, source_rows, error)
+        options = {"src": src, "equal_size": equal_size, "pad": pad}
+        share = scatter_rows(channel, "scatter_balanced", options, Source(src, group, timeout), trim, source_rows)
         assert share is not None  # noqa: S101  only a SingleRankLoader reaches the end of data
         return share
 
@@ -209,18 +205,19 @@ def scatter_balanced(
 def scatter_rows(
     channel: DispatchChannel,
     call: str,
-    options: dict[str, Any] | None,
+    options: dict[str, Any],
     source: Source,
-    trims: Sequence[Trim],
+    trim: Trim | Sequence[Trim] | None,
     source_rows: Callable[[], tuple[Rows[Any], Split] | None],
-    error: Exception | None,
 ) -> BalancedShare[Any] | None:
     """Send each rank its share of the source's batch; all ranks call this together.
 
     `source_rows` returns the batch and its split on the source, and None on other ranks. If it returns None on the
-    source too, the data have ended and the result is None on all ranks. `options` and `error` are as for `exchange`; an
-    error on any rank is raised on all.
+    source too, the data have ended and the result is None on all ranks. `options` are as for `check_options`; an error
+    on any rank is raised on all.
     """
+    checked, error = capture_error(lambda: check_options(options, trim, channel.world_size))
+    described, trims = checked or (None, ())
     loaded = None
     if error is None:
         loaded, error = capture_error(source_rows)
@@ -245,27 +242,26 @@ def scatter_rows(
         return BalancedShare(piece.rows.batch, piece.indices, imbalance, 0, source, windows, split)
 
     size, pieces = (0, None) if rows is None else (rows.nbytes, share_of)
-    share, _, received = exchange(channel, call, options, error, pieces, as_share, expected_bytes=size)
+    share, _, received = exchange(channel, call, described, error, pieces, as_share, expected_bytes=size)
     return None if share is None else dataclasses.replace(share, bytes_received=received)
 
 
 def check_options(
     options: dict[str, Any], trim: Trim | Sequence[Trim] | None, world_size: int
-) -> tuple[dict[str, Any] | None, Exception | None, tuple[Trim, ...]]:
-    """The options that must be equal on all ranks, as data for JSON; their error, or None; and the trims."""
-    described: dict[str, Any] | None = None
-    trims: tuple[Trim, ...] = ()
-    try:
-        trims = as_trims(trim)
-        described = options | {"trim": [repr(each) for each in trims]}
-        if as_count(options["src"], "src", 0) >= world_size:
-            raise ValueError(
-                f"src is {options['src']}, the group has {world_size} ranks; the source is a rank of the group, "
-                "counted from 0: name one of them"
-            )
-    except Exception as error:
-        return described, error, trims
-    return described, None, trims
+) -> tuple[dict[str, Any], tuple[Trim, ...]]:
+    """The options that must be equal on all ranks, as data for JSON, and the trims.
+
+    Raises:
+        ValueError: `options["src"]` is not a rank of the group.
+        TypeError: a `trim` that is not a Trim.
+    """
+    trims = as_trims(trim)
+    if as_count(options["src"], "src", 0) >= world_size:
+        raise ValueError(
+            f"src is {options['src']}, the group has {world_size} ranks; the source is a rank of the group, counted "
+            "from 0: name one of them"
+        )
+    return options | {"trim": [repr(each) for each in trims]}, trims
 
 
 def _require_role(data: dict[str, Any], extra: dict[str, Any], rank: int, src: int) -> None:

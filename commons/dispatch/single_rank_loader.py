@@ -70,17 +70,16 @@ class SingleRankLoader(Iterable[Any]):
         self._batches = 0
         self._closed = False
         self._resume: dict[str, Any] | None = None
-        self._options, error, self._trims = check_options(
-            {"src": src, "equal_size": equal_size}, trim, self._channel.world_size
-        )
+        self._options, self._trim = {"src": src, "equal_size": equal_size}, trim
         self._source = Source(src, group, timeout)
+        checked, error = capture_error(lambda: check_options(self._options, trim, self._channel.world_size))
         if error is None and loader is None and self.is_source:
             error = ValueError(
                 "this rank is the source and passes no loader; the source loads for all ranks: pass it there, or name "
                 "another src"
             )
         try:
-            self._channel.begin(_CALL, self._options, error)
+            self._channel.begin(_CALL, None if checked is None else checked[0], error)
         except BaseException:
             self.close()  # so that all ranks free their groups, also ranks that made another call
             raise
@@ -162,7 +161,7 @@ class SingleRankLoader(Iterable[Any]):
             if self._closed:  # without the groups, the other ranks' data would seem to end
                 raise RuntimeError("the SingleRankLoader is closed; it cannot be read again: make a new one")
             share = scatter_rows(
-                self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source), error
+                self._channel, _CALL, self._options, self._source, self._trim, lambda: self._read(source, error)
             )
             if share is None:
                 self._batches = 0
@@ -188,8 +187,10 @@ class SingleRankLoader(Iterable[Any]):
                 )
         return source
 
-    def _read(self, source: Iterator[Any] | None) -> tuple[Rows[Any], Split] | None:
+    def _read(self, source: Iterator[Any] | None, error: Exception | None) -> tuple[Rows[Any], Split] | None:
         """The source's next batch and its split; None at the end of the data, and on the other ranks."""
+        if error is not None:
+            raise error
         batch = None if source is None else next(source, None)
         if batch is None:
             return None
