@@ -38,7 +38,7 @@ _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _EPOCH = {1: "epoch_ms({}) // 1000", 1_000: "epoch_ms({})", 1_000_000: "epoch_us({})", 1_000_000_000: "epoch_ns({})"}
 _YEAR_3000 = 32_503_680_000
 # Columns that the query adds: file and number of the row, and whether the row is a user without events.
-_FILE, _ROW, _IS_EMPTY = "__file", "__row", "__is_empty"
+_FILE, _ROW, _IS_EMPTY = "__evenrank_file", "__evenrank_row", "__evenrank_is_empty"
 _ROW_COUNTER = "file_row_number"
 _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 

@@ -55,11 +55,12 @@ class TestPreprocess:
         assert (metadata.num_users, metadata.num_interactions, metadata.generated) == (3, 5, False)
 
     def test_columns_named_as_those_of_the_query(self, tmp_path):
-        names = {name: [1, 2, 1, 2, 1] for name in ("is_empty", "filename", "file_row_number", "user", "action")}
-        columns = EventColumns("is_empty", "filename", "file_row_number", context=("user", "action"))
+        context = ("user", "action", "__file", "__row")
+        names = {name: [1, 2, 1, 2, 1] for name in ("is_empty", "filename", "file_row_number", *context)}
+        columns = EventColumns("is_empty", "filename", "file_row_number", context=context)
         path = stored(tmp_path, columns, names)
         events = {1: [(1, 0, 1)] * 3, 2: [(2, 0, 2)] * 2}
-        assert rows_of(path) == {user: (own, {"user": user, "action": user}) for user, own in events.items()}
+        assert rows_of(path) == {user: (own, dict.fromkeys(context, user)) for user, own in events.items()}
 
     def test_users_with_lists(self, tmp_path):
         table = {
