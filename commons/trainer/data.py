@@ -62,18 +62,7 @@ def open_loader(
     split: str, dataset: DatasetArgs, trainer: TrainerArgs, batch_size: int, **options: Any
 ) -> DataLoader[Any]:
     """Open a split of the data, by default for a single rank; errors as `train_and_eval_loaders`."""
-    return get_data_loader(
-        dataset.dataset_name,
-        split,
-        batch_size=batch_size,
-        max_history_seqlen=dataset.max_history_seqlen,
-        dataset_path=dataset.dataset_path,
-        max_num_candidates=dataset.max_num_candidates,
-        num_tasks=dataset.num_tasks,
-        seed=trainer.seed,
-        **dataset.loader_options(),
-        **options,
-    )
+    return get_data_loader(split=split, batch_size=batch_size, seed=trainer.seed, **dataset.loader_options(), **options)
 
 
 def balanced_loader(

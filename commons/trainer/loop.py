@@ -216,15 +216,9 @@ class TrainingLoop:
                     "split and drop_last"
                 )
             rows = self._schedule.rows_after(self._step)
-            self._progress = TrainProgress(self._step, epoch, place.row, rows=rows)
-            if place.steps:
-                in_window = start.row + behind_window + rows - first_rows - place.row
-                self._progress = replace(
-                    self._progress,
-                    window_steps=place.steps,
-                    window_rows=in_window,
-                    window_of=self._data.window_of(),
-                )
+            in_window = start.row + behind_window + rows - first_rows - place.row if place.steps else 0
+            window_of = self._data.window_of() if place.steps else {}
+            self._progress = TrainProgress(self._step, epoch, place.row, place.steps, in_window, window_of, rows)
             if trained and self._saves_after(self._step):
                 self._save()
             # After the last step, the evaluation follows the last update.

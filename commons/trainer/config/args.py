@@ -372,10 +372,13 @@ class DatasetArgs:
             )
 
     def loader_options(self) -> dict[str, Any]:
-        """Further keyword arguments for `get_data_loader` with this kind of data."""
+        """The keyword arguments for `get_data_loader` that say what the data are, not how they are read."""
+        names = ["dataset_name", "dataset_path", "max_history_seqlen", "max_num_candidates", "num_tasks"]
         if self.dataset_name in RANDOM_DATASETS:
-            return {"num_batches": self.num_batches, "length_distribution": self.length_distribution}
-        return {"columns": self.columns} if self.columns.is_given else {}
+            names += ["num_batches", "length_distribution"]
+        elif self.columns.is_given:
+            names.append("columns")
+        return {name: getattr(self, name) for name in names}
 
 
 def require_positive(name: str, value: Any, rule: str) -> None:

@@ -27,8 +27,6 @@ from commons.switches import without_boolean_values
 from commons.trainer.config.files import GIN_REMEDY, find_config, read_config_file
 from commons.user_package import import_user_modules
 
-__all__ = ["load_config", "load_config_file", "make_config", "read_config_file", "require_shuffler", "same_fields"]
-
 C = TypeVar("C")
 
 
