@@ -227,7 +227,10 @@ def _advice(
     verdicts = [verdict_on(each, reports[0], report) for each, report in zip(comparisons, reports[1:])]
     # Do not repeat the headline.
     more = [line for each, line in zip(comparisons, verdicts) if line and line != headline_of([each])]
-    return [*of_runs, *more, headline_of(ranked)]
+    headline = headline_of(ranked)
+    if len(comparisons) == 1 and more and more[0].startswith(headline.removesuffix(".")):
+        return [*of_runs, *more]
+    return [*of_runs, *more, headline]
 
 
 def _figures(reports: Sequence[RunReport], ranked: Sequence[RunComparison]) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ class ShufflerOptions:
     Attributes:
         mode: "balance" moves rows, "observe" plans and reports what that would gain but moves nothing, "off" only
             agrees on the end of the data.
-        partitioner: name of the planning algorithm, one of `commons.perf_model.partitioner.METHODS`.
+        partitioner: the planning algorithm: "refined", "karmarkar_karp", "lpt" or "snake", as of `partition`.
         equal_size: ranks get row counts that differ by at most one, wherever anything moves.
         transport: "all_to_all" sends each row once, "all_gather" sends it to all; "auto" takes the first where the
             backend has it. Both give bit-identical batches.

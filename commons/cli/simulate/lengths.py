@@ -81,9 +81,9 @@ class LengthReading:
                 )
             return Lengths(source, _distribution(source))
         if not path.exists():
-            known = "" if path.suffix else f"; distributions are {_DISTRIBUTIONS}"
-            known = " on this machine: copy it here" if "://" in source else known
-            raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths{known}")
+            remedy = "correct the path" if path.suffix else f"correct the path, or give {_DISTRIBUTIONS}"
+            remedy = "copy it to this machine" if "://" in source else remedy
+            raise FileNotFoundError(f"{source} does not exist; --lengths names a file of lengths: {remedy}")
         if self.column is not None and self.group_by is not None:
             raise ValueError(
                 f"--column is {self.column} and --group-by is {self.group_by}; lengths are either read from a column "

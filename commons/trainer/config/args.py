@@ -327,7 +327,7 @@ class DatasetArgs:
     have at most max_history_seqlen + max_num_candidates items."""
 
     dataset_path: str | None = None
-    """The preprocessed file or its folder; None for random data."""
+    """The folder of the preprocessed data; None for random data."""
 
     max_num_candidates: int = 0
     """Maximum number of candidates per row; 0 for no candidates, so every item of the history has a label."""

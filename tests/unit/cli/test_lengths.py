@@ -119,9 +119,9 @@ def test_drawn_lengths_follow_what_was_named(here):
 # The file, what it holds, options, and the message.
 FILES = [
     ("none.csv", None, [], "none.csv does not exist"),
-    ("s3://bucket/a.csv", None, [], "names a file of lengths on this machine: copy it here"),
+    ("s3://bucket/a.csv", None, [], "names a file of lengths: copy it to this machine"),
     ("", None, [], "lengths is ''; it names a file or a distribution"),
-    ("uniform", None, [], "distributions are zipf:EXPONENT:LONGEST"),
+    ("uniform", None, [], "correct the path, or give zipf:EXPONENT:LONGEST"),
     *(
         (name, None, [], f"lengths is {name!r}, neither a file nor a known distribution: give zipf")
         for name in (

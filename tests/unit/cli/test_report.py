@@ -50,6 +50,12 @@ def test_runs_beside_each_other(runs, told, asked):
     assert f"{beside[0]['rows_per_s']:.2f}×" in printed
 
 
+def test_two_runs_on_unlike_machines_are_compared_in_one_sentence(runs, asked):
+    write_run(runs / "c", lines_of([step | {"step_ms": 2 * step["step_ms"]} for step in make_steps()], SIZES))
+    (sentence,) = (line for line in asked("report", "runs/a", "runs/c")["advice"] if "the rows per second of" in line)
+    assert "but its own steps show a gain of" in sentence
+
+
 def test_notes_say_what_is_missing(runs, told):
     (runs / "b" / "summary.json").unlink()
     (runs / "b" / "config.json").unlink()
