@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -213,3 +214,14 @@ def test_mistakes_are_named(lengths, targets, contextual, reach, message):
     *inputs, bias = random_inputs(5, False, seed=7)
     with pytest.raises(ValueError, match=message):
         hstu_attention(*inputs, bias[:, :reach], make_plan(lengths, targets, contextual=contextual), normalizer=1.0)
+
+
+def test_rows_are_compared_with_few_others(monkeypatch):
+    """Not every block with all rows that are left: the work would be their product."""
+    compared = []
+    cumprod = np.cumprod
+    monkeypatch.setattr(np, "cumprod", lambda fits: compared.append(fits.size) or cumprod(fits))
+    lengths, targets = torch.arange(400, 600), torch.full((200,), 50)
+    plan_attention(lengths, targets, num_heads=4)
+    sequences = 200 * (1 + 50)  # a row's history and each of its targets
+    assert len(compared) > 50 and sum(compared) < 2 * sequences
