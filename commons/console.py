@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
-import io
-import re
 import shutil
 import sys
-import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -109,69 +105,3 @@ def one_line(text: str) -> str:
         "\f" if len(line) > 3 and set(line) in rules else line for line in lines if line and line[0] not in "╭╰"
     )
     return title + "; ".join(" ".join(section.split()) for section in body.split("\f"))
-
-
-def parser_error(text: str) -> str:
-    """The message in tyro's error box as one line, without the names that tyro puts in front of evenrank's message.
-
-    >>> parser_error("╭─ Value error ─╮\\n│ Error parsing trainer: seed is -1 │\\n╰───────────────╯")
-    'seed is -1'
-    >>> parser_error("╭─ Value error ─╮\\n│ Error parsing __tyro-dummy-inner__.shuffler: slack is -1 │")
-    'slack is -1'
-    >>> box = "╭─ Unrecognized options ─╮\\n│ Unrecognized options: --rank │\\n│ ──── │\\n│ Perhaps you meant: │\\n"
-    >>> parser_error(box + "│ --ranks [INT [INT ...]] │\\n│ Numbers of ranks. │\\n│ in evenrank --help │\\n╰──╯")
-    'Unrecognized options: --rank; perhaps you meant --ranks'
-    >>> parser_error("╭─ Invalid choice ─╮\\n│ invalid choice 'gpt' for argument '--task'. │\\n╰──╯")
-    "Invalid choice: 'gpt' for argument '--task'."
-
-    """
-    line = one_line(text).split("; For full helptext")[0]
-    required = re.fullmatch(r"Required options[:;] Missing from ([^:]+): (.*)", line)
-    if required:
-        missing = re.findall(r"(?:^|\(required\) )(\{[^}]*\}|\S+)", required[2])
-        return f"{required[1]} requires {', '.join(missing)}: see {required[1]} --help"
-    line = re.sub(r"; Argument helptext: --\S+ ((?:\S*(?:[A-Z]{3}|[][{}])\S* )+).*", r"; it takes \1", line).rstrip()
-    line = re.sub(r"^Value error[:;] ", "", line)
-    line = re.sub(r"__tyro[-_]dummy[-_]inner__\.?", "", line)  # tyro's name for what has no name, such as a subcommand
-    line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
-    line = re.sub(r"(\}) \.$", r"\1", line)  # Missing subcommand
-    line = re.sub(r"^(Unrecognized options|Invalid choice)[:;] \1:?", r"\1:", line, flags=re.IGNORECASE)
-    error, _, suggestions = line.partition("; Perhaps you meant: ")
-    # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
-    names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --(?:[\w-]+\.)*no-[\w-]+|(?= [\[{A-Z]))", suggestions))
-    return f"{error}; perhaps you meant {' or '.join(names)}" if names else line
-
-
-@contextlib.contextmanager
-def one_line_parser_errors() -> Iterator[None]:
-    """Raise ValueError for a mistake that tyro finds in the block, instead of its box and SystemExit."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            yield
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ValueError(parser_error(errors.getvalue())) from None
-
-
-def wrapped_help(text: str, width: int | None = None) -> str:
-    """Wrap the description in tyro's help, whose lines may have any length, at the width of the terminal.
-
-    Indented lines, such as examples, are not wrapped.
-
-    >>> print(wrapped_help("Looks at what is installed, and says what mends it.\\n\\n  evenrank doctor\\n╭─", 40))
-    Looks at what is installed, and says
-    what mends it.
-    <BLANKLINE>
-      evenrank doctor
-    ╭─
-
-    """
-    width = shutil.get_terminal_size().columns if width is None else width
-    description, box, rest = text.partition("╭")
-    lines = []
-    for line in description.split("\n"):
-        fits = len(line) <= width or line.startswith((" ", "\x1b"))
-        lines += [line] if fits else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + box + rest

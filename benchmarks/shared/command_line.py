@@ -16,7 +16,8 @@ import torch
 import tyro
 
 from commons.checks import require_at_least
-from commons.console import parser_error, print_error
+from commons.console import print_error
+from commons.parser import parser_error
 
 R = TypeVar("R")
 Quick = Annotated[bool, tyro.conf.arg(help="few cases, for a look; writes nothing")]

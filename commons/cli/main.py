@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import io
 import logging
 import os
 import re
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from commons.cli.answer import command_line
-from commons.console import accept_all_text, one_line_parser_errors, print_error, wrapped_help
-from commons.switches import without_boolean_values
+from commons.console import accept_all_text, print_error
+from commons.parser import parse_arguments, run_parser, wrapped_help
 from commons.version import __version__
 
 # The module of commons.cli and the class of every subcommand.
@@ -134,7 +133,7 @@ def _on_ctrl_c(handler: Any) -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _load(name: str) -> Callable[..., Any]:
+def _load(name: str) -> type[Any]:
     """The class of a subcommand."""
     module, class_name = _COMMANDS[name]
     return getattr(importlib.import_module(f"commons.cli.{module}"), class_name)
@@ -142,54 +141,25 @@ def _load(name: str) -> Callable[..., Any]:
 
 def _parse(argv: list[str]) -> Any:
     """Parse the arguments into a subcommand; prints the help and returns None if they contain --help."""
-    try:
-        import tyro
-    except ImportError:
-        if argv == ["doctor"]:  # doctor has no options, and reports the missing package
-            return _load("doctor")()
-        raise
+    if argv == ["doctor"]:  # has no options, and reports tyro itself if it is missing
+        return _load("doctor")()
     first = argv[0] if argv else ""
+    if first in _COMMANDS:
+        return parse_arguments(_load(first), argv[1:], prog=f"evenrank {first}")
     if first == _COMPLETION and argv[1:] not in ([shell] for shell in _SHELLS):
         raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it takes one shell, {', '.join(_SHELLS)}: give one")
-    # Load the running command with its options; of other commands only the descriptions, except for completion.
+    from tyro.extras import subcommand_cli_from_dict
+
+    # A completion has the options of all commands, the list of commands only their descriptions.
     load = _load if first == _COMPLETION else _outline
-    commands = {name: load(name) for name in _COMMANDS} if first not in _COMMANDS else {first: _load(first)}
-    if first in _COMMANDS:
-        argv = [first, *without_boolean_values(commands[first], argv[1:])]
-    output = _Output()
-    try:
-        with contextlib.redirect_stdout(output), one_line_parser_errors():
-            return tyro.extras.subcommand_cli_from_dict(commands, prog="evenrank", description=_DESCRIPTION, args=argv)
-    except ValueError as error:
-        if first in _COMMANDS and re.match(r"Unrecognized options: [^-]", str(error)):
-            raise ValueError(f"{error}; a value follows its option: see `evenrank {first} --help`") from None
-        raise
-    except SystemExit:
-        pass  # printed the help, or a completion
-    printed = output.getvalue()
+    commands = {name: load(name) for name in _COMMANDS}
+    _, printed = run_parser(
+        lambda: subcommand_cli_from_dict(commands, prog="evenrank", description=_DESCRIPTION, args=argv)
+    )
     if first == _COMPLETION:  # the shell would show each line of a description as a completion
         printed = re.sub("^COMPLETION_SPEC = .*", lambda line: line[0].replace(r"\n", " "), printed, flags=re.MULTILINE)
     sys.stdout.write(printed if first == _COMPLETION else wrapped_help(printed))
     return None
-
-
-class _Output(io.StringIO):
-    """A replacement of stdout while tyro prints, with stdout's encoding; a terminal if stdout is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stdout = sys.stdout
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of stdout."""
-        return self._stdout.encoding
-
-    def isatty(self) -> bool:
-        """Whether stdout is a terminal with colours; checks NO_COLOR, which tyro does not."""
-        from rich.console import Console
-
-        return self._stdout.isatty() and not Console(file=self._stdout).no_color
 
 
 def _outline(name: str) -> Callable[..., Any]:

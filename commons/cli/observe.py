@@ -27,7 +27,8 @@ from commons.cli.answer import ON_TERMINAL, AnswerOutputs, command_line
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.command import RowCost
 from commons.cli.simulate.simulation import Source, simulate
-from commons.console import one_line_parser_errors, print_error
+from commons.console import print_error
+from commons.parser import parse_arguments
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.run_log.step_time import fit_times
 from commons.trainer.ranks.rank_info import rank_of_process
@@ -58,7 +59,9 @@ class Observe:
     window: tuple[int, ...] = (2, 4, 8)
     """Windows to simulate, as numbers of batches."""
 
-    cost: Annotated[RowCost, tyro.conf.OmitArgPrefixes] = field(default_factory=lambda: RowCost(task="tokens"))
+    of_cost: Annotated[RowCost, tyro.conf.arg(name="cost"), tyro.conf.OmitArgPrefixes] = field(
+        default_factory=lambda: RowCost(task="tokens")
+    )
     """The cost of a row."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
@@ -73,9 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, script = arguments[:at], arguments[at:]
     command_line.set(shlex.join(["python", "-m", "evenrank.observe", *arguments]))
     try:
-        with one_line_parser_errors():
-            options = tyro.cli(Observe, args=own, prog="python -m evenrank.observe")
-        options.cost.check()
+        options = parse_arguments(Observe, own, prog="python -m evenrank.observe")
+        if options is None:  # it printed the help
+            return 0
+        options.of_cost.check()
         options.of_output.require({})
         for window in options.window:
             require_at_least("window", window, 2)
@@ -153,7 +157,7 @@ def _report(options: Observe, patience: float) -> int:
     """Report on the ranks' records, waiting for them for `patience` seconds; returns the exit status."""
     try:
         ranks = _read(options.folder, patience)
-        rows, seconds = _as_loaded(ranks, options.cost)
+        rows, seconds = _as_loaded(ranks, options.of_cost)
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed; balancing needs several ranks: start the script with torchrun")
         cost, note = step_cost(rows, seconds)
@@ -164,7 +168,7 @@ def _report(options: Observe, patience: float) -> int:
             batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
             tokens=rows.tokens,
             costs=rows.workloads,
-            model=options.cost.model(),
+            model=options.of_cost.model(),
             remedy="observe more steps",
             of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
             cost=cost,

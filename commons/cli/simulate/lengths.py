@@ -122,8 +122,8 @@ def _distribution(source: str) -> _Take:
     if not (is_zipf or is_lognormal) or not 1 <= longest <= _LONGEST or longest != int(longest):
         raise ValueError(
             f"lengths is {source!r}, neither a file nor a known distribution: give {_DISTRIBUTIONS}, with an exponent "
-            f"above 1 and at most {_STEEPEST}, a positive median, a sigma of 0 to 10, and a whole number for the "
-            "longest row, 1 to 2**31"
+            f"above 1, at most {_STEEPEST}, a positive median, a sigma of 0 to 10, and a whole number for the longest "
+            "row, 1 to 2**31"
         )
     if is_zipf:
         law = RandomDistribution("zipf", low=1, high=int(longest), alpha=first)

@@ -22,8 +22,7 @@ import dacite
 import torch.distributed as dist
 import tyro
 
-from commons.console import parser_error
-from commons.switches import without_boolean_values
+from commons.parser import parser_error, without_boolean_values
 from commons.trainer.config.files import GIN_REMEDY, find_config, read_config_file
 from commons.user_package import import_user_modules
 
