@@ -269,3 +269,13 @@ def test_a_compiled_pipeline_reads_its_batches_itself(monkeypatch):
             pipeline.progress(lengths)
         expected += lengths
     assert [each.tolist() for each in recorder.lengths] == expected and recorder.unknown == 0
+
+
+def test_the_help_fits_a_terminal_and_boolean_options_may_have_a_value(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in printed if not line.startswith("  torchrun")) and len(printed) > 20
+    flags = ["--report", "True", "--concat-ux", "False", "--json", "False", "--folder", str(tmp_path)]
+    assert main(flags) == 2
+    assert "has no record of a rank" in capsys.readouterr().err
