@@ -181,7 +181,9 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
     Row i of the epoch's order, which is equal on every rank, goes to rank i mod W: ranks differ by at most one row, and
     no row is repeated or left out. A rank may thus have one batch more than another, or no batch.
 
-    `num_rows` is the number of rows of the data set; `drop_last` leaves out an incomplete last batch.
+    `num_rows` is the number of rows of the data set. `drop_last` leaves out rows at the end of the order that do not
+    fill a batch on every rank, as BalancedBatchSampler does: the steps are then the same for any number of ranks that
+    share a global batch.
 
     >>> [list(ShardedBatchSampler(5, 2, rank=rank, world_size=2)) for rank in range(2)]
     [[[0, 2], [4]], [[1, 3]]]
@@ -206,34 +208,30 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:
-        num_own_rows = len(range(self._rank, self._num_rows, self._world_size))
-        full, rest = divmod(num_own_rows, self._batch_size)
-        return full + (rest > 0 and not self._drop_last)
+        return -(-len(range(self._rank, self._end(0), self._world_size)) // self._batch_size)
 
     @property
     def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out; ValueError as `require_not_dealt_again`."""
+        """Whether an incomplete last step is left out; ValueError as `require_not_dealt_again`."""
         require_not_dealt_again(self, self._rank, self._world_size, "use torch's BatchSampler")
         return self._drop_last
 
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
         """See EpochSampler."""
-        own_rows = self.order(self._num_rows, epoch)[start.row :][self._rank :: self._world_size]
+        own_rows = self.order(self._num_rows, epoch)[start.row : self._end(start.row)][self._rank :: self._world_size]
         for first in range(0, len(own_rows), self._batch_size):
-            batch = own_rows[first : first + self._batch_size]
-            if len(batch) == self._batch_size or not self._drop_last:
-                yield batch.tolist()
+            yield own_rows[first : first + self._batch_size].tolist()
 
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
         """See EpochSampler."""
-        full, rest = divmod(max(0, self._num_rows - start.row), self._batch_size * self._world_size)
-        yield from itertools.repeat(self._batch_size * self._world_size, full)
-        if self._drop_last:  # ranks with one row more may still fill a batch
-            rest = rest % self._world_size * self._batch_size if rest // self._world_size == self._batch_size - 1 else 0
-        if rest:
-            yield rest
+        rows, of_step = range(start.row, self._end(start.row)), self._batch_size * self._world_size
+        return (len(rows[first : first + of_step]) for first in range(0, len(rows), of_step))
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler."""
-        # After the last step the place is the end, also if rows were left out.
         return Place(min(start.row + num_steps * self._batch_size * self._world_size, self._num_rows))
+
+    def _end(self, first: int) -> int:
+        """The end of the rows that are read, if reading begins at the row `first` of the order."""
+        left = max(0, self._num_rows - first)
+        return first + left - (left % (self._batch_size * self._world_size) if self._drop_last else 0)

@@ -336,7 +336,7 @@ class DatasetArgs:
     """Read the training data in a new order in every epoch."""
 
     drop_last: bool = False
-    """Leave out an incomplete last training batch."""
+    """Leave out the last rows of an epoch of training if they do not fill a batch on every rank."""
 
     num_workers: int = 0
     """Number of processes per rank that assemble batches; 0 assembles them in the rank's own process."""

@@ -174,9 +174,11 @@ def test_sharded_places(num_rows, batch_size, world_size, shuffle, drop_last, da
     own = np.arange(num_rows)
     if shuffle:
         own = np.random.default_rng([0, 3]).permutation(num_rows)
-    own = own[first_row:][rank::world_size].tolist()
-    expected = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
-    expected = [batch for batch in expected if len(batch) == batch_size or not drop_last]
+    steps = [own[row : row + batch_size * world_size] for row in range(first_row, num_rows, batch_size * world_size)]
+    if drop_last:
+        steps = [step for step in steps if len(step) == batch_size * world_size]
+    expected = [step[rank::world_size].tolist() for step in steps if len(step) > rank]
+    assert list(sampler().step_rows(3, Place(first_row))) == [len(step) for step in steps]
     assert list(sampler()) == expected
     stop = data.draw(st.integers(0, len(expected)))
     resumed = sampler()
