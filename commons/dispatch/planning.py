@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.rows import Rows
@@ -147,12 +147,6 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
         return ids.astype(np.int64)
     digests = [hashlib.blake2b(str(item).encode(), digest_size=8).digest() for item in ids.tolist()]
     return np.array([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=np.int64)
-
-
-def numbered(ids: np.ndarray) -> np.ndarray:
-    """Number equal ids, in the order of first appearance, int64 `(rows,)`."""
-    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse.reshape(-1)]
 
 
 def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:

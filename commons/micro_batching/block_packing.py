@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from commons.dispatch.planning import numbered
 from commons.micro_batching.allocation import get_allocate_fn
 from commons.micro_batching.fewest_groups import group_of_each, in_order
 from commons.micro_batching.first_fit import split_heaviest
 from commons.micro_batching.spec import MicroBatchSpec
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import partition, refine
 
 # The planner's method that balances workloads under a cap on tokens, by packing algorithm.

@@ -15,6 +15,12 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
     return totals
 
 
+def numbered(ids: np.ndarray) -> np.ndarray:
+    """Number equal ids, in the order of first appearance, int64 `(rows,)`."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse.reshape(-1)]
+
+
 def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -> float:
     """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same for `times_of`.
 

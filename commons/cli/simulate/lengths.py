@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from commons.datasets.random.distribution import RandomDistribution
+from commons.datasets.random.distribution import STEEPEST, RandomDistribution
 from commons.datasets.sequences.event_store import sql_name
 from commons.datasets.sequences.source_files import each_once
 
@@ -32,7 +32,6 @@ _HISTOGRAM = ["length", "count"]
 _TYPES = (".parquet", ".csv", ".npy", ".jsonl")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 _MOST, _LONGEST = 2**53, 2.0**31  # longest row of files, limited by float64, and of distributions
-_STEEPEST = 100  # exponent of a distribution whose lengths are all 1
 # Returns `count` lengths, int64.
 _Take = Callable[[int, np.random.Generator], np.ndarray]
 
@@ -116,13 +115,13 @@ def _distribution(source: str) -> _Take:
     except ValueError:
         numbers = []
     first, second, third = (*numbers, _LONGEST, _LONGEST, _LONGEST)[:3]
-    is_zipf = name == "zipf" and len(numbers) == 2 and 1 < first <= _STEEPEST
+    is_zipf = name == "zipf" and len(numbers) == 2 and 1 < first <= STEEPEST
     is_lognormal = name == "lognormal" and len(numbers) in (2, 3) and 0 < first < math.inf and 0 <= second <= 10
     longest = second if is_zipf else third
     if not (is_zipf or is_lognormal) or not 1 <= longest <= _LONGEST or longest != int(longest):
         raise ValueError(
             f"lengths is {source!r}, neither a file nor a known distribution: give {_DISTRIBUTIONS}, with an exponent "
-            f"above 1, at most {_STEEPEST}, a positive median, a sigma of 0 to 10, and a whole number for the longest "
+            f"above 1, at most {STEEPEST}, a positive median, a sigma of 0 to 10, and a whole number for the longest "
             "row, 1 to 2**31"
         )
     if is_zipf:

@@ -11,6 +11,9 @@ import torch
 # Data sets without a file, whose size is `num_batches`.
 RANDOM_DATASETS = ("random", "sid-random")
 
+# Largest exponent of a Zipf distribution, whose values are then all the lowest one.
+STEEPEST = 100
+
 # The parameters that each distribution requires.
 _NEEDS = {"uniform": ("high",), "normal": ("mean", "std"), "zipf": ("alpha",), "lognormal": ("mean", "std")}
 # Timestamps of items: histories begin in the ten years from 2000 on, gaps are between a second and a month.
@@ -28,7 +31,7 @@ class RandomDistribution:
     ===========  =============================================  ==========================
     uniform      integers of `[low, high]`, equally likely      `high`
     normal       N(mean, std²), rounded                         `mean`, `std`
-    zipf         low − 1 + k with P(k) ∝ k^−alpha, k = 1, 2, …  `alpha` > 1
+    zipf         low − 1 + k with P(k) ∝ k^−alpha, k = 1, 2, …  1 < `alpha` ≤ 100
     lognormal    exp N(µ, σ²) of the given mean and std         `mean` > 0, `std`
     ===========  =============================================  ==========================
 
@@ -72,8 +75,11 @@ class RandomDistribution:
             raise ValueError(f"std is {self.std}; a standard deviation is not negative: set it to 0 or more")
         if self.dist_type == "lognormal" and self.mean is not None and self.mean <= 0:
             raise ValueError(f"mean is {self.mean}; the mean of a lognormal distribution is positive: raise it")
-        if self.dist_type == "zipf" and self.alpha is not None and self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; k^-alpha has no finite sum for alpha <= 1: set alpha above 1")
+        if self.dist_type == "zipf" and self.alpha is not None and not 1 < self.alpha <= STEEPEST:
+            raise ValueError(
+                f"alpha is {self.alpha}; k^-alpha has no finite sum for alpha <= 1, and above {STEEPEST} values are "
+                f"equal: set alpha above 1 and at most {STEEPEST}"
+            )
 
     def sample(
         self,

@@ -17,7 +17,7 @@ import numpy as np
 
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place, require_not_dealt_again
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.arguments import refuse_above_cap
 from commons.perf_model.partitioner.core import SOURCES
@@ -84,13 +84,13 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._costs = np.stack([workloads] if tokens is None else [workloads, tokens])
         self._what, self._sizes, self._unit_size = "row", np.broadcast_to(np.int64(1), workloads.shape), 1
         if self._groups is not None:
-            _, first, group = np.unique(self._groups, return_index=True, return_inverse=True)
-            unit_of_row = np.argsort(np.argsort(first))[group]
-            self._costs = np.stack([sum_by_rank(unit_of_row, of_rows, len(first)) for of_rows in self._costs])
-            self._what, self._sizes = "group", np.bincount(unit_of_row, minlength=len(first))
+            unit_of_row = numbered(self._groups)
+            self._what, self._sizes = "group", np.bincount(unit_of_row)
+            num_units = len(self._sizes)
+            self._costs = np.stack([sum_by_rank(unit_of_row, of_rows, num_units) for of_rows in self._costs])
             # The rows, unit after unit, and where each unit begins.
             self._rows, self._begins = np.argsort(unit_of_row, kind="stable"), np.cumsum(self._sizes) - self._sizes
-            if len(first):  # rows of every unit; 0 if units differ
+            if num_units:  # rows of every unit; 0 if units differ
                 self._unit_size = int(self._sizes[0]) if self._sizes.min() == self._sizes.max() else 0
         if 0 < len(self._sizes) < self._num_ranks and not self._drop_last:
             raise ValueError(

@@ -88,6 +88,7 @@ class TestLengthDistribution:
             (RandomDistribution, {"dist_type": "lognormal", "mean": 0.0, "std": 1.0}, "mean is 0.0"),
             (RandomDistribution, {"dist_type": "zipf"}, "alpha is None"),
             (RandomDistribution, {"dist_type": "zipf", "alpha": 1.0}, "alpha is 1.0"),
+            (RandomDistribution, {"dist_type": "zipf", "alpha": 1100.0}, "alpha is 1100.0"),  # 2^1100 is no float
             (LengthDistribution, {"alpha": 1.2}, "alpha is 1.2 and dist_type is 'lognormal', .*: remove it"),
             (LengthDistribution, {"dist_type": "zipf", "alpha": 1.2, "mean": 3.0}, "mean is 3.0 and dist_type is"),
             (LengthDistribution, {"low": 5, "high": 3}, "high is 3, low is 5"),
