@@ -204,15 +204,18 @@ def test_dicts_are_equal_in_any_order_and_keep_their_own():
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [({1, 2}, "set"), ([lambda: 0], "function"), (np.ones(2), "ndarray"), (object(), "object"), (range(2), "range")],
+    [
+        *(({1, 2}, "a set"), ([lambda: 0], "a function"), (range(2), "a range")),
+        *((np.ones(2), "an ndarray"), (object(), "an object")),
+    ],
 )
 def test_what_an_empty_rank_could_not_hold_is_refused(value, kind):
-    with pytest.raises(TypeError, match=f"^'note' holds a {kind}; .* are sent as JSON: use ") as caught:
+    with pytest.raises(TypeError, match=f"^'note' holds {kind}; .* are sent as JSON: use ") as caught:
         BatchSchema.of(noted(value))
     assert "\n" not in str(caught.value)
     batch = noted(None)
     batch.beside = value  # an attribute that is no field is no other
-    with pytest.raises(TypeError, match=f"^'beside' holds a {kind}"):
+    with pytest.raises(TypeError, match=f"^'beside' holds {kind}"):
         BatchSchema.of(batch)
 
 
