@@ -213,13 +213,14 @@ class ExchangeOrder:
     """The exchanges that are planned and not carried out, over one group; equal on all ranks that make the same calls.
 
     The payload has no step number: with the rows of another step, gloo ends the process or fills the batch with them.
-    So if an earlier exchange is left, because all ranks have dropped it or this rank alone has skipped it, ranks
-    compare the steps of the next one.
+    So ranks compare the steps of an exchange that is out of order: if an earlier one is left, because all ranks have
+    dropped it or this rank alone has skipped it, and if a later one was carried out before.
     """
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
         self._planned: set[int] = set()
+        self._latest = -1  # the latest step whose exchange was carried out
 
     def plan(self, step: int) -> None:
         """Expect an exchange; called on the worker thread, before the shuffle can be finished."""
@@ -233,13 +234,16 @@ class ExchangeOrder:
             RankMissingError: another rank waits in an exchange that this rank has skipped.
         """
         self._planned.discard(step)
-        skipped = sorted(each for each in self._planned.copy() if each < step)
-        if not skipped:
+        skipped, latest = sorted(each for each in self._planned.copy() if each < step), self._latest
+        if not skipped and step > latest:
+            self._latest = step
             return
-        steps = self._channel.gather(np.array([step]), step, f"exchange (step {skipped[0]} was skipped)", on_main=True)
+        reason = f"step {skipped[0]} was skipped" if skipped else f"step {latest} came before"
+        steps = self._channel.gather(np.array([step]), step, f"exchange ({reason})", on_main=True)
         if (steps != step).any():
             raise ValueError(
                 f"ranks finish the shuffles of steps {steps[:, 0].tolist()} ({self._channel.description}); every rank "
                 "must finish the same shuffles in the same order: finish each shuffle that was started"
             )
+        self._latest = max(latest, step)
         self._planned.difference_update(skipped)

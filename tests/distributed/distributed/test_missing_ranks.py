@@ -391,3 +391,17 @@ def test_ranks_that_skip_different_exchanges_say_so():
     assert text.startswith("ValueError: ranks finish the shuffles of steps [1, 2] (ranks [0, 1]); every rank must"), (
         text
     )
+
+
+@on("own_two_ranks", timeout=100)
+def test_a_rank_that_skips_an_exchange_that_all_have_passed_takes_part_in_no_other():
+    """As with two pipelines on one shuffler: the batch that one has read ahead is finished after those of the other."""
+    rank = dist.get_rank()
+    shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
+    passed, first, second, _ = _started(shuffler, 4)
+    shuffler.finish_shuffle(*first)
+    dist.barrier()
+    limit_waits(4.0)
+    text = error_of(shuffler.finish_shuffle, *(passed if rank == 0 else second))
+    places = ["exchange (step 1 came before) of step 0", "exchange of step 2"]
+    assert text.startswith(f"RankMissingError: rank {1 - rank} waited in the {places[1 - rank]}, not in"), text
