@@ -70,9 +70,10 @@ class SingleRankLoader(Iterable[Any]):
         self._batches = 0
         self._closed = False
         self._resume: dict[str, Any] | None = None
-        self._options, self._trim = {"src": src, "equal_size": equal_size}, trim
+        self._options = {"src": src, "equal_size": equal_size}
         self._source = Source(src, group, timeout)
         checked, error = capture_error(lambda: check_options(self._options, trim, self._channel.world_size))
+        self._trims = () if checked is None else checked[1]  # a later change of the caller's list has no effect
         if error is None and loader is None and self.is_source:
             error = ValueError(
                 "this rank is the source and passes no loader; the source loads for all ranks: pass it there, or name "
@@ -161,7 +162,7 @@ class SingleRankLoader(Iterable[Any]):
             if self._closed:  # without the groups, the other ranks' data would seem to end
                 raise RuntimeError("the SingleRankLoader is closed; it cannot be read again: make a new one")
             share = scatter_rows(
-                self._channel, _CALL, self._options, self._source, self._trim, lambda: self._read(source, error)
+                self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source, error)
             )
             if share is None:
                 self._batches = 0

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import BatchOrderSampler
-from commons.dispatch import SingleRankLoader
+from commons.dispatch import SingleRankLoader, Trim
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.any_batches import as_values, length_of, padded_batch
 from tests.helpers.ranks.faults import error_of
@@ -153,3 +153,11 @@ def test_a_closed_loader_is_refused():
 def test_without_ranks(pin_memory):
     loader = SingleRankLoader(list(padded_batches([2, 1], 2)), workloads_of, pin_memory=pin_memory)
     assert [as_values(batch) for batch in loader] == [as_values(batch) for batch in padded_batches([2, 1], 2)]
+
+
+def test_trims_are_those_of_the_constructor():
+    ids = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]])
+    trims = [Trim("mask")]
+    loader = SingleRankLoader([{"ids": ids, "mask": ids.sign()}] * 2, trim=trims)
+    trims.clear()
+    assert [tuple(batch["ids"].shape) for batch in loader] == [(2, 2)] * 2
