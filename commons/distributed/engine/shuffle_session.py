@@ -85,8 +85,8 @@ class ShuffleSession:
         self._alike: BatchSchema | None = None  # schema of this rank's last batch, found equal to the agreed one
         self._counted = _NO_WORDS  # the keys that count as tokens
         calibration = None if costs.calibrated is None else dataclasses.asdict(costs.calibrated.calibration)
-        is_unread = options.calibration is not None and calibration is None
-        self._peers = None if peers is None else Peers(peers, calibration, is_unread)
+        unread = None if calibration else costs.problem(None)
+        self._peers = None if peers is None else Peers(peers, calibration, unread)
         # What must be equal on all ranks.
         self._settings = {
             "options": dataclasses.asdict(options),
@@ -138,7 +138,7 @@ class ShuffleSession:
         started = time.perf_counter()
         speeds, peers, error = self._speeds, self._peers, local[0].error
         if step % LOOK_STEPS == 0:  # before all that can fail in one data-parallel group alone
-            speeds.own = speeds.found if peers is None else peers.settle(step, speeds.found, error)
+            speeds.own = speeds.found if peers is None else peers.settle(step, speeds.found)
         if peers is not None and peers.problem is not None:
             local = [dataclasses.replace(local[0], error=error or peers.problem), *local[1:]]
         layout = self._layout = self._layout or self._agree(step, local)

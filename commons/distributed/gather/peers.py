@@ -19,33 +19,30 @@ class Peers:
     Args:
         channel: the peers.
         calibration: this rank's, as JSON values; None without one.
-        is_unread: whether the calibration could not be read.
+        unread: why this rank's calibration cannot be used, if so.
 
     Attributes:
         planned: the steps that this rank's group has planned since the last `settle`; the caller appends them.
         problem: a difference between the peers, or an error of one of them; it stays.
     """
 
-    def __init__(self, channel: ControlChannel, calibration: dict[str, Any] | None, is_unread: bool) -> None:
-        self._channel, self._options = channel, None if is_unread else {"calibrations": calibration}
+    def __init__(self, channel: ControlChannel, calibration: dict[str, Any] | None, unread: Exception | None) -> None:
+        self._channel, self._unread = channel, unread
+        self._options = None if unread else {"calibrations": calibration}
         self.planned: list[int] = []
         self.problem: Exception | None = None
 
-    def settle(self, step: int, speed: int, error: Exception | None) -> int:
-        """The lowest speed of the peers, or this rank's own after a problem; called every `LOOK_STEPS` steps.
-
-        `error` is this rank's, such as that of reading the calibration.
-        """
+    def settle(self, step: int, speed: int) -> int:
+        """The lowest speed of the peers, or this rank's own after a problem; called every `LOOK_STEPS` steps."""
         if self.problem is not None:
             return speed
-        lowest, self.problem = capture_error(lambda: self._settle(step, speed, error))
+        lowest, self.problem = capture_error(lambda: self._settle(step, speed))
         self.planned = []
         return lowest or speed
 
-    def _settle(self, step: int, speed: int, error: Exception | None) -> int:
+    def _settle(self, step: int, speed: int) -> int:
         channel, planned = self._channel, [*self.planned, *[-1] * LOOK_STEPS][:LOOK_STEPS]
-        known_error = error if self._options is None else None  # others are those of the data-parallel group
-        table = channel.agree("shuffle of tensor-parallel peers", self._options, known_error, [speed, *planned], step)
+        table = channel.agree("shuffle of tensor-parallel peers", self._options, self._unread, [speed, *planned], step)
         other = int((table[:, 1:] != table[0, 1:]).any(axis=1).argmax())
         if other:
             first, second = ([each for each in row if each >= 0] for row in table[[0, other], 1:].tolist())

@@ -141,6 +141,22 @@ def _each_alone():
         yield alone
 
 
+class _MeasuredAlone(MeasuredShuffler):
+    """In a given group."""
+
+    def __init__(self, options, pg_group):
+        BaseTaskBalancedBatchShuffler.__init__(self, options, pg_group)
+        self.cost = self.calibrated(self.task)
+
+
+@on_two_ranks
+def test_peers_without_rows_say_that_a_calibration_is_missing(calibration):
+    options = ShufflerOptions(calibration=calibration + ".gone" if dist.get_rank() == 1 else calibration)
+    with _each_alone() as group, closing(_MeasuredAlone(options, group)) as shuffler:
+        text = error_of(next, windowed_iter(iter([]), shuffler, 2, group))
+    assert text.startswith("ValueError: rank 1: calibration") and "does not exist" in text
+
+
 class _Failing(SquareShuffler):
     """Fails in some steps."""
 
