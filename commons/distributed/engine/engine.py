@@ -170,7 +170,7 @@ class ShuffleEngine:
             handle.take(batch)
         self._device = batch_device(batch)
         started = time.perf_counter()
-        (result,) = session.exchange_rows(handle.step, prepared, [batch])
+        (result,) = session.exchange_rows(handle.step, prepared, [batch], pins=False)
         if prepared.plan is not None:
             handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)
             self.note(handle.step, handle.read_stats, prepared.plan.excess_tokens)

@@ -192,10 +192,10 @@ class ShuffleSession:
         )
         return PreparedShuffle(schema, channel.rank, 0, steps, plan, exchange, describe)
 
-    def exchange_rows(self, step: int, prepared: PreparedShuffle, batches: Sequence[Any]) -> list[Any]:
+    def exchange_rows(self, step: int, prepared: PreparedShuffle, batches: Sequence[Any], *, pins: bool) -> list[Any]:
         """Exchange the rows of this rank's batches; on a device, on the stream that copied them.
 
-        `batches` are at least one, which may be empty.
+        `batches` are at least one, which may be empty. `pins`: whether to put new batches into pinned memory.
 
         Returns:
             The batches that this rank trains, one for each step, see `attach_global_batches`. In mode "off", its own
@@ -232,6 +232,10 @@ class ShuffleSession:
             verification.require_same_rows(
                 self.channel, step, layout, before, results, unknown, on_main=self._window is None
             )
+        if pins:
+            own = {id(batch) for batch in batches}
+            results = [each if id(each) in own else each.pin_memory() for each in results]
+        # Last, because a user's own pin_memory may make a batch without the attachment.
         return attach_global_batches(results, prepared, self.channel.members)
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:

@@ -148,12 +148,10 @@ def shuffle_window(
     if schema is None:
         return ShuffledWindow([], [])
     batches, started = reader.take(), time.perf_counter()
-    results = session.exchange_rows(step, prepared, batches or [schema.empty_batch()])
+    pins = _are_pinned(schema, batches)
+    results = session.exchange_rows(step, prepared, batches or [schema.empty_batch()], pins=pins)
     if plan is None:  # mode "off"
         return ShuffledWindow(results, [None] * len(results))
-    if _are_pinned(schema, batches):
-        own = {id(batch) for batch in batches}
-        results = [each if id(each) in own else each.pin_memory() for each in results]
     exchange_ms = (time.perf_counter() - started) * 1e3 / len(results)
     stats = [replace(each, exchange_ms=exchange_ms) for each in prepared.describe()]
     whole = WindowStats.of(step, stats, read_ms, plan.speeds)

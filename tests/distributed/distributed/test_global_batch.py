@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commons.distributed.engine import window as engine_window
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.batch import BaseBatch
@@ -178,3 +179,25 @@ def test_models_ask_no_rank(kind, forward, asking):
         with collectives_counted() as collectives:
             model(batch)
         assert collectives == forward if mode == "balance" else collectives["all_reduce"] == asking
+
+
+@dataclass
+class _PinsItself(RichBatch):
+    """A user's own pin_memory, which makes a new batch."""
+
+    def pin_memory(self):
+        return dataclasses.replace(self)
+
+
+@on_ranks
+def test_pinned_batches_of_a_window_know_it_on_all_ranks_or_on_none():
+    """A rank without batches pins nothing: the others waited in a collective that it left out."""
+    rank = dist.get_rank()
+    own = [_PinsItself(**vars(_square_batch("jagged", seed, 5, 5))) for seed in range(4)]
+    with (
+        mock.patch.object(engine_window, "_are_pinned", lambda schema, batches: bool(batches)),
+        closing(SquareShuffler(ShufflerOptions())) as shuffler,
+    ):
+        batches = list(windowed_iter(iter(own if rank else own[:0]), shuffler, 2))
+    known = [each.global_loss_terms() is not None for each in batches]
+    assert known and all(known)
