@@ -163,7 +163,6 @@ def missing_ranks_named(
     Raises:
         RankMissingError: instead of torch's own error, which is its cause.
     """
-    _BY_GROUP.clear()  # the channels of an earlier run in these groups may have failed
     run = NamedCollectives(dist.group.WORLD)
     _SHUFFLERS.append(shufflers)
     try:
@@ -180,6 +179,7 @@ def missing_ranks_named(
         raise RankMissingError(_describe(error, step(), run)) from error
     finally:
         _SHUFFLERS.clear()
+        _BY_GROUP.clear()  # channels that have failed: a next run in these groups makes others
 
 
 def _is_of_collective(error: Exception) -> bool:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.distributed.channel.absence import RankMissingError
+from commons.distributed.channel.absence import POLL_SECONDS, RankMissingError
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.optimize.updates import FiniteLossGuard
 from commons.trainer.ranks import collectives
-from commons.trainer.ranks.collectives import limit_collectives, missing_ranks_named
+from commons.trainer.ranks.collectives import gather_texts, limit_collectives, missing_ranks_named
 from commons.trainer.ranks.stop import StopSignal
 from sid_gr.megatron_core import parallel_state
 from sid_gr.recipe import SIDGRRecipe
@@ -89,6 +89,18 @@ def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match=r"^shapes differ$") as error, missing_ranks_named(lambda: 7):
         raise RuntimeError("shapes differ")
     assert not isinstance(error.value, RankMissingError)
+
+
+@on("own_two_ranks", timeout=100)
+def test_an_error_of_an_earlier_run_in_the_same_process_group_is_not_raised_again():
+    cpu = torch.device("cpu")
+    gather_texts("of settings, before the run", cpu)
+    with pytest.raises(ValueError, match="no data"), missing_ranks_named(lambda: 1):
+        raise ValueError("no data")  # on all ranks
+    meet("both have failed")
+    if dist.get_rank() == 1:
+        time.sleep(2 * POLL_SECONDS)  # meanwhile rank 0 checks for failures
+    assert gather_texts("again", cpu) == ["again", "again"]
 
 
 class OfOneRank(Parts):
