@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOCK_FILE = ".lock"
+_MOST_TRIES = 100  # to lock a file that other processes remove
 # The open lock files of this process by folder. One per folder, because closing a second one would unlock the first.
 _HELD: dict[Path, BinaryIO] = {}
 
@@ -17,15 +18,17 @@ def lock_folder(folder: Path) -> None:
     """Lock a folder, made if missing, until `unlock_folder` or the end of this process.
 
     This process may lock it again. A killed process leaves the lock file, but no lock, not even if processes that it
-    has forked still run. On a file system without locks, and where the folder cannot be written, nothing is locked.
+    has forked still run. On a file system without locks or lasting inode numbers, and where the folder cannot be
+    written, nothing is locked.
 
     Raises:
         ValueError: another process has locked it.
     """
     with contextlib.suppress(OSError):  # the next write to the folder raises it
         folder.mkdir(parents=True, exist_ok=True)
-        while not _lock(folder):
-            pass
+        for _ in range(_MOST_TRIES):
+            if _lock(folder):
+                return
 
 
 def unlock_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 from unittest import mock
@@ -62,5 +63,7 @@ def test_without_locks_nothing_is_refused(tmp_path):
     with mock.patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available")):
         lock_folder(tmp_path)
     unlock_folder(tmp_path)
+    with mock.patch.object(os.path, "samestat", return_value=False):  # inode numbers that change
+        lock_folder(tmp_path)
     (tmp_path / "file").touch()
     lock_folder(tmp_path / "file" / "run")  # the next write raises the error
