@@ -72,7 +72,8 @@ class BaseTaskBalancedBatchShuffler(ABC):
         def __getattr__(self, name: str) -> Any:
             """Called for a missing attribute only."""
             if name not in ("options", "engine"):
-                return super().__getattribute__(name)
+                find = getattr(super(), "__getattr__", super().__getattribute__)  # a second base may be an nn.Module
+                return find(name)
             raise _ConstructorNotCalledError(
                 f"{type(self).__name__} has no {name}; the constructor of BaseTaskBalancedBatchShuffler sets it: "
                 "call super().__init__(options, pg_group) in __init__"

@@ -232,3 +232,20 @@ def test_an_idle_worker_keeps_nothing_of_its_last_job():
         time.sleep(0.01)
     assert gone() is None and not worker.has_ended
     assert worker.stop(timeout=60) and worker.has_ended
+
+
+class _LearnedCosts(BaseTaskBalancedBatchShuffler, torch.nn.Module):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        BaseTaskBalancedBatchShuffler.__init__(self)
+        self.cost = torch.nn.Linear(1, 1)
+
+    def get_workloads(self, batch):
+        return self.cost(batch)
+
+
+def test_a_shuffler_may_also_be_a_module():
+    with contextlib.closing(_LearnedCosts()) as shuffler:
+        assert isinstance(shuffler.cost, torch.nn.Linear)
+        with pytest.raises(AttributeError, match="no attribute 'other'"):
+            _ = shuffler.other
