@@ -200,6 +200,16 @@ def test_peers_stop_when_a_step_failed_on_one_of_them(step):
         assert f"before step 5 rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 {others}; tensor-parallel" in text
 
 
+@on_two_ranks
+def test_peers_whose_data_end_at_different_steps_stop():
+    with _each_alone() as group, closing(SquareShuffler(ShufflerOptions(speeds="measured"), group)) as shuffler:
+        for step in range(5):
+            ends = step == 3 and dist.get_rank() == 1
+            assert shuffler.start_shuffle(None if ends else my_batch()).has_ended() == ends
+        text = error_of(shuffler.shuffle, my_batch())
+    assert "rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 [0, 1, 2, 4]; tensor-parallel peers" in text
+
+
 # --------------------------------------------------------------------------------------------------------------- speeds
 
 
