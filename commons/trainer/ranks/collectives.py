@@ -9,6 +9,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -171,8 +172,10 @@ def missing_ranks_named(
         raise
     except Exception as error:
         if not _is_of_collective(error) or len(run.members) == 1:
-            for channel in (run, *_BY_GROUP.values()):
-                channel.post_failure(step(), "training", error)
+            # At once: the rank that hosts the store waits in each call, until the others have read the error.
+            with ThreadPoolExecutor() as pool:
+                for channel in (run, *_BY_GROUP.values()):
+                    pool.submit(channel.post_failure, step(), "training", error)
             raise
         if (known := _failure_of_shufflers()) is not None:
             raise known from error

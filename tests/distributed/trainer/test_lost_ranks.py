@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from commons.distributed.channel.absence import POLL_SECONDS, RankMissingError
+from commons.distributed.channel.absence import POLL_SECONDS, FailedChannel, RankMissingError
 from commons.distributed.options import ShufflerOptions
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.loop import TrainingLoop
@@ -101,6 +102,17 @@ def test_an_error_of_an_earlier_run_in_the_same_process_group_is_not_raised_agai
     if dist.get_rank() == 1:
         time.sleep(2 * POLL_SECONDS)  # meanwhile rank 0 checks for failures
     assert gather_texts("again", cpu) == ["again", "again"]
+
+
+@on_two_ranks
+def test_an_error_is_posted_in_all_channels_at_once():
+    """The rank that hosts the store waits in each post: one after another, the others would learn it seconds later."""
+    gather_texts("", torch.device("cpu"))  # makes the second channel
+    posts = threading.Barrier(2)
+    post = mock.patch.object(FailedChannel, "post", lambda channel, text: posts.wait(20))
+    with post, pytest.raises(OverflowError, match="too wide"), missing_ranks_named(lambda: 1):
+        raise OverflowError("too wide")
+    assert not posts.broken and posts.n_waiting == 0
 
 
 class OfOneRank(Parts):
