@@ -6,15 +6,12 @@ kind (planner, micro-batches, dispatch) need no TorchRec.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commons.version import __version__ as __version__
 
-if TYPE_CHECKING:  # read by type checkers and, at run time, by `_imports`
+if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from commons.datasets.gpt_sid_batch import GPTSIDBatch as GPTSIDBatch
     from commons.datasets.hstu_batch import FeatureConfig as FeatureConfig
     from commons.datasets.hstu_batch import HSTUBatch as HSTUBatch
@@ -74,15 +71,64 @@ if TYPE_CHECKING:  # read by type checkers and, at run time, by `_imports`
     from hstu.batch_shuffler import HSTUBalancedBatchShuffler as HSTUBalancedBatchShuffler
     from sid_gr.batch_shuffler import SIDGRBalancedBatchShuffler as SIDGRBalancedBatchShuffler
 
-
-def _imports(source: str) -> dict[str, str]:
-    """The module of each name that is imported in the `if TYPE_CHECKING` of this file."""
-    branches = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-    imports = (node for branch in branches for node in branch.body if isinstance(node, ast.ImportFrom))
-    return {alias.name: node.module for node in imports if node.module for alias in node.names}
-
-
-_MODULE_OF = _imports(inspect.getsource(sys.modules[__name__]))
+_NAMES = {
+    "commons.datasets.gpt_sid_batch": ("GPTSIDBatch",),
+    "commons.datasets.hstu_batch": ("FeatureConfig", "HSTUBatch", "RandomDistribution"),
+    "commons.datasets.samplers.balanced": ("BalancedBatchSampler",),
+    "commons.datasets.samplers.budget": ("BudgetBatchSampler",),
+    "commons.dispatch": (
+        "BalancedChunks",
+        "BalancedShare",
+        "RedistributedRows",
+        "SingleRankLoader",
+        "Trim",
+        "redistribute_balanced",
+        "scatter_balanced",
+        "split_balanced",
+        "trim_batch",
+    ),
+    "commons.distributed.batch_shuffler": (
+        "BaseTaskBalancedBatchShuffler",
+        "IdentityBalancedBatchShuffler",
+        "ShuffleHandle",
+    ),
+    "commons.distributed.batch_shuffler_factory": ("BatchShufflerFactory", "register_batch_shuffler"),
+    "commons.distributed.channel.absence": ("RankMissingError", "ShufflerAbortedError"),
+    "commons.distributed.loss": ("global_mean_loss", "mean_over_ranks"),
+    "commons.distributed.options": ("ShufflerOptions",),
+    "commons.distributed.stats": ("ShuffleStats",),
+    "commons.distributed.tokens_shuffler": ("TokensBalancedBatchShuffler",),
+    "commons.micro_batching": (
+        "MicroBatchSpec",
+        "MicroBatches",
+        "PackedRows",
+        "count_loss_tokens",
+        "ffd_allocate",
+        "get_allocate_fn",
+        "kk_allocate",
+        "pack_micro_batches",
+        "pack_rows",
+        "packing_metrics",
+        "padded_allocate",
+        "refined_allocate",
+    ),
+    "commons.perf_model.partitioner": (
+        "Grid",
+        "Partition",
+        "karmarkar_karp",
+        "lower_bound",
+        "partition",
+        "partition_grid",
+    ),
+    "commons.perf_model.task_estimator": ("HSTUAttentionTask", "SelfAttentionTask"),
+    "commons.pipeline": ("TrainPipelineFactory", "balanced", "balanced_iter", "shuffle_stage", "windowed_iter"),
+    "commons.sequence_batch.batch": ("BaseBatch",),
+    "commons.sequence_batch.schema": ("register_batch_type",),
+    "commons.trainer": ("DatasetArgs", "TrainerArgs"),
+    "hstu.batch_shuffler": ("HSTUBalancedBatchShuffler",),
+    "sid_gr.batch_shuffler": ("SIDGRBalancedBatchShuffler",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_MODULE_OF]
 
 
