@@ -27,8 +27,8 @@ _CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 
 # Seconds that the end of a program waits for its workers, for all of them together.
 _EXIT_SECONDS = 5.0
-# Most seconds until a job fails after `break_off`.
-_BROKEN_OFF_SECONDS = 1.0
+# Most seconds until a job fails after `break_off`; one that connects to a rank that has left fails at its own timeout.
+_BROKEN_OFF_SECONDS = 4.0
 _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
 
