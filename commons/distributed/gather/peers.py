@@ -6,6 +6,7 @@ calibration and the lowest of their speeds. Every rank of all groups takes part 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from commons.distributed.channel.agree import ControlChannel
@@ -29,15 +30,18 @@ class Peers:
     def __init__(self, channel: ControlChannel, calibration: dict[str, Any] | None, unread: Exception | None) -> None:
         self._channel, self._unread = channel, unread
         self._options = None if unread else {"calibrations": calibration}
-        self.planned: list[int] = []
+        self.planned: deque[int] = deque(maxlen=LOOK_STEPS)
         self.problem: Exception | None = None
 
     def settle(self, step: int, speed: int) -> int:
-        """The lowest speed of the peers, or this rank's own after a problem; called every `LOOK_STEPS` steps."""
+        """The lowest speed of the peers, or this rank's own after a problem.
+
+        Called at the first step, and with measured speeds every `LOOK_STEPS` steps.
+        """
         if self.problem is not None:
             return speed
         lowest, self.problem = capture_error(lambda: self._settle(step, speed))
-        self.planned = []
+        self.planned.clear()
         return lowest or speed
 
     def _settle(self, step: int, speed: int) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.engine import engine
 from commons.distributed.gather import local_rows
+from commons.distributed.gather.peers import Peers
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask
 from commons.pipeline import windowed_iter
@@ -155,6 +156,16 @@ def test_peers_without_rows_say_that_a_calibration_is_missing(calibration):
     with _each_alone() as group, closing(_MeasuredAlone(options, group)) as shuffler:
         text = error_of(next, windowed_iter(iter([]), shuffler, 2, group))
     assert text.startswith("ValueError: rank 1: calibration") and "does not exist" in text
+
+
+@on_two_ranks
+def test_peers_with_a_calibration_alone_wait_for_one_another_once(calibration):
+    settles = mock.patch.object(Peers, "settle", autospec=True, side_effect=Peers.settle)
+    options = ShufflerOptions(calibration=calibration)
+    with settles as settle, _each_alone() as group, closing(_MeasuredAlone(options, group)) as shuffler:
+        for _ in range(11):
+            shuffler.shuffle(my_batch())
+    assert [call.args[1] for call in settle.call_args_list] == [0]
 
 
 class _Failing(SquareShuffler):
