@@ -21,8 +21,6 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, re
 from commons.distributed.engine.engine import Starter
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
 
-_NAME = "StagedTrainPipeline"
-
 
 class _BalancedIterator(LookAhead):
     """A LookAhead that raises errors in `__next__`, because a staged pipeline cannot raise them later."""
@@ -67,7 +65,8 @@ def balanced_iter(
     require_shuffler("shuffler", shuffler)
     engine = shuffler.engine
     engine.connect(pg_group)
-    starter = next((each for each in engine.starters if each.name == _NAME), None) or Starter(_NAME)
+    starter = next((each for each in engine.starters if each.last is not None), None)
+    starter = starter or Starter("StagedTrainPipeline")
     engine.begin(starter)
     starter.in_flight = True
     look_ahead = _BalancedIterator(iterator, shuffler, pg_group, starter.last)
