@@ -96,8 +96,12 @@ class HSTURecipe(Recipe):
     @cached_property
     def model_config(self) -> RankingConfig | RetrievalConfig:
         """The model's own config, for the data of this run."""
+        return self.config_on(self._training_data)
+
+    @property
+    def _training_data(self) -> Any:
         data: Any = self.loaders[0].dataset
-        return self.config_on(data.dataset if isinstance(data, NegativeSampling) else data)
+        return data.dataset if isinstance(data, NegativeSampling) else data
 
     def config_on(self, data: Any, tables: dict[str, int] | None = None) -> RankingConfig | RetrievalConfig:
         """The model's own config for a data set: its vocabulary sizes, longest sequence and feature names.
@@ -162,8 +166,10 @@ class HSTURecipe(Recipe):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that determine the shapes and the meaning of the weights."""
-        return {"task": self.config.task, "model": weights_of(self.model_config), **super().fingerprint()}
+        """The settings that determine the shapes and the meaning of the weights, and what the ids of the data mean."""
+        ids = getattr(self._training_data, "vocabulary_digests", {})
+        weights = weights_of(self.model_config)
+        return {"task": self.config.task, "model": weights, "vocabulary_digests": ids, **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers, and the features that are tokens: timestamps and negatives are not."""

@@ -142,6 +142,8 @@ class SequenceDataset(UserDataset[HSTUBatch]):
             )
         # Number of ids of each feature, except timestamps.
         self.vocabulary_sizes = {name: self.metadata.vocabulary_sizes[name] for name in tokens}
+        digests = self.metadata.vocabulary_digests
+        self.vocabulary_digests = {name: digests[name] for name in tokens if name in digests}
         for name, ids in self.vocabulary_sizes.items():
             size = (table_sizes or {}).get(name)
             if size is not None and ids > size:

@@ -10,7 +10,6 @@ folder. The manifest has all that building a model needs, so opening a data set 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from commons.console import reason_of
-from commons.datasets.sequences.metadata import MANIFEST, VOCABULARIES, SequenceFileMetadata, load_metadata
+from commons.datasets.sequences.metadata import MANIFEST, SequenceFileMetadata, load_metadata
 
 __all__ = ["RowSelection", "SequenceFile", "SequenceFileMetadata", "SequenceSchema"]
 
@@ -113,19 +112,6 @@ class SequenceFile:
             begin = int(self._group_starts[number])
             lengths.append(np.diff(offsets).astype(np.int64)[max(0, rows.start - begin) : rows.stop - begin])
         return np.concatenate(lengths)
-
-    def vocabulary_digest(self, feature: str) -> str:
-        """Digest of the raw values of a feature's ids, in hex: equal digests mean equal ids of equal values.
-
-        Raises:
-            ValueError: the file with the values is missing or damaged.
-        """
-        path = self.path / VOCABULARIES / f"{feature}.parquet"
-        try:
-            values = pq.read_table(path, page_checksum_verification=True)["value"].combine_chunks()
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise ValueError(f"{path} is damaged ({reason_of(error)}); preprocess the data again") from error
-        return hashlib.blake2b(pa.record_batch([values], ["value"]).serialize(), digest_size=8).hexdigest()
 
     def _read_table(self, number: int, columns: list[str]) -> pa.Table:
         """Columns of a row group; ValueError unless it has the number of rows in the manifest."""

@@ -44,6 +44,8 @@ class SequenceFileMetadata:
     splits: dict[str, int]  # number of rows of each split, in the order of their shards
     vocabulary_sizes: dict[str, int]  # for each feature, the number of ids: ids lie in `[0, size)`
     columns: dict[str, str] = field(default_factory=dict)  # type of each column, by its name
+    # For each feature with raw values, a digest of them in the order of their ids: equal ids of equal values.
+    vocabulary_digests: dict[str, str] = field(default_factory=dict)
     # Number of rows by number of items: the key "20" counts rows with at least 20 items and fewer than the next key.
     length_histogram: dict[str, int] = field(default_factory=dict)
     # SHA-256 of the archive in hex; for a folder, of the lines that `sha256sum` prints for its files.

@@ -241,12 +241,18 @@ class _Writer:
             max_length=int(lengths.max(initial=0)),
             splits={"train": len(lengths) - num_test, "test": num_test},
             vocabulary_sizes={**sizes, self._action_column: source.action_vocabulary_size},
+            vocabulary_digests={name: _digest(values) for name, values in vocabularies.items()},
             columns={entry.name: str(entry.type) for entry in self._schema},
             length_histogram=_length_histogram(lengths),
             source_sha256=source.sha256,
             shards=self._shards,
             options=options,
         ).save(self._folder)
+
+
+def _digest(values: pa.Array) -> str:
+    serialized = pa.record_batch([values], ["value"]).serialize()
+    return hashlib.blake2b(serialized, digest_size=8).hexdigest()
 
 
 def _length_histogram(lengths: np.ndarray) -> dict[str, int]:

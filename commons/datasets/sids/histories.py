@@ -40,7 +40,7 @@ class Histories(Protocol):
         """The last `lengths` items of each user, user after user, int64 `(sum(lengths),)`."""
 
     def items_digest(self) -> str:
-        """Digest of the raw items of all ids; "" if the ids are the raw items."""
+        """Digest of the raw items of all ids; "" if the ids are the raw items, or it is unknown."""
 
 
 def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -79,7 +79,7 @@ class PreprocessedHistories:
 
     def items_digest(self) -> str:
         """See Histories."""
-        return self._file.vocabulary_digest(self._column)
+        return self._file.metadata.vocabulary_digests.get(self._column, "")
 
 
 class ParquetHistories:

@@ -236,7 +236,7 @@ class Checkpointer:
             more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
             raise ValueError(
                 f"{chosen} was written with {name} = {written!r}, this run has {here!r}{more}; a checkpoint fits only "
-                "the model that wrote it: use that config, or another checkpoint"
+                "the model that wrote it, and data with the same ids: use that config and data, or another checkpoint"
             )
         other_order = next(_differences(state["order"], self._order), None)
         if other_order and (state["progress"]["rows_in_epoch"] or state["progress"]["window_steps"]):

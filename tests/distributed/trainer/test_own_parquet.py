@@ -26,15 +26,15 @@ SMALL = [
 ]
 
 
-def write_log(folder: Path) -> None:
+def write_log(folder: Path, first_item: int = -3) -> None:
     """Events in two files, in no order; a click tells by the item, a like by the user's gender."""
     rng = np.random.default_rng(0)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for number in range(2):
         users, items = 1 + (rng.pareto(1.2, 1_000) * 5).astype(int) % 60, rng.integers(0, 40, 1_000)
         columns = {
             "uid": [f"user-{user}" for user in users],
-            "iid": items * 10**9 - 3,
+            "iid": items * 10**9 + first_item,
             "ts": pa.array(rng.integers(0, 10**9, 1_000), pa.timestamp("s")),
             "click": items % 2 == 0,
             "like": (users % 3 == 0).astype(np.int8),
@@ -76,3 +76,23 @@ def test_ranking_and_retrieval(two_ranks, tmp_path):
     (error,) = set(two_ranks.run(error_of, train, tmp_path, "--dataset.columns.actions"))
     said = "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns"
     assert error.startswith("ValueError: ") and said in error
+
+
+@pytest.mark.slow
+def test_a_checkpoint_fits_only_data_with_the_same_ids(two_ranks, tmp_path):
+    """Data made again with other items, equally many: an id would have the weights of another item."""
+    preprocess = ["preprocess", "parquet", "--config", str(CONFIG), "--source", str(tmp_path / "log")]
+
+    def make_data(first_item: int) -> None:
+        write_log(tmp_path / "log", first_item)
+        assert main([*preprocess, "--output", str(tmp_path / "data"), "--test-fraction", "0.3"]) == 0
+
+    saves = ["--trainer.ckpt-save-interval", "2", "--trainer.ckpt-save-dir", str(tmp_path / "checkpoints")]
+    make_data(-3)
+    assert two_ranks.run(train, tmp_path, *saves, "--trainer.max-train-iters", "2")[0][0] == 2
+    resumes = [*saves, "--trainer.ckpt-load-dir", str(tmp_path / "checkpoints"), "--trainer.max-train-iters"]
+    make_data(-2)
+    (error,) = set(two_ranks.run(error_of, train, tmp_path, *resumes, "4"))
+    assert "was written with vocabulary_digests.iid = " in error and "a checkpoint fits only" in error
+    make_data(-3)
+    assert two_ranks.run(train, tmp_path, *resumes, "4")[0][0] == 4
