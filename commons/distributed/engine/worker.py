@@ -1,8 +1,9 @@
 """DaemonWorker: one daemon thread that runs jobs in order.
 
 The interpreter joins an executor's threads at exit, and would wait for a collective's timeout; a daemon thread does not
-keep a failed process alive. But a daemon thread that returns from C++ after the interpreter's end aborts the process.
-So the exit waits a few seconds for the running job, and then makes it fail if the worker has a way to.
+keep a failed process alive. The exit waits a few seconds for the running job, and then makes it fail if the worker has
+a way to. A thread that returns from C++ still later, after the interpreter's end, would abort the process (before
+Python 3.14, which lets it hang): it is held instead.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from commons.perf_model.partitioner.core import hold_failed_threads
+
 T = TypeVar("T")
 
 _CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h
 
 # Seconds that the end of a program waits for its workers, for all of them together.
 _EXIT_SECONDS = 5.0
-# Most seconds until a job fails after `break_off`; one that connects to a rank that has left fails at its own timeout.
-_BROKEN_OFF_SECONDS = 4.0
+# Most seconds until a job fails after `break_off`.
+_BROKEN_OFF_SECONDS = 1.0
 _STARTED: weakref.WeakSet[DaemonWorker] = weakref.WeakSet()
 
 
@@ -184,3 +187,5 @@ def _end_all() -> None:
         if not ended and worker._break_off is not None:
             worker._break_off()
             worker.stop(timeout=_BROKEN_OFF_SECONDS)
+    if not all(worker.has_ended for worker in workers):
+        hold_failed_threads()

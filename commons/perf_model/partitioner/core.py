@@ -8,6 +8,7 @@ out of its range is a ValueError, and no memory outside the arrays is touched.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from array import array
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "permute_words": (ctypes.c_int, (*(_POINTER, _INT) * 3, _INT, _POINTER)),
     "read_columns": (ctypes.c_int, (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER)),
     "all_within": (_INT, (_POINTER, _INT, _INT, _INT)),
+    "hold_thread": (None, ()),
 }
 
 
@@ -263,6 +265,13 @@ def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
     """Whether all of `values`, int64 `(n,)`, are in `[0, largest]` and their sum in `[0, largest_sum]`."""
     library = _LOCKED if len(values) <= FEW_NUMBERS else _UNLOCKED
     return bool(library["all_within"](_at(_int64(values)), len(values), largest, largest_sum))
+
+
+def hold_failed_threads() -> None:
+    """Make a thread in which C++ calls std::terminate wait for ever, from now on; the main thread aborts as before."""
+    with contextlib.suppress(OSError, AttributeError):  # another C++ library than torch's on Linux
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate(ctypes.cast(_UNLOCKED["hold_thread"], _POINTER))
 
 
 def _call(name: str, *arguments: Any, numbers: int = FEW_NUMBERS + 1) -> None:

@@ -1,6 +1,7 @@
 """The daemon worker: jobs in order, none for nobody, and an answer for all who wait if its thread ends."""
 
 import itertools
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,6 +14,22 @@ from commons.distributed.engine import worker as worker_module
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from tests.helpers.batches.random_batches import random_batch
+from tests.helpers.jobs.programs import run_program
+
+# The worker's job waits in C++ for 0.9 s. The program's end waits 0.2 s for it, and its finalization takes 1.5 s more.
+RETURNS_AFTER_THE_END = """
+import datetime, time
+import torch.distributed as dist
+from commons.distributed.engine.worker import DaemonWorker
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+slow, store, worker = Slow(), dist.HashStore(), DaemonWorker("test", exit_seconds=0.2)
+worker.submit(lambda: store.wait(["never"], datetime.timedelta(seconds=0.9)))
+time.sleep(0.1)
+"""
 
 
 def test_a_job_that_was_cancelled_before_its_turn_is_passed_over():
@@ -100,3 +117,9 @@ def test_a_job_of_a_thread_that_has_ended_is_answered():
         with pytest.raises(RuntimeError, match="the worker thread evenrank-test has ended before its job was done"):
             future.result(timeout=60)
     assert worker.stop(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_job_that_returns_from_c_after_the_interpreter_s_end_does_not_abort_the_process():
+    done = run_program(sys.executable, "-c", RETURNS_AFTER_THE_END)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,7 +2,11 @@
 //
 // Every function returns 0, or 1 with a message in `error`, of kErrorSize bytes. Functions throw nothing, keep no state and
 // do not use Python, so that one file serves every Python version and any number of threads.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdio>
+#include <cstdlib>
 #include <new>
 #include <string>
 
@@ -231,6 +235,12 @@ int evenrank_read_columns(const RowTable* table, const Weight* columns, Weight n
 
 Weight evenrank_all_within(const Weight* values, Weight size, Weight largest, Weight largest_sum) {
   return all_within(values, size, largest, largest_sum);
+}
+
+// For std::set_terminate: keeps a thread that C++ has failed in, so that the main thread can end the process in order.
+void evenrank_hold_thread() {
+  if (syscall(SYS_gettid) == getpid()) std::abort();
+  while (true) pause();
 }
 
 }  // extern "C"
