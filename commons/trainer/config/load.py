@@ -6,11 +6,10 @@ Flags replace values of the file. Without a file, flags must set every field tha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
-import io
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -22,7 +21,7 @@ import dacite
 import torch.distributed as dist
 import tyro
 
-from commons.parser import parser_error, without_boolean_values
+from commons.parser import run_parser, without_boolean_values, wrapped_help
 from commons.trainer.config.files import GIN_REMEDY, find_config, read_config_file
 from commons.user_package import import_user_modules
 
@@ -160,22 +159,16 @@ def _parse_known(argv: Sequence[str], flag: str, **options: Any) -> tuple[list[s
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
-    prints_help = "--help" in flags or "-h" in flags
-    errors = io.StringIO()
+    arguments = without_boolean_values(config_class, flags, has_defaults="default" in options)
     try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                config_class,
-                args=without_boolean_values(config_class, flags, has_defaults="default" in options),
-                # Under torchrun every rank parses the flags; only local rank 0 prints the help.
-                console_outputs=not prints_help or dist.get_node_local_rank(0) == 0,
-                **options,
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        renamed = _renamed_flags(config_class, flags)
-        raise ValueError(renamed or parser_error(errors.getvalue())) from None
+        parsed, printed = run_parser(lambda: tyro.cli(config_class, args=arguments, **options))
+    except ValueError as error:
+        raise ValueError(_renamed_flags(config_class, flags) or error) from None
+    if parsed is None:
+        if dist.get_node_local_rank(0) == 0:  # under torchrun every rank parses the flags
+            sys.stdout.write(wrapped_help(printed))
+        raise SystemExit(0)
+    return parsed
 
 
 def _renamed_flags(config_class: Any, flags: list[str]) -> str:
