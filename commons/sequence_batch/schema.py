@@ -161,11 +161,12 @@ class BatchSchema:
         rows, values = tuple(tree.fields.values()), repr(list(plain.values()))
         own = per_rank_names(type(batch))  # type: ignore[arg-type]  # types are hashable
         key = type(batch), own, rows, tuple(plain), values
-        if key not in known:
+        schema = known.get(key)  # once: the thread for windows uses the same cache
+        if schema is None:
             schema = cls.of_tree(tree)
             known.clear()  # one entry is enough: batches of a run are alike
             known[key] = schema
-        return known[key]
+        return schema
 
     @classmethod
     def of_tree(cls, tree: Tree[Any]) -> BatchSchema:

@@ -264,3 +264,15 @@ def test_a_known_schema_is_not_that_of_a_batch_that_has_changed():
     like.note.append(2)  # the list that the known schema was made of
     assert BatchSchema.of(like, None, known) == BatchSchema.of(Noted(torch.zeros(5), [1, "a", 2]))
     assert BatchSchema.of(Noted(torch.zeros(2, 1), like.note), None, known).dense[0].trailing == (1,)
+
+
+def test_another_thread_may_clear_the_cache_of_schemas():
+    """That of a window, which describes batches with other plain values."""
+
+    class Cleared(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            self.clear()
+
+    batch = Noted(torch.zeros(3), "mine")
+    assert BatchSchema.of(batch, None, Cleared()) == BatchSchema.of(batch)
