@@ -6,6 +6,7 @@ no further shuffle: any pipeline can train them, also TorchRec's own, and all ra
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -119,10 +120,11 @@ class WindowedBatches(Iterator[Any]):
     def _begin_window(self) -> None:
         self._shuffler.engine.require_own_process()  # a forked process does not have the thread that makes windows
         started = time.perf_counter()
-        in_progress = self._next or self._start()
-        self._next = None
+        in_progress = self._next = self._next or self._start()
         with span("wait"):
-            shuffled = in_progress.result()
+            concurrent.futures.wait([in_progress])  # a KeyboardInterrupt here loses no window
+        self._next = None
+        shuffled = in_progress.result()
         wait_ms = (time.perf_counter() - started) * 1e3
         self._ended = not shuffled.batches
         if self._ended:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -128,6 +131,31 @@ def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(ca
         go_on.set()
     stop()
     shuffler.close()
+
+
+def test_an_interrupted_wait_for_a_window_loses_no_row():
+    """Ctrl-C in a notebook, whose next cell goes on with the same iterator."""
+    main, go_on = threading.main_thread(), threading.Event()
+
+    def source():
+        for row in range(1, 8):
+            if row == 4:
+                while Path(sys._current_frames()[main.ident].f_code.co_filename).name != "threading.py":
+                    time.sleep(0.01)  # until the main thread waits
+                os.kill(os.getpid(), signal.SIGINT)
+                go_on.wait(60)
+            yield models.make_batch([row], 1)
+
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        windowed = windowed_iter(source(), shuffler, 3)
+        rows = [int(next(windowed).sample_id) for _ in range(3)]
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                next(windowed)
+        finally:
+            go_on.set()
+        rows += [int(batch.sample_id) for batch in windowed]
+    assert sorted(rows) == list(range(1, 8))
 
 
 @on("own_two_ranks", timeout=100)
