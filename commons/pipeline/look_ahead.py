@@ -8,6 +8,7 @@ batches until no rank has a batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,9 +126,8 @@ class LookAhead(Iterator[ShufflingBatch]):
             RankMissingError: a rank is missing; the batches in flight cannot be trained either.
         """
         if self._previous is not None:
-            following = next(self._previous, None)
-            if following is not None:
-                return following
+            with contextlib.suppress(StopIteration):
+                return LookAhead.__next__(self._previous)
             # The previous iterator has ended: take over its error and the batch that it kept.
             previous, self._previous = self._previous, None
             self._kept, self._error = previous._kept, previous.take_error()

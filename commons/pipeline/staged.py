@@ -26,8 +26,18 @@ class _BalancedIterator(LookAhead):
     """A LookAhead that raises errors in `__next__`, because a staged pipeline cannot raise them later."""
 
     starter: Starter
+    _is_replaced = False  # whether a later iterator has taken over before the end of the data
+
+    def abandon(self) -> None:
+        self._is_replaced = not self.ended
+        super().abandon()
 
     def __next__(self) -> ShufflingBatch:
+        if self._is_replaced:
+            raise ValueError(
+                "this iterator was replaced by a later balanced_iter of the same shuffler before its data had ended; "
+                "the later one has taken over the batch that was read ahead: give each pipeline a shuffler of its own"
+            )
         try:
             return super().__next__()
         except StopIteration:
@@ -48,7 +58,8 @@ def balanced_iter(
 
     Its items have the attributes of the batch. A stage between the iterator and the shuffle stage must return the
     result of the item's `to` or `pin_memory`. If an earlier iterator of the same shuffler has not ended, the batch that
-    it has read ahead comes first.
+    it has read ahead comes first, and its next use raises ValueError: a pipeline for evaluation beside the training has
+    a shuffler of its own.
 
     An error of any rank's data or workloads is raised on every rank by the `progress` that reads the batch. After it,
     as after any exception in a stage, TorchRec's pipeline cannot continue: make a new one, with a new iterator.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -254,6 +255,19 @@ def test_a_staged_pipeline_is_made_anew_after_an_error():
     # The good batch of rank 0 in the step of the error comes again.
     assert len(rows) == len(set(rows)) and set(ids_of((0, 3), (0, 20), (0, 21), (1, 20), (1, 21))) <= set(rows)
     shuffler.close()
+
+
+@on_two_ranks
+def test_a_staged_iterator_that_was_replaced_says_so():
+    """A training goes on after an evaluation with the same shuffler, which has taken over its data."""
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=30.0))) as shuffler:
+        training, source = staged_pipeline(shuffler), balanced_iter(own_batches(9), shuffler)
+        training.progress(source)
+        evaluation, others = staged_pipeline(shuffler), balanced_iter(own_batches(2, first=20), shuffler)
+        while evaluation.progress(others) is not None:
+            pass
+        said = error_of(lambda: [training.progress(source) for _ in range(9)])
+    assert said.startswith("ValueError: this iterator was replaced by a later balanced_iter of the same shuffler")
 
 
 @on("two_ranks", timeout=60)
