@@ -187,8 +187,9 @@ class LookAhead(Iterator[ShufflingBatch]):
             try:
                 require_iterator(self.source)
                 batch = next(self.source, None)
-                self._exhausted = batch is None
-                if batch is not None:
+                if batch is None:
+                    self._exhausted = True  # and never False again: another thread may have abandoned this meanwhile
+                else:
                     _require_pipelineable(batch)
             except RankMissingError:  # from a source with collectives: do not wait for the missing rank again
                 raise

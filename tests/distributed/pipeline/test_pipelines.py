@@ -55,6 +55,20 @@ def test_an_iterator_left_with_its_last_batches_in_flight(pipeline):
         assert sorted(seen) == sorted(expected_ids([read] * 2, 2) + expected_ids([count] * 2, 2, 10))
 
 
+def test_an_iterator_that_is_replaced_while_a_thread_reads_it_ends_with_that_batch():
+    """As when the iterator of an EvalPipelineSparseDist changes, whose loading thread waits for the old one."""
+
+    def source():
+        for row in range(1, 9):
+            if row == 3:
+                look_ahead.abandon()  # what the main thread does meanwhile
+            yield models.make_batch([row], 1)
+
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        look_ahead = LookAhead(source(), shuffler)
+        assert [int(batch.sample_id) for batch in look_ahead] == [1, 2, 3]
+
+
 def test_no_rank_has_data(two_ranks):
     results = two_ranks.run(train, ("build_sharded",), "sparse", "balance", [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
