@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 # Seconds that close() and abort() wait for the worker threads.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0
+_CLOSED = "the shuffler is closed; it cannot start another shuffle: make a new one"
 
 # A group, and a window's size or None.
 _Key: TypeAlias = "tuple[dist.ProcessGroup | None, int | None]"
@@ -306,7 +307,7 @@ class ShuffleEngine:
         if self._aborted_for is not None:
             raise self._aborted_for
         if self._is_closed:
-            raise RuntimeError("the shuffler is closed; it cannot start another shuffle: make a new one")
+            raise RuntimeError(_CLOSED)
 
     def require_own_process(self) -> None:
         """Raise RuntimeError in a process that was forked from one in which the shuffler has been used."""
@@ -318,8 +319,10 @@ class ShuffleEngine:
         self._when_collected.detach()
         deadline = time.monotonic() + seconds
         workers = [self._worker, self._window_worker]
-        ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in workers]
-        if all(ended):
+        for worker in workers:
+            worker.stop(max(0.0, deadline - time.monotonic()))
+            worker.abandon(self._aborted_for or RuntimeError(_CLOSED))  # a loading thread may be about to submit a job
+        if all(worker.has_ended for worker in workers):
             _close_channels(self._channels)
         else:  # a worker still waits for a late or missing rank
             _ABANDONED.append((workers, self._channels))

@@ -113,6 +113,20 @@ def test_abort_before_the_first_shuffle_after_close_and_again():
             shuffler.start_shuffle(models.make_batch([1], 1))
 
 
+def test_a_shuffle_that_a_loading_thread_starts_during_close_does_not_run():
+    """Its groups are gone, and it would plan with this rank's rows alone."""
+
+    class Closing(CubicShuffler):
+        def get_workloads(self, batch):
+            self.close()  # as the main thread does, while a loading thread is here
+            return super().get_workloads(batch)
+
+    shuffler = Closing()
+    with pytest.raises(RuntimeError, match="^the shuffler is closed; it cannot start another shuffle: make a new one$"):
+        shuffler.start_shuffle(models.make_batch([1], 1)).has_ended()
+    assert not [each.name for each in threading.enumerate() if "Closing" in each.name]
+
+
 def test_a_wait_without_process_groups_is_aborted_too():
     blocked, go_on = threading.Event(), threading.Event()
 
