@@ -6,6 +6,7 @@ steps, their data end in the same step, and an error of the loader is raised on 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,9 @@ class SingleRankLoader(Iterable[Any]):
         self._equal_size = equal_size
         self._pin_memory = pin_memory and torch.cuda.is_available()  # torch raises an error without a GPU
         self._channel = DispatchChannel(resolve_process_group(group), timeout)
+        # For a loader that is garbage-collected without close(), on every rank at another time.
+        self._when_collected = weakref.finalize(self, self._channel.close, ordered=False)
+        self._when_collected.atexit = False
         self._batches = 0
         self._closed = False
         self._resume: dict[str, Any] | None = None
@@ -146,6 +150,7 @@ class SingleRankLoader(Iterable[Any]):
     def close(self) -> None:
         """Release the process groups; the loader cannot be used afterwards."""
         self._closed = True
+        self._when_collected.detach()
         self._channel.close()
 
     def _own_loader(self) -> Any:

@@ -201,7 +201,8 @@ def _free_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | None:
     """A pair that every rank has returned, in any order, by a MIN-reduction over them; None for none."""
     if not ranks.num_pairs:
         return None
-    free_here = {number for number, pair in ranks.unordered.items() if _fits(pair, group)}
+    returned = ranks.unordered.copy()  # garbage collection, which may return a pair, may run at any line
+    free_here = {number for number, pair in returned.items() if _fits(pair, group)}
     flags = [int(number in free_here) for number in range(ranks.num_pairs)]
     free = torch.tensor(flags, dtype=torch.int32, device=numbers_device(group))
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)

@@ -18,7 +18,7 @@ from commons.datasets.samplers.epoch import BatchOrderSampler
 from commons.dispatch import SingleRankLoader, Trim
 from commons.sequence_batch.rows import Rows
 from tests.helpers.batches.any_batches import as_values, length_of, padded_batch
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.faults import error_of, own_groups
 from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 
@@ -48,6 +48,16 @@ def load(batches, balanced, src=0):
         return [share.indices.tolist() for share in loader.shares()], list(loader)
     finally:
         loader.close()
+
+
+@on_two_ranks
+def test_a_loader_that_was_not_closed_returns_its_groups():
+    made = []
+    with own_groups():
+        for _ in range(3):
+            assert list(SingleRankLoader([] if dist.get_rank() == 0 else None)) == []
+            made.append(len(dist.distributed_c10d._world.pg_names))
+    assert made[0] == made[-1]
 
 
 @pytest.mark.parametrize("balanced", [False, True])
