@@ -77,8 +77,8 @@ class Recorder:
         base.__init_subclass__ = classmethod(record_subclass)
 
     def _record(self, pipeline: type) -> None:
-        """Record the steps of a pipeline that defines `progress`."""
-        if "progress" in vars(pipeline) and not pipeline.__name__.startswith("Eval"):
+        """Record the steps of a pipeline that defines `progress`; of an evaluation too, whose batches are dropped."""
+        if "progress" in vars(pipeline):
             is_staged = issubclass(pipeline, train_pipelines.StagedTrainPipeline)
             self._wrap(pipeline, "progress", self._staging if is_staged else self._training)
 
@@ -143,11 +143,12 @@ class Recorder:
     def _trained(self, pipeline: Any, flight: _Flight) -> None:
         lengths, now, began = flight.lengths.popleft(), time.perf_counter(), flight.ended
         flight.ended, flight.num_trained = now, flight.num_trained + 1
+        evaluates = any(each.__name__.startswith("Eval") for each in type(pipeline).__mro__)
+        if evaluates or not getattr(getattr(pipeline, "_model", None), "training", True):
+            return
         if not self.has_begun:
             self.has_begun = True
             self._begin()
-        if not getattr(getattr(pipeline, "_model", None), "training", True):
-            return
         if lengths is None:
             self.unknown += 1
             return
@@ -170,7 +171,8 @@ def _lengths_of(batch: Any) -> np.ndarray | None:
         try:
             keyed = isinstance(value, KeyedJaggedTensor)
             rows = lengths.view(len(value.keys()), value.stride()).sum(0) if keyed else lengths
-            total = rows.to(torch.int64) if total is None else total + rows
+            # A copy: a batch of a loader's worker is in shared memory, which its views keep open.
+            total = rows.to(torch.int64, copy=True) if total is None else total + rows
         except (RuntimeError, ValueError):  # different numbers of rows
             return None
     return None if total is None else total[: getattr(batch, "actual_batch_size", None)].numpy()

@@ -33,6 +33,23 @@ def unchanged(monkeypatch):
     monkeypatch.setattr(Recorder, "install", lambda self: None)
 
 
+@pytest.fixture
+def unwrapped(monkeypatch):
+    """TorchRec's pipelines are as they were afterwards."""
+    for pipeline in recording._subclasses(train_pipelines.TrainPipeline):
+        for name in {"progress", "_next_batch"} & vars(pipeline).keys():
+            monkeypatch.setattr(pipeline, name, vars(pipeline)[name])
+    monkeypatch.setattr(train_pipelines.TrainPipeline, "__init_subclass__", lambda: None)
+
+
+@pytest.fixture
+def recorder(unwrapped):
+    """Installed."""
+    recorder = Recorder()
+    INSTALL(recorder)
+    return recorder
+
+
 FORKED_PIPELINE = """
 import sys
 from pathlib import Path
@@ -137,15 +154,11 @@ def test_a_script_may_leave_its_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("started", [{"RANK": "1", "WORLD_SIZE": "2"}, {}])
-def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, trains, tmp_path, monkeypatch):
+def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, trains, tmp_path, monkeypatch, unwrapped):
     """The launcher sets the variables that torch needs, or none: then the script knows the rank, not we at its start.
 
     A `progress` that calls another one twice trains two batches.
     """
-    for pipeline in recording._subclasses(train_pipelines.TrainPipeline):
-        for name in {"progress", "_next_batch"} & vars(pipeline).keys():
-            monkeypatch.setattr(pipeline, name, vars(pipeline)[name])  # restored afterwards
-    monkeypatch.setattr(train_pipelines.TrainPipeline, "__init_subclass__", lambda: None)
     monkeypatch.setattr(Recorder, "install", INSTALL)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -188,7 +201,9 @@ def test_lengths_of_any_batch():
     for held in (batch, kjt, (kjt, torch.ones(3)), ShufflingBatch(batch, SimpleNamespace(host_batch=batch))):
         assert _lengths_of(held).tolist() == [4, 3, 2]
     jagged = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
-    assert _lengths_of({"x": jagged, "labels": kjt}).tolist() == [1, 2]
+    found = _lengths_of({"x": jagged, "labels": kjt})
+    jagged.lengths().zero_()  # the script's own memory, which it may use again
+    assert found.tolist() == [1, 2]
     assert _lengths_of([kjt, jagged]) is None
     nobody = KeyedJaggedTensor(["a"], torch.zeros(0), lengths=torch.zeros(0, dtype=torch.int32), stride=0)
     assert _lengths_of(nobody).tolist() == []
@@ -234,15 +249,20 @@ def test_a_staged_pipeline_returns_a_batch_whose_training_takes_the_time_until_t
     np.testing.assert_array_equal(recorder.seconds, expected)
 
 
-def test_a_compiled_pipeline_reads_its_batches_itself(monkeypatch):
-    for value in vars(train_pipelines).values():
-        if isinstance(value, type) and issubclass(value, train_pipelines.TrainPipeline):
-            for method in {"progress", "_next_batch"} & vars(value).keys():
-                monkeypatch.setattr(value, method, vars(value)[method])  # restored afterwards
-    monkeypatch.setattr(train_pipelines.TrainPipeline, "__init_subclass__", lambda: None)
-    recorder = Recorder()
-    INSTALL(recorder)
+def test_nothing_is_kept_of_an_evaluation(recorder):
+    class EvalPipeline(train_pipelines.TrainPipelineBase):
+        def progress(self, dataloader_iter):
+            return self._next_batch(dataloader_iter)
 
+    model = torch.nn.Linear(1, 1)  # in training mode, which its user may have left on
+    pipeline = EvalPipeline(model, torch.optim.SGD(model.parameters()), torch.device("cpu"))
+    source = rank_batches(0, 3, [6])
+    for _ in range(3):
+        pipeline.progress(source)
+    assert not recorder._flights[pipeline].lengths and not recorder.lengths and not recorder.has_begun
+
+
+def test_a_compiled_pipeline_reads_its_batches_itself(recorder):
     class Twice(train_pipelines.TrainPipelinePT2):
         def progress(self, dataloader_iter):
             return super().progress(dataloader_iter), super().progress(dataloader_iter=dataloader_iter)
