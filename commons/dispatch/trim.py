@@ -237,8 +237,9 @@ def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
     if trim.mask is not None:
         mask = _find(trim.mask, leaves)
         if not hasattr(mask, "ndim") or mask.ndim != 2:
+            found = f"has shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"is {kind_of(mask)}"
             raise ValueError(
-                f"mask {trim.name!r} has shape {tuple(getattr(mask, 'shape', ()))}; it must be `(rows, width)`: name "
+                f"mask {trim.name!r} {found}; it must be a tensor or array `(rows, width)`: convert it, or name "
                 "another field"
             )
         fields[as_path(trim.mask)] = mask

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from commons.checks import as_count
+from commons.checks import as_count, kind_of
 from commons.sequence_batch.jagged_fields import ragged_axis
 
 MaskKind = Literal["block_diagonal", "causal"]
@@ -94,6 +94,7 @@ def pack_rows(
         ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, ragged in another
             dimension, with gaps or with values outside their rows, a mask that is not `(rows, width)`, no token at all,
             an unknown kind of mask, or `pad_to_multiple_of` below 1.
+        TypeError: the batch is neither a dict nor a TensorDict, or its attention mask is no tensor.
 
     Examples:
         >>> ids, mask = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -104,6 +105,8 @@ def pack_rows(
     if mask not in (None, "block_diagonal", "causal"):
         raise ValueError(f"mask is {mask!r}; it must be 'block_diagonal', 'causal' or None: choose one")
     pad_to_multiple_of = as_count(pad_to_multiple_of, "pad_to_multiple_of", 1)
+    if not hasattr(batch, "items"):
+        raise TypeError(f"the batch is {kind_of(batch)}; it must be a dict or TensorDict of tensors: name its fields")
     fields = dict(batch.items())
     lengths, places, shape = _token_places(fields)
     num_tokens = places.numel()
@@ -160,11 +163,15 @@ def count_loss_tokens(
 
     Raises:
         ValueError: shapes that differ.
+        TypeError: labels or a mask that are no tensor.
 
     Examples:
         >>> count_loss_tokens(torch.tensor([[5, 6, 7, -100], [5, -100, 7, 8]])).tolist()
         [2, 2]
     """
+    _require_tensor(labels, "labels")
+    if attention_mask is not None:
+        _require_tensor(attention_mask, "attention_mask")
     tokens = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if tokens.dim() != 2 or tokens.shape != labels.shape:
         raise ValueError(
@@ -173,6 +180,14 @@ def count_loss_tokens(
         )
     follows = tokens.cumsum(1) > 1
     return (tokens & follows & (labels != ignore_index)).sum(1)
+
+
+def _require_tensor(value: Any, name: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{name} is {kind_of(value)}; it must be a tensor (rows, width): convert it, or let the tokenizer return "
+            "tensors (return_tensors='pt')"
+        )
 
 
 def _is_per_token(value: Any, shape: tuple[int, int] | None) -> bool:
@@ -221,6 +236,7 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
             "add it, or pass nested tensors"
         )
     tokens = fields["attention_mask"]
+    _require_tensor(tokens, "attention_mask")
     if tokens.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(tokens.shape)}; it must be (rows, width), not 0 where there is a token: "

@@ -94,8 +94,9 @@ def test_wrong_settings(settings, message):
 @pytest.mark.parametrize(
     ("trim", "error", "message"),
     [
-        (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'ids', 'mask', 'n', 'short'"),
-        (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be `\(rows, width\)`"),
+        (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'ids', 'lists', 'mask', 'n'"),
+        (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be a tensor or array `\(rows, width\)`"),
+        (Trim("lists"), ValueError, r"mask 'lists' is a list; it must be a tensor or array .*: convert it"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
         (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),
         (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 5 wide"),
@@ -104,6 +105,7 @@ def test_wrong_settings(settings, message):
 )
 def test_a_trim_that_does_not_fit(trim, error, message):
     batch = padded([2, 3], 8, "right") | {"n": torch.tensor([2, 7]), "short": torch.zeros(2, 5)}
+    batch["lists"] = [[1, 1], [1, 0]]
     with pytest.raises(error, match=message):
         trim_batch(batch, trim)
 

@@ -144,6 +144,20 @@ def test_mistakes(batch, options, message):
         pack_rows(batch, **options)
 
 
+@pytest.mark.parametrize("rows", [[[5, 6], [7, 0]], np.ones((2, 2)), None])
+def test_rows_that_are_no_tensors(rows):
+    """As a tokenizer returns them without return_tensors="pt"."""
+    for call in (
+        lambda: pack_rows({"input_ids": rows, "attention_mask": rows}),
+        lambda: count_loss_tokens(rows),
+        lambda: count_loss_tokens(torch.ones(2, 2), [[1, 1], [1, 0]]),
+    ):
+        with pytest.raises(TypeError, match=r"(attention_mask|labels) is a.*; it must be a tensor .*: convert it"):
+            call()
+    with pytest.raises(TypeError, match="the batch is a.*; it must be a dict or TensorDict of tensors"):
+        pack_rows(rows)
+
+
 def test_outputs_and_labels_of_another_shape():
     packed = pack_rows(padded([2, 3]))
     with pytest.raises(ValueError, match=r"values have shape \(1, 4\), the packed row has shape \(1, 5\)"):
