@@ -6,7 +6,6 @@
 // partitions instead. Plans are by sample here: the samples of a rank are neighbours in memory, its rows are not.
 #pragma once
 
-#include "home_deal.hpp"
 #include "many_rows.hpp"
 
 namespace evenrank {
@@ -310,15 +309,17 @@ inline std::optional<Indices> near_home_of_many(const Request& request, Problem&
   if (!cap.keeps(request.home, num_parts)) return std::nullopt;
   const Weights loads = sum_by_rank(request.home, request.workloads, num_parts);
   const Weight home_load = problem.speeds.largest_time(loads.data(), loads.size());
-  const bool even = problem.keeps_limits(request.home);
+  const Indices counts = count_per_part(request.home, num_parts);
+  const bool even = problem.limits.keep(counts);
   if (home_load <= bound || (even && home_load <= limit)) return request.home;
   limit = std::min(limit, home_load - 1);
   problem.aim(limit);
   const Weights sizes = sizes_of(request);
   const auto by_row = [&] { return home_by_row(request, problem.order, sizes); };
+  const bool few_rows = request.equal_size || *std::max_element(counts.begin(), counts.end()) <= kMaxRounds;
   Indices start = request.home;
-  if (!even) {
-    start = problem.by_sample(even_counts(problem, limit, by_row()));
+  if (!even || !few_rows) {
+    start = problem.by_sample(start_at_home(problem, limit, by_row()));
     if (!cap.keeps(start, num_parts)) return std::nullopt;
   }
   LoadedParts lowered = HeaviestLowered(problem, request, start, sizes, limit).run();

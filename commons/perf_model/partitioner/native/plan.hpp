@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "differencing.hpp"
-#include "locality.hpp"
+#include "home_deal.hpp"
 #include "speed_plan.hpp"
 
 namespace evenrank {
@@ -96,7 +96,7 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
   if (split && largest > target) {
     if (std::optional<Indices> parts = split_start(problem, *split)) add(std::move(*parts));
   }
-  const bool few = is_few(problem);
+  const bool few = problem.is_few();
   if (problem.equal_size || few) add(differencing(problem.weights, problem.num_parts, problem.equal_size));
   std::stable_sort(starts.begin(), starts.end(), [](const Start& a, const Start& b) { return a.load < b.load; });
   Indices best = refine(problem, std::move(starts[0].parts), target);
@@ -150,7 +150,7 @@ inline Indices under_cap_at_speeds(Problem problem, Indices assignment, Weight b
   assignment = under_cap(problem, std::move(assignment), near(bound), cap);
   const Weight reached = largest_load(cap.weights, assignment, problem.num_parts);
   const Cap by_row{take(cap.weights, problem.order), std::max(reached, cap.limit)};
-  const int targets = is_few(problem) ? kTargetsOfFew : kTargets;
+  const int targets = problem.is_few() ? kTargetsOfFew : kTargets;
   return problem.by_sample(lower_time(problem, take(assignment, problem.order), bound, targets, by_row));
 }
 
@@ -243,7 +243,8 @@ inline Indices keep_rows_home(Problem& problem, Indices assignment, const Reques
   }
   problem.aim(load_limit);
   const Home home = home_by_row(request, problem.order, sizes_of(request));
-  Indices start = even ? home.parts : even_counts(problem, load_limit, home);
+  const bool stays = even && (problem.equal_size || problem.is_few());
+  Indices start = stays ? home.parts : start_at_home(problem, load_limit, home);
   return problem.by_sample(near_home(problem, take(assignment, problem.order), std::move(start), home, load_limit,
                                      cap.in_order(problem.order)));
 }

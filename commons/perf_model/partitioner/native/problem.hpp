@@ -192,6 +192,10 @@ struct Cap {
   }
 };
 
+// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums of
+// Karmarkar-Karp with free sizes; and rows are kept at home even where nearly all have to move.
+constexpr Weight kFew = 1 << 16;
+
 // Sorted workloads, and the constraints of a plan.
 struct Problem {
   Weights weights;  // descending
@@ -209,6 +213,8 @@ struct Problem {
     return {std::move(weights), std::move(order), num_parts, equal_size, kept, {}, std::move(speeds)};
   }
 
+  // Whether there are few rows times partitions, see kFew.
+  bool is_few() const { return static_cast<Weight>(weights.size()) * num_parts <= kFew; }
   // Converts values by row to values by sample.
   template <typename Values>
   Values by_sample(const Values& by_row) const {

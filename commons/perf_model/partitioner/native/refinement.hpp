@@ -7,9 +7,6 @@ namespace evenrank {
 
 // Swaps stop at 1 + 1 / kTolerance of the lower bound, a difference too small to measure in step times.
 constexpr Weight kTolerance = 10'000;
-// Up to this many rows times partitions, a second start is worth its time, and so are the n merges of k sums of
-// Karmarkar-Karp with free sizes.
-constexpr Weight kFew = 1 << 16;
 // Swaps stop when this many rounds have reduced the excess above the target by less than a quarter.
 constexpr int kPatience = 16;
 // Candidates on each side of the best difference; more with a cap, which excludes many of them.

@@ -53,10 +53,6 @@ inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targ
   return parts;
 }
 
-inline bool is_few(const Problem& problem) {
-  return static_cast<Weight>(problem.weights.size()) * problem.num_parts <= kFew;
-}
-
 // The default algorithm: LPT with the bases of a target near the bound, then swaps and lower_time(); with few rows also
 // from the plan of lpt_at_speeds(), if the time is still above the target.
 inline Indices refined_at_speeds(Problem problem, Weight bound) {
@@ -66,7 +62,7 @@ inline Indices refined_at_speeds(Problem problem, Weight bound) {
   if (problem.time(best) <= target) return best;
   best = refine(problem, std::move(best), target);
   if (problem.time(best) <= target) return best;
-  if (!is_few(problem)) return lower_time(problem, std::move(best), bound, kTargets);
+  if (!problem.is_few()) return lower_time(problem, std::move(best), bound, kTargets);
   best = lower_time(problem, std::move(best), bound, kTargetsOfFew);
   Indices other = lower_time(problem, lpt_at_speeds(problem), bound, kTargetsOfFew);
   return problem.time(other) < problem.time(best) ? other : best;

@@ -20,7 +20,16 @@ class Tournament {
     }
     for (std::size_t at = first_; --at > 0;) winners_[at] = std::max(winners_[2 * at], winners_[2 * at + 1]);
   }
-  Index winner() const { return winners_[1] == kNobody ? kNone : ~static_cast<std::uint32_t>(winners_[1]); }
+  Index winner() const { return index_of(winners_[1]); }
+  // The winner among the partitions [first, last).
+  Index winner(Index first, Index last) const {
+    Key winner = kNobody;
+    for (std::size_t from = first_ + first, to = first_ + last; from < to; from /= 2, to /= 2) {
+      if (from % 2) winner = std::max(winner, winners_[from++]);
+      if (to % 2) winner = std::max(winner, winners_[--to]);
+    }
+    return index_of(winner);
+  }
   bool takes_part(Index part) const { return winners_[first_ + part] != kNobody; }
   // Adds or updates a partition with its load and number of rows; returns whether that changes it.
   bool enter(Index part, Weight load, Index count = 0) { return set(part, key(part, load, count)); }
@@ -35,6 +44,7 @@ class Tournament {
     const auto low = static_cast<std::uint64_t>(~static_cast<std::uint32_t>(count)) << 32 | ~static_cast<std::uint32_t>(part);
     return static_cast<Key>(largest ? load : kMax - load) << 64 | low;
   }
+  static Index index_of(Key winner) { return winner == kNobody ? kNone : ~static_cast<std::uint32_t>(winner); }
   // Updates the path of `part` up to the first node that does not change.
   bool set(Index part, Key winner) {
     std::size_t at = first_ + part;
@@ -69,25 +79,12 @@ class FillingParts {
     return counts_[part] < (spare_ > 0 ? limits_.max_count : limits_.min_count);
   }
 
-  // The lightest partition in [first, last) that may take a row, ties by fewest rows, then by index; kNone if all are full.
-  Index lightest(Index first, Index last) const {
-    Index best = kNone;
-    for (Index part = first; part < last; ++part) {
-      if (is_open(part) && (best == kNone || key(part) < key(best))) best = part;
-    }
-    return best;
-  }
-
-  // The lightest of all partitions that may take a row; there must be one.
+  // The lightest partition (of [first, last)) that may take a row, ties by fewest rows, then by index; kNone if none may.
   Index lightest_of_all() {
-    while (true) {
-      const Index part = lightest_.winner();
-      if (!is_open(part)) {
-        lightest_.leave(part);
-      } else if (!lightest_.enter(part, loads_[part], counts_[part])) {
-        return part;
-      }
-    }
+    return open([&] { return lightest_.winner(); });
+  }
+  Index lightest(Index first, Index last) {
+    return open([&] { return lightest_.winner(first, last); });
   }
 
   void add(Index part, Weight weight) {
@@ -97,7 +94,18 @@ class FillingParts {
   }
 
  private:
-  std::pair<Weight, Index> key(Index part) const { return {loads_[part], counts_[part]}; }
+  // The winner that may take a row, after updating the tournament.
+  template <typename Winner>
+  Index open(const Winner& winner) {
+    while (true) {
+      const Index part = winner();
+      if (part != kNone && !is_open(part)) {
+        lightest_.leave(part);
+      } else if (part == kNone || !lightest_.enter(part, loads_[part], counts_[part])) {
+        return part;
+      }
+    }
+  }
 
   Limits limits_;
   Weights loads_;

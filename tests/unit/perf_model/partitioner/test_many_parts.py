@@ -75,3 +75,15 @@ def test_few_tokens_move_and_the_slack_is_kept(kind, num_parts, window, most_mov
     assert plan.optimality_gap <= (0.0101 if num_parts < MANY else 0.01)
     assert tokens[moves].sum() <= most_moved * tokens.sum()
     assert tokens[crosses].sum() <= most_crossing * tokens.sum()
+
+
+@pytest.mark.parametrize(("num_parts", "window"), [(64, 1), (64, 8), (512, 1)])
+def test_a_rank_with_half_of_all_rows_gives_away_little_more_than_it_must(num_parts, window):
+    """Far more rows than swaps take, one at a time, in a reasonable time."""
+    workloads, tokens, _, _, step, home = make_case("lognormal", num_parts, 32 * window, steps=window)
+    home[: len(home) // 2] = 0
+    options = {"tokens": tokens, "home": home, "home_step": step, "slack": 0.01, "equal_size": False}
+    plan = partition_grid(workloads, num_parts, window, **options)
+    moved = tokens[plan.assignment != home].sum() / tokens.sum()
+    assert plan.optimality_gap <= 0.0102
+    assert moved <= 0.55
