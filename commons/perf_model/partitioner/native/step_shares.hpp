@@ -8,6 +8,7 @@ namespace evenrank {
 
 constexpr Weight kLike = 64;         // rows within 1 / kLike of the heaviest row count as equally heavy
 constexpr Weight kLargeRow = 16;     // a row is large from 1 / kLargeRow of a limit on
+constexpr Weight kMostLevels = 64;   // numbers of rows like the heaviest to try in shares_by_level()
 constexpr Weight kMisplaced = 2048;  // swaps find places for up to 1 / kMisplaced of the cells' capacity
 
 // Shares `total` evenly among the steps, heaviest first, but gives no step less than its part of the bound.
@@ -70,7 +71,8 @@ inline std::optional<Weights> shares_by_level(const Problem& problem, Weight num
   const auto is_like = [&](Weight weight) { return weight >= heaviest - heaviest / kLike; };
   const auto last = std::partition_point(weights.begin(), weights.end(), is_like);
   const Weight least = divide_up(last - weights.begin(), num_ranks);
-  for (Weight places = least; places <= least + num_steps && heaviest <= total / places; ++places) {
+  const Weight stride = divide_up(num_steps, kMostLevels);
+  for (Weight places = least; places <= least + num_steps && heaviest <= total / places; places += stride) {
     const Weight in_cell = divide_up(places, num_steps);
     const Weight steps = places - (in_cell - 1) * num_steps, cells = steps * num_ranks;
     const Weight fillers = std::clamp<Weight>((problem.limits.min_count - in_cell) * cells, 0, weights.end() - last);
