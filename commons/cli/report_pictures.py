@@ -133,8 +133,12 @@ def _ranks(log: RunLog, title: str, meaning: str, columns: dict[str, str]) -> It
 def _relative(log: RunLog, name: str) -> np.ndarray | None:
     """Each rank's value ÷ the mean of the ranks, float64 `(lines, ranks)`, of lines with the last line's ranks."""
     known = [values for values in log.of_ranks.get(name, ()) if values is not None and len(values) > 1]
-    same = [values for values in known if len(values) == len(known[-1]) and np.nanmean(values) > 0]
-    return np.stack([values / np.nanmean(values) for values in same]) if same else None
+    if not known:
+        return None
+    same = np.stack([values for values in known if len(values) == len(known[-1])])
+    means = np.nanmean(same, axis=1, keepdims=True)  # in one call: a long log has many thousand lines
+    shown = means[:, 0] > 0
+    return same[shown] / means[shown] if shown.any() else None
 
 
 def _draw_ranks(shown: dict[str, np.ndarray], count: int, axes: Axes) -> None:
