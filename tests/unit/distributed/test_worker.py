@@ -16,9 +16,10 @@ from commons.distributed.options import ShufflerOptions
 from tests.helpers.batches.random_batches import random_batch
 from tests.helpers.jobs.programs import run_program
 
-# The worker's job waits in C++ for 0.9 s. The program's end waits 0.2 s for it, and its finalization takes 1.5 s more.
-RETURNS_AFTER_THE_END = """
-import datetime, time
+# Programs whose end waits 0.2 s for the worker. Finalization of the first takes 1.5 s more, and the job, which waits in
+# C++ for 0.9 s, returns within it; the job of the second comes back from C++ again and again.
+WAITS_IN_C = """
+import datetime, sys, time
 import torch.distributed as dist
 from commons.distributed.engine.worker import DaemonWorker
 
@@ -29,6 +30,19 @@ class Slow:
 slow, store, worker = Slow(), dist.HashStore(), DaemonWorker("test", exit_seconds=0.2)
 worker.submit(lambda: store.wait(["never"], datetime.timedelta(seconds=0.9)))
 time.sleep(0.1)
+sys.exit(3)
+"""
+MULTIPLIES = """
+import sys
+import torch
+from commons.distributed.engine.worker import DaemonWorker
+
+def work():
+    while True:
+        torch.rand(300, 300) @ torch.rand(300, 300)
+
+DaemonWorker("test", exit_seconds=0.2).submit(work)
+sys.exit(3)
 """
 
 
@@ -120,6 +134,8 @@ def test_a_job_of_a_thread_that_has_ended_is_answered():
 
 
 @pytest.mark.slow
-def test_a_job_that_returns_from_c_after_the_interpreter_s_end_does_not_abort_the_process():
-    done = run_program(sys.executable, "-c", RETURNS_AFTER_THE_END)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("program", [WAITS_IN_C, MULTIPLIES])
+def test_a_program_that_ends_while_a_job_runs_has_its_own_status(program):
+    """A thread that came back from C++ after the interpreter's end would abort it."""
+    done = run_program(sys.executable, "-c", program)
+    assert (done.returncode, done.stderr) == (3, "")
