@@ -256,16 +256,15 @@ def counted_keys(schema: BatchSchema, features: tuple[str, ...] | None) -> np.nd
 
 
 def _one_per_row(workloads: Any, rows: int) -> Any:
-    count = len(workloads) if hasattr(workloads, "__len__") else None
-    if isinstance(workloads, (torch.Tensor, np.ndarray)) and workloads.ndim != 1:
+    if not hasattr(workloads, "__len__") or getattr(workloads, "ndim", 1) != 1:
+        shape = tuple(getattr(workloads, "shape", ()))
         raise ValueError(
-            f"workloads have shape {tuple(workloads.shape)}, batch_size is {rows}; one number per row is needed: "
-            f"return shape ({rows},)"
+            f"workloads have shape {shape}, batch_size is {rows}; one number per row is needed: return shape ({rows},)"
         )
-    if count != rows:
+    if len(workloads) != rows:
         raise ValueError(
-            f"workloads has {count} entries, batch_size is {rows}; one per row is needed, padding included: return one "
-            "per sample"
+            f"workloads has {len(workloads)} entries, batch_size is {rows}; one per row is needed, padding included: "
+            "return one per sample"
         )
     return workloads
 

@@ -138,6 +138,8 @@ MISTAKES = {
         _workloads(lambda right: right.numpy()[:, None][:, :0].copy()),
         r"ValueError: rank 1: workloads have shape \(4, 0\)",
     ),
+    "sum": Mistake(_workloads(lambda right: right.sum()), r"ValueError: rank 1: workloads have shape \(\)"),
+    "number": Mistake(_workloads(lambda right: 3), r"ValueError: rank 1: workloads have shape \(\)"),
     "nothing": Mistake(_workloads(lambda right: None), "TypeError: rank 1: get_workloads returned None; "),
     "no column": Mistake(_no_column, r"""KeyError: "rank 1: get_workloads reads 'no_such'; the batch's keys are \["""),
     "no text": Mistake(_raises(ValueError("")), r"ValueError: rank 1: mock\.py, line \d+, in \w+$"),
