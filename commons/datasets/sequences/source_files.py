@@ -52,8 +52,8 @@ def read_columns(path: Path) -> pa.Schema:
         if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
             copy = f"COPY '{path}' TO '{path}.parquet'"
             raise ValueError(
-                f"{path} is no parquet file; DuckDB, which is installed, can convert it: python -c "
-                f'"import duckdb; duckdb.sql(\\"{copy}\\")"'
+                f"{path} is no parquet file; a source has only such files: convert it with DuckDB, which is installed, "
+                f'and move it elsewhere: python -c "import duckdb; duckdb.sql(\\"{copy}\\")"'
             ) from error
         raise ValueError(
             f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again, or remove it"

@@ -148,7 +148,8 @@ def test_other_files_in_the_folder(tmp_path):
     write(tmp_path / "log" / "events.parquet")
     assert "README.md is no parquet file, or damaged" in error_of(tmp_path / "log")
     (tmp_path / "log" / "README.md").rename(tmp_path / "log" / "a.csv")
-    assert "a.csv is no parquet file; DuckDB, which is installed, can convert it" in error_of(tmp_path / "log")
+    message = error_of(tmp_path / "log")
+    assert "a.csv is no parquet file; a source has only such files: convert it with DuckDB" in message
 
 
 def test_an_output_within_the_source(tmp_path):
@@ -181,9 +182,9 @@ def test_a_csv_says_what_makes_it_parquet(tmp_path, name):
     """And that command, as printed, does so."""
     source = tmp_path / name
     source.write_text("user,item,time\n" + "".join(f"{row % 3},{row},{row}\n" for row in range(12)))
-    with pytest.raises(ValueError, match=f"{name} is no parquet file; DuckDB, which is installed") as error:
+    with pytest.raises(ValueError, match=f"{name} is no parquet file; a source has only such files") as error:
         EventFiles(source, EventColumns(user="user", item="item", time="time"))
     assert "\n" not in str(error.value)
-    command = shlex.split(str(error.value).split("can convert it: ")[1])
+    command = shlex.split(str(error.value).split("and move it elsewhere: ")[1])
     subprocess.run([sys.executable, *command[1:]], check=True, timeout=60)
     assert pq.read_table(tmp_path / f"{name}.parquet").num_rows == 12
