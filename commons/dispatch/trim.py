@@ -136,7 +136,8 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
 
     Raises:
         KeyError: a field that the batch does not have, or a field in `fill` that is not cut.
-        ValueError: a mask or lengths of the wrong shape, or fields of different widths.
+        ValueError: a mask or lengths of the wrong shape, fields of different widths, or a `fill` that a field's dtype
+            does not hold.
 
     Examples:
         >>> ids, mask = torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -190,12 +191,17 @@ def as_path(key: Key | None) -> Path:
 
 def _window(trim: Trim, leaves: _Leaves) -> Window:
     fields = _cut_fields(trim, leaves)
-    for key in trim.fill:
+    for key, fill in trim.fill.items():
         if as_path(key) not in fields:
             known = ", ".join(repr(path_name(path)) for path in fields)
             raise KeyError(
                 f"fill names {path_name(as_path(key))!r}, the trim by {trim.name!r} cuts {known}; only fields that "
                 "are cut can be filled: name one of these"
+            )
+        if not _holds(fields[as_path(key)], fill):
+            raise ValueError(
+                f"fill of {path_name(as_path(key))!r} is {fill!r}, the field has dtype {fields[as_path(key)].dtype}; "
+                "padding is a value of the field: state one that this dtype holds"
             )
     widths = {path_name(path): value.shape[1] for path, value in fields.items()}
     width = next(iter(widths.values()))
@@ -265,6 +271,17 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
             f"the batch has no field {path_name(path)!r} to trim by; its fields are {known}: name one of them"
         )
     return leaves[path]
+
+
+def _holds(value: Any, fill: Any) -> bool:
+    """Whether the dtype of a tensor or array holds a padding value, except for a float's rounding."""
+    is_array = isinstance(value, np.ndarray)
+    try:
+        one = np.full(1, fill, value.dtype) if is_array else value.new_full((1,), fill, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    is_exact = value.dtype.kind in "iub" if is_array else not (value.is_floating_point() or value.is_complex())
+    return bool(one.item() == fill) if is_exact else True
 
 
 def _has_columns(value: Any) -> bool:
