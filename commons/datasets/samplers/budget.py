@@ -210,9 +210,12 @@ class BudgetBatchSampler(PlannedSampler):
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
         """See EpochSampler; plans the steps, unless they have been read."""
         row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
+        if self._unit_size:  # the order of all rows takes seconds for many million
+            left = (self._num_rows - row) // self._unit_size
+        else:
+            left = len(self._sizes) - int(np.searchsorted(self._ends(self._unit_order(epoch)), row))
         # Rows that are too few for a step count as read after the last step.
-        ends = self._ends(self._unit_order(epoch))
-        at_end = num_steps > 0 and len(self._sizes) - int(np.searchsorted(ends, row)) < self._num_ranks
+        at_end = num_steps > 0 and left < self._num_ranks
         return Place(max(start.row, self._num_rows) if at_end else row)
 
     def identity(self) -> dict[str, Any]:

@@ -283,3 +283,13 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
     with_room = options | {"window": 3}  # a light row beside every heavy one
     rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
     assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("groups", [None, np.arange(40) // 2])
+def test_a_place_between_steps_that_were_read_needs_no_order_of_all_rows(groups, monkeypatch):
+    """A trainer finds one at every checkpoint and evaluation, and the order of ten million rows takes seconds."""
+    sampler = BudgetBatchSampler(np.full(40, 3), budget_per_rank=12, num_ranks=2, rank=0, groups=groups)
+    assert len([*sampler.step_rows(0, EPOCH_START)]) == 5
+    monkeypatch.setattr(sampler, "_unit_order", None)
+    places = [sampler.place_after(steps, 0, EPOCH_START) for steps in range(7)]
+    assert places == [Place(row) for row in (0, 8, 16, 24, 32, 40, 40)]
