@@ -7,8 +7,13 @@
 
 namespace evenrank {
 
+// A row below 1 / kLarge of the smallest limit of a step goes home even if it exceeds the limit there: swaps will find a
+// better row to give away. A larger row seldom leaves by a swap.
+constexpr Weight kLarge = 8;
+
 // Starts from home, and moves few and light rows so that counts keep their limits. With free sizes and many rows, also
-// moves rows of each partition that would need more than kMaxRounds swaps, the most of repair(), to be within `limit`.
+// moves rows of each partition that would need more than kMaxRounds swaps, the most of repair(), to be within `limit`: small
+// rows if these suffice.
 //
 // The fullest partitions keep the most rows. A partition with too many gives away rows that are consecutive by weight:
 // the lightest ones that leave its load within `limit`, or else the heaviest. A row that is given away goes to the lightest
@@ -39,10 +44,17 @@ inline Indices start_at_home(const Problem& problem, Weight limit, const Home& h
 
   const bool is_free = !problem.equal_size && !problem.is_few();
   for (Index part = 0; part < num_parts && is_free; ++part) {
-    Weight load = loads[part];
-    Index num_heavy = 0;
-    while (load > limit && num_heavy < counts[part]) load -= weights[rows_of[part][num_heavy++]];
-    if (num_heavy > kMaxRounds) quota[part] -= num_heavy;
+    const Indices& rows = rows_of[part];
+    const auto is_large = [&](Index row) { return weights[row] >= limit / kLarge; };
+    const auto small = std::partition_point(rows.begin(), rows.end(), is_large);
+    for (const auto first : {small, rows.begin()}) {
+      Weight load = loads[part];
+      auto end = first;
+      while (load > limit && end != rows.end()) load -= weights[*end++];
+      if (load > limit) continue;
+      if (end - first > kMaxRounds) quota[part] -= static_cast<Index>(end - first);
+      break;
+    }
   }
   Indices given;
   for (Index part = 0; part < num_parts; ++part) {
@@ -82,10 +94,6 @@ inline Indices start_at_home(const Problem& problem, Weight limit, const Home& h
   }
   return parts;
 }
-
-// A row below 1 / kLarge of the smallest limit of a step goes home even if it exceeds the limit there: swaps will find a
-// better row to give away. A larger row seldom leaves by a swap.
-constexpr Weight kLarge = 8;
 
 // LPT that prefers the cells of a row's own rank, then those of its node. Returns the cell of each row.
 //

@@ -105,6 +105,7 @@ inline bool relieve(WorkingPartition<RowsByWeight>& plan, Index heavy, const Sha
     const Weight room = repair.limit - loads[light];
     // The remaining partitions of the share are heavier: none has more room.
     if (room <= 0 || best.value >= kFree + (std::min(room, excess) >> repair.efficiency.gain_shift)) break;
+    if (best.exists() && at_light * static_cast<Weight>(rows.size()) > kMostPairs) break;
     const std::vector<Item>& others = plan.rows(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);

@@ -30,7 +30,7 @@ inline bool lower(WorkingPartition<RowsByWeight>& plan, Index heavy, const Share
     const Index light = share[at_light];
     const Weight gap = loads[heavy] - loads[light];
     // The larger load cannot fall by more than half the gap, and gaps only get smaller.
-    if (gap / 2 <= best.value) break;
+    if (gap / 2 <= best.value || (best.exists() && at_light * static_cast<Weight>(rows.size()) > kMostPairs)) break;
     const std::vector<Item>& others = plan.rows(light);
     const Weight num_others = static_cast<Weight>(others.size());
     const bool may_move = plan.may_move(heavy, light);

@@ -8,6 +8,9 @@
 
 namespace evenrank {
 
+// A heavy partition that has found a swap tries no more light ones after this many, times its rows, which may be nearly all.
+constexpr Weight kMostPairs = 1 << 18;
+
 // A row and its weight.
 struct Item {
   Weight weight;

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import COSTS, draw
-from commons.perf_model.partitioner import partition_grid
+from commons.perf_model.partitioner import partition, partition_grid
 from tests.unit.perf_model.partitioner.test_grid import check_window
 
 MANY = 512  # as in native/many_parts.hpp
@@ -87,3 +87,13 @@ def test_a_rank_with_half_of_all_rows_gives_away_little_more_than_it_must(num_pa
     moved = tokens[plan.assignment != home].sum() / tokens.sum()
     assert plan.optimality_gap <= 0.0102
     assert moved <= 0.55
+
+
+def test_a_rank_with_all_rows_keeps_a_giant_and_some_of_the_others():
+    workloads = np.arange(64 * 90) % 50
+    workloads[0] = 10**7
+    home = np.zeros(len(workloads), np.int64)
+    plan = partition(workloads, 64, home=home, slack=0.01, equal_size=False)
+    assert plan.assignment[0] == 0
+    # Beside the giant there is room for the slack, 100,000: 40,920 of the others' 140,920 must move.
+    assert workloads[plan.assignment != home].sum() <= 41_000
