@@ -118,6 +118,7 @@ def _train(pipeline_class: Any, options: Any, top: Any, shuffler: TokensBalanced
     return getattr(top, "traced", False), losses, imbalance
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_the_example_trains_the_same_in_every_pipeline_that_traces_it():
     """Balanced, with counts stated in turn; a loss is that of the weights that the steps before have made."""

@@ -229,6 +229,7 @@ def test_a_resumed_cosine_over_epochs_of_a_budget_ends_where_it_would_have(two_r
     assert two_ranks.run(train, data, str(tmp_path / "rest"), **changes, **loading)[0][2] == rates[30:]
 
 
+@pytest.mark.slow
 def test_a_cosine_in_rows_over_a_budget_counts_the_rows_that_are_left_out(two_ranks, data, tmp_path):
     """Of 59 rows, two ranks leave out one in the second epoch and none in the others; a resumed run goes on alike."""
     dataset = {"drop_last": True, "max_history_seqlen": 200}

@@ -187,6 +187,7 @@ def test_the_schedule_ends_with_a_run_of_other_steps(two_ranks, data, tmp_path):
     assert rates == pytest.approx([0.01 * (1 + math.cos(math.pi * step / 14)) / 2 for step in (12, 13)])
 
 
+@pytest.mark.slow
 def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path, whole):
     changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100)
     killed = two_ranks.run(run, data, str(tmp_path / "parts"), loaders={"killed_at": 3}, **changes)

@@ -28,6 +28,7 @@ def settings(run_dir, *flags):
     return asdict(load_config(hstu.train.TrainConfig, arguments))
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_a_group_that_exists_is_joined_and_stays(tmp_path):
     logging.basicConfig()  # as TorchRec's first warning would, in ranks that have had none

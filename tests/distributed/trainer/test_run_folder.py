@@ -51,6 +51,7 @@ def steps_of(folder, name):
     return logged
 
 
+@pytest.mark.slow
 def test_a_command_given_twice(two_ranks, tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
     first = two_ranks.run(command, "--trainer.run-dir", str(folder))

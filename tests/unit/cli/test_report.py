@@ -143,6 +143,7 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
                 assert axes.get_ylim() == (0, 0.01) and "0.4%" in ticks
 
 
+@pytest.mark.slow
 def test_names_are_no_markup_and_none_is_left_out_of_a_picture(here, told, recwarn):
     """Also those that matplotlib would leave out, or has no letters for."""
     names = ["[red]$x_1$ <b> & runs", "_first", r"$\foo$", "実行"]

@@ -127,6 +127,7 @@ def test_float32_on_a_gpu_is_slow_and_says_so_once(gpu, warned):
     ]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_layers_are_computed_without_torch_compile(warned):
     compile_problem.cache_clear()
     torch.manual_seed(0)

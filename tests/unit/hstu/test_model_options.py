@@ -104,6 +104,7 @@ def test_compiled_layers_compute_the_same_and_are_compiled_once_for_all_lengths(
         assert torch.equal(parameter.grad, other.grad)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_compiled_model_has_weights_of_its_own(compiling):
     model, batch = HSTURankingModel(with_execution(CONFIG, compile=True)), random_batch()
     before = model(batch)[1].logits

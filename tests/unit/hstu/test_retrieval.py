@@ -173,7 +173,7 @@ def loaders(num_workers):
     return loader, sample_negatives(loader, "item_negatives", 6, NUM_ITEMS, seed=9)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_loader_with_negatives_has_the_same_batches_in_the_same_order(num_workers):
     plain, sampled = loaders(num_workers)
     assert len(sampled) == len(plain)

@@ -26,6 +26,7 @@ def locks(folder, *, then="print('locked')"):
     )
 
 
+@pytest.mark.slow
 def test_a_lock_ends_with_its_process_and_not_before(tmp_path):
     lock_folder(tmp_path / "a")
     lock_folder(tmp_path / "a")  # a second run of this process
