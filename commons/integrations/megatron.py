@@ -85,13 +85,19 @@ def _require_few(dealt: list[list[list[int]]], max_num_seqs: int | None) -> None
 
 
 def task_of(config: Any) -> SelfAttentionTask:
-    """The cost model of a sequence, from a TransformerConfig."""
+    """The cost model of a sequence, from a TransformerConfig.
+
+    With multi-latent attention the pairs are exact, and projections count as if they had no latent dimension.
+    """
+    head_dim = config.kv_channels or config.hidden_size // config.num_attention_heads
+    if getattr(config, "multi_latent_attention", False):  # queries and values have different widths
+        head_dim = (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) // 2
     experts = getattr(config, "num_moe_experts", None) or 1
     width = getattr(config, "moe_ffn_hidden_size", None) if experts > 1 else None
     return SelfAttentionTask(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
-        head_dim=config.kv_channels or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim,
         num_layers=config.num_layers,
         ffn_hidden_size=width or config.ffn_hidden_size,
         num_query_groups=config.num_query_groups,

@@ -178,6 +178,15 @@ def test_megatron_s_experts_are_costed_as_they_are_passed():
     assert sparse.get_workloads(1) - dense.get_workloads(1) == CONFIG.num_layers * of_layer
 
 
+def test_megatron_s_latent_attention_is_costed_by_the_widths_of_its_heads():
+    """A row costs more than two rows of half its tokens by its further pairs, of 2·(192 + 128) operations per head."""
+    latent = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    task = megatron.task_of(SimpleNamespace(**vars(CONFIG) | latent))
+    short, long = task.get_workloads([2048, 4096]).tolist()
+    pairs = 4096 * 4097 // 2 - 2 * (2048 * 2049 // 2)
+    assert long - 2 * short == CONFIG.num_layers * CONFIG.num_attention_heads * 2 * (192 + 128) * pairs
+
+
 def test_megatron_s_most_sequences_of_a_micro_batch():
     scheduler = megatron.balanced_scheduler(InOrder)(80, 1, 2, None)
     sequences = [(number, 10) for number in range(12)]
