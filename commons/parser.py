@@ -116,14 +116,18 @@ def wrapped_help(text: str, width: int | None = None) -> str:
 
     Indented lines, such as examples, are not wrapped.
 
-    >>> print(wrapped_help("Looks at what is installed, and says what mends it.\\n\\n  evenrank doctor\\n╭─", 40))
+    >>> print(wrapped_help("usage: x\\n\\nLooks at what is installed, and says what mends it.\\n\\n  x y\\n╭─", 40))
+    usage: x
+    <BLANKLINE>
     Looks at what is installed, and says
     what mends it.
     <BLANKLINE>
-      evenrank doctor
+      x y
     ╭─
 
     """
+    if "usage" not in text.partition("\n")[0]:  # a script for the completion of a shell
+        return text
     width = shutil.get_terminal_size().columns if width is None else width
     description, box, rest = text.partition("╭")
     lines = []
@@ -154,6 +158,8 @@ def _without_breaks(boxes: str) -> str:
     has_colours = "\x1b" in boxes
     console = Console(file=io.StringIO(), force_terminal=has_colours, color_system="standard" if has_colours else None)
     lines = [Text.from_ansi(line) for line in boxes.split("\n")]
+    if any("││" in line.plain or line.cell_len != len(line) for line in lines):  # boxes side by side, wide characters
+        return boxes
     for left, group in itertools.groupby(lines, _indentation):
         parts = list(group)
         if left:

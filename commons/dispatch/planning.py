@@ -135,7 +135,7 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
     """Convert ids to int64 `(num_rows,)`; strings become 63 bits of their BLAKE2b digest.
 
     Raises:
-        ValueError: neither integers nor strings, None for a row, or not one per row.
+        ValueError: neither integers nor strings, None or NaN for a row, or not one per row.
     """
     ids = np.asarray(groups)
     if ids.shape != (num_rows,) or (ids.dtype.kind not in "iuUSO" and num_rows):
@@ -145,13 +145,19 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
         )
     if ids.dtype.kind in "iu":
         return ids.astype(np.int64)
-    items = ids.tolist()
-    if None in items:
+    items = ids.tolist() if isinstance(groups, np.ndarray) else list(groups)  # numpy turns NaN beside texts into "nan"
+    missing = next((index for index, item in enumerate(items) if _is_missing(item)), None)
+    if missing is not None:
         raise ValueError(
-            f"groups[{items.index(None)}] is None; rows without a group would stay together: give each its own id"
+            f"groups[{missing}] is {items[missing]}; rows without a group would stay together: give each its own id"
         )
     digests = [hashlib.blake2b(str(item).encode(), digest_size=8).digest() for item in items]
     return np.array([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=np.int64)
+
+
+def _is_missing(item: Any) -> bool:
+    """Whether an id is None, NaN or pandas' NA."""
+    return item is None or (isinstance(item, float) and item != item) or str(item) == "<NA>"
 
 
 def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:

@@ -276,8 +276,11 @@ def _find(key: Key | None, leaves: _Leaves) -> Any:
 def _holds(value: Any, fill: Any) -> bool:
     """Whether the dtype of a tensor or array holds a padding value, except for a float's rounding."""
     is_array = isinstance(value, np.ndarray)
+    if fill is None:
+        return bool(value.dtype == object)
     try:
-        one = np.full(1, fill, value.dtype) if is_array else value.new_full((1,), fill, device="cpu")
+        with np.errstate(all="ignore"):
+            one = np.full(1, fill, value.dtype) if is_array else value.new_full((1,), fill, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     is_exact = value.dtype.kind in "iub" if is_array else not (value.is_floating_point() or value.is_complex())

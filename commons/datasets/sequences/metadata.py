@@ -10,7 +10,7 @@ from typing import Any
 
 import dacite
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Readers of a folder of parquet files skip names that begin with an underscore.
 MANIFEST = "_manifest.json"
 VOCABULARIES = "_vocabularies"

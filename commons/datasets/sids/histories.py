@@ -40,7 +40,7 @@ class Histories(Protocol):
         """The last `lengths` items of each user, user after user, int64 `(sum(lengths),)`."""
 
     def items_digest(self) -> str:
-        """Digest of the raw items of all ids; "" if the ids are the raw items, or it is unknown."""
+        """Digest of the raw items of all ids; "" if the ids are the raw items."""
 
 
 def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -321,7 +321,7 @@ class ShuffleEngine:
         workers = [self._worker, self._window_worker]
         for worker in workers:
             worker.stop(max(0.0, deadline - time.monotonic()))
-            worker.abandon(self._aborted_for or RuntimeError(_CLOSED))  # a loading thread may be about to submit a job
+            worker.refuse(self._aborted_for or RuntimeError(_CLOSED))  # a loading thread may be about to submit a job
         if all(worker.has_ended for worker in workers):
             _close_channels(self._channels)
         else:  # a worker still waits for a late or missing rank

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from commons.perf_model.partitioner.core import hold_failed_threads
+from commons.perf_model.partitioner.core import hold_unwound_threads
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class DaemonWorker:
         self._open.add(future)
         self._jobs.put((future, job, gpu))
         if self._has_left or self._abandoned_for is not None:
-            self._fail_open()
+            self._fail([future])
         return future
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -89,15 +89,19 @@ class DaemonWorker:
         if self._thread is not None:
             self._jobs.put(None)
 
+    def refuse(self, error: Exception) -> None:
+        """Set an error on every job that is submitted from now on; from any thread, does not wait."""
+        with self._starting:
+            self._abandoned_for = error
+
     def abandon(self, error: Exception) -> None:
-        """Set an error on every job that is not done, and run no further one; from any thread, does not wait.
+        """`refuse`, and set the error on every job that is not done, and run no further one; does not wait.
 
         The thread ends after the running job.
         """
-        with self._starting:
-            self._abandoned_for = error
+        self.refuse(error)
         self.finish()
-        self._fail_open()
+        self._fail(list(self._open))
 
     @property
     def has_ended(self) -> bool:
@@ -122,11 +126,11 @@ class DaemonWorker:
             self._run_jobs()
         finally:
             self._has_left = True
-            self._fail_open()
+            self._fail(list(self._open))
 
-    def _fail_open(self) -> None:
-        """Set an error on all jobs without a result: the thread was abandoned, or ended outside of a job."""
-        for future in list(self._open):
+    def _fail(self, futures: list[Future[Any]]) -> None:
+        """Set an error on jobs without a result: the worker was abandoned, or its thread ended outside of a job."""
+        for future in futures:
             with contextlib.suppress(InvalidStateError):  # done meanwhile
                 future.set_exception(
                     self._abandoned_for
@@ -188,4 +192,4 @@ def _end_all() -> None:
             worker._break_off()
             worker.stop(timeout=_BROKEN_OFF_SECONDS)
     if not all(worker.has_ended for worker in workers):
-        hold_failed_threads()
+        hold_unwound_threads()

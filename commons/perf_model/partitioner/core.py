@@ -267,8 +267,11 @@ def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
     return bool(library["all_within"](_at(_int64(values)), len(values), largest, largest_sum))
 
 
-def hold_failed_threads() -> None:
-    """Make a thread in which C++ calls std::terminate wait for ever, from now on; the main thread aborts as before."""
+def hold_unwound_threads() -> None:
+    """Make threads that Python unwinds, and C++ would therefore abort the process for, wait for ever from now on.
+
+    The main thread, and a thread with an exception of C++, abort as before.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C++ library than torch's on Linux
         set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
         set_terminate(ctypes.cast(_UNLOCKED["hold_thread"], _POINTER))

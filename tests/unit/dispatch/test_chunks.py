@@ -95,7 +95,8 @@ def test_padding_that_a_batch_states():
         (dense([1, 2]), 2, [1, 2], {"groups": [1]}, r"groups have shape \(1,\) .* there are 2 rows"),
         (dense([1, 2]), 2, [1, 2], {"groups": [0.5, 1.5]}, "dtype float64"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", None]}, r"groups\[1\] is None; .*: give each its own id"),
-        ({"ids": [torch.zeros(2), torch.zeros(1)]}, 2, [2, 1], {}, "make a list with a tensor per row a jagged nested"),
+        (dense([1, 2]), 2, [1, 2], {"groups": ["a", float("nan")]}, r"groups\[1\] is nan; .*: give each its own id"),
+        ({"ids": [torch.zeros(2), torch.zeros(1)]}, 2, [2, 1], {}, "list with a tensor per row into a jagged nested"),
     ],
 )
 def test_bad_input(batch, num_chunks, workloads, options, message):

@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <new>
 #include <string>
 
@@ -237,9 +238,9 @@ Weight evenrank_all_within(const Weight* values, Weight size, Weight largest, We
   return all_within(values, size, largest, largest_sum);
 }
 
-// For std::set_terminate: keeps a thread that C++ has failed in, so that the main thread can end the process in order.
+// For std::set_terminate: keeps a thread that Python unwinds, so that the main thread can end the process in order.
 void evenrank_hold_thread() {
-  if (syscall(SYS_gettid) == getpid()) std::abort();
+  if (syscall(SYS_gettid) == getpid() || std::current_exception()) std::abort();
   while (true) pause();
 }
 

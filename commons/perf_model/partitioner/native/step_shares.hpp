@@ -64,7 +64,8 @@ inline bool has_places(const Problem& problem, const Weights& largest) {
 }
 
 // Shares for many rows about as heavy as the heaviest, such as histories cut at a maximum length: as many steps as
-// necessary have room for one more of these rows, with its fillers, in every cell. Nothing if not all large rows fit.
+// necessary, to within 1 / kMostLevels of all, have room for one more of these rows, with its fillers, in every cell.
+// Nothing if not all large rows fit.
 inline std::optional<Weights> shares_by_level(const Problem& problem, Weight num_steps, Weight total) {
   const Weights& weights = problem.weights;
   const Weight heaviest = weights.front(), num_ranks = problem.num_parts / num_steps;

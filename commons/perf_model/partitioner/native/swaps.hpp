@@ -8,7 +8,7 @@
 
 namespace evenrank {
 
-// A heavy partition that has found a swap tries no more light ones after this many, times its rows, which may be nearly all.
+// A heavy partition that has found a swap stops once the light ones that it has tried, times its rows, exceed this.
 constexpr Weight kMostPairs = 1 << 18;
 
 // A row and its weight.

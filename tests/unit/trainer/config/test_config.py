@@ -8,6 +8,8 @@ import functools
 import json
 import math
 import operator
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from commons.trainer.config.load import load_config, load_config_file
 from commons.trainer.optimize.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
 from sid_gr.train_config import TrainConfig as SIDTrainConfig
+from tests.helpers.jobs.programs import run_program
 
 ROOT = Path(__file__).parents[4]
 TOML = """
@@ -280,3 +283,27 @@ def test_help_shows_flags_and_examples(capsys):
     assert stop.value.code in (0, None)
     shown = capsys.readouterr().out
     assert "--trainer.enable-balanced-shuffler" in shown and "do this" in shown and "--config FILE" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (60, "data set, whatever the number of ranks. (default:"),
+        (140, "Rows per batch and rank in training. (required)"),
+    ],
+)
+def test_help_has_whole_lines(width, text):
+    """From 130 columns on, the parser sets its boxes side by side."""
+    env = {"COLUMNS": str(width), "PYTHONIOENCODING": "utf-8"}
+    printed = run_program(sys.executable, "-m", "hstu.train", "--help", env=env).stdout
+    lines = [line for line in printed.splitlines() if line.startswith("│")]
+    assert {len(line) for line in lines} == {width}
+    assert text in {part.strip() for line in lines for part in line.split("│")}
+
+
+@pytest.mark.slow
+def test_a_script_of_completion_is_not_wrapped():
+    printed = run_program(sys.executable, "-m", "hstu.train", "--tyro-print-completion", "bash", env={"COLUMNS": "60"})
+    done = subprocess.run(["bash", "-n"], input=printed.stdout, text=True, capture_output=True, check=False)
+    assert "trainer" in printed.stdout and (done.returncode, done.stderr) == (0, "")
