@@ -195,7 +195,7 @@ def variable_batch_per_key():
     ("make", "error", "message"),
     [
         (lambda: {"a": torch.zeros(3), "b": {"c": torch.zeros(4)}}, ValueError, r"rows: {'a': 3, 'b.c': 4}; the first"),
-        (lambda: {"a": torch.zeros(3), "t": ["x", "y"]}, ValueError, r"{'a': 3, 't': 2}; .* to the whole batch a"),
+        (lambda: {"a": torch.zeros(3), "t": ["x", "y"]}, ValueError, r"{'a': 3, 't': 2}; .* to the whole batch into a"),
         (lambda: {"a": torch.tensor(1)}, ValueError, "field 'a' is a 0-dimensional tensor; .* repeat it for every row"),
         (lambda: {"a": np.array(1)}, ValueError, "field 'a' is a 0-dimensional array"),
         (lambda: {"a": torch.eye(3).to_sparse()}, ValueError, "field 'a' is a tensor of layout torch.sparse_coo;"),
