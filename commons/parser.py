@@ -1,7 +1,7 @@
 """Arguments of programs, parsed by tyro, whose errors, help and boolean flags are changed here.
 
 - A mistake is a ValueError of one line instead of a box.
-- The help is wrapped at the width of the terminal, whatever the line breaks of docstrings, and has no colours if
+- The help is wrapped at the width of the terminal, without the line breaks of docstrings, and has no colours if
   NO_COLOR is set.
 - A boolean flag may have a value, such as `--trainer.shuffle-eval False`. tyro turns a boolean field into the pair
   `--shuffle-eval` and `--no-shuffle-eval`, which take no value. Users give a value nevertheless, because boolean fields
@@ -155,8 +155,8 @@ def _without_breaks(boxes: str) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    has_colours = "\x1b" in boxes
-    console = Console(file=io.StringIO(), force_terminal=has_colours, color_system="standard" if has_colours else None)
+    has_colours, output = "\x1b" in boxes, io.StringIO()
+    console = Console(file=output, force_terminal=has_colours, color_system="standard" if has_colours else None)
     lines = [Text.from_ansi(line) for line in boxes.split("\n")]
     if any("││" in line.plain or line.cell_len != len(line) for line in lines):  # boxes side by side, wide characters
         return boxes
@@ -169,7 +169,7 @@ def _without_breaks(boxes: str) -> str:
             parts = [parts[0][:left] + part + parts[0][right:] for part in wrapped]
         for part in parts:
             console.print(part, soft_wrap=True, highlight=False)
-    return console.file.getvalue().removesuffix("\n")  # type: ignore[attr-defined]  # a StringIO
+    return output.getvalue().removesuffix("\n")
 
 
 def without_boolean_values(config_class: Any, argv: Sequence[str], *, has_defaults: bool = False) -> list[str]:

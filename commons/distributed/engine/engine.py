@@ -319,10 +319,10 @@ class ShuffleEngine:
         self._when_collected.detach()
         deadline = time.monotonic() + seconds
         workers = [self._worker, self._window_worker]
-        for worker in workers:
-            worker.stop(max(0.0, deadline - time.monotonic()))
-            worker.refuse(self._aborted_for or RuntimeError(_CLOSED))  # a loading thread may be about to submit a job
-        if all(worker.has_ended for worker in workers):
+        for worker in workers:  # first: a loading thread may be about to submit a job, which would start a thread again
+            worker.refuse(self._aborted_for or RuntimeError(_CLOSED))
+        ended = [worker.stop(max(0.0, deadline - time.monotonic())) for worker in workers]
+        if all(ended):
             _close_channels(self._channels)
         else:  # a worker still waits for a late or missing rank
             _ABANDONED.append((workers, self._channels))

@@ -138,7 +138,7 @@ class ShuffleSession:
         started = time.perf_counter()
         speeds, peers, error = self._speeds, self._peers, local[0].error
         if step % LOOK_STEPS == 0:  # before all that can fail in one data-parallel group alone
-            settles = peers is not None and (step == 0 or self._options.speeds == "measured")
+            settles = step == 0 or self._options.speeds == "measured"
             speeds.own = peers.settle(step, speeds.found) if peers and settles else speeds.found
         if peers is not None and peers.problem is not None:
             local = [dataclasses.replace(local[0], error=error or peers.problem), *local[1:]]

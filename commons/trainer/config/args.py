@@ -63,7 +63,7 @@ class TrainerArgs:
 
     max_eval_iters: int | None = None
     """Batches of an evaluation on every rank, so more ranks evaluate more rows; None for all rows of the data set,
-    whatever the number of ranks."""
+    with any number of ranks."""
 
     log_interval: int = 100
     """Steps between lines of log.jsonl."""

@@ -16,6 +16,14 @@ from commons.sequence_batch.open_batch import open_tree
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, everything, padded_batch
 
+
+class NotAvailable:
+    """As pandas.NA, whose comparisons are neither true nor false."""
+
+    def __str__(self):
+        return "<NA>"
+
+
 samples = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 weights = st.integers(0, 1000)
 
@@ -96,6 +104,7 @@ def test_padding_that_a_batch_states():
         (dense([1, 2]), 2, [1, 2], {"groups": [0.5, 1.5]}, "dtype float64"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", None]}, r"groups\[1\] is None; .*: give each its own id"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", float("nan")]}, r"groups\[1\] is nan; .*: give each its own id"),
+        (dense([1, 2]), 2, [1, 2], {"groups": [NotAvailable(), "a"]}, r"groups\[0\] is <NA>; .*: give each its own id"),
         ({"ids": [torch.zeros(2), torch.zeros(1)]}, 2, [2, 1], {}, "list with a tensor per row into a jagged nested"),
     ],
 )

@@ -94,7 +94,7 @@ def test_wrong_settings(settings, message):
 @pytest.mark.parametrize(
     ("trim", "error", "message"),
     [
-        (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'array', 'bytes', 'ids'"),
+        (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'array', 'bytes', 'floats'"),
         (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be a tensor or array `\(rows, width\)`"),
         (Trim("lists"), ValueError, r"mask 'lists' is a list; it must be a tensor or array .*: convert it"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
@@ -106,12 +106,14 @@ def test_wrong_settings(settings, message):
         (Trim("mask", fill={"ids": 0.5}), ValueError, "fill of 'ids' is 0.5, the field has dtype torch.int64"),
         (Trim("mask", fill={"bytes": -100}), ValueError, "fill of 'bytes' is -100, the field has dtype torch.uint8"),
         (Trim("mask", fill={"array": 256}), ValueError, "fill of 'array' is 256, the field has dtype uint8"),
+        (Trim("mask", fill={"floats": None}), ValueError, "fill of 'floats' is None, the field has dtype float32"),
     ],
 )
 def test_a_trim_that_does_not_fit(trim, error, message):
     batch = padded([2, 3], 8, "right") | {"n": torch.tensor([2, 7]), "short": torch.zeros(2, 5)}
     batch["lists"] = [[1, 1], [1, 0]]
     batch |= {"bytes": torch.zeros(2, 8, dtype=torch.uint8), "array": np.zeros((2, 8), np.uint8)}
+    batch["floats"] = np.zeros((2, 8), np.float32)
     with pytest.raises(error, match=message):
         trim_batch(batch, trim)
 

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import operator
+import re
 import subprocess
 import sys
 import typing
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commons.parser import wrapped_help
 from commons.trainer.config.files import find_config
 from commons.trainer.config.load import load_config, load_config_file
 from commons.trainer.optimize.optimizers import build_optimizer
@@ -289,7 +291,7 @@ def test_help_shows_flags_and_examples(capsys):
 @pytest.mark.parametrize(
     ("width", "text"),
     [
-        (60, "data set, whatever the number of ranks. (default:"),
+        (60, "data set, with any number of ranks. (default:"),
         (140, "Rows per batch and rank in training. (required)"),
     ],
 )
@@ -300,6 +302,19 @@ def test_help_has_whole_lines(width, text):
     lines = [line for line in printed.splitlines() if line.startswith("│")]
     assert {len(line) for line in lines} == {width}
     assert text in {part.strip() for line in lines for part in line.split("│")}
+
+
+def test_help_keeps_its_colours_and_wide_characters():
+    """Text is joined by characters, which take two cells each in some languages: such help stays as it is."""
+    lines = ["usage: x", "", "╭────────────╮", "│ --ranks INT      │", "│       Numbers    │", "│       of ranks.  │"]
+    coloured = "\n".join(re.sub(r"Numbers|ranks\.", "\x1b[2m\\g<0>\x1b[0m", line) for line in lines)
+    printed = wrapped_help(coloured, 20)
+    assert "\x1b[2mNumbers" in printed
+    assert re.sub(r"\x1b\[[0-9;]*m", "", printed) == "\n".join(
+        [*lines[:4], "│       Numbers of │", "│       ranks.     │"]
+    )
+    wide = "\n".join([*lines[:4], "│       ランク数の │", "│       of [x] y.  │"])
+    assert wrapped_help(wide, 20) == wide
 
 
 @pytest.mark.slow
