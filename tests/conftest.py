@@ -112,7 +112,7 @@ def four_ranks(rank_pools: dict[int, RankPool]) -> RankPool:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Programs that the test starts end with SIGINT, also where the suite itself ignores it (`nohup make test &`)."""
+    """SIGINT interrupts the test and programs that it starts, also where the suite ignores it (`nohup make test &`)."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

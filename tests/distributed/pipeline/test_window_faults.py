@@ -133,6 +133,7 @@ def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(ca
     shuffler.close()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_wait_for_a_window_loses_no_row():
     """Ctrl-C in a notebook, whose next cell goes on with the same iterator."""
     main, go_on = threading.main_thread(), threading.Event()
