@@ -46,7 +46,7 @@ class Arguments:
     only: tuple[int, ...] = ()  # run the trials of these numbers alone
     kinds: tuple[str, ...] = ()  # kinds of fault whose name contains one of these; numbers then mean other trials
     jobs: int = 3  # trials that run at a time; most of a trial is waiting
-    timeout: float = 3.0  # ShufflerOptions.timeout in seconds; a survivor has ten seconds more to end
+    timeout: float = 3.0  # ShufflerOptions.timeout in seconds; a survivor's program has ten seconds more to end
     keep: bool = False  # what the ranks of every trial printed, not only of those with problems
 
     def __post_init__(self) -> None:

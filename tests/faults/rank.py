@@ -6,6 +6,7 @@ of which a fault may make a crash.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -82,6 +83,7 @@ def be_agent(folder: Path) -> None:
 def be_rank(trial: Trial, rank: int, folder: Path, store_pid: int) -> None:
     """Train, with the fault in the way; what happens is told to the supervisor."""
     injector = Injector(trial, rank, store_pid, folder / f"rank{rank}.jsonl")
+    atexit.register(injector.say, "left")  # called after the product's own functions, which are registered later
     _join(trial, rank, folder)
     injector.install()
     shuffler, model = None, FaultyModel(injector)

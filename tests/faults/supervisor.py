@@ -16,8 +16,11 @@ from tests.faults import kinds
 from tests.faults.rank import be_agent, be_rank, session_members, signal_session, start_process
 from tests.faults.trials import Trial, own_ids
 
-# How much later than the timeout a survivor may end.
+# How much later than the timeout a survivor's program may end.
 GRACE_SECONDS = 10.0
+# How long Python itself may take to end afterwards: 0.7 s of a core for all that a rank imports, and a dozen ranks may
+# end at a time.
+_FINALIZATION_SECONDS = 10.0
 # How long a trial may take to come to its fault, and one in which all go on to come to its end.
 _LIMIT_SECONDS = 90.0
 _POLL_SECONDS = 0.02
@@ -32,7 +35,9 @@ class RankEnd:
     faulty: bool  # whether the fault was put into it
     status: int | None  # exit status; negative, the signal that ended it; None, it hung
     text: str  # type and text of the exception that it raised, or ""
-    seconds: float  # from the fault, or for a rank that was stopped from when it went on, to the end of the process
+    # From the fault, or for a rank that was stopped from when it went on, to the end of its program: the last function
+    # of atexit, or the end of the process where a signal ends it.
+    seconds: float
     threads: list[str]  # the shuffler's threads that still ran after its close()
 
 
@@ -47,7 +52,7 @@ class Result:
 
     @property
     def worst_seconds(self) -> float:
-        """The longest that a survivor took to end after the fault; 0.0 where all go on."""
+        """The longest that a survivor's program took to end after the fault; 0.0 where all go on."""
         if self.trial.of_kind.all_go_on:
             return 0.0
         return max((end.seconds for end in self.ranks if end.text), default=0.0)
@@ -138,6 +143,8 @@ class _Run:
             return started + _LIMIT_SECONDS
         if self._signals:  # the fault is still going on
             return started + 2 * _LIMIT_SECONDS
+        if "left" in rank.said:
+            return rank.said["left"]["at"] + _FINALIZATION_SECONDS
         since = max([self._fault_at, *(event["at"] for event in (rank.said.get("resumed"),) if event)])
         return since + self._trial.timeout + GRACE_SECONDS
 
@@ -179,7 +186,7 @@ class _Run:
         rank = self._ranks[index]
         ended = rank.ended_at is not None and index not in self._hung
         since = rank.said.get("resumed", {}).get("at", self._fault_at)
-        at = rank.ended_at if ended else time.monotonic()
+        at = rank.said.get("left", {}).get("at", rank.ended_at) if ended else time.monotonic()
         return RankEnd(
             rank=index,
             faulty=index == self._trial.rank and not self._trial.of_kind.store_fault,
