@@ -174,11 +174,11 @@ def median_interval(values: np.ndarray) -> tuple[float, float]:
     """A 95 % interval of the median, from the order of the values (normal approximation of the binomial).
 
     >>> median_interval(np.arange(100.0))
-    (40.0, 59.0)
+    (39.0, 60.0)
     """
     ordered = np.sort(values)
     half_width = 1.96 * math.sqrt(len(ordered)) / 2
-    low = max(math.floor((len(ordered) - 1) / 2 - half_width) + 1, 0)
+    low = max(math.floor((len(ordered) - 1) / 2 - half_width), 0)
     return float(ordered[low]), float(ordered[len(ordered) - 1 - low])
 
 

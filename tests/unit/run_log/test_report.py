@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -322,6 +323,15 @@ def test_runs_that_log_every_step_are_compared_step_by_step(tmp_path):
     assert compare_runs([base, report_of(tmp_path / "c")])[0].each_step is None  # lines of several steps
     few, many = median_interval(np.array([1.0, 2.0, 9.0])), median_interval(np.arange(1001.0))
     assert few == (1.0, 9.0) and many[0] < 500 < many[1] and many[1] - many[0] < 70
+
+
+@pytest.mark.parametrize("count", [6, 10, 20, 50, 84, 200, 1000])
+def test_the_interval_of_a_median_has_its_confidence(count):
+    """By the binomial distribution of the values below the median; a narrower interval would have less than 95 %."""
+    low, high = median_interval(np.arange(float(count)))
+    assert low + high == count - 1
+    outside = [2 * sum(math.comb(count, below) for below in range(int(low) + more)) / 2**count for more in (1, 2)]
+    assert outside[0] <= 0.05 < outside[1]
 
 
 def test_metrics_are_compared_with_their_standard_errors(tmp_path):
