@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from commons.datasets.hstu_batch import padded_kjt, real_rows_of
-from commons.datasets.random.distribution import RandomDistribution
+from commons.datasets.random.distribution import RandomDistribution, draw_device
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import real_rows
 from commons.sequence_batch.schema import register_batch_type
@@ -278,7 +278,7 @@ def _draw_codes(
     num_items: int, codebook_sizes: Sequence[int], sids: torch.Tensor | None, generator: torch.Generator | None
 ) -> torch.Tensor:
     """Draw codes, int64 `(num_items, num_hierarchies)`."""
-    device = None if generator is None else generator.device
+    device = draw_device(generator)
     if sids is not None:
         return sids.to(device)[torch.randint(sids.shape[0], (num_items,), generator=generator, device=device)]
     drawn = [torch.randint(size, (num_items,), generator=generator, device=device) for size in codebook_sizes]

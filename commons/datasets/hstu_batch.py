@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.checks import require_no_string
-from commons.datasets.random.distribution import RandomDistribution, random_times
+from commons.datasets.random.distribution import RandomDistribution, draw_device, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
 
@@ -60,7 +60,7 @@ class FeatureConfig:
         """Draw lengths of rows, int64 `(num_rows,)`, on the generator's device."""
         longest = self.max_sequence_length
         if not self.is_jagged:
-            return torch.full((num_rows,), longest, device="cpu" if generator is None else generator.device)
+            return torch.full((num_rows,), longest, device=draw_device(generator))
         distribution = self.seqlen_dist or RandomDistribution("uniform", high=longest)
         return distribution.sample(num_rows, generator=generator).clamp_(max=longest)
 
@@ -233,14 +233,14 @@ class HSTUBatch(BaseBatch):
             raise ValueError(
                 f"num_tasks is {num_tasks}; labels have at least one task: raise it, or give None for no labels"
             )
-        draw_device = None if generator is None else generator.device
+        drawn_on = draw_device(generator)
         values: dict[str, torch.Tensor] = {}
         lengths: dict[str, torch.Tensor] = {}
         for config in feature_configs:
             config_lengths = config.draw_lengths(num_real, generator)
             for name, num_ids in zip(config.feature_names, config.max_item_ids):
                 num_values = int(config_lengths.sum())
-                values[name] = torch.randint(num_ids, (num_values,), generator=generator, device=draw_device)
+                values[name] = torch.randint(num_ids, (num_values,), generator=generator, device=drawn_on)
                 lengths[name] = config_lengths
         if item_feature_name not in lengths:
             raise ValueError(
@@ -250,14 +250,14 @@ class HSTUBatch(BaseBatch):
         targets = lengths[item_feature_name]  # (num_real,)
         num_candidates = None
         if max_num_candidates > 0:
-            drawn = torch.randint(1, max_num_candidates + 1, (num_real,), generator=generator, device=draw_device)
+            drawn = torch.randint(1, max_num_candidates + 1, (num_real,), generator=generator, device=drawn_on)
             targets = torch.minimum(drawn, (targets - 1).clamp_(min=0))
             num_candidates = torch.nn.functional.pad(targets, (0, batch_size - num_real))
         labels = None
         if num_tasks is not None:
             tasks = [f"task_{task}" for task in range(num_tasks)]
             shape = (int(targets.sum()),)
-            drawn_labels = [torch.randint(2, shape, generator=generator, device=draw_device).float() for _ in tasks]
+            drawn_labels = [torch.randint(2, shape, generator=generator, device=drawn_on).float() for _ in tasks]
             labels = padded_kjt(dict(zip(tasks, drawn_labels)), dict.fromkeys(tasks, targets), batch_size)
         longest = {name: config.max_sequence_length for config in feature_configs for name in config.feature_names}
         if timestamps:

@@ -190,8 +190,13 @@ def _draw_zipf(size: int, alpha: float, low: int, generator: torch.Generator | N
     return torch.cat(parts) + (low - 1) if parts else _empty(0, generator)
 
 
+def draw_device(generator: torch.Generator | None) -> torch.device:
+    """The device of drawn numbers: the generator's; without one the CPU, whatever torch's default device is."""
+    return torch.device("cpu") if generator is None else generator.device
+
+
 def _empty(size: int, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.float64, device="cpu" if generator is None else generator.device)
+    return torch.empty(size, dtype=torch.float64, device=draw_device(generator))
 
 
 def random_times(lengths: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

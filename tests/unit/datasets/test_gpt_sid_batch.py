@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from commons.datasets.gpt_sid_batch import LABEL_NAME, GPTSIDBatch, RandomDistribution, codebook_offsets
 from commons.datasets.hstu_batch import padded_kjt
+from tests.helpers.batches.any_batches import as_values
 
 SIZES = [5, 3, 7]
 
@@ -78,6 +79,19 @@ class TestRandom:
         batch = random_batch(batch_size=50, sids=sids)
         codes = batch.features.values().view(-1, 3) - torch.tensor(codebook_offsets(SIZES))
         assert {tuple(row) for row in codes.tolist()} == {(0, 1, 2), (4, 2, 6)}
+
+    @pytest.mark.parametrize("sids", [None, torch.tensor([[0, 1, 2], [4, 2, 6]])], ids=["codes", "items"])
+    def test_numbers_are_drawn_on_the_host_whatever_the_default_device_is(self, sids):
+        """Without a generator, in a script that has called torch.set_default_device; no data is on this one."""
+
+        def draw():
+            torch.manual_seed(3)
+            return GPTSIDBatch.random(4, SIZES, 5, 2, sids=sids, device="cpu")
+
+        expected = draw()
+        with torch.device("meta"):
+            batch = draw()
+        assert as_values(batch) == as_values(expected)
 
 
 ITEM = [0, 5, 8]

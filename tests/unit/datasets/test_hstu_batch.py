@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution, padded_kjt
+from tests.helpers.batches.any_batches import as_values
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -121,6 +122,20 @@ def drawn(**changes):
 
 def config(**changes):
     return dataclasses.replace(ITEMS, **changes)
+
+
+def test_numbers_are_drawn_on_the_host_whatever_the_default_device_is():
+    """Without a generator, in a script that has called torch.set_default_device; no data is on this one."""
+    features = [ITEMS, FeatureConfig(["user"], [9], 1, is_jagged=False)]
+
+    def draw():
+        torch.manual_seed(3)
+        return drawn(feature_configs=features, max_num_candidates=2, num_tasks=1, timestamps=True)
+
+    expected = draw()
+    with torch.device("meta"):
+        batch = draw()
+    assert as_values(batch) == as_values(expected)
 
 
 @pytest.mark.parametrize(
