@@ -54,6 +54,8 @@ class EventStore:
         with _errors_named(folder):
             self._database = duckdb.connect(str(folder / "events.duckdb"), config=config)
             self._database.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+            # If only some files state a time zone, the times of the others would depend on the zone of the machine.
+            self._database.execute("SET TimeZone = 'UTC'")
             # Prefetching would load whole columns of a row group into memory.
             self._database.execute("SET disable_parquet_prefetching = true")
         # Queries run on another thread, so that Ctrl-C in the main thread can interrupt them: DuckDB ignores signals.

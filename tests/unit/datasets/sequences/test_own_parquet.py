@@ -242,6 +242,19 @@ class TestPreprocess:
         found = rows_of(stored(tmp_path, uid=uuids, iid=pa.array([9, 8, 7, 9, 7], pa.uint8())))
         assert sorted(found) == [b"a" * 16, b"b" * 16, b"c" * 16]
 
+    def test_times_without_a_zone_beside_others_are_not_local_times(self, tmp_path):
+        (tmp_path / "log").mkdir()
+        for number, zone in enumerate((None, "UTC", "Asia/Tokyo")):
+            time = pa.array([3_600_000 + number], pa.int64()).cast(pa.timestamp("ms", zone))
+            write(tmp_path / "log" / f"{number}.parquet", {"uid": [1], "iid": [number], "ts": time})
+        flags = ("--columns.user", "uid", "--columns.item", "iid", "--columns.time", "ts")
+        command = ("-m", "commons.cli.main", "preprocess", "parquet", "--source", tmp_path / "log")
+        environment = {"TZ": "America/New_York"}
+        done = run_program(sys.executable, *command, "--output", tmp_path / "data", *flags, env=environment)
+        assert done.returncode == 0, done.stderr
+        times = [3_600_000, 3_600_001, 3_600_002]
+        assert rows_of(tmp_path / "data" / "parquet.parquet") == {1: (list(zip(range(3), [0] * 3, times)), {})}
+
     def test_the_split_of_a_user_does_not_depend_on_others(self, tmp_path):
         def users_of(uids, split):
             count = len(uids)
