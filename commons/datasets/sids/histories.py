@@ -23,6 +23,7 @@ _SPLITS = ("train", "test")
 _OR_MAKE = "or make histories of any events with `evenrank preprocess parquet`"
 _USERS_PER_CHUNK = 2**16
 _ITEMS_PER_CHUNK = 2**21
+_PARTS_OF_LENGTHS = 64  # of the users of a chunk
 
 
 class Histories(Protocol):
@@ -50,7 +51,8 @@ def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarra
     """
     for first in range(0, len(histories), _USERS_PER_CHUNK):
         users = np.arange(first, min(first + _USERS_PER_CHUNK, len(histories)))
-        lengths = histories.lengths(users)
+        # In parts: a file's row groups are in memory until the lengths of all their users are known.
+        lengths = np.concatenate([histories.lengths(part) for part in np.array_split(users, _PARTS_OF_LENGTHS)])
         chunk = np.cumsum(lengths) // _ITEMS_PER_CHUNK
         cuts = np.flatnonzero(np.diff(chunk)) + 1
         for own_users, own_lengths in zip(np.split(users, cuts), np.split(lengths, cuts)):

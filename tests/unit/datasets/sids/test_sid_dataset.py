@@ -1,5 +1,7 @@
 """Batches of semantic IDs: equal to a slow assembly, cut at the old end and counted, mistakes reported."""
 
+import weakref
+from itertools import chain
 from unittest import mock
 
 import numpy as np
@@ -13,6 +15,10 @@ from hypothesis import strategies as st
 from commons.datasets.gpt_sid_batch import LABEL_NAME, codebook_offsets
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.movielens import SCHEMA
+from commons.datasets.sequences import file as sequence_file
+from commons.datasets.sequences import writer as sequence_writer
+from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.own_parquet import preprocess_parquet, stored_schema
 from commons.datasets.sids import histories as sid_histories
 from commons.datasets.sids.dataset import SIDDataset
 from commons.datasets.sids.histories import ParquetHistories, PreprocessedHistories
@@ -179,3 +185,31 @@ def test_chunks_are_all_users_in_order(users, items):
         assert found.size and chunk.tolist() == [item for user in found for item in users[user]]
         assert lengths.tolist() == [len(users[user]) for user in found]
         assert len(chunk) <= items + 9
+
+
+def test_reading_all_lengths_has_few_row_groups_in_memory(tmp_path):
+    """Of the users of a chunk, who had all their items in memory at once."""
+    events = {"user": range(256), "item": range(256), "time": range(256)}
+    pq.write_table(pa.table(events), tmp_path / "events.parquet")
+    with mock.patch.object(sequence_writer, "_INTERACTIONS_PER_GROUP", 1):  # a row group for every user
+        path = preprocess_parquet(
+            EventColumns("user", "item", "time"), tmp_path / "events.parquet", tmp_path / "out", test_fraction=0.0
+        )
+    histories = PreprocessedHistories(path, stored_schema(path), "train")
+    histories._file._max_cached_bytes = 0
+    made, most = weakref.WeakSet(), 0
+
+    class Counted(sequence_file._RowGroup):
+        def __init__(self, table):
+            nonlocal most
+            super().__init__(table)
+            made.add(self)
+            most = max(most, len(made))
+
+    with (
+        mock.patch.object(sequence_file, "_RowGroup", Counted),
+        mock.patch.object(sid_histories, "_ITEMS_PER_CHUNK", 4),
+    ):
+        read = [items.tolist() for _, _, items in sid_histories.history_chunks(histories)]
+    assert list(chain.from_iterable(read)) == list(range(256)) and len(read) > 60
+    assert 0 < most < 16
