@@ -200,12 +200,18 @@ class PlannedSampler(EpochSampler[list[int]]):
         if (epoch, start) not in self._kept:
             while len(self._kept) >= _KEPT:
                 del self._kept[next(iter(self._kept))]
-            plan = self.plan(epoch, start)
-            own = (([rows[ranks == rank] for rank in self._own_ranks], len(rows)) for rows, ranks in plan)
-            self._kept[epoch, start] = own
+            self._kept[epoch, start] = self._plan_own(epoch, start)
         kept, steps = itertools.tee(self._kept[epoch, start])
         self._kept[epoch, start] = kept  # never advanced: the next call starts at the first step again
         return steps
+
+    def _plan_own(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
+        try:
+            for rows, ranks in self.plan(epoch, start):
+                yield [rows[ranks == rank] for rank in self._own_ranks], len(rows)
+        except (Exception, KeyboardInterrupt):
+            self._kept.pop((epoch, start), None)  # the next call would take the steps so far for the whole plan
+            raise
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -283,6 +284,24 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
     with_room = options | {"window": 3}  # a light row beside every heavy one
     rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
     assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_epoch_whose_planning_was_interrupted_is_planned_again(error, monkeypatch):
+    """A cell of a notebook that is run again, with the same epoch: it had only the steps before the interrupt."""
+    for make, planner in (
+        (lambda: BalancedBatchSampler([1] * 40, 4, num_ranks=2, rank=0), "balanced.partition_grid"),
+        (lambda: BudgetBatchSampler([1] * 40, budget_per_rank=4, num_ranks=2, rank=0), "budget.partition"),
+    ):
+        expected, interrupted = list(make()), make()
+        with monkeypatch.context() as patch:
+            planned = iter(interrupted)
+            next(planned)
+            patch.setattr(f"commons.datasets.samplers.{planner}", mock.Mock(side_effect=error))
+            with pytest.raises(error):
+                list(planned)
+        interrupted.set_epoch(0)
+        assert list(interrupted) == expected
 
 
 @pytest.mark.parametrize("groups", [None, np.arange(40) // 2])
