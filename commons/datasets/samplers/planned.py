@@ -25,7 +25,7 @@ from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_speed
 
 logger = logging.getLogger(__name__)
 
-# Number of epochs whose steps are kept: the current one, and the next one.
+# Number of places from which the steps are kept: those used last, such as an epoch's start and a checkpoint.
 _KEPT = 2
 
 
@@ -197,12 +197,12 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def _own_steps(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
         """The own ranks' rows of each step, and the number of the step's rows; each step is planned once."""
-        if (epoch, start) not in self._kept:
-            while len(self._kept) >= _KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[epoch, start] = self._plan_own(epoch, start)
-        kept, steps = itertools.tee(self._kept[epoch, start])
-        self._kept[epoch, start] = kept  # never advanced: the next call starts at the first step again
+        key = epoch, start
+        planned = self._kept.pop(key) if key in self._kept else self._plan_own(epoch, start)
+        # The kept iterator is never advanced: the next call starts at the first step again.
+        self._kept[key], steps = itertools.tee(planned)
+        if len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]  # the least recently used
         return steps
 
     def _plan_own(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:

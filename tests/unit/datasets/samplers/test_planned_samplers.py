@@ -304,6 +304,20 @@ def test_an_epoch_whose_planning_was_interrupted_is_planned_again(error, monkeyp
         assert list(interrupted) == expected
 
 
+def test_places_of_checkpoints_do_not_plan_the_epoch_again(monkeypatch):
+    """Lightning looks for a step behind every place."""
+    sampler = BudgetBatchSampler([1] * 400, budget_per_rank=4, num_ranks=2, rank=0)
+    begun = []
+    monkeypatch.setattr(
+        sampler, "plan", lambda epoch, start: begun.append(start) or BudgetBatchSampler.plan(sampler, epoch, start)
+    )
+    steps = sampler.step_rows(0, EPOCH_START)
+    for done in range(1, 9):
+        next(steps)
+        assert next(sampler.step_rows(0, sampler.place_after(done, 0, EPOCH_START)))
+    assert Counter(begun)[EPOCH_START] == 1
+
+
 @pytest.mark.parametrize("groups", [None, np.arange(40) // 2])
 def test_a_place_between_steps_that_were_read_needs_no_order_of_all_rows(groups, monkeypatch):
     """A trainer finds one at every checkpoint and evaluation, and the order of ten million rows takes seconds."""
