@@ -208,14 +208,11 @@ class BudgetBatchSampler(PlannedSampler):
         return None if end - begin < 2 * least else deal(begin, end - least)
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """See EpochSampler; plans the steps, unless they have been read."""
-        row = start.row + sum(itertools.islice(self.step_rows(epoch, start), num_steps))
-        if self._unit_size:  # the order of all rows takes seconds for many million
-            left = (self._num_rows - row) // self._unit_size
-        else:
-            left = len(self._sizes) - int(np.searchsorted(self._ends(self._unit_order(epoch)), row))
+        """See EpochSampler; plans the steps and the one after them, unless they have been planned."""
+        steps = self.step_rows(epoch, start)
+        row = start.row + sum(itertools.islice(steps, num_steps))
         # Rows that are too few for a step count as read after the last step.
-        at_end = num_steps > 0 and left < self._num_ranks
+        at_end = num_steps > 0 and next(steps, None) is None
         return Place(max(start.row, self._num_rows) if at_end else row)
 
     def identity(self) -> dict[str, Any]:
