@@ -35,7 +35,7 @@ from commons.trainer.recipe import Recipe
 # Fields of a sampler's identity that may change between launches: they do not change the order of the rows.
 _PER_LAUNCH = (
     *("rank", "world_size", "batch_size", "rows_per_step"),
-    *("window", "workloads", "max_tokens", "budget_per_rank", "max_rows", "plans"),
+    *("window", "workloads", "max_tokens", "budget_per_rank", "max_rows", "padded", "speeds", "plans"),
 )
 
 

@@ -77,9 +77,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._require_rows_below_cap(tokens)
         if self._max_tokens is None:
             tokens = None  # only used for the cap
-        known = (workloads, tokens, self._groups)
-        content = b"".join(values.tobytes() for values in known if values is not None)
-        self._digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        self._digest = _digest_of(workloads, tokens, self._groups)
         # Workloads and, with a cap, tokens of the units, int64 `(1 or 2, num_units)`; rows of each unit.
         self._costs = np.stack([workloads] if tokens is None else [workloads, tokens])
         self._what, self._sizes, self._unit_size = "row", np.broadcast_to(np.int64(1), workloads.shape), 1
@@ -223,6 +221,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             "seed": self._seed,
             "drop_last": self._drop_last,
             "workloads": self._digest,
+            "groups": None if self._groups is None else _digest_of(self._groups),
             "max_tokens": self._max_tokens,
             "padded": self._padded,
             "speeds": None if self._speeds is None else self._speeds.tolist(),
@@ -244,3 +243,8 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}  # iterators cannot be pickled; the copy plans again
+
+
+def _digest_of(*arrays: np.ndarray | None) -> str:
+    content = b"".join(values.tobytes() for values in arrays if values is not None)
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -290,6 +290,21 @@ def test_a_loader_of_the_users_own():
         assert said in error_of(_open, workloads)
 
 
+@on_two_ranks
+def test_groups_change_the_order_of_the_rows_and_costs_and_speeds_do_not():
+    """A checkpoint within an epoch warns of another order."""
+
+    def order(**changes):
+        options = {"workloads": range(1, 13), "window": 1} | changes
+        sampler = BalancedBatchSampler(**options, batch_size=2, num_ranks=2, rank=dist.get_rank())
+        loader = DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)
+        return Epochs(loader, Parts(TrainerArgs(2, 2), None, None, (), loader), None).order()
+
+    for changes in ({"workloads": [1] * 12}, {"window": 3}, {"padded": True}, {"speeds": [1, 2]}):
+        assert order(**changes) == order()
+    assert order(groups=[row // 2 for row in range(12)]) != order(groups=[row % 6 for row in range(12)]) != order()
+
+
 def _distributed_by_rank_0(options):
     """This rank's rows of a batch whose rows are their workloads, and the timeout."""
     args = TrainerArgs(4, 4, single_rank_load=True, balance_batch=True, shuffler=options)
