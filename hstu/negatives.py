@@ -86,6 +86,16 @@ class NegativeSampling(Dataset[HSTUBatch]):
         drawn = draw_negatives(row_ids, self.num_negatives, self.num_items, seed=self.seed, epoch=epoch)
         return with_negatives(batch, self.feature_name, torch.from_numpy(drawn))
 
+    @property
+    def row_order(self) -> dict[str, Any]:
+        """The data set's `row_order`; empty if it has none."""
+        return dict(getattr(self.dataset, "row_order", {}))
+
+    @property
+    def vocabulary_digests(self) -> dict[str, str]:
+        """The data set's `vocabulary_digests`; empty if it has none."""
+        return dict(getattr(self.dataset, "vocabulary_digests", {}))
+
     def length_only_batches(self) -> Iterator[HSTUBatch]:
         """The data set's `length_only_batches`, with the lengths of the negatives added.
 

@@ -24,6 +24,7 @@ from commons.distributed.stats import ShuffleStats
 from commons.perf_model.loads import imbalance, sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 from commons.trainer.config.args import DatasetArgs, TrainerArgs
+from commons.trainer.ranks.collectives import gather_values
 
 
 def train_and_eval_loaders(
@@ -56,6 +57,24 @@ def train_and_eval_loaders(
     )
     # Never shuffled, and no drop_last: every user is evaluated once, always in the same order.
     return train_loader, open_loader("test", dataset, trainer, trainer.eval_batch_size, **options)
+
+
+def require_equal_data(loader: DataLoader[Any], device: torch.device) -> None:
+    """Raise ValueError on all ranks if their loaders read differently preprocessed data; called on all ranks together.
+
+    Every host may have a copy of the data. With another copy, rows would be trained twice or not at all, and ids would
+    stand for other values.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    names = ("row_order", "vocabulary_digests")
+    first, *others = gather_values({name: getattr(data, name, {}) for name in names}, device)
+    for rank, other in enumerate(others, 1):
+        for name in names:
+            if other[name] != first[name]:
+                raise ValueError(
+                    f"the data of rank 0 have the {name} {first[name]}, those of rank {rank} {other[name]}; ranks "
+                    "share the rows of one data set: preprocess it once, and copy the folder to all hosts"
+                )
 
 
 def open_loader(

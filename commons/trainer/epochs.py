@@ -67,6 +67,7 @@ class Epochs:
         if self._args.balancing in ("sampler", "budget"):
             loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
         self.loader = loader
+        self._row_order: dict[str, Any] = getattr(getattr(loader, "dataset", None), "row_order", {})
         self._source: DataLoader[Any] | SingleRankLoader = loader
         if self._args.single_rank_load:
             # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.
@@ -187,8 +188,9 @@ class Epochs:
         return Place(row, steps) if self.has_steps(self._epoch, end) else end
 
     def order(self) -> dict[str, Any]:
-        """Settings that determine the order of the rows over all ranks, JSON-ready; empty for a user's own sampler."""
-        return {name: value for name, value in self._identity().items() if name not in _PER_LAUNCH}
+        """What determines the order of the rows over all ranks, JSON-ready, as far as sampler and data set state it."""
+        identity = {**self._identity(), **self._row_order}
+        return {name: value for name, value in identity.items() if name not in _PER_LAUNCH}
 
     def window_of(self) -> dict[str, Any]:
         """Settings that determine which rows of a window share a step, JSON-ready; empty without windows."""

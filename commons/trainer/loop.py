@@ -22,6 +22,7 @@ from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.pipeline.factory import CUDA_PIPELINES, TrainPipelineFactory
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
+from commons.trainer.data import require_equal_data
 from commons.trainer.epochs import Epochs
 from commons.trainer.evaluation import Evaluation
 from commons.trainer.observe.meter import StepMeter, StepOutput, of_all_ranks
@@ -86,6 +87,7 @@ class TrainingLoop:
             )
         # Data may be missing on one host: the other ranks must not wait for its ranks.
         train_loader, eval_loader = raised_on_all_ranks(lambda: recipe.loaders, device)
+        require_equal_data(train_loader, device)
         if dist.get_rank() == 0:
             for line in recipe.notes():
                 make_console(highlight=False).print(line)

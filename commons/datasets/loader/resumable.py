@@ -66,7 +66,7 @@ class ResumableLoader(DataLoader[Any]):
         if given is None or given.has_ended:
             given = _Given(self.sampler.epoch, self.sampler.start)
         row, steps = self.sampler.place_after(given.num_batches, given.epoch, given.start)
-        return {"epoch": given.epoch, "row": row, "steps": steps, "sampler": self.sampler.identity()}
+        return {"epoch": given.epoch, "row": row, "steps": steps, "sampler": self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the place from which the next iteration continues; iterations after it draw the next epochs.
@@ -78,7 +78,7 @@ class ResumableLoader(DataLoader[Any]):
                 f"the loader's state has {list(state_dict)}; it must have epoch, row, steps and sampler: give what "
                 "state_dict() returned"
             )
-        for name, value in self.sampler.identity().items():
+        for name, value in self._identity().items():
             saved = state_dict["sampler"].get(name)
             # Another version of the planner matters only within a window, whose remaining rows would differ.
             if saved != value and (name != "plans" or state_dict["steps"] > 0):
@@ -89,6 +89,10 @@ class ResumableLoader(DataLoader[Any]):
         self._given = None
         self.sampler.set_epoch(state_dict["epoch"])
         self.sampler.start_at(state_dict["row"], state_dict["steps"])
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a place to mean the same batches: of the sampler, and of the data set's rows."""
+        return {**self.sampler.identity(), **getattr(self.dataset, "row_order", {})}
 
 
 @dataclass(frozen=True)

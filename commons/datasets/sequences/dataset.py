@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,11 @@ class UserDataset(Dataset[_Batch_co]):
         if outside.size:
             raise IndexError(f"row {outside[0]} of a split of {len(self)} users")
         return self._assemble(selected)
+
+    @property
+    def row_order(self) -> dict[str, Any]:
+        """What determines which user is which row, JSON-ready; empty if unknown."""
+        return {}
 
     def length_only_batches(self) -> Iterator[_Batch_co]:
         """All users of the split in order, as batches of lengths only: their values are 0 and take no memory.
@@ -155,6 +160,11 @@ class SequenceDataset(UserDataset[HSTUBatch]):
     def __len__(self) -> int:
         """Number of users of the split."""
         return len(self._rows)
+
+    @property
+    def row_order(self) -> dict[str, Any]:
+        """See UserDataset."""
+        return self.metadata.row_order(self.schema.user_feature_name)
 
     def _item_counts(self) -> np.ndarray:
         return self._file.list_lengths(self.schema.item_feature_name, self._rows)

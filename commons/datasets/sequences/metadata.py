@@ -59,6 +59,14 @@ class SequenceFileMetadata:
         """Items per row; 0.0 without rows."""
         return self.num_interactions / self.num_users if self.num_users else 0.0
 
+    def row_order(self, user_feature_name: str) -> dict[str, Any]:
+        """What determines the user of every row of a split, JSON-ready."""
+        return {
+            "users": self.vocabulary_digests.get(user_feature_name),
+            "test_fraction": self.options.get("test_fraction"),
+            "split_seed": self.options.get("seed"),
+        }
+
     def save(self, folder: Path) -> None:
         """Write the manifest into a folder."""
         (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")

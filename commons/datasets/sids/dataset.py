@@ -60,6 +60,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
                 "the map again with `evenrank make-sids`"
             )
         self.sid_map = sid_map
+        self.vocabulary_digests = {"sids": sid_map.digest}  # equal ids of equal items
         self.max_history_length, self.max_candidate_length = max_history_length, max_candidate_length
         self.max_items = max_history_length + max_candidate_length  # maximum items of a row, including candidates
         self._histories = histories
@@ -72,6 +73,11 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
 
     def __len__(self) -> int:
         return len(self._histories)
+
+    @property
+    def row_order(self) -> dict[str, Any]:
+        """See UserDataset."""
+        return self._histories.row_order()
 
     def _item_counts(self) -> np.ndarray:
         return self._lengths

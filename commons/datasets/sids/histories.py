@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,9 @@ class Histories(Protocol):
     def items_digest(self) -> str:
         """Digest of the raw items of all ids; "" if the ids are the raw items."""
 
+    def row_order(self) -> dict[str, Any]:
+        """See UserDataset."""
+
 
 def history_chunks(histories: Histories) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Chunks of users: their numbers, their numbers of items, and their items, user after user, all int64.
@@ -63,7 +66,7 @@ class PreprocessedHistories:
     """Histories of one split of a file of `evenrank preprocess`, read lazily; errors as for SequenceFile."""
 
     def __init__(self, path: str | Path, schema: SequenceSchema, split: str) -> None:
-        self._column = schema.item_feature_name
+        self._column, self._user_feature_name = schema.item_feature_name, schema.user_feature_name
         self._file = SequenceFile(path, schema.dataset_name, [self._column])
         self._rows = self._file.split_rows(split)
         self.source = f"split {split!r} of {self._file.path}"
@@ -82,6 +85,10 @@ class PreprocessedHistories:
     def items_digest(self) -> str:
         """See Histories."""
         return self._file.metadata.vocabulary_digests.get(self._column, "")
+
+    def row_order(self) -> dict[str, Any]:
+        """See Histories."""
+        return self._file.metadata.row_order(self._user_feature_name)
 
 
 class ParquetHistories:
@@ -124,6 +131,10 @@ class ParquetHistories:
     def items_digest(self) -> str:
         """See Histories."""
         return ""
+
+    def row_order(self) -> dict[str, Any]:
+        """See Histories."""
+        return {}
 
 
 def _read(path: Path, column: str) -> pa.Table:

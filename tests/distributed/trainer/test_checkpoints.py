@@ -27,6 +27,7 @@ from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.run import run_training
 from commons.trainer.sharding import dense_parameters
 from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
+from tests.helpers.datasets.stored_users import copy_of_another_split
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.models.torchrec_model import build_sharded, weights_of
@@ -236,6 +237,9 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     changes = settings(saved, max_train_iters=6, ckpt_load_dir=str(saved))
     (_, said), _ = two_ranks.run(_warnings, data, str(tmp_path / "other"), seed=2, profile=True, **changes)
     assert any("is within an epoch that was read with seed = 1234, this run has 2; " in text for text in said)
+    other = copy_of_another_split(data, tmp_path / "other.parquet")
+    (_, of_split), _ = two_ranks.run(_warnings, str(other), str(tmp_path / "split"), **changes)
+    assert any("is within an epoch that was read with split_seed = 0, this run has 7; " in text for text in of_split)
     assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "heads"), heads=4, **changes):
         assert "hstu.num_attention_heads = 2, this run has 4" in error

@@ -24,6 +24,7 @@ from commons.trainer.ranks import errors
 from commons.trainer.run import open_run_folder, run_training, train
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
+from tests.helpers.datasets.stored_users import copy_of_another_split
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.ranks.faults import error_of
@@ -159,6 +160,19 @@ def test_a_mistake_on_one_rank_is_raised_on_every_rank(two_ranks, data, tmp_path
     said = two_ranks.run(error_of, train_with, str(tmp_path), missing)
     assert said[1].startswith(f"FileNotFoundError: {tmp_path / 'none'}")
     assert said[0] == f"ValueError: rank 1: {said[1]}" and not (tmp_path / ".lock").exists()
+
+
+NEGATIVES = ("--task", "retrieval", "--dataset.max-num-candidates", "0", "--model.num-negatives", "3")
+
+
+@pytest.mark.parametrize("own", [(), (*NEGATIVES, "--trainer.eval-metrics", "HR@10")], ids=["ranking", "negatives"])
+def test_hosts_with_copies_of_other_data_are_an_error_on_every_rank(two_ranks, data, tmp_path, own):
+    """Rows of one split would be trained twice and others not at all, and no setting differs."""
+    paths = (data, str(copy_of_another_split(data, tmp_path / "other.parquet")))
+    flags = [["--dataset.dataset-name", "ml-1m", *own, "--dataset.dataset-path", path] for path in paths]
+    first, second = two_ranks.run(error_of, train_with, str(tmp_path / "run"), flags)
+    assert first == second and first.startswith("ValueError: the data of rank 0 have the row_order {'users': ")
+    assert "'split_seed': 0}, those of rank 1 " in first and "'split_seed': 7}; ranks share the rows" in first
 
 
 @dataclass

@@ -23,3 +23,6 @@ class Users:
 
     def items_digest(self):
         return ""
+
+    def row_order(self):
+        return {}

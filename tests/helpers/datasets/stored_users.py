@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from commons.datasets.sequences.file import SequenceFile
-from commons.datasets.sequences.metadata import VOCABULARIES
+from commons.datasets.sequences.metadata import MANIFEST, VOCABULARIES
 
 
 def vocabularies_of(path: Path, name: str) -> dict[str, list[Any]]:
     """By feature with ids, the raw value of each."""
     files = (SequenceFile(path, name, []).path / VOCABULARIES).glob("*.parquet")
     return {file.stem: pq.read_table(file)["value"].to_pylist() for file in files}
+
+
+def copy_of_another_split(path: str | Path, copy: Path) -> Path:
+    """A copy of a data set whose manifest states another seed of the split."""
+    shutil.copytree(path, copy)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["options"]["seed"] = 7
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    return copy
 
 
 def users_of(path: Path, name: str, user: str = "user_id") -> dict[Any, dict[str, Any]]:

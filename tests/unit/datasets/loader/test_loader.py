@@ -13,8 +13,10 @@ from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.loader.resumable import ResumableLoader, wrap
 from commons.datasets.samplers.epoch import BatchOrderSampler, Place, ShardedBatchSampler
+from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sids.map import random_sid_map
 from tests.helpers.batches.any_batches import as_values
+from tests.helpers.datasets.stored_users import copy_of_another_split
 
 
 def make(generated, order="in turn", **arguments):
@@ -117,7 +119,7 @@ def test_a_state_behind_an_error_is_behind_its_batch(workers, error):
         assert list(read_all(iter(resumed))) == whole[done:]
 
 
-def test_a_state_of_another_loader(generated):
+def test_a_state_of_another_loader(generated, tmp_path):
     state = make(generated).state_dict()
     for arguments, message in (
         ({"batch_size": 8}, "state has batch_size 4, this loader has 8"),
@@ -127,6 +129,9 @@ def test_a_state_of_another_loader(generated):
     ):
         with pytest.raises(ValueError, match=message):
             make(generated, **arguments).load_state_dict(state)
+    other = copy_of_another_split(SequenceFile(generated, "ml-1m", []).path, tmp_path / "ml-1m.parquet")
+    with pytest.raises(ValueError, match="state has split_seed 0, this loader has 7"):
+        make(other).load_state_dict(state)
     for other_state in ({}, {"epoch": 0}, {"epoch": 0, "row": 3}, {"num_workers": 0, "iterator": {}}):
         with pytest.raises(ValueError, match="it must have epoch, row, steps and sampler"):
             make(generated).load_state_dict(other_state)
