@@ -24,7 +24,8 @@ PROJECT = PYPROJECT["project"]
 # torchrec's metadata asks for the CUDA build of fbgemm on a machine without CUDA too.
 # torchx runs with the urllib3 that requests takes; its own range ends before what has known vulnerabilities.
 KNOWN = {("torchrec", "fbgemm-gpu"), ("torchx", "urllib3")}
-HEAVY_EXTRAS = ["ray", "torchx", "wandb", "mlflow", "accelerate", "playwright"]  # in extras.txt; others are in dev.txt
+# In extras.txt; others are in dev.txt.
+HEAVY_EXTRAS = ["ray", "torchx", "wandb", "mlflow", "accelerate", "transformers", "trl", "lightning", "playwright"]
 
 
 def environment(python, extra=""):
