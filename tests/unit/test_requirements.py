@@ -154,6 +154,12 @@ def test_the_same_pythons_and_releases_are_named_everywhere():
         assert set(re.findall(r"torchrec==[\d.]+", (ROOT / file).read_text())) == {torchrec}, file
 
 
+def test_the_quick_start_lists_every_extra():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/quickstart.md").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
+
+
 def test_no_class_is_a_named_tuple_and_generic():
     """Python 3.10 refuses such a class where it is imported, and the linters do not know."""
     sources = [path for name in ("commons", "hstu", "sid_gr", "evenrank") for path in (ROOT / name).rglob("*.py")]
