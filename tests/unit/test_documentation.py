@@ -103,6 +103,12 @@ def test_named_files_and_promises_are_there():
             assert f"def {number}_" in promises, f"{page.name} names {number}"
 
 
+def test_the_tree_has_every_package_of_commons():
+    tree = (DOCS / "architecture.md").read_text(encoding="utf-8").split("## The tree")[1].split("\n## ")[0]
+    packages = {file.parent.name for file in (ROOT / "commons").glob("*/__init__.py")}
+    assert set(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == packages
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_README
 
