@@ -13,7 +13,7 @@ from tests.faults import acts, kinds, supervisor
 from tests.faults.trials import Trial, draw, kinds_for
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.jobs.programs import run_program
-from tests.soak.__main__ import problems_of
+from tests.soak import __main__ as soak
 from tests.soak.accounts import require_equal, row_digests
 from tests.soak.episodes import Totals
 from tests.soak.footprint import Footprint, growth, per_10k
@@ -101,6 +101,16 @@ def test_some_steps(steps, seed):
     assert dataclasses.replace(reports[0].totals, moved=0) == dataclasses.replace(reports[1].totals, moved=0)
 
 
+def test_one_episode_is_run_without_the_shufflers_that_follow_all(monkeypatch):
+    asked = []
+    looks = [Footprint(30, 1, 1, 1, 1, 1, 1)]
+    monkeypatch.setattr(
+        soak, "run", lambda *args, **kwargs: asked.append((args, kwargs)) or [RankReport(Totals(), looks, [])]
+    )
+    monkeypatch.setattr(sys, "argv", ["soak", "--episode", "17"])
+    assert soak.main() == 0 and asked == [((20_000, 4, 0, 0), {"episode": 17})]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_digests_tell_rows_apart_whatever_their_order(kind):
     batch = next(each for each in Stream(kind, 3, 0, 50, dtype=5).batches() if len(row_digests(each)) > 3)
@@ -140,8 +150,8 @@ def test_what_grows_is_told():
         for look in flat
     ]
     assert 9_900 < per_10k(rising, "in_use_kib") < 10_100
-    assert problems_of([RankReport(Totals(), flat, [])]) == []
-    assert problems_of([RankReport(Totals(), rising, flat)]) == [
+    assert soak.problems_of([RankReport(Totals(), flat, [])]) == []
+    assert soak.problems_of([RankReport(Totals(), rising, flat)]) == [
         f"rank 0: {per_10k(rising, 'in_use_kib'):.0f} more KiB of memory in use per 10,000 steps; the limit is 1,024",
         "rank 0: 20000 more of Python's blocks per 10,000 steps; the limit is 10,000",
         "rank 0: 20000 more KiB of resident memory per 10,000 steps; the limit is 16,384",

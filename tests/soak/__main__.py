@@ -96,7 +96,8 @@ def main() -> int:
     args = from_command_line(Args, __doc__, {"ranks": 2, "shufflers": 0, "episode": 0})
     started = time.monotonic()
     try:
-        reports = run(args.steps, args.ranks, args.seed, args.shufflers, episode=args.episode)
+        shufflers = args.shufflers if args.episode is None else 0
+        reports = run(args.steps, args.ranks, args.seed, shufflers, episode=args.episode)
     except RankFailure as failure:
         sys.stderr.write(f"{failure}\n")
         return 1
