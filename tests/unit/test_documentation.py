@@ -216,7 +216,7 @@ def test_settings_of_the_trainers_are_there():
     assert len(named) > 40 and named <= known, named - known
 
 
-MESSAGE_PAGES = ("docs/troubleshooting.md", "docs/dlrm.md", "docs/faq.md")
+MESSAGE_PAGES = tuple(f"docs/{name}.md" for name in ("troubleshooting", "dlrm", "observe", "where_you_train"))
 SOURCES = ("commons", "hstu", "sid_gr", "evenrank")
 # What a program puts in front of a message.
 PREFIX = re.compile(r"^(error: |ValueError: |rank \d+: )*")
