@@ -236,12 +236,20 @@ def _read_footer(raw: bytes) -> tuple[tuple[int, ...] | None, Mapping[str, Any]]
     """Sizes of the codebooks, and the settings with which the map was made."""
     try:
         footer = json.loads(raw)
-        sizes, options = footer.get("codebook_sizes"), footer.get("options", {})
-        if isinstance(options, Mapping) and (sizes is None or all(isinstance(size, int) for size in sizes)):
-            return None if sizes is None else tuple(sizes), options
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ValueError("the footer of the map is damaged: make the map again")
+        version, sizes, options = footer["format_version"], footer.get("codebook_sizes"), footer.get("options", {})
+        is_read = version != _FORMAT_VERSION or (
+            isinstance(options, Mapping) and (sizes is None or all(isinstance(size, int) for size in sizes))
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_read = False
+    if not is_read:
+        raise ValueError("the footer of the map is damaged: make the map again")
+    if version != _FORMAT_VERSION:
+        raise ValueError(
+            f"the map has format version {version!r}, this version reads {_FORMAT_VERSION}: make it again with "
+            "`evenrank make-sids`"
+        )
+    return None if sizes is None else tuple(sizes), options
 
 
 _READERS = {".npy": _read_npy, ".parquet": _read_parquet}

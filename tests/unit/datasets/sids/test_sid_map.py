@@ -14,6 +14,7 @@ from commons import available_memory
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import preprocess_parquet
+from commons.datasets.sids import map as sid_map
 from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences
 from commons.datasets.sids.map import SIDMap, random_sid_map
 from tests.helpers.datasets.sid_users import Users
@@ -79,6 +80,13 @@ class TestFiles:
             np.save(path, content, allow_pickle=True)
         with pytest.raises(ValueError, match=f"{name}.*{message}|{message}.*{name}"):
             SIDMap.load(path, [3, 2])
+
+    def test_a_map_of_another_format_is_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sid_map, "_FORMAT_VERSION", 7)
+        SIDMap(np.arange(4), CODES, (3, 2)).save(tmp_path / "sids.parquet")
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="format version 7, this version reads 1: make it again"):
+            SIDMap.load(tmp_path / "sids.parquet", [3, 2])
 
     def test_files_that_are_none_and_a_damaged_header(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="evenrank make-sids"):
