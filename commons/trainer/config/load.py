@@ -46,10 +46,10 @@ def load_config(
     """
     path, flags = _take_config_flag(argv)
     options: dict[str, Any] = {}
+    # Imported modules may register names that the file and the flags contain; here, an error does not name the file.
+    imports = _parse_known(flags, "--import", nargs="*")[0]
+    import_user_modules(imports)
     if path is not None:
-        # Imported modules may register the names that the file contains; here, an error does not name the file.
-        imports = _parse_known(flags, "--import", nargs="*")[0]
-        import_user_modules(imports)
         options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)
     about = (
         f"{description or ''}\n\n--config FILE is a TOML, YAML or JSON file with the fields below, such as a run's "
@@ -94,11 +94,15 @@ def load_config_file(
 def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str = "config") -> C:
     """Build a config from the nested dictionaries of a config file; `where` names the file in errors.
 
+    First imports the modules in `imports`, because they may register names that other fields contain.
+
     Raises:
-        ValueError: unknown fields, a missing or wrong value.
+        ValueError: unknown fields, a missing or wrong value, a module that cannot be imported.
     """
     try:
         _require_fields(config_class, content)
+        if isinstance(imports := content.get("imports"), (list, tuple)):
+            import_user_modules(name for name in imports if isinstance(name, str))
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
     except dacite.WrongTypeError as error:
         hint = error.field_type

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.load import load_config, load_config_file
 from commons.user_package import import_user_modules
 from hstu.train_config import TrainConfig
@@ -60,6 +61,19 @@ def test_a_file_may_name_what_a_flag_imports(here):
     write_module(here, "our_module3", "ours3")
     (here / "run.json").write_text(json.dumps(RUN | {"shuffler_type": "ours3", "imports": ["our_module3"]}))
     assert load_config_file(TrainConfig, "run.json").imports == ("our_module3",)
+
+
+def test_a_module_is_imported_before_its_pipeline_is_looked_up(here, monkeypatch):
+    """Named by the file itself, as in a run's config.json, or by flags alone."""
+    monkeypatch.setattr(TrainPipelineFactory, "_makers", TrainPipelineFactory._makers.copy())
+    for name in ("our_first", "our_second"):
+        text = f"from commons.pipeline import TrainPipelineFactory\nTrainPipelineFactory.register({name!r}, print)\n"
+        (here / f"{name}.py").write_text(text)
+    trainer = RUN["trainer"] | {"pipeline_type": "our_first"}
+    (here / "run.json").write_text(json.dumps(RUN | {"trainer": trainer, "imports": ["our_first"]}))
+    assert load_config(TrainConfig, ["--config", "run.json"]).trainer.pipeline_type == "our_first"
+    flags = [*FLAGS, "--trainer.pipeline-type", "our_second", "--import", "our_second"]
+    assert load_config(TrainConfig, flags).trainer.pipeline_type == "our_second"
 
 
 @pytest.mark.parametrize(
