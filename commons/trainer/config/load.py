@@ -26,6 +26,8 @@ from commons.trainer.config.files import GIN_REMEDY, find_config, read_config_fi
 from commons.user_package import import_user_modules
 
 C = TypeVar("C")
+# The values of a config file for fields of these types.
+_WRITTEN_AS: dict[Any, Any] = {tuple: (list, tuple), list: list, dict: Mapping, type(None): type(None)}
 
 
 def load_config(
@@ -101,6 +103,7 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
     """
     try:
         _require_fields(config_class, content)
+        _require_collections(config_class, content)
         if isinstance(imports := content.get("imports"), (list, tuple)):
             import_user_modules(name for name in imports if isinstance(name, str))
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
@@ -108,6 +111,7 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
         hint = error.field_type
         kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         kind = "true or false" if hint is bool else kind  # "yes" is a text in YAML 1.2
+        kind = f"a list, {kind}" if tuple in _kinds(hint) else kind
         value = textwrap.shorten(repr(error.value), 400, placeholder=" …")
         raise ValueError(f"{where}: {error.field_path} is {value}; it must be {kind}: correct it") from None
     except (ValueError, TypeError, KeyError) as error:
@@ -223,6 +227,18 @@ def _differences(config_class: Any, content: Mapping[str, Any], prefix: str = ""
             yield f"{prefix}{name}", False
 
 
+def _require_collections(config_class: Any, content: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise WrongTypeError for a value that should be a list or a table and is not: dacite makes letters of a text."""
+    hints = typing.get_type_hints(config_class)
+    for name, value in content.items():
+        nested, path = _dataclass_in(hints[name]), f"{prefix}{name}"
+        if nested is not None and isinstance(value, Mapping):
+            _require_collections(nested, value, f"{path}.")
+        accepted: list[Any] = [_WRITTEN_AS.get(kind) for kind in _kinds(hints[name])]
+        if None not in accepted and not any(isinstance(value, each) for each in accepted):
+            raise dacite.WrongTypeError(hints[name], value, path)
+
+
 def _field_paths(config_class: Any) -> list[str]:
     """Paths such as "model.hidden_size" of all fields; the fields of a nested dataclass follow its own path."""
     hints = typing.get_type_hints(config_class)
@@ -253,5 +269,14 @@ def _fields(config_class: Any) -> dict[str, dataclasses.Field[Any]]:
 
 def _dataclass_in(hint: Any) -> Any:
     """The dataclass in a type hint, which is a dataclass or a union with one; None for other types."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+    return next((option for option in _options(hint) if dataclasses.is_dataclass(option)), None)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The types in a union; another type hint alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types in a type hint, without their arguments."""
+    return [typing.get_origin(option) or option for option in _options(hint)]

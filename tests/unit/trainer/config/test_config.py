@@ -164,6 +164,13 @@ def test_the_configs_that_come_along(path):
             "trainer.eval_batch_size, dataset.dataset_name, dataset.max_history_seqlen are missing; they have no ",
         ),
         (TOML.replace("slack = 0.5", 'mode = "on"'), "trainer.shuffler.mode is 'on'; it must be .*'balance'"),
+        (
+            TOML.replace("[trainer]", '[trainer]\neval_metrics = "NDCG@10"'),
+            r"trainer.eval_metrics is 'NDCG@10'; it must be a list, tuple\[str, \.\.\.\]: correct it$",
+        ),
+        (TOML.replace("dense_lr = 1", "adam_betas = 0.9"), r"optimizer.adam_betas is 0.9; it must be a list, tuple\["),
+        (TOML + '[dataset.columns]\nactions = "click"', "dataset.columns.actions is 'click'; it must be a list, "),
+        ('table_sharding = "row_wise"\n' + TOML, r"table_sharding is 'row_wise'; it must be dict\["),
         ('shuffler_type = "hst"\n' + TOML, "shuffler_type is 'hst'; registered are .*hstu.*: choose one"),
         (TOML.replace("dense_lr = 1", "dense_lr = 0"), "dense_lr is 0; a learning rate is positive"),
         (TOML.replace("dense_lr = 1", "adam_betas = [0.9, 1.0]"), "adam_betas is .*; they are two numbers"),
