@@ -211,10 +211,11 @@ def _continues_run(folder: Path, args: TrainerArgs) -> bool:
         return bool(args.ckpt_load_dir)
     # A run that ended before its first checkpoint starts again when its command is repeated.
     try:
-        before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]["ckpt_save_dir"]
+        before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]
+        same_folder = Path(before["ckpt_save_dir"]).resolve() == Path(args.ckpt_save_dir).resolve()
+        return same_folder and before["ckpt_save_interval"] > 0  # one that saves none does not start again
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return Path(before).resolve() == Path(args.ckpt_save_dir).resolve()
 
 
 def _remove(folder: Path, *patterns: str) -> None:

@@ -125,6 +125,17 @@ def test_a_run_that_does_not_start_leaves_the_old_run(two_ranks, tmp_path):
         assert said[0] == said[1] and said[0].startswith("ValueError: ") and files_of(folder) == before
 
 
+def test_a_run_that_saves_no_checkpoints_is_not_replaced(two_ranks, tmp_path):
+    """By a command that saves to its ckpt_save_dir, which has a default, and loads from there."""
+    folder, checkpoints = tmp_path / "run", str(tmp_path / "checkpoints")
+    flags = ["--trainer.run-dir", str(folder), "--trainer.ckpt-save-dir", checkpoints, "--trainer.max-train-iters", "1"]
+    two_ranks.run(command, *flags)
+    before = files_of(folder)
+    said = two_ranks.run(command, *flags, "--trainer.ckpt-save-interval", "2", "--trainer.ckpt-load-dir", checkpoints)
+    assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {checkpoints} has no checkpo" in said[0]
+    assert files_of(folder) == before
+
+
 def test_a_folder_of_a_run_in_progress_is_refused(two_ranks, tmp_path):
     lock_folder(tmp_path / "run")  # this process is another run
     said = two_ranks.run(command, "--trainer.run-dir", str(tmp_path / "run"), "--trainer.overwrite")
