@@ -190,6 +190,8 @@ class TrainerArgs:
                     f"{self.optimization.accumulation_steps}; a checkpoint cannot contain a half-accumulated gradient: "
                     "give a multiple"
                 )
+        if not self.run_dir:  # such as an unset variable of a shell; an empty path is the working directory
+            raise ValueError("run_dir is empty; it is the folder of the run, where its files are written: give one")
         if not self.ckpt_save_dir:
             raise ValueError(
                 "ckpt_save_dir is empty; it is a folder: give one, and for no checkpoints leave ckpt_save_interval -1"
