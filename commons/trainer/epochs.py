@@ -190,7 +190,8 @@ class Epochs:
     def order(self) -> dict[str, Any]:
         """What determines the order of the rows over all ranks, JSON-ready, as far as sampler and data set state it."""
         identity = {**self._identity(), **self._row_order}
-        return {name: value for name, value in identity.items() if name not in _PER_LAUNCH}
+        # None is a setting that other samplers do not have, such as groups.
+        return {name: value for name, value in identity.items() if name not in _PER_LAUNCH and value is not None}
 
     def window_of(self) -> dict[str, Any]:
         """Settings that determine which rows of a window share a step, JSON-ready; empty without windows."""

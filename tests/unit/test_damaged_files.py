@@ -216,7 +216,14 @@ def test_a_manifest_that_says_what_cannot_be(tmp_path, data_sets, name, change, 
 
 
 @pytest.mark.parametrize(
-    "footer", ["[" * 50_000, "[]", '{"codebook_sizes": 3}', '{"options": 1}', '{"codebook_sizes": ["a"]}']
+    "footer",
+    [
+        *("[" * 50_000, "[]", "{}"),
+        *(
+            f'{{"format_version": 1, {rest}}}'
+            for rest in ('"codebook_sizes": 3', '"options": 1', '"codebook_sizes": ["a"]')
+        ),
+    ],
 )
 def test_a_map_whose_footer_is_damaged(tmp_path, footer):
     path = tmp_path / "a.parquet"

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from commons.datasets import BalancedBatchSampler
-from commons.datasets.samplers.epoch import EPOCH_START
+from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.samplers.epoch import EPOCH_START, ShardedBatchSampler
 from commons.dispatch import SingleRankLoader
 from commons.distributed.gather import rank_speeds
 from commons.distributed.options import ShufflerOptions
@@ -303,6 +303,22 @@ def test_groups_change_the_order_of_the_rows_and_costs_and_speeds_do_not():
     for changes in ({"workloads": [1] * 12}, {"window": 3}, {"padded": True}, {"speeds": [1, 2]}):
         assert order(**changes) == order()
     assert order(groups=[row // 2 for row in range(12)]) != order(groups=[row % 6 for row in range(12)]) != order()
+
+
+@on_two_ranks
+def test_every_sampler_reads_the_rows_in_the_same_order():
+    """So a resumed run that reads the rest of an epoch by another sampler need not warn of it."""
+    rows, options = TensorDataset(torch.arange(12)), {"seed": 3, "shuffle": True, "rank": dist.get_rank()}
+    planned = {"workloads": range(1, 13), "num_ranks": 2, **options}
+    samplers = (
+        ShardedBatchSampler(12, 2, world_size=2, **options),
+        BalancedBatchSampler(batch_size=2, window=3, **planned),
+        BudgetBatchSampler(budget_per_rank=20, speeds=[2, 1], **planned),
+    )
+    loaders = [DataLoader(rows, batch_sampler=sampler) for sampler in samplers]
+    orders = [Epochs(each, Parts(TrainerArgs(2, 2), None, None, (), each), None).order() for each in loaders]
+    assert all(order == orders[0] for order in orders) and orders[0].keys() >= {"seed", "shuffle", "num_rows"}
+    assert all((sampler.order(12, 1) == samplers[0].order(12, 1)).all() for sampler in samplers)
 
 
 def _distributed_by_rank_0(options):
