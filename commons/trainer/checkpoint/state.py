@@ -21,11 +21,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from commons.trainer.checkpoint.random_state import random_state
 
 _MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimizer/", "random/"
+_TABLES_STEP = "tables_optimizer_step"
 
 
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The entries of this rank: model, optimizers, random states."""
     state = _in_place(model.state_dict(), _tables_optimizer_state(model))
+    if steps := _steps_of_tables(getattr(model, "fused_optimizer", None)):
+        state[_TABLES_STEP] = torch.stack(steps).max()  # all tables are looked up equally often
     for name, parameter in _dense_names(model, optimizer).items():
         slots = optimizer.state.get(parameter, {})
         state |= {f"{_DENSE}{name}/{slot}": torch.as_tensor(value) for slot, value in slots.items()}
@@ -90,8 +93,10 @@ def load_state(
         for name, found in saved.items()
         if name.startswith(_DENSE) and name.removeprefix(_DENSE).rsplit("/", 1)[0] in names
     }
-    random = {name: found for name, found in saved.items() if name in _own_random_state()}
-    for name, found in (dense | random).items():
+    own_random = _own_random_state()
+    random = {name: found for name, found in saved.items() if name in own_random}
+    step = {name: found for name, found in saved.items() if name == _TABLES_STEP}
+    for name, found in (dense | random | step).items():
         state[name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
     try:
         dcp.load(state, checkpoint_id=path)
@@ -101,6 +106,8 @@ def load_state(
     if tables:
         fused: Any = model.fused_optimizer
         fused.load_state_dict({"state": tables})
+        if step:
+            fused.set_optimizer_step(int(state[_TABLES_STEP]))
     for key in dense:
         name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
         # A step count stays on the host, where the optimizer keeps it.
@@ -138,6 +145,15 @@ def _tables_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """State of the optimizers that update tables in the backward pass, by table and slot."""
     fused: Any = getattr(model, "fused_optimizer", None)
     return {} if fused is None else fused.state_dict()["state"]
+
+
+def _steps_of_tables(optimizer: Any) -> list[torch.Tensor]:
+    """Step counts of the optimizers that update tables in the backward pass, int64 `(1,)` each.
+
+    Adam corrects its running means by them. TorchRec can set them, but its state of these optimizers lacks them.
+    """
+    own = [optimizer._emb_module.iter] if hasattr(optimizer, "_emb_module") else []
+    return own + [step for _, part in getattr(optimizer, "optimizers", ()) for step in _steps_of_tables(part)]
 
 
 def _dense_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

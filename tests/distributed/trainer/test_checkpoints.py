@@ -23,6 +23,7 @@ from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint import folder
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.checkpoint.folder import list_checkpoints
+from commons.trainer.checkpoint.state import _steps_of_tables
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.run import run_training
 from commons.trainer.sharding import dense_parameters
@@ -331,6 +332,17 @@ def test_spoilt_weights_replace_no_checkpoint(tmp_path, value):
     assert "of rank 1 is not finite after step 2; " in said and len(set(of_all([said]))) == 1
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+@on_two_ranks
+def test_the_step_of_the_tables_optimizers_is_kept(tmp_path):
+    """fbgemm's Adam, which needs a GPU, corrects its means by it."""
+    checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path))
+    model.fused_optimizer.set_optimizer_step(7)
+    checkpoints.save(TrainProgress(1))
+    checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path), ckpt_load_dir=str(tmp_path))
+    checkpoints.resume()
+    assert set(of_all(map(int, _steps_of_tables(model.fused_optimizer)))) == {7}
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved):
