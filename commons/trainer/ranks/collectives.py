@@ -134,7 +134,16 @@ def raised_on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
 
 def on_rank_0(work: Callable[[], Any], device: torch.device) -> Any:
     """Call a function on rank 0 only and return its JSON-ready result on all ranks; errors as `on_all_ranks`."""
-    return gather_values(on_all_ranks(lambda: work() if dist.get_rank() == 0 else None, device), device)[0]
+    is_first = dist.get_rank() == 0
+
+    def from_rank_0(own: np.ndarray) -> np.ndarray:
+        numbers = torch.from_numpy(own * is_first).to(device)
+        all_reduce(numbers, "result of rank 0")  # the other ranks' numbers are zero here
+        return numbers.cpu().numpy()[np.newaxis]
+
+    result = on_all_ranks(lambda: work() if is_first else None, device)
+    (text,) = gather_strings(json.dumps(result) if is_first else "", from_rank_0)
+    return json.loads(text)
 
 
 def limit_collectives(timeout: float, group: dist.ProcessGroup | None = None) -> None:
