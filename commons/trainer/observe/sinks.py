@@ -47,6 +47,8 @@ _CLOSE_SECONDS = 15.0
 _INIT_SECONDS, _EXPORT_SECONDS = 60, 10
 # MLflow's limits: parameters per call, and characters per value.
 _MOST_PARAMS, _MOST_CHARACTERS = 100, 6000
+# Held while the file of the trackers' ids is changed: every tracker is opened by its own thread.
+_TRACKERS_LOCK = threading.Lock()
 
 
 class Sink(NamedTuple):
@@ -361,7 +363,8 @@ def _known_run(run_dir: Path, tracker: str, first_step: int) -> str | None:
 def _remember(run_dir: Path, tracker: str, name: str) -> None:
     """Save the run's id in a tracker."""
     path = run_dir / TRACKERS_FILE
-    write_whole(path, json.dumps({**_read(path), tracker: name}) + "\n")
+    with _TRACKERS_LOCK:
+        write_whole(path, json.dumps({**_read(path), tracker: name}) + "\n")
 
 
 def _with_step(record: Mapping[str, Any]) -> list[Figure]:

@@ -1,5 +1,6 @@
 """Sinks against the real libraries: figures arrive under their names, failures are said once, missing ones refused."""
 
+import contextlib
 import gzip
 import http.server
 import importlib.util
@@ -55,6 +56,26 @@ def test_lines_of_json(tmp_path):
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "eval_auc": None, "eval_perplexity": None, "rank_speeds": [1.0, None]}] * 2
+
+
+def test_trackers_that_are_opened_at_once_are_all_remembered(tmp_path, monkeypatch):
+    """Each by its own thread, which reads the file of their ids and writes it anew."""
+    read, meeting = sinks_module._read, threading.Barrier(2)
+
+    def read_together(path):
+        content = read(path)
+        with contextlib.suppress(threading.BrokenBarrierError):  # nobody else comes
+            meeting.wait(0.5)
+        return content
+
+    monkeypatch.setattr(sinks_module, "_read", read_together)
+    names = ("wandb", "mlflow")
+    threads = [threading.Thread(target=sinks_module._remember, args=(tmp_path, name, "id")) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert json.loads((tmp_path / "trackers.json").read_text()) == dict.fromkeys(names, "id")
 
 
 @pytest.mark.parametrize("append", [False, True])
