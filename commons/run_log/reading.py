@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -124,9 +125,9 @@ class RunLog:
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
-        """Distinct numbers of data-parallel ranks, in the order of the lines; empty if unknown."""
+        """The first number of data-parallel ranks, and every number to which it changed; empty if unknown."""
         ranks = self.column("ranks")
-        return tuple(dict.fromkeys(int(each) for each in ranks[np.isfinite(ranks)]))
+        return tuple(int(each) for each, _ in itertools.groupby(ranks[np.isfinite(ranks)]))
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:

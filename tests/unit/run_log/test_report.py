@@ -208,6 +208,9 @@ def test_a_run_whose_ranks_have_changed(tmp_path):
     report = report_of(tmp_path, [*make_steps(speeds=[1.0] * 4), *later], [10] * 11)
     assert report.log.num_ranks == (4, 2) and report.ranks == 2
     assert [each.rank for each in report.slow_ranks] == [1]
+    again = [step | {"step": step["step"] + 120} for step in make_steps()]  # as after a lost host has come back
+    report = report_of(tmp_path, [*make_steps(), *later, *again], [10] * 18)
+    assert report.log.num_ranks == (4, 2, 4) and report.ranks == 4
 
 
 SAME = {"largest_load_after": 5e8, "largest_load_before": 5e8}
