@@ -66,6 +66,8 @@ class Recorder:
         base = train_pipelines.TrainPipeline
         for reader in _READERS:
             self._wrap(reader, "_next_batch", self._reading)
+            if "reset" in vars(reader):  # else it inherits one that drops nothing
+                self._wrap(reader, "reset", self._dropping)
         self._wrap_iterator(train_pipelines.TrainPipelinePT2)
         for pipeline in _subclasses(base):
             self._record(pipeline)
@@ -114,6 +116,11 @@ class Recorder:
         if batch is not None:
             self._flight(pipeline).lengths.append(_lengths_of(batch))
         return batch
+
+    def _dropping(self, pipeline: Any, reset: Callable[[], Any]) -> None:
+        """Call a `reset`, which drops the batches in flight."""
+        reset()
+        self._flights.pop(pipeline, None)
 
     def _training(self, pipeline: Any, train: Callable[[], Any]) -> Any:
         """Call a `progress`, which trains a batch itself or in calls of other ones, such as `super().progress`."""

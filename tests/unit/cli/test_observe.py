@@ -37,7 +37,7 @@ def unchanged(monkeypatch):
 def unwrapped(monkeypatch):
     """TorchRec's pipelines are as they were afterwards."""
     for pipeline in recording._subclasses(train_pipelines.TrainPipeline):
-        for name in {"progress", "_next_batch"} & vars(pipeline).keys():
+        for name in {"progress", "_next_batch", "reset"} & vars(pipeline).keys():
             monkeypatch.setattr(pipeline, name, vars(pipeline)[name])
     monkeypatch.setattr(train_pipelines.TrainPipeline, "__init_subclass__", lambda: None)
 
@@ -289,6 +289,30 @@ def test_a_compiled_pipeline_reads_its_batches_itself(recorder):
             pipeline.progress(lengths)
         expected += lengths
     assert [each.tolist() for each in recorder.lengths] == expected and recorder.unknown == 0
+
+
+@pytest.mark.parametrize("name", ["TrainPipelineBase", "TrainPipelineSparseDist"])
+def test_batches_that_a_reset_drops_are_in_no_later_step(name, recorder):
+    """The script ends its first epoch early; what the pipeline has read ahead is dropped."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, batch):
+            loss = super().forward(batch.values().float()[:1]).sum()
+            return loss, loss
+
+    def batches(*lengths):
+        return iter([KeyedJaggedTensor(["item"], torch.arange(each), lengths=torch.tensor([each])) for each in lengths])
+
+    model = Model(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pipeline = getattr(train_pipelines, name)(model, optimizer, torch.device("cpu"))
+    first, second = batches(1, 2, 3, 4, 5, 6), batches(7, 8, 9)
+    for source, steps in ((first, 2), (second, 3)):
+        for _ in range(steps):
+            pipeline.progress(source)
+        pipeline.reset()
+    assert [each.tolist() for each in recorder.lengths] == [[1], [2], [7], [8], [9]]
+    assert np.isnan(recorder.seconds).tolist() == [True, False, True, False, False]
 
 
 def test_the_help_fits_a_terminal_and_boolean_options_may_have_a_value(tmp_path, monkeypatch, capsys):
