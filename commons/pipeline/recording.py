@@ -10,7 +10,7 @@ import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -171,33 +171,39 @@ def _lengths_of(batch: Any) -> np.ndarray | None:
     if isinstance(batch, ShufflingBatch):  # its handle has the same rows again
         batch = batch.batch
     total: torch.Tensor | None = None
-    for value in _jagged_tensors(batch):
+    for value in _jagged_tensors(batch, set()):
         lengths = value.lengths()
         if lengths.device.type != "cpu":
             return None
         try:
             keyed = isinstance(value, KeyedJaggedTensor)
             rows = lengths.view(len(value.keys()), value.stride()).sum(0) if keyed else lengths
-            # A copy: a batch of a loader's worker is in shared memory, which its views keep open.
-            total = rows.to(torch.int64, copy=True) if total is None else total + rows
         except (RuntimeError, ValueError):  # different numbers of rows
             return None
+        if total is not None and total.shape != rows.shape:
+            return None
+        # A copy: a batch of a loader's worker is in shared memory, which its views keep open.
+        total = rows.to(torch.int64, copy=True) if total is None else total + rows
     return None if total is None else total[: getattr(batch, "actual_batch_size", None)].numpy()
 
 
-def _jagged_tensors(batch: Any) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
+def _jagged_tensors(batch: Any, entered: set[int]) -> Iterator[KeyedJaggedTensor | JaggedTensor]:
+    """The jagged tensors of a batch; `entered` has the ids of its parts so far, since one may refer to its owner."""
     if isinstance(batch, (KeyedJaggedTensor, JaggedTensor)):
         yield batch
-    elif isinstance(batch, dict):
-        for name, value in batch.items():
-            if name != "labels" and not isinstance(value, _PLAIN):
-                yield from _jagged_tensors(value)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(batch, dict):
+        parts = [value for name, value in batch.items() if name != "labels"]
     elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            if not isinstance(value, _PLAIN):
-                yield from _jagged_tensors(value)
+        parts = batch
     elif hasattr(batch, "__dict__") and not isinstance(batch, torch.Tensor):
-        yield from _jagged_tensors(vars(batch))
+        parts = [vars(batch)]
+    if id(batch) not in entered:
+        entered.add(id(batch))
+        for part in parts:
+            if not isinstance(part, _PLAIN):
+                yield from _jagged_tensors(part, entered)
 
 
 def _subclasses(base: type) -> set[type]:

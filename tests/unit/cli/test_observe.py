@@ -205,9 +205,17 @@ def test_lengths_of_any_batch():
     jagged.lengths().zero_()  # the script's own memory, which it may use again
     assert found.tolist() == [1, 2]
     assert _lengths_of([kjt, jagged]) is None
+    assert _lengths_of([kjt, JaggedTensor(torch.arange(2), lengths=torch.tensor([2]))]) is None  # nor is it of each row
     nobody = KeyedJaggedTensor(["a"], torch.zeros(0), lengths=torch.zeros(0, dtype=torch.int32), stride=0)
     assert _lengths_of(nobody).tolist() == []
     assert _lengths_of(torch.ones(3)) is None and _lengths_of(kjt.to("meta")) is None
+
+
+def test_a_batch_may_contain_an_object_that_refers_to_it():
+    kjt = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))
+    batch = SimpleNamespace(features=kjt)
+    batch.source = SimpleNamespace(batches=[batch], name="train")
+    assert _lengths_of(batch).tolist() == [1, 2]
 
 
 def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_has_no_rows(tmp_path, capsys):
