@@ -194,6 +194,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
         Raises:
             ValueError: a handle used twice or with another batch, or no rank had a batch.
+            RuntimeError: the shuffler is closed.
             Exception: an error of any rank, raised on all.
         """
         if not isinstance(handle, ShuffleHandle):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Seconds that close() and abort() wait for the worker threads.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0
-_CLOSED = "the shuffler is closed; it cannot start another shuffle: make a new one"
+_CLOSED = "the shuffler is closed; it cannot start or finish a shuffle any more: make a new one"
 
 # A group, and a window's size or None.
 _Key: TypeAlias = "tuple[dist.ProcessGroup | None, int | None]"
@@ -163,8 +163,7 @@ class ShuffleEngine:
     def finish(self, batch: Any, handle: ShuffleHandle) -> Any:
         """Exchange the rows of a batch; see `BaseTaskBalancedBatchShuffler.finish_shuffle`."""
         self.require_own_process()
-        if self._aborted_for is not None:
-            raise self._aborted_for
+        self._require_open()
         prepared, session = handle.prepared(), handle.session
         handle.schema()  # raises if the data has ended, on all ranks
         with session.channel.failures_posted(handle.step, EXCHANGE):  # the other ranks wait there

@@ -113,6 +113,9 @@ def test_abort_before_the_first_shuffle_after_close_and_again():
             shuffler.start_shuffle(models.make_batch([1], 1))
 
 
+CLOSED = "^the shuffler is closed; it cannot start or finish a shuffle any more: make a new one$"
+
+
 def test_a_shuffle_that_a_loading_thread_starts_during_close_does_not_run():
     """Its groups are gone, and it would plan with this rank's rows alone."""
 
@@ -122,9 +125,18 @@ def test_a_shuffle_that_a_loading_thread_starts_during_close_does_not_run():
             return super().get_workloads(batch)
 
     shuffler = Closing()
-    with pytest.raises(RuntimeError, match="^the shuffler is closed; it cannot start another shuffle: make a new one$"):
+    with pytest.raises(RuntimeError, match=CLOSED):
         shuffler.start_shuffle(models.make_batch([1], 1)).has_ended()
     assert not [each.name for each in threading.enumerate() if "Closing" in each.name]
+
+
+def test_a_shuffle_cannot_be_finished_after_close():
+    """The shuffler's groups may serve another one, and `verify` would compare the checksums of this rank alone."""
+    shuffler, batch = CubicShuffler(), models.make_batch([1], 1)
+    handle = shuffler.start_shuffle(batch)
+    shuffler.close()
+    with pytest.raises(RuntimeError, match=CLOSED):
+        shuffler.finish_shuffle(batch, handle)
 
 
 def test_a_wait_without_process_groups_is_aborted_too():
