@@ -268,8 +268,10 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
         On this rank, a wait for a shuffle, a window or another rank raises ShufflerAbortedError at once, and so does
         every later call; on the other ranks the wait fails as after any rank's failure. Takes a second at most. No
-        thread or connection of this rank still waits for another rank afterwards; a thread inside the user's iterator
-        ends when the iterator returns. May be called on any thread, before the first shuffle, after `close`, and again.
+        thread or connection of this rank still waits for another rank afterwards, with two exceptions: a thread inside
+        the user's iterator ends when the iterator returns, and making process groups, for the first window or another
+        `pg_group`, ends when all ranks take part or at the timeout. May be called on any thread, before the first
+        shuffle, after `close`, and again.
 
         It does not abort NCCL's collectives; `torch.distributed` has functions for that.
         """

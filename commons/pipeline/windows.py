@@ -175,6 +175,7 @@ def windowed_iter(
 
     Raises:
         TypeError: `shuffler` is not a shuffler.
+        RuntimeError: the shuffler is closed.
 
     Other errors are raised with the first batch, on every rank: ValueError for a window that is below 1, differs
     between ranks or needs more memory than available, and for batches that cannot state padding or are on a device;

@@ -114,7 +114,9 @@ class ShuffleEngine:
 
         Raises:
             ValueError: this process is not a member of the group.
+            RuntimeError: the shuffler is closed.
         """
+        self._require_open()
         self._device = device or self._device
         if window is not None or (dist.is_available() and dist.is_initialized()):
             self.require_own_process()

@@ -139,6 +139,15 @@ def test_a_shuffle_cannot_be_finished_after_close():
         shuffler.finish_shuffle(batch, handle)
 
 
+def test_no_window_begins_after_close_or_abort():
+    """Its process groups would be made, and never be returned to the pool."""
+    for call, error, text in (("close", RuntimeError, CLOSED), ("abort", ShufflerAbortedError, "was aborted")):
+        shuffler = CubicShuffler()
+        getattr(shuffler, call)()
+        with pytest.raises(error, match=text):
+            windowed_iter(iter([]), shuffler, 3)
+
+
 def test_a_wait_without_process_groups_is_aborted_too():
     blocked, go_on = threading.Event(), threading.Event()
 
