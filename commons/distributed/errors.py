@@ -91,9 +91,10 @@ def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable
         return
     if error is not None and hasattr(error, "failed_ranks") and len(ranks_with) == 1 and all(texts):
         raise error
-    raised = _USER_ERRORS.get(next(iter(ranks_with))[0])
+    first = next(iter(ranks_with))[0]
+    raised = _USER_ERRORS.get(first)
     parts = [
-        f"rank {ranks[0]}: {text if raised and text else f'{kind}: {text}' if text else kind}"
+        f"rank {ranks[0]}: {text if text and raised and kind == first else f'{kind}: {text}' if text else kind}"
         + (f" (and on {name_ranks(ranks[1:])})" if ranks[1:] else "")
         for (kind, text), ranks in list(ranks_with.items())[:_NAMED]
     ]

@@ -340,6 +340,7 @@ def test_the_same_mistake_of_many_ranks_is_told_once():
     mistakes[7], mistakes[8] = OSError("disk"), None
     named = ", ".join(str(rank) for rank in range(1, 19) if rank not in (7, 8))
     said = _told(mistakes)
-    assert said == f"ValueError: rank 0: no column 'item' (and on ranks {named} and 21 more); rank 7: disk"
+    assert said == f"ValueError: rank 0: no column 'item' (and on ranks {named} and 21 more); rank 7: OSError: disk"
+    assert _told([ValueError("no rows"), KeyError("item")]) == "ValueError: rank 0: no rows; rank 1: KeyError: item"
     said = _told([OSError(str(rank)) for rank in range(20)])
     assert said.startswith("RuntimeError: ") and said.endswith("rank 15: OSError: 15; and 4 other errors")
