@@ -26,6 +26,7 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
 
     Raises:
         TypeError: an argument of another type, such as options passed by position instead of as `options=`.
+        ValueError: no feature name.
     """
 
     def __init__(
@@ -36,6 +37,10 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
     ) -> None:
         reject_options_as(feature_names=feature_names)
         self.feature_names = None if feature_names is None else require_names("feature_names", feature_names)
+        if self.feature_names == []:
+            raise ValueError(
+                "feature_names is []; the tokens of at least one key are counted: name it, or pass None for all keys"
+            )
         super().__init__(options, pg_group)
         self.token_feature_names = self.feature_names
 

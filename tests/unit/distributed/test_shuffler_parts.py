@@ -99,6 +99,11 @@ def test_the_registry():
         BatchShufflerFactory.create_from_config({"name": "tokens"})
 
 
+def test_no_key_to_count_is_a_mistake():
+    with pytest.raises(ValueError, match=r"feature_names is \[\]; .* at least one key are counted: name it"):
+        TokensBalancedBatchShuffler([])
+
+
 def test_a_batch_without_tokens_says_what_to_write():
     @dataclasses.dataclass
     class Scores:
