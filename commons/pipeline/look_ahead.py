@@ -9,6 +9,7 @@ batches until no rank has a batch.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class ShufflingBatch(Pipelineable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that `stream` uses the batch."""
         self.batch.record_stream(stream)
+
+    def __copy__(self) -> ShufflingBatch:
+        """With a copy of the batch: TorchRec turns a copy of the first batch into proxies for its tracer."""
+        return ShufflingBatch(copy.copy(self.batch), self.handle)
 
     def _followed_by(self, copied: Any) -> ShufflingBatch:
         self.handle.follow(copied)

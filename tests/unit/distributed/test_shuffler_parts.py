@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
+from torchrec.distributed.train_pipeline.utils import _rewrite_model
 
 import hstu
 import sid_gr
@@ -26,6 +27,7 @@ from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
+from commons.pipeline.look_ahead import ShufflingBatch
 from tests.helpers.batches.easyrec import clicks, easyrec_batch
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
 
@@ -209,6 +211,25 @@ def test_reading_an_attribute_before_it_is_there_is_an_ordinary_error():
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'size'"):
         _ = careful.size
     careful.close()
+
+
+def test_a_batch_whose_copy_torchrec_turns_into_proxies_is_unchanged():
+    """In pipelines that copy batches on a thread, the batch is still with its handle when the model is traced."""
+
+    class Proxied:
+        values = 3
+
+        def to_proxy(self):  # of a copy, so it may change the object
+            self.values = torch.fx.PH
+            return self
+
+    class Model(torch.nn.Module):
+        def forward(self, inputs):
+            return torch.zeros(())
+
+    batch = Proxied()
+    _rewrite_model(Model(), context=None, dist_stream=None, batch=ShufflingBatch(batch, None))
+    assert batch.values == 3
 
 
 def test_a_group_of_one_returns_the_batch():
