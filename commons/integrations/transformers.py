@@ -238,7 +238,11 @@ def _lengths(trainer: Trainer) -> list[int]:
         )
     rows = dataset[name] if name in columns else (dataset[row][name] for row in range(len(dataset)))
     with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
-        return [bar.update() or len(row) for row in rows]
+    lengths = []
+        for row in rows:
+            lengths.append(len(row))
+            bar.update()
+    return lengths
 
 
 def _costs(cost: Cost, lengths: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -271,3 +272,14 @@ def test_bad_input_ends_before_the_first_step(of_ranks):
         assert len(rank["refused"]) == len(expected)
         for message, part in zip(rank["refused"], expected):
             assert part in message and "\n" not in message
+
+
+def test_a_progress_bar_that_is_drawn_changes_no_length(trainers, tmp_path, monkeypatch):
+    """tqdm's update() returns True after it has drawn the bar; rank 0 alone then had rows of one token."""
+    from tqdm import tqdm
+
+    from commons.integrations import transformers as ours
+
+    monkeypatch.setattr(ours, "progress_bar", lambda *_, **__: tqdm(file=io.StringIO(), mininterval=0))
+    lengths = ours._lengths(trainers.make_trainer(tmp_path))
+    assert lengths == [len(row["input_ids"]) for row in trainers.make_rows()]
