@@ -164,7 +164,8 @@ def _require_counted_loss(trainer: Trainer) -> None:
     elif counts and scaled is None and _uses_of_count(_loss_of(trainer)) == (0, 0):
         counts, what = False, f"compute_loss of {type(trainer).__name__} does not use num_items_in_batch"
         where = "compute_loss; if it divides by a number of all ranks already, set loss_is_scaled_for_ga = True"
-    if not counts or not trainer.args.average_tokens_across_devices:
+    averages = trainer.args.world_size == 1 or trainer.args.average_tokens_across_devices
+    if not counts or not averages:
         raise ValueError(
             f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
             f"must not weigh the same: divide by num_items_in_batch of all ranks ({where}), or pass padded=False"
@@ -237,8 +238,8 @@ def _lengths(trainer: Trainer) -> list[int]:
             "pass lengths="
         )
     rows = dataset[name] if name in columns else (dataset[row][name] for row in range(len(dataset)))
-    with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
     lengths = []
+    with progress_bar("counting tokens", len(dataset), " rows", show=trainer.args.process_index == 0) as bar:
         for row in rows:
             lengths.append(len(row))
             bar.update()

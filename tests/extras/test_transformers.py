@@ -283,3 +283,9 @@ def test_a_progress_bar_that_is_drawn_changes_no_length(trainers, tmp_path, monk
     monkeypatch.setattr(ours, "progress_bar", lambda *_, **__: tqdm(file=io.StringIO(), mininterval=0))
     lengths = ours._lengths(trainers.make_trainer(tmp_path))
     assert lengths == [len(row["input_ids"]) for row in trainers.make_rows()]
+
+
+def test_one_process_needs_no_average_over_devices(trainers, tmp_path):
+    """Older releases of transformers set it to False themselves."""
+    trainer = trainers.make_trainer(tmp_path, per_device_train_batch_size=3, average_tokens_across_devices=False)
+    assert len(trainers.balanced(trainer).get_train_dataloader()) == 30
