@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from commons.micro_batching import MicroBatchSpec
-from commons.micro_batching.joint_plan import plan_unplaced
+from commons.micro_batching.joint_plan import plan_unplaced, scaled_down
 from commons.perf_model.partitioner import as_int64_workloads, partition_grid
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
@@ -113,5 +113,5 @@ def _plan_fixed(
             "global_batch_size"
         )
     number = len(lengths) // (size * ranks)
-    grid = partition_grid(costs, ranks, number)
+    grid = partition_grid(scaled_down(costs), ranks, number)
     return grid.assignment, grid.step, number

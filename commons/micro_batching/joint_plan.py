@@ -30,6 +30,7 @@ from commons.micro_batching.first_fit import l2_bound
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.grid import partition_grid
+from commons.perf_model.partitioner.inputs import MOST_LOAD
 
 # Fraction of the least cost that is given up so that fewer tokens move, as in redistribute_balanced.
 _SLACK = 0.01
@@ -108,9 +109,14 @@ def plan_jointly(
 
 
 def plan_unplaced(spec: MicroBatchSpec, lengths: np.ndarray, workloads: np.ndarray, num_ranks: int) -> JointPlan:
-    """`plan_jointly` for rows that are on no rank yet."""
+    """`plan_jointly` for rows that are on no rank yet; the sum of workloads may be any."""
     rows_per_rank = np.full(num_ranks, len(lengths) // num_ranks) + (np.arange(num_ranks) < len(lengths) % num_ranks)
-    return plan_jointly(spec, lengths, workloads, rows_per_rank)
+    return plan_jointly(spec, lengths, scaled_down(workloads), rows_per_rank)
+
+
+def scaled_down(workloads: np.ndarray) -> np.ndarray:
+    """Workloads, halved until their sum is one that the planner takes."""
+    return workloads >> max(0, sum(workloads.tolist()).bit_length() - MOST_LOAD.bit_length())
 
 
 def _homes(blocks: RowBlocks, lengths: np.ndarray, rows_per_rank: np.ndarray) -> tuple[np.ndarray, bool]:

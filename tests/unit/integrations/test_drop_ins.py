@@ -132,6 +132,18 @@ def test_slime_s_micro_batches_of_a_fixed_size():
         slime.build_dp_schedule(args, config, tokens, global_batch_size=9, rollout_indices=list(range(8)))
 
 
+def test_work_whose_sum_exceeds_int64():
+    """As of 16,384 long samples in a model with hundreds of billions of weights."""
+    config = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    tokens = [2 * 10**9, 10**9, 10**9, 2 * 10**9]  # each costs about its square
+    for dynamic in (True, False):
+        args = schedule_args(use_dynamic_batch_size=dynamic, balance_data=True, max_tokens_per_gpu=4 * 10**9)
+        partitions, *_ = slime.build_dp_schedule(
+            args, config, tokens, global_batch_size=4, rollout_indices=list(range(4))
+        )
+        assert [sorted(tokens[at] for at in part) for part in partitions] == [[10**9, 2 * 10**9]] * 2
+
+
 class InOrder:
     """What a packing scheduler of Megatron-Core's has."""
 
