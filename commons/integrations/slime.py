@@ -24,6 +24,7 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: list[int],
+    sample_is_multimodal: list[bool] | None = None,
 ) -> Schedule:
     """Assign samples to ranks and micro-batches: few micro-batches under the cap, the i-th of even work on all ranks.
 
@@ -31,11 +32,13 @@ def build_dp_schedule(
     cap has its own micro-batch.
 
     Args:
-        args: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size` and `balance_data` are read.
+        args: `use_dynamic_batch_size`, `max_tokens_per_gpu`, `micro_batch_size` and `balance_data` are read, and
+            `packing_safety_margin` if there is one.
         train_parallel_config: "dp_size", "cp_size", "vpp_size" and "microbatch_group_size_per_vp_stage".
         total_lengths: tokens of each sample.
         global_batch_size: rollouts of a training step; as in slime, the last rollouts that fill no step are left out.
         rollout_indices: the rollout of each sample; the samples of a rollout are trained in one step.
+        sample_is_multimodal: which samples have images, where slime is set to pack these apart.
 
     Returns:
         Four lists: the samples of each rank; the micro-batches of each rank, as positions in its samples; the number of
@@ -43,8 +46,10 @@ def build_dp_schedule(
 
     Raises:
         ValueError: too few rollouts, too few samples for the ranks and micro-batches, or micro-batches of a fixed size
-            that the samples do not fill.
+            that the samples do not fill; settings without counterpart here: `global_batch_tokens`, or
+            `multimodal_aware_packing` if a sample has images.
     """
+    _require_known(args, sample_is_multimodal)
     lengths = as_int64_workloads(total_lengths, "total_lengths")
     ranks = train_parallel_config["dp_size"]
     partitions: list[list[int]] = [[] for _ in range(ranks)]
@@ -62,6 +67,20 @@ def build_dp_schedule(
                 micro_batches[rank].append(list(range(len(places), len(places) + len(here))))
                 places.extend(here)
     return partitions, micro_batches, numbers, sizes
+
+
+def _require_known(args: Any, sample_is_multimodal: list[bool] | None) -> None:
+    """Raise ValueError for settings by which slime would choose other steps or micro-batches."""
+    if getattr(args, "global_batch_tokens", None) is not None:
+        raise ValueError(
+            f"global_batch_tokens is {args.global_batch_tokens}; evenrank makes steps of global_batch_size rollouts: "
+            "leave it out, or keep slime's function"
+        )
+    if args.use_dynamic_batch_size and any(sample_is_multimodal or ()):
+        raise ValueError(
+            f"multimodal_aware_packing is {args.multimodal_aware_packing!r}; evenrank packs samples with and without "
+            "images together: set it to 'off', or keep slime's function"
+        )
 
 
 def _steps(rollout_indices: list[int], global_batch_size: int) -> list[np.ndarray]:
@@ -95,7 +114,8 @@ def _divisor(config: dict[str, Any]) -> int:
 def _plan_dynamic(
     args: Any, config: dict[str, Any], lengths: np.ndarray, costs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    cap, ranks = args.max_tokens_per_gpu * config["cp_size"], config["dp_size"]
+    ranks, margin = config["dp_size"], getattr(args, "packing_safety_margin", 1.0)
+    cap = max(1, int(args.max_tokens_per_gpu * config["cp_size"] * margin))
     spec = MicroBatchSpec(max_tokens_per_mb=cap, n_mbs_divisor=_divisor(config), packing_algorithm="refined")
     # A sample above the cap counts as the cap, so that it fills a micro-batch.
     plan = plan_unplaced(spec, lengths.clip(max=cap), costs, ranks)

@@ -144,6 +144,22 @@ def test_work_whose_sum_exceeds_int64():
         assert [sorted(tokens[at] for at in part) for part in partitions] == [[10**9, 2 * 10**9]] * 2
 
 
+def test_arguments_that_some_sources_of_slime_add():
+    config = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+
+    def numbers(sample_is_multimodal=None, **changes):
+        options = {"global_batch_size": 4, "rollout_indices": list(range(4))}
+        args = schedule_args(**{"multimodal_aware_packing": "separate", "global_batch_tokens": None} | changes)
+        return slime.build_dp_schedule(args, config, [20] * 4, sample_is_multimodal=sample_is_multimodal, **options)[2]
+
+    assert numbers() == numbers([False] * 4) == [1]  # two samples of 20 tokens on each rank, under the cap of 60
+    assert numbers(packing_safety_margin=0.66) == [2]
+    with pytest.raises(ValueError, match="multimodal_aware_packing is 'separate'; evenrank packs .*: set it to 'off'"):
+        numbers([False, True, False, False])
+    with pytest.raises(ValueError, match="global_batch_tokens is 80; evenrank makes steps of global_batch_size"):
+        numbers(global_batch_tokens=80)
+
+
 class InOrder:
     """What a packing scheduler of Megatron-Core's has."""
 
