@@ -39,7 +39,8 @@ def model_cost(model: Any) -> Cost:
             "num_attention_heads, and whose layers share no weights; its cost is unknown: pass cost=, such as "
             "SelfAttentionTask(...).get_workloads"
         )
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)  # in older releases
+    kinds = kinds or ["full_attention"] * len(layers)
     per_pair = sum(
         _flops_of_pair(layer)
         for layer, kind in zip(layers, kinds)

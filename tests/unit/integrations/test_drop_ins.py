@@ -3,11 +3,14 @@
 import sys
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.integrations import areal, megatron, slime, torchtitan
+from commons.integrations.model_cost import model_cost
 from commons.micro_batching import ffd_allocate
 
 lengths = st.lists(st.integers(1, 100), min_size=1, max_size=40)
@@ -158,6 +161,24 @@ def test_arguments_that_some_sources_of_slime_add():
         numbers([False, True, False, False])
     with pytest.raises(ValueError, match="global_batch_tokens is 80; evenrank makes steps of global_batch_size"):
         numbers(global_batch_tokens=80)
+
+
+def test_attention_layers_of_a_config_without_layer_types():
+    """As Jamba's in releases of transformers before 5: "attention" and "mamba" in `layers_block_type`."""
+
+    class Hybrid(torch.nn.Linear):
+        config = SimpleNamespace(
+            hidden_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=4,
+            layers_block_type=["mamba", "attention", "mamba", "mamba"],
+        )
+
+        def can_generate(self):
+            return True
+
+    one, two = model_cost(Hybrid(64, 64))(np.array([1, 2]))
+    assert two - 2 * one == 2 * 4 * (16 + 16)  # of one pair of tokens more, in one layer
 
 
 class InOrder:
