@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ class PackedRows:
     # position in their values.
     places: torch.Tensor
     shape: tuple[int, int] | None  # rows and width of the padded batch; None for nested tensors
+    _offsets: torch.Tensor | None = field(default=None, repr=False)  # of the nested tensors
 
     @property
     def num_tokens(self) -> int:
@@ -59,8 +60,7 @@ class PackedRows:
             )
         flat = values[0, : self.num_tokens]
         if self.shape is None:
-            rows = self.cu_seqlens if length == self.num_tokens else self.cu_seqlens[:-1]
-            return torch.nested.nested_tensor_from_jagged(flat, rows.to(torch.int64))
+            return torch.nested.nested_tensor_from_jagged(flat, self._offsets)
         result = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
         return result.index_copy(0, self.places, flat).view(*self.shape, *flat.shape[1:])
 
@@ -108,7 +108,7 @@ def pack_rows(
     if not hasattr(batch, "items"):
         raise TypeError(f"the batch is {kind_of(batch)}; it must be a dict or TensorDict of tensors: name its fields")
     fields = dict(batch.items())
-    lengths, places, shape = _token_places(fields)
+    lengths, places, shape, offsets = _token_places(fields)
     num_tokens = places.numel()
     if num_tokens == 0:
         raise ValueError("the batch has no token; a packed row has at least one: leave out empty batches")
@@ -145,6 +145,7 @@ def pack_rows(
         max_seqlen=int(lengths.max()),
         places=places,
         shape=shape,
+        _offsets=offsets,
     )
 
 
@@ -196,8 +197,10 @@ def _is_per_token(value: Any, shape: tuple[int, int] | None) -> bool:
     return value.is_nested or (shape is not None and tuple(value.shape[:2]) == shape)
 
 
-def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]:
-    """Tokens of each row `(rows,)`, position of each token `(tokens,)`, and the shape of the padded batch."""
+def _token_places(
+    fields: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None, torch.Tensor | None]:
+    """Tokens of each row `(rows,)`, position of each token `(tokens,)`, padded shape, and offsets of nested tensors."""
     nested: dict[str, Any] = {
         name: value for name, value in fields.items() if isinstance(value, torch.Tensor) and value.is_nested
     }
@@ -229,7 +232,7 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
                     "token of the same rows: make them equal, or pack them apart"
                 )
         lengths = offsets[first].diff()
-        return lengths, torch.arange(int(offsets[first][-1]), device=lengths.device), None
+        return lengths, torch.arange(int(offsets[first][-1]), device=lengths.device), None, offsets[first]
     if "attention_mask" not in fields:
         raise ValueError(
             f"the batch has the fields {', '.join(fields)}; attention_mask (rows, width) is needed to find the tokens: "
@@ -243,4 +246,4 @@ def _token_places(fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, t
             "pass the mask of the tokenizer"
         )
     lengths = (tokens != 0).sum(1)
-    return lengths, (tokens != 0).flatten().nonzero().squeeze(1), (tokens.shape[0], tokens.shape[1])
+    return lengths, (tokens != 0).flatten().nonzero().squeeze(1), (tokens.shape[0], tokens.shape[1]), None

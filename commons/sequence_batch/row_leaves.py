@@ -10,7 +10,7 @@ import torch
 
 from commons.sequence_batch.fields import Path
 from commons.sequence_batch.jagged import is_type_of
-from commons.sequence_batch.jagged_fields import JaggedField, KeyedJaggedField, NestedField
+from commons.sequence_batch.jagged_fields import JaggedField, KeyedJaggedField, NestedField, ragged_axis
 from commons.sequence_batch.row_fields import ArrayField, ColumnField, DenseField, RowField
 
 KINDS: tuple[type[RowField], ...] = (DenseField, KeyedJaggedField, JaggedField, NestedField, ArrayField, ColumnField)
@@ -56,3 +56,23 @@ def pinned(path: Path, value: Any) -> Any:
 def device_of(value: Any) -> torch.device:
     """Device of a tensor, or of a jagged tensor's values."""
     return value.device if isinstance(value, torch.Tensor) else value.values().device
+
+
+def share_offsets(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """The leaves; nested tensors of equal lengths have one tensor of offsets, without which torch refuses `a * b`."""
+    known: list[torch.Tensor] = []
+    shared = {}
+    for path, value in leaves.items():
+        if tensor_kind(value) is not NestedField or value.lengths() is not None:
+            continue
+        offsets = value.offsets()
+        found = next((each for each in known if each is offsets or _is_equal(each, offsets)), None)
+        if found is None:
+            known.append(offsets)
+        elif found is not offsets:
+            shared[path] = torch.nested.nested_tensor_from_jagged(value.values(), found, jagged_dim=ragged_axis(value))
+    return leaves | shared
+
+
+def _is_equal(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.device == other.device and first.dtype == other.dtype and torch.equal(first, other)

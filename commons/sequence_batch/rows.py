@@ -8,7 +8,7 @@ A batch is a tree. Its leaves have an entry per row; everything else is metadata
 value                                              treatment
 =================================================  =================================================================
 tensor, numpy array (no masked or other subclass)  leaf: the first dimension is the batch
-nested tensor of layout torch.jagged               leaf
+nested tensor of layout torch.jagged               leaf; results of equal lengths share their offsets
 KeyedJaggedTensor, JaggedTensor                    leaf; weights are kept
 dict or other mapping, TensorDict, dataclass       branch; stays of its type
 KeyedTensor of key_dim 1                           branch; its values are `(rows, sum of widths)`
@@ -43,7 +43,7 @@ from commons.checks import kind_of
 from commons.sequence_batch.branches import is_equal
 from commons.sequence_batch.fields import Path, can_state_padding, path_name
 from commons.sequence_batch.open_batch import Tree, count_tree, open_tree, rebuild
-from commons.sequence_batch.row_leaves import device_of, is_moved, pinned
+from commons.sequence_batch.row_leaves import device_of, is_moved, pinned, share_offsets
 from commons.sequence_batch.schema import BatchSchema
 
 B = TypeVar("B")
@@ -198,7 +198,7 @@ class Rows(Tree[B]):
         return result
 
     def _made(self, function: Callable[[Path, Any], Any], count: int, real: int) -> Rows[B]:
-        leaves = {path: function(path, value) for path, value in self.leaves.items()}
+        leaves = share_offsets({path: function(path, value) for path, value in self.leaves.items()})
         return self._of_tree(rebuild(self, leaves, count, real), count, real)
 
     @classmethod

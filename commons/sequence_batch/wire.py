@@ -21,6 +21,7 @@ from commons.sequence_batch.branches import UnsendableError
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.open_batch import Tree, open_tree
 from commons.sequence_batch.plain_values import decode_plain, encode_plain
+from commons.sequence_batch.row_leaves import share_offsets
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.schema import BatchSchema
 
@@ -157,8 +158,12 @@ def _made_of(
     """A batch from the result of `_describe`."""
     schema = BatchSchema.from_text(schema_text)
     values = {tuple(decode_plain(path)): count for path, count in counts}
-    for field, (content, specs) in zip(schema.rows, leaves):
-        values[field.path] = field.made_of(content, [next_tensor(*each) for each in specs])
+    values |= share_offsets(
+        {
+            field.path: field.made_of(content, [next_tensor(*each) for each in specs])
+            for field, (content, specs) in zip(schema.rows, leaves)
+        }
+    )
     paths = [branch.path for branch in schema.branches if branch.kind == "tensordict"]
     sizes = {path: (rows, _device_of_code(code)) for path, (rows, code) in zip(paths, tensordicts)}
     return schema.made_of(values, lambda path: sizes.get(path, (0, None)))

@@ -19,6 +19,7 @@ from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from commons.micro_batching import pack_rows
 from commons.sequence_batch.open_batch import row_counts
 from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows, select_rows
@@ -130,6 +131,25 @@ def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
     result = concat_rows([select_rows(last, [1]), last])
     assert [row.shape[1] for row in result.unbind()] == [3, 1, 3]
     assert torch.equal(result.unbind()[0], values[:, 1:]) and torch.equal(result.unbind()[1], values[:, :1])
+
+
+def test_nested_tensors_of_equal_lengths_can_still_be_combined():
+    """As before rows were taken from them: torch combines nested tensors with one tensor of offsets."""
+    ids = torch.nested.nested_tensor([torch.arange(3), torch.arange(1), torch.arange(2)], layout=torch.jagged)
+    columns = torch.nested.nested_tensor_from_jagged(torch.arange(12).view(2, 6), ids.offsets(), jagged_dim=2)
+    others = torch.nested.nested_tensor([torch.ones(2)] * 3, layout=torch.jagged)
+    batch = {"ids": ids, "others": others, "deep": [ids * 2, columns]}
+    for result in (
+        select_rows(batch, [2, 0, 0]),
+        concat_rows([batch, batch]),
+        Rows.of(batch).pad(5).batch,
+        there_and_back(batch),
+    ):
+        double, columns = result["deep"]
+        assert (result["ids"] + double).values().tolist() == [3 * each for each in result["ids"].values().tolist()]
+        assert columns.offsets() is double.offsets() is not result["others"].offsets()
+    packed = pack_rows({"ids": result["ids"], "double": double}, pad_to_multiple_of=8)
+    assert torch.equal((packed.unpack(packed.inputs["ids"]) * double).values(), double.values() ** 2 // 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
