@@ -155,7 +155,7 @@ def count_loss_tokens(
     """Number of loss terms of a causal language model in each row: labels except ignored ones and the first token's.
 
     Args:
-        labels: int64 `(rows, width)`.
+        labels: int64 `(rows, width)`, or a nested tensor `(rows, tokens)` of layout torch.jagged.
         attention_mask: `(rows, width)`, not 0 where there is a token; None if there is no padding.
         ignore_index: label that the loss ignores.
 
@@ -173,6 +173,8 @@ def count_loss_tokens(
     _require_tensor(labels, "labels")
     if attention_mask is not None:
         _require_tensor(attention_mask, "attention_mask")
+    if labels.is_nested:
+        labels = labels.to_padded_tensor(ignore_index)
     tokens = torch.ones_like(labels, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if tokens.dim() != 2 or tokens.shape != labels.shape:
         raise ValueError(

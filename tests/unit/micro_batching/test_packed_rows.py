@@ -97,6 +97,8 @@ def test_nested_tensors_need_no_mask():
         assert packed.cu_seqlens.tolist()[:4] == [0, 3, 4, 6]
         back = packed.unpack(packed.inputs["input_ids"])
         assert back.is_nested and [row.tolist() for row in back.unbind()] == [row.tolist() for row in rows]
+    labels = [torch.tensor(row) for row in ([-100, 2, 3], [4], [5, -100])]
+    assert count_loss_tokens(torch.nested.nested_tensor(labels, layout=torch.jagged)).tolist() == [2, 0, 0]
     other = torch.nested.nested_tensor([*rows[1:], rows[0]], layout=torch.jagged)
     with pytest.raises(ValueError, match="'input_ids' and 'other' are nested tensors of different lengths"):
         pack_rows({"input_ids": ids, "other": other})
