@@ -126,6 +126,8 @@ class SingleRankLoader(Iterable[Any]):
         state is enough to resume on all ranks.
         """
         state = getattr(self.loader, "state_dict", None) if self.is_source else None
+        if self._resume is not None:  # the loader gets it with the next iteration
+            return self._resume
         return {"batches": self._batches, "loader": None if state is None else state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
