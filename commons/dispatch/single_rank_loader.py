@@ -23,6 +23,7 @@ from commons.distributed.process_group import resolve_process_group
 from commons.sequence_batch.rows import Rows
 
 _CALL = "SingleRankLoader"
+_END = object()
 _REMEDY = "set drop_last, use a larger batch, or load batches that can state padding, as BaseBatch does"
 
 
@@ -125,9 +126,9 @@ class SingleRankLoader(Iterable[Any]):
         A loader has a state if it has `state_dict`, like torchdata's StatefulDataLoader. No communication; the source's
         state is enough to resume on all ranks.
         """
-        state = getattr(self.loader, "state_dict", None) if self.is_source else None
         if self._resume is not None:  # the loader gets it with the next iteration
             return self._resume
+        state = getattr(self.loader, "state_dict", None) if self.is_source else None
         return {"batches": self._batches, "loader": None if state is None else state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,7 +189,7 @@ class SingleRankLoader(Iterable[Any]):
         source = iter(loader)
         skipped = 0 if state is None else state["batches"]
         for number in range(skipped):
-            if next(source, None) is None:
+            if next(source, _END) is _END:
                 raise ValueError(
                     f"the state is {skipped} batches into the data, the loader ends after {number}; the state belongs "
                     "to other data or to another batch size: load the state of this loader"
@@ -199,8 +200,8 @@ class SingleRankLoader(Iterable[Any]):
         """The source's next batch and its split; None at the end of the data, and on the other ranks."""
         if error is not None:
             raise error
-        batch = None if source is None else next(source, None)
-        if batch is None:
+        batch = _END if source is None else next(source, _END)
+        if batch is _END:
             return None
         rows = Rows.of(batch)
         num_ranks, pads = self._channel.world_size, rows.states_padding

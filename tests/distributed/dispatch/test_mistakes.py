@@ -175,6 +175,7 @@ MISTAKES = {
         (lambda rank: {"get_workloads": lambda batch: [1, 2]}, "rank 0: workloads has 2 entries, there are 4 rows;"),
         (lambda rank: {"num_rows": 1}, "rank 0: there are 1 rows for 2 parts (chunks or ranks); "),
         (lambda rank: {"loader": None}, "rank 0: this rank is the source and passes no loader; the source loads"),
+        (lambda rank: {"loader": [None]}, "rank 0: the batch is a NoneType without rows; a batch holds tensors,"),
         (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass"),
         (lambda rank: {"trim": Trim("id")} if rank else {}, "trim is [] on rank 0 and [\"Trim(mask='id', lengths=None"),
     ],
