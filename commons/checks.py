@@ -81,12 +81,13 @@ def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value with its article, for messages.
+    """The type of a value with its article, for messages; "numpy." because type names of numpy and Python may be equal.
 
-    >>> kind_of(3), kind_of({})
-    ('an int', 'a dict')
+    >>> kind_of(3), kind_of({}), kind_of(np.int8(3))
+    ('an int', 'a dict', 'a numpy.int8')
     """
-    return with_article(type(value).__name__)
+    name = type(value).__name__
+    return with_article(f"numpy.{name}" if isinstance(value, np.generic) else name)
 
 
 def with_article(name: str) -> str:

@@ -66,7 +66,7 @@ def _parts(value: Any, path: Path) -> tuple[str, Any]:
         return "dtype", str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
         return "device", str(value)
-    if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
+    if isinstance(value, np.generic) and value.dtype.kind in "biufSU" and held is not np.longdouble:
         return "numpy", [value.dtype.str, value.item()]
     raise TypeError(
         f"{path_name(path)!r} holds {kind_of(value)}; values other than tensors are sent as JSON: use None, "

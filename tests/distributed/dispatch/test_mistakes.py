@@ -99,7 +99,7 @@ MISTAKES = {
         (lambda rank: {"src": 9}, "rank 0: src is 9, the group has 2 ranks; "),
         (
             lambda rank: {"equal_size": np.bool_(True)},
-            "TypeError: rank 0: equal_size is a bool; ranks compare their options as JSON",
+            "TypeError: rank 0: equal_size is a numpy.bool; ranks compare their options as JSON",
         ),
     ],
     gather_back: [
