@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
+from commons.checks import require_no_string
 from commons.sequence_batch.branches import BranchField, Constant
 from commons.sequence_batch.fields import (
     Path,
@@ -76,8 +77,7 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     Raises:
         TypeError: `per_rank` is one string.
     """
-    if isinstance(per_rank, str):
-        raise TypeError(f"per_rank is the string {per_rank!r}; it is a sequence of names: write ({per_rank!r},)")
+    require_no_string("per_rank", per_rank)
     if batch_type is None:
         return partial(register_batch_type, per_rank=tuple(per_rank))
     register_type(batch_type)
