@@ -228,6 +228,7 @@ def tokens_of(trim: Trim, leaves: _Leaves, width: int) -> torch.Tensor:
             f"lengths {trim.name!r} have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; lengths must be one "
             "integer per row: correct them"
         )
+    lengths = lengths.to(torch.int64)  # torch has no maximum of unsigned integers
     if lengths.numel() and (int(lengths.max()) > width or int(lengths.min()) < 0):
         raise ValueError(
             f"lengths {trim.name!r} are in [{int(lengths.min())}, {int(lengths.max())}], the sequences are {width} "
@@ -242,7 +243,7 @@ def _cut_fields(trim: Trim, leaves: _Leaves) -> dict[Path, Any]:
     fields: dict[Path, Any] = {}
     if trim.mask is not None:
         mask = _find(trim.mask, leaves)
-        if not hasattr(mask, "ndim") or mask.ndim != 2:
+        if not _has_columns(mask) or mask.ndim != 2:
             found = f"has shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"is {kind_of(mask)}"
             raise ValueError(
                 f"mask {trim.name!r} {found}; it must be a tensor or array `(rows, width)`: convert it, or name "

@@ -44,9 +44,10 @@ def test_only_padding_is_cut(lengths, spare, side):
         assert torch.equal(untrim(result[name], window), batch[name])
     assert batch["ids"].shape[1] == window.width == 8 + spare
     if side != "both":
-        batch["n"] = torch.tensor(lengths, dtype=torch.int64)
-        again, _ = trim_batch(batch, Trim(lengths="n", fields=list(result), side=side))
-        assert all(np.array_equal(again[name], result[name]) for name in result)
+        numbers = (np.array(lengths, dtype=kind) for kind in (np.uint16, np.uint64))
+        for batch["n"] in (torch.tensor(lengths, dtype=torch.int64), *numbers):
+            again, _ = trim_batch(batch, Trim(lengths="n", fields=list(result), side=side))
+            assert all(np.array_equal(again[name], result[name]) for name in result)
 
 
 def test_several_kinds_of_sequences_in_a_tensordict():
@@ -96,6 +97,7 @@ def test_wrong_settings(settings, message):
     [
         (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'array', 'bytes', 'floats'"),
         (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be a tensor or array `\(rows, width\)`"),
+        (Trim("nested"), ValueError, r"mask 'nested' has shape \(2, j\d+\); it must be a tensor or array"),
         (Trim("lists"), ValueError, r"mask 'lists' is a list; it must be a tensor or array .*: convert it"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
         (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),
@@ -112,6 +114,7 @@ def test_wrong_settings(settings, message):
 def test_a_trim_that_does_not_fit(trim, error, message):
     batch = padded([2, 3], 8, "right") | {"n": torch.tensor([2, 7]), "short": torch.zeros(2, 5)}
     batch["lists"] = [[1, 1], [1, 0]]
+    batch["nested"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     batch |= {"bytes": torch.zeros(2, 8, dtype=torch.uint8), "array": np.zeros((2, 8), np.uint8)}
     batch["floats"] = np.zeros((2, 8), np.float32)
     with pytest.raises(error, match=message):
