@@ -62,9 +62,10 @@ def triton_attention(
 def position_table(bias: torch.Tensor, plan: TritonPlan) -> tuple[torch.Tensor, int]:
     """Half of a bias by distance, padded so that no block reads outside the table, and the column of distance 0.
 
-    The distance of a masked pair may be as low as −`target_group_size`.
+    A masked pair may be at distance −`target_group_size`. Tiles of `bias_work` begin at multiples of TILE_SPAN, so
+    their first blocks may have pairs nearly 2 · TILE_SPAN below the lowest distance of the bias.
     """
-    before = TILE_SPAN + min(plan.target_group_size, bias.shape[1])
+    before = 2 * TILE_SPAN + min(plan.target_group_size, bias.shape[1])
     return torch.nn.functional.pad(bias.float() * 0.5, (before, TILE_SPAN)), before + plan.zero_column(bias)
 
 

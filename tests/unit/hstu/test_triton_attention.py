@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hstu.model import HSTUEncoder, layer, triton_launch
 from hstu.model.attention_plan import plan_attention
 from hstu.model.execution import Execution
-from hstu.model.triton_attention import triton_attention
+from hstu.model.triton_attention import position_table, triton_attention
 from hstu.model.triton_blocks import KERNELS, Blocks, candidate_blocks
 from hstu.model.triton_launch import TILE_SPAN, LayerKind, uses_triton
 from hstu.model.triton_plan import plan_triton_attention
@@ -175,6 +175,21 @@ def test_tiles_cover_every_token_once_the_most_work_first(rows, is_causal):
         assert sorted(map(tuple, tiles.tolist())) == expected and tiles.dtype == torch.int32
     assert plan.num_tokens == sum(rows[0]) and plan.longest == max(rows[0], default=0)
     assert plan.sees_ahead == plan_attention(lengths, targets, contextual, num_heads=1, is_causal=is_causal).sees_ahead
+
+
+@given(rows_of_parts(400, 6), st.booleans(), st.booleans(), st.sampled_from([1, 3, 10**9]))
+@example(([130], [0], [2]), True, True, 1)
+def test_no_block_reads_outside_the_table_of_biases(rows, is_causal, has_context, group_size):
+    """Of a bias that is just long enough; a block lies within a tile, whose distances these are."""
+    lengths, targets, contextual = (torch.tensor(part, dtype=torch.int64) for part in rows)
+    masks = {"is_causal": is_causal, "target_group_size": group_size}
+    plan = plan_triton_attention(lengths, targets, contextual if has_context else None, **masks)
+    reach = max(1, plan.longest)
+    table, origin = position_table(torch.zeros(1, 2 * reach - 1 if plan.sees_ahead else reach), plan)
+    for apart in plan.bias_work[:, 0].tolist():
+        first = origin + apart - (TILE_SPAN - 1)
+        assert first >= 0
+        assert first + 2 * (TILE_SPAN - 1) < table.shape[1]
 
 
 def test_long_rows_come_first():
