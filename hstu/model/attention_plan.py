@@ -181,14 +181,18 @@ def plan_attention(
 def _block(
     queries: torch.Tensor, keys: torch.Tensor, distance: int, period: int, seen: tuple[int, int], chunk_size: int
 ) -> Block:
-    """A block whose queries are cut into chunks of `chunk_size`; `distance` is between query 0 and key 0."""
-    chunks = []
-    for start in range(0, queries.shape[1], chunk_size):
-        chunk = queries[:, start : start + chunk_size]
-        nearest, repeats = distance - start % period, min(period, chunk.shape[1])
-        first = max(nearest - repeats + 1 - seen[1], 0)
-        place = slice(first, nearest - seen[0] + 1)
-        chunks.append(Chunk(chunk, keys[:, place], place, nearest - first, repeats, seen))
+    """A block whose queries are cut into chunks of whole periods, or of at most `chunk_size` queries of one period.
+
+    `distance` is between query 0 and key 0.
+    """
+    chunks, whole = [], max(chunk_size // period, 1) * period
+    for begin in range(0, queries.shape[1], whole):
+        for start in range(begin, begin + whole, min(chunk_size, whole)):
+            chunk = queries[:, start : min(start + chunk_size, begin + whole)]
+            nearest, repeats = distance - start % period, min(period, chunk.shape[1])
+            first = max(nearest - repeats + 1 - seen[1], 0)
+            place = slice(first, nearest - seen[0] + 1)
+            chunks.append(Chunk(chunk, keys[:, place], place, nearest - first, repeats, seen))
     return Block(keys, chunks)
 
 
@@ -275,7 +279,7 @@ class _Part(NamedTuple):
             period - 1 + int(lead.max()),
             period,
             self.seen,
-            size if self.period is None else max(size // period, 1) * period,
+            size,
         )
 
 

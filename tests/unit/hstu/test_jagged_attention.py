@@ -73,6 +73,22 @@ def test_output_and_gradients_equal_the_reference(
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("max_attn_len", [None, 30])
+def test_a_group_of_targets_may_take_several_chunks(max_attn_len):
+    lengths, targets, group_size = [70, 45, 3], [50, 20, 3], 40
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), 2, 3)] * 3 + [(2, max(lengths))]
+    inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    masks = {"is_causal": True, "max_attn_len": max_attn_len}
+    plan = make_plan(lengths, targets, target_group_size=group_size, tuning=DeviceTuning(1, 1), **masks)
+    assert max(chunk.queries.shape[1] for block in plan.blocks for chunk in block.chunks) == 16 < group_size
+    output = hstu_attention(*inputs, plan, normalizer=LONGEST)
+    expected = reference_attention(*inputs, lengths, targets, normalizer=LONGEST, group_size=group_size, **masks)
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    gradients, wanted = (torch.autograd.grad((each * weights).sum(), inputs) for each in (output, expected))
+    torch.testing.assert_close((output, *gradients), (expected, *wanted), rtol=0, atol=1e-10)
+
+
 @given(st.lists(st.integers(-(10**10), 10**10), max_size=20), st.integers(1, 80))
 def test_buckets_of_times_are_those_of_the_formula(apart, num_buckets):
     found = time_buckets(torch.tensor(apart, dtype=torch.int64), num_buckets).tolist()
@@ -101,11 +117,13 @@ def test_padding_costs_no_more_than_opening_another_block(lengths, is_causal):
     st.booleans(),
     st.integers(1, 8),
     st.sampled_from([None, 1, 20, 300]),
+    st.sampled_from([1, 7, 200, 10**9]),
 )
-def test_chunks_hold_no_more_scores_than_allowed(lengths, is_causal, num_heads, max_attn_len):
+def test_chunks_hold_no_more_scores_than_allowed(lengths, is_causal, num_heads, max_attn_len, group_size):
     tuning = DeviceTuning(max_scores=2**16, dispatch_scores=2**12)
-    options = {"is_causal": is_causal, "max_attn_len": max_attn_len, "tuning": tuning}
-    for block in make_plan(lengths, [0] * len(lengths), num_heads, **options).blocks:
+    options = {"is_causal": is_causal, "max_attn_len": max_attn_len, "tuning": tuning, "target_group_size": group_size}
+    targets = [length // (1 + row % 3) for row, length in enumerate(lengths)]
+    for block in make_plan(lengths, targets, num_heads, **options).blocks:
         for chunk in block.chunks:
             matrices = num_heads * chunk.queries.shape[0]
             smallest = 16 * matrices * chunk.keys.shape[1]  # sixteen queries at least, however long the row
