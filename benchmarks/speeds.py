@@ -259,9 +259,9 @@ def main(
     page.section(
         "Simulated: many ranks, some of them slow at random",
         "Plans of the planner, 32 user-like rows per rank; simulated times of 0.2 + 0.8 × load ÷ mean, noise of 3 %, a "
-        "tail and pauses. Two in a hundred ranks are slower by 1.15 to 2 at any time: always the same ranks, or each "
-        "for 500 steps on average and then another rank. The ratio compares sums of the longest times with equal "
-        "speeds; possible: plans that use the true speeds at once.",
+        "tail and pauses. Two in a hundred ranks, at least one, are slower by 1.15 to 2 at any time: always the same "
+        "ranks, or each for 500 steps on average and then another rank. The ratio compares sums of the longest times "
+        "with equal speeds; possible: plans that use the true speeds at once.",
         measured(measure_gain, simulated),
     )
     page.finish(quick=quick)

@@ -217,13 +217,14 @@ def measure_kernels(
         return step
 
     options = {"normalizer": float(longest)}
+    own_bias = by_position if bias == "position" else None
     blocks = plan_attention(drawn, num_heads=HEADS, device=device)
     blocks_ms = device_milliseconds(
-        step_of(hstu_attention, q, k, v, by_position, blocks, **options), device, max(1, repeats // 4), 1
+        step_of(hstu_attention, q, k, v, own_bias, blocks, **options), device, max(1, repeats // 4), 1
     )
     triton_ms = host_ms = None
     if uses_triton("auto", device, dtype, head_dim):
-        plan, own_bias = plan_triton_attention(drawn, device=device), by_position if bias == "position" else None
+        plan = plan_triton_attention(drawn, device=device)
         step = step_of(triton_attention, q, k, v, own_bias, plan, **options)
         triton_ms = device_milliseconds(step, device, repeats)
         host_ms = statistics.median(host_milliseconds(step) for _ in range(repeats))

@@ -114,9 +114,10 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     """
     where = choose_device(device, threads=1)
     mixes, repeats, steps = (40, 2, 2) if quick else (200, 5, 12)
-    quality, balance = [], []
+    quality, balance, cuts = [], [], []
     for model in MODELS:
         target, longest = load_target(model, where)
+        cuts.append(f"{longest} items of {model}")
         calibration, of_fit = fit(target, longest, mixes, repeats)
         quality.append({"model": model} | of_fit)
         costs = {"by operations": target.task, "calibrated": CalibratedTask(target.task, calibration)}
@@ -127,7 +128,7 @@ def main(device: Literal["auto", "cpu", "cuda"] = "auto", ranks: int = 8, quick:
     page = Page(
         "Cost model",
         f"Device: {describe_device(where).name}. {mixes} batch mixes, each the median of {repeats}; every fourth is "
-        f"held out of the fit. {described(LENGTHS)} They are cut to {longest} items of SID-GR, four tokens each.",
+        f"held out of the fit. {described(LENGTHS)} They are cut to {' and '.join(cuts)}.",
         suffix="_cuda" if where.type == "cuda" else "",
     )
     page.section(
