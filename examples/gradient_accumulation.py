@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from commons.checks import require_at_least
 from commons.console import print_summary
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
@@ -57,6 +58,10 @@ class Config:
     micro_batches: MicroBatchSpec = field(
         default_factory=lambda: MicroBatchSpec(max_tokens_per_mb=1024, packing_algorithm="refined")
     )
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "longest"):
+            require_at_least(name, getattr(self, name), 1)
 
 
 class Layer(nn.Module):

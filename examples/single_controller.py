@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from commons.checks import require_at_least
 from commons.console import print_summary
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
@@ -44,6 +45,10 @@ class Config:
     longest: int = 512  # most tokens of a rollout
     steps: int = 3  # steps to train
     seed: int = 0  # seed of rollouts and weights
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "longest", "steps"):
+            require_at_least(name, getattr(self, name), 1)
 
 
 class Policy(nn.Module):

@@ -18,6 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import nn
 
+from commons.checks import require_at_least
 from commons.console import print_summary
 from commons.trainer.config.load import load_config
 from commons.trainer.ranks.errors import run_main
@@ -36,6 +37,10 @@ class Config:
     chunks: int = 8  # number of chunks, such as one per data-parallel worker
     longest: int = 4096  # most tokens of a row
     seed: int = 0  # seed of data and weights
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "responses", "chunks", "longest"):
+            require_at_least(name, getattr(self, name), 1)
 
 
 def make_rollouts(config: Config) -> TensorDict:

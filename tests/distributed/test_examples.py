@@ -52,10 +52,18 @@ def test_balance_per_module():
     assert first != last and 3 < first < 4.5  # ln 32 is 3.47
 
 
-def test_balance_per_module_needs_a_timed_step(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["balance_per_module.py", "--steps", "1"])
-    with pytest.raises(ValueError, match="steps is 1"):
-        runpy.run_path(str(ROOT / "examples/balance_per_module.py"))["main"]()
+@pytest.mark.parametrize(
+    ("example", "option", "value"),
+    [
+        ("balance_per_module", "steps", 1),  # the first step is not timed
+        ("tensordict_chunks", "prompts", 0),
+        ("single_controller", "longest", 0),
+    ],
+)
+def test_sizes_that_are_too_small_are_named(monkeypatch, example, option, value):
+    monkeypatch.setattr(sys, "argv", [f"{example}.py", f"--{option}", str(value)])
+    with pytest.raises(ValueError, match=f"{option} is {value}; it must be an integer of at least {value + 1}"):
+        runpy.run_path(str(ROOT / f"examples/{example}.py"))["main"]()
 
 
 @pytest.mark.slow
