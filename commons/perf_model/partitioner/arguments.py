@@ -83,7 +83,7 @@ class CheckedArguments(PlanArguments):
             *(None if array is None else address(array) for array in self.arrays.values()),
             *(rows, k, METHODS.index(method), bool(equal_size), max_tokens is not None, max_tokens or 0),
             k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
-            num_steps if num_steps > 1 else 0,
+            num_steps,
             as_count(seed, "seed", 0) % 2**64,
             as_slack(slack),
         )
@@ -92,7 +92,7 @@ class CheckedArguments(PlanArguments):
 def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.ndarray, int]:
     """Assignment, loads and bound from `core.make_plan`; ValueError for a broken cap, unless `best_effort` is set."""
     if given.num_rows == 0:
-        return np.empty(0, np.int64), np.zeros(given.num_parts * max(1, given.num_steps), np.int64), 0
+        return np.empty(0, np.int64), np.zeros(given.num_parts * given.num_steps, np.int64), 0
     tokens = None if best_effort or not given.has_cap else given.arrays["tokens"]
     if tokens is not None:
         refuse_above_cap(tokens, given.arrays["groups"], given.max_tokens, "sample")

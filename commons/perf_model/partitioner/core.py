@@ -124,7 +124,7 @@ def make_plan(given: PlanArguments) -> tuple[np.ndarray, np.ndarray, int, int]:
         tokens of a partition if no plan that keeps the cap was found; 0 without a cap.
     """
     assignment = np.empty(given.num_rows, np.int64)
-    loads, numbers = np.empty(given.num_parts * max(1, given.num_steps), np.int64), np.empty(2, np.int64)
+    loads, numbers = np.empty(given.num_parts * given.num_steps, np.int64), np.empty(2, np.int64)
     _call("plan", ctypes.byref(given), _at(assignment), _at(loads), _at(numbers))
     bound, most_tokens = numbers.tolist()
     return assignment, loads, bound, most_tokens

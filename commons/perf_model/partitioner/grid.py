@@ -113,8 +113,7 @@ def partition_grid(
         groups=groups,
         speeds=speeds,
     )
-    num_steps = max(1, given.num_steps)
     assignment, loads, bound = plan_of(given, best_effort)
-    rank, step = np.divmod(assignment, num_steps)
-    loads = np.ascontiguousarray(loads.reshape(given.num_parts, num_steps).T)
+    rank, step = np.divmod(assignment, given.num_steps)
+    loads = np.ascontiguousarray(loads.reshape(given.num_parts, given.num_steps).T)
     return Grid(step, rank, loads, bound, given.arrays["speeds"])

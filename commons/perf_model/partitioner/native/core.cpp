@@ -65,7 +65,7 @@ struct PlanArguments {
   Weight has_cap;
   Weight max_tokens;
   Weight ranks_per_node;
-  Weight num_steps;  // of a grid; 0 for the plan of a batch
+  Weight num_steps;  // of a grid; 1 for the plan of a batch
   Weight seed;       // of the order of the steps
   double slack;
 };
@@ -81,7 +81,7 @@ Request request_of(const PlanArguments& given) {
           values_of<Indices>(given.home, given.num_rows),
           static_cast<Index>(given.ranks_per_node),
           given.slack,
-          static_cast<Index>(std::max<Weight>(given.num_steps, 1)),
+          static_cast<Index>(given.num_steps),
           values_of<Indices>(given.home_step, given.num_rows),
           values_of<Weights>(given.speeds, given.num_parts)};
 }
@@ -144,22 +144,12 @@ extern "C" {
 const char* evenrank_sources() { return EVENRANK_SOURCES; }
 const char* evenrank_compiler() { return EVENRANK_COMPILER; }
 
-// Out: assignment (num_rows,), loads (num_parts * max(1, num_steps),), numbers (bound, most tokens).
+// Out: assignment (num_rows,), loads (num_parts * num_steps,), numbers (bound, most tokens).
 int evenrank_plan(const PlanArguments* given, Weight* assignment, Weight* loads, Weight* numbers, char* error) {
   return guarded(error, [&] {
     Request request = request_of(*given);
-    const auto groups = RowGroups::of(given->groups, given->num_rows);
-    if (groups) {
-      if (request.equal_size) groups->require_equal_sizes();
-      request = groups->merged(std::move(request));
-    }
-    Plan plan = given->num_steps ? plan_grid(request) : make_plan(request);
-    if (groups) plan.assignment = groups->by_row(plan.assignment);
-    if (given->num_steps) {
-      plan = in_drawn_order(std::move(plan), static_cast<Index>(given->num_steps),
-                            values_of<Indices>(given->home_step, given->num_rows),
-                            static_cast<std::uint64_t>(given->seed));
-    }
+    const auto groups = RowGroups::of(given->groups, given->num_rows, request.equal_size);
+    const Plan plan = plan_rows(std::move(request), groups, static_cast<std::uint64_t>(given->seed));
     std::copy(plan.assignment.begin(), plan.assignment.end(), assignment);
     std::copy(plan.loads.begin(), plan.loads.end(), loads);
     numbers[0] = plan.bound;

@@ -5,36 +5,20 @@
 #include <string>
 #include <unordered_map>
 
-#include "plan.hpp"
+#include "drawn_order.hpp"
+#include "grid.hpp"
 
 namespace evenrank {
 
 class RowGroups {
  public:
-  // The groups of int64 (num_rows,) numbers; nothing for null.
-  static std::optional<RowGroups> of(const Weight* numbers, Weight num_rows) {
-    return numbers ? std::optional(RowGroups(numbers, num_rows)) : std::nullopt;
-  }
-  // Rows with equal numbers are a group; groups are numbered in the order of their first rows.
-  RowGroups(const Weight* numbers, Weight num_rows) {
-    std::unordered_map<Weight, Index> known;
-    group_of_.reserve(num_rows);
-    for (Weight row = 0; row < num_rows; ++row) {
-      const auto [found, is_new] = known.try_emplace(numbers[row], static_cast<Index>(sizes_.size()));
-      if (is_new) sizes_.push_back(0);
-      group_of_.push_back(found->second);
-      ++sizes_[found->second];
-    }
-  }
-
-  // Throws unless all groups have the same size, which equal counts of rows require.
-  void require_equal_sizes() const {
-    if (sizes_.empty()) return;
-    const auto [least, most] = std::minmax_element(sizes_.begin(), sizes_.end());
-    if (*least == *most) return;
-    throw std::invalid_argument("groups have " + std::to_string(*least) + " to " + std::to_string(*most) +
-                                " rows, equal_size is True; partitions have equally many rows only if groups do: pass "
-                                "equal_size=False, or groups of one size");
+  // The groups of int64 (num_rows,) numbers; nothing for null. Throws unless equal counts of rows are possible, if these are
+  // required: all groups have the same size.
+  static std::optional<RowGroups> of(const Weight* numbers, Weight num_rows, bool equal_size) {
+    if (!numbers) return std::nullopt;
+    RowGroups groups(numbers, num_rows);
+    if (equal_size) groups.require_equal_sizes();
+    return groups;
   }
 
   // The request with one row for each group.
@@ -60,6 +44,27 @@ class RowGroups {
   }
 
  private:
+  // Rows with equal numbers are a group; groups are numbered in the order of their first rows.
+  RowGroups(const Weight* numbers, Weight num_rows) {
+    std::unordered_map<Weight, Index> known;
+    group_of_.reserve(num_rows);
+    for (Weight row = 0; row < num_rows; ++row) {
+      const auto [found, is_new] = known.try_emplace(numbers[row], static_cast<Index>(sizes_.size()));
+      if (is_new) sizes_.push_back(0);
+      group_of_.push_back(found->second);
+      ++sizes_[found->second];
+    }
+  }
+
+  void require_equal_sizes() const {
+    if (sizes_.empty()) return;
+    const auto [least, most] = std::minmax_element(sizes_.begin(), sizes_.end());
+    if (*least == *most) return;
+    throw std::invalid_argument("groups have " + std::to_string(*least) + " to " + std::to_string(*most) +
+                                " rows, equal_size is True; partitions have equally many rows only if groups do: pass "
+                                "equal_size=False, or groups of one size");
+  }
+
   // The sums of the values by group; empty for empty values.
   Weights sums(const Weights& values) const {
     if (values.empty()) return values;
@@ -102,5 +107,15 @@ class RowGroups {
   Indices group_of_;  // by row
   Weights sizes_;     // by group
 };
+
+// Plans a batch or a grid, with each group as one row. The steps of a grid come in an order drawn from `seed`.
+inline Plan plan_rows(Request request, const std::optional<RowGroups>& groups, std::uint64_t seed) {
+  const Index steps = request.num_steps;
+  const Indices home_step = request.home_step;
+  if (groups) request = groups->merged(std::move(request));
+  Plan plan = steps > 1 ? plan_grid(request) : make_plan(request);
+  if (groups) plan.assignment = groups->by_row(plan.assignment);
+  return steps > 1 ? in_drawn_order(std::move(plan), steps, home_step, seed) : plan;
+}
 
 }  // namespace evenrank

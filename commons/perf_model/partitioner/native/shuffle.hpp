@@ -5,7 +5,6 @@
 #pragma once
 
 #include "gathered_rows.hpp"
-#include "grid.hpp"
 #include "groups.hpp"
 #include "row_sums.hpp"
 
@@ -20,11 +19,8 @@ class ShufflePlanner {
  public:
   // `groups` is (num_rows,), or null.
   ShufflePlanner(const GatheredRows& rows, const Weight* groups, const ShuffleArguments& options)
-      : rows_(rows), options_(options), groups_(RowGroups::of(groups, rows.num_rows)),
-        speeds_(speeds_of(options, rows.steps)) {
-    if (groups_ && options.equal_size) groups_->require_equal_sizes();
-    splits_ = groups_ && !groups_->are_together(rows.home);
-  }
+      : rows_(rows), options_(options), groups_(RowGroups::of(groups, rows.num_rows, options.equal_size != 0)),
+        speeds_(speeds_of(options, rows.steps)), splits_(groups_ && !groups_->are_together(rows.home)) {}
 
   Weight bound = 0;
   bool gated = false;
@@ -61,12 +57,12 @@ class ShufflePlanner {
 
   // Plans, with home as the plan if nothing is gained; returns whether the gain reaches min_gain.
   bool is_worth_it(const Weight* loads_before, Weight* planned) {
-    Plan plan = rows_.steps == 1 ? make_plan(request(options_.equal_size, true)) : plan_window();
-    write(plan.assignment, planned);
+    Plan plan = plan_anew(options_.equal_size, true);
+    std::copy(plan.assignment.begin(), plan.assignment.end(), planned);
     if (!options_.pads && rows_.steps == 1 && !has_rows_at(planned)) {
       // A plan near home may leave a rank without rows; one with equal counts does not, if there are enough rows.
-      plan = make_plan(request(true, false));
-      write(plan.assignment, planned);
+      plan = plan_anew(true, false);
+      std::copy(plan.assignment.begin(), plan.assignment.end(), planned);
     }
     bound = plan.bound;
     loads = std::move(plan.loads);
@@ -77,16 +73,6 @@ class ShufflePlanner {
     if (after >= before || excess_after > excess_before) stay(loads_before, planned);
     const Weight gain = before - after;
     return gain <= 0 || static_cast<double>(gain) / static_cast<double>(before) >= options_.min_gain;
-  }
-
-  // Writes an assignment of the request's samples, by row.
-  void write(const Indices& assignment, Weight* planned) const {
-    const auto copy = [&](const Indices& by_row) { std::copy(by_row.begin(), by_row.end(), planned); };
-    if (groups_) {
-      copy(groups_->by_row(assignment));
-    } else {
-      copy(assignment);
-    }
   }
 
   Request request(bool equal_size, bool near_home) const {
@@ -108,17 +94,14 @@ class ShufflePlanner {
       request.home.insert(request.home.end(), rows_.real_rows[place], rank);
       if (rows_.steps > 1) request.home_step.insert(request.home_step.end(), rows_.real_rows[place], step);
     }
-    if (groups_) return groups_->merged(std::move(request));
     return request;
   }
 
-  // Plans a window; its steps are in a random order that depends only on the workloads.
-  Plan plan_window() const {
-    const Request window = request(options_.equal_size, true);
+  // Plans; the steps of a window come in a random order that depends only on the workloads.
+  Plan plan_anew(bool equal_size, bool near_home) const {
     Digest drawn_from;
-    drawn_from.add(rows_.workloads, rows_.num_rows);
-    return in_drawn_order(plan_grid(window), window.num_steps, window.home_step,
-                          static_cast<std::uint64_t>(drawn_from.value()));
+    if (rows_.steps > 1) drawn_from.add(rows_.workloads, rows_.num_rows);
+    return plan_rows(request(equal_size, near_home), groups_, static_cast<std::uint64_t>(drawn_from.value()));
   }
 
   // The sum over the steps of the largest time.
