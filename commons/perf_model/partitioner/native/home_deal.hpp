@@ -24,8 +24,7 @@ inline Indices start_at_home(const Problem& problem, Weight limit, const Home& h
   const Limits& limits = problem.limits;
   const Indices counts = count_per_part(home.parts, num_parts);
   Weights loads = problem.loads(home.parts);
-  std::vector<Indices> rows_of(num_parts);
-  for (std::size_t row = 0; row < weights.size(); ++row) rows_of[home.parts[row]].push_back(static_cast<Index>(row));
+  const std::vector<Indices> rows_of = rows_by_part(home.parts, num_parts);
   Indices quota(num_parts);
   Weight surplus = -static_cast<Weight>(weights.size());
   for (Index part = 0; part < num_parts; ++part) {

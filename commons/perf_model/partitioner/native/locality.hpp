@@ -216,57 +216,49 @@ inline Indices repair(const Problem& problem, Indices parts, Weight limit, const
 // With ranks of different speeds, names stay as they are.
 inline Indices relabel(const Indices& parts, const Indices& rows, const Indices& names, const Home& home) {
   if (!home.alike) return take(names, parts);
-  const Weight num_names = static_cast<Weight>(names.size());
+  const Index num_names = static_cast<Index>(names.size());
   const Index steps = home.steps;
   Index last = *std::max_element(names.begin(), names.end()) / steps;
   last = std::max(last, *std::max_element(home.parts.begin(), home.parts.end()));
   Indices slot((last + 1) * steps, kNone);
   for (std::size_t at = 0; at < names.size(); ++at) slot[names[at]] = static_cast<Index>(at);
 
-  struct Overlap {
-    Weight key;
-    Weight saving;
+  struct Saving {
+    Weight value;
+    Index part;
+    Index slot;
   };
-  std::vector<Overlap> overlaps;
-  overlaps.reserve(rows.size());
-  for (std::size_t at = 0; at < rows.size(); ++at) {
-    const Index home_slot = slot[home.parts[rows[at]] * steps + names[parts[at]] % steps];
-    if (home_slot != kNone) overlaps.push_back({parts[at] * num_names + home_slot, home.sizes[rows[at]]});
-  }
-  std::sort(overlaps.begin(), overlaps.end(), [](const Overlap& a, const Overlap& b) { return a.key < b.key; });
-  std::size_t size = 0;
-  for (const Overlap& overlap : overlaps) {
-    if (size > 0 && overlaps[size - 1].key == overlap.key) {
-      overlaps[size - 1].saving += overlap.saving;
-    } else {
-      overlaps[size++] = overlap;
+  std::vector<Saving> savings;
+  savings.reserve(rows.size());
+  const std::vector<Indices> rows_of = rows_by_part(parts, num_names);
+  const Index num_nodes = last / home.ranks_per_node + 1;
+  // A row that stays in its node saves the higher cost of leaving it.
+  const Weight saved_in_node = num_nodes > 1 ? kNodeCost - 1 : 0;
+  Weights at_slot(num_names, 0), at_node(num_nodes, 0);  // the sizes of a part, by the home of its rows
+  for (Index part = 0; part < num_names; ++part) {
+    Indices slots;
+    for (const Index at : rows_of[part]) {
+      const Index rank = home.parts[rows[at]], home_slot = slot[rank * steps + names[part] % steps];
+      at_node[rank / home.ranks_per_node] += home.sizes[rows[at]];
+      if (home_slot == kNone) continue;
+      at_slot[home_slot] += home.sizes[rows[at]];
+      slots.push_back(home_slot);
     }
-  }
-  overlaps.resize(size);
-
-  const Weight num_nodes = last / home.ranks_per_node + 1;
-  if (num_nodes > 1) {
-    // A row that stays in its node saves the higher cost of leaving it.
-    Weights node_sizes(num_names * num_nodes, 0);
-    for (std::size_t at = 0; at < rows.size(); ++at) {
-      node_sizes[parts[at] * num_nodes + home.parts[rows[at]] / home.ranks_per_node] += home.sizes[rows[at]];
+    std::sort(slots.begin(), slots.end());
+    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+    for (const Index at : slots) {
+      const Weight in_node = at_node[names[at] / steps / home.ranks_per_node];
+      savings.push_back({std::exchange(at_slot[at], 0) + saved_in_node * in_node, part, at});
     }
-    for (Overlap& overlap : overlaps) {
-      const Index name = names[overlap.key % num_names];
-      overlap.saving +=
-          (kNodeCost - 1) * node_sizes[overlap.key / num_names * num_nodes + name / steps / home.ranks_per_node];
-    }
+    for (const Index at : rows_of[part]) at_node[home.parts[rows[at]] / home.ranks_per_node] = 0;
   }
-  std::stable_sort(overlaps.begin(), overlaps.end(),
-                   [](const Overlap& a, const Overlap& b) { return a.saving > b.saving; });
+  std::stable_sort(savings.begin(), savings.end(), [](const Saving& a, const Saving& b) { return a.value > b.value; });
   Indices named(names.size(), kNone);
   std::vector<bool> taken(names.size(), false);
-  for (const Overlap& overlap : overlaps) {
-    const Weight part = overlap.key / num_names;
-    const Weight at = overlap.key % num_names;
-    if (named[part] != kNone || taken[at]) continue;
-    named[part] = names[at];
-    taken[at] = true;
+  for (const Saving& saving : savings) {
+    if (named[saving.part] != kNone || taken[saving.slot]) continue;
+    named[saving.part] = names[saving.slot];
+    taken[saving.slot] = true;
   }
   // The other partitions get the remaining names of their steps, of which there are equally many.
   std::vector<std::size_t> next(steps, 0);

@@ -97,6 +97,13 @@ inline Indices count_per_part(const Indices& parts, Index num_parts) {
   return counts;
 }
 
+// The rows of each partition, ascending.
+inline std::vector<Indices> rows_by_part(const Indices& parts, Index num_parts) {
+  std::vector<Indices> rows_of(num_parts);
+  for (std::size_t row = 0; row < parts.size(); ++row) rows_of[parts[row]].push_back(static_cast<Index>(row));
+  return rows_of;
+}
+
 // The bits of a number that is not negative.
 inline int bit_length(Weight value) {
   int bits = 0;

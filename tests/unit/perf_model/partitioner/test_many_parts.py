@@ -1,5 +1,7 @@
 """Plans near home for many partitions: what they keep."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import COSTS, draw
 from commons.perf_model.partitioner import partition, partition_grid
+from tests.helpers.jobs.programs import run_program
 from tests.unit.perf_model.partitioner.test_grid import check_window
 
 MANY = 512  # as in native/many_parts.hpp
@@ -97,3 +100,23 @@ def test_a_rank_with_all_rows_keeps_a_giant_and_some_of_the_others():
     assert plan.assignment[0] == 0
     # Beside the giant there is room for the slack, 100,000: 40,920 of the others' 140,920 must move.
     assert workloads[plan.assignment != home].sum() <= 41_000
+
+
+FROM_ONE_RANK = """
+import resource
+import numpy as np
+from commons.perf_model.partitioner import partition
+
+parts = 2**14
+work = np.random.default_rng(0).lognormal(5, 1.3, 2 * parts).astype(np.int64) ** 2
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
+plan = partition(work, parts, home=np.zeros(2 * parts, np.int64), ranks_per_node=1)
+print(plan.optimality_gap < 0.01, len(set(plan.assignment.tolist())) == parts)
+"""
+
+
+def test_memory_does_not_grow_with_partitions_times_nodes():
+    """A table of partitions × nodes had 2 GiB here, and took ten seconds."""
+    done = run_program(sys.executable, "-c", FROM_ONE_RANK)
+    assert done.stdout.split() == ["True", "True"], done.stderr
