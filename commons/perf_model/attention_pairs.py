@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+
 _WIDEST = 2**62  # no row is as long as this window
 _LARGEST_GROUP = 2**31  # no row has as many targets, and the pairs of such a group still fit into int64
 
@@ -34,7 +37,7 @@ def attention_pairs(
     tokens add C·(L − T) − S(C, w + 1).
 
     Args:
-        seqlen: tokens per row, targets included; an int or an integer array or tensor.
+        seqlen: tokens per row, targets included; an int or an array or tensor of any integer dtype.
         num_targets: targets per row, of the same kind.
         num_contextual: tokens at the front of a row that are exempt from the causal mask, of the same kind; 0 for a
             mask that treats contextual tokens as history.
@@ -43,8 +46,9 @@ def attention_pairs(
         max_attn_len: w, the largest distance of a key; None for no window.
 
     Returns:
-        Pairs per row, of the same kind.
+        Pairs per row, an int for an int, else int64.
     """
+    seqlen, num_targets, num_contextual = as_wide(seqlen), as_wide(num_targets), as_wide(num_contextual)
     target_group_size = min(target_group_size, _LARGEST_GROUP)
     if max_attn_len is not None:
         window = _least(seqlen, min(max_attn_len, _WIDEST))
@@ -92,6 +96,15 @@ def _capped_sum(count: Any, cap: Any) -> Any:
 def _least(one: Any, other: Any) -> Any:
     """The smaller of two integers, elementwise for arrays and tensors."""
     return one + (other - one) * (other < one)
+
+
+def as_wide(numbers: Any) -> Any:
+    """int64 for integers of an array or a tensor, whose products may overflow a narrower dtype; others unchanged."""
+    if isinstance(numbers, torch.Tensor):
+        return numbers if numbers.is_floating_point() else numbers.to(torch.int64)
+    if isinstance(numbers, (np.ndarray, np.integer)) and numbers.dtype.kind in "iu":
+        return numbers.astype(np.int64)
+    return numbers
 
 
 def is_zero(count: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from commons.checks import require_at_least, take_python_scalars
-from commons.perf_model.attention_pairs import attention_pairs, is_zero
+from commons.perf_model.attention_pairs import as_wide, attention_pairs, is_zero
 
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
 
@@ -77,7 +77,7 @@ class AttentionTask(ABC):
         """Forward operations of the whole stack; for ints, arrays or tensors, of rows or sums over rows.
 
         Args:
-            tokens: tokens that the model computes.
+            tokens: tokens that the model computes, of any integer or floating dtype.
             pairs: (query, key) pairs of the mask of a layer, see `tokens_and_pairs`.
         """
 
@@ -237,7 +237,7 @@ class HSTUAttentionTask(AttentionTask):
         """
         keys, values = self.num_heads * self.head_dim, self.num_heads * (self.value_dim or self.head_dim)
         projected = 2 * self.hidden_size * (2 * (keys + values) + (3 if self.concat_ux else 1) * values)
-        return self.num_layers * (projected * tokens + 2 * (keys + values) * pairs)
+        return self.num_layers * (projected * as_wide(tokens) + 2 * (keys + values) * as_wide(pairs))
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,8 @@ class SelfAttentionTask(AttentionTask):
         ffn = (6 if self.gated_ffn else 4) * ffn_size * self.num_active_experts
         router = 2 * self.num_experts if self.num_experts > 1 else 0
         per_token = self.hidden_size * (qkv + 2 * projected + ffn + router)
-        return self.num_layers * (per_token * tokens + 4 * projected * pairs) + vocabulary_head_flops(
+        tokens = as_wide(tokens)
+        return self.num_layers * (per_token * tokens + 4 * projected * as_wide(pairs)) + vocabulary_head_flops(
             tokens, hidden_size=self.hidden_size, vocab_size=self.vocab_size or 0
         )
 

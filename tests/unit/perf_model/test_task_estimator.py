@@ -59,6 +59,19 @@ def test_any_integer_dtype_gives_the_same_int64(dtype):
     assert all(isinstance(value, int) and value >= 0 for value in exact)
 
 
+@pytest.mark.parametrize("task", [HSTUAttentionTask(64, 4, 16, 8), SelfAttentionTask(64, 4, 16, 8)])
+@pytest.mark.parametrize(
+    "make", [lambda lengths: np.array(lengths, np.int32), lambda lengths: torch.tensor(lengths).int()]
+)
+def test_operations_of_a_window_do_not_overflow(task, make):
+    """As docs/cost_model.md computes them, from int32 lengths: they were negative or too small."""
+    lengths = [0, 70_000, 2**20]
+    exact = [task.forward_flops(length, attention_pairs(length, max_attn_len=4096)) for length in lengths]
+    found = task.forward_flops(make(lengths), attention_pairs(make(lengths), max_attn_len=4096))
+    assert found.dtype in (np.int64, torch.int64) and found.tolist() == exact
+    assert attention_pairs(make(lengths)).tolist() == [length * (length + 1) // 2 for length in lengths]
+
+
 def test_lengths_and_targets_of_any_two_kinds_match():
     """An array or a list with a tensor of targets was numpy's error about operand types."""
     task, counts = HSTUAttentionTask(64, 4, 16), ([9, 5], [2, 1])
