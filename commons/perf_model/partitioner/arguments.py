@@ -50,10 +50,9 @@ class CheckedArguments(PlanArguments):
     ) -> None:
         weights = as_int64_workloads(workloads)
         rows, k, num_steps = len(weights), as_count(k_partitions, parts_name, 1), as_count(steps, "steps", 1)
-        if num_steps > 1 and k * num_steps > MOST_CELLS:
+        if k * num_steps > MOST_CELLS:
             raise ValueError(
-                f"{parts_name} × steps is {k} × {num_steps}; there must be fewer than 2^31 cells: plan fewer steps at "
-                "once"
+                f"{parts_name} × steps is {k} × {num_steps}; there must be fewer than 2^31 cells: plan fewer at once"
             )
         if method not in METHODS:
             names = ", ".join(METHODS)

@@ -341,6 +341,10 @@ def test_no_rows_are_a_grid_too():
         ({"ranks": 0}, r"ranks is 0; it must be an integer of at least 1"),
         ({"steps": 0}, r"steps is 0; it must be an integer of at least 1"),
         ({"steps": 2**31}, r"ranks × steps is 2 × 2147483648; there must be fewer than 2\^31 cells"),
+        (
+            {"ranks": 2**64 + 2, "steps": 1},
+            r"ranks × steps is 18446744073709551618 × 1; there must be fewer than 2\^31",
+        ),
         ({"home_step": [0, 0, 0, 2]}, r"home_step\[3\] is 2; a home is a step in \[0, 2\)"),
         ({"home_step": [0, 0, 0]}, r"home_step has 3 entries, there are 4 rows"),
         ({"seed": -1}, r"seed is -1; it must be an integer of at least 0"),
