@@ -8,9 +8,10 @@
     core.py                   the native core, a plain C library: plans, packed rows, and the one call from gathered
                               messages to a plan and its exchange (../shuffle_plan.py)
     native/                   one C++ header per algorithm, with its source: problem, bounds, starts, differencing,
-                              swaps, refinement; locality, home_deal, many_parts, many_rows (near home); groups; grid,
-                              grid_bound, level_bound, drawn_order; padded; gathered_rows, row_table, shuffle (gates),
-                              routes, gathered_shuffle (one call)
+                              swaps, refinement; speeds, speed_bound, speed_plan; locality, home_deal, many_parts,
+                              many_rows (near home); plan, whole_plan; grid, grid_bound, level_bound, step_shares,
+                              drawn_order; groups; padded; gathered_rows, row_table, row_sums, shuffle (gates), routes,
+                              gathered_shuffle (one call)
     sources.py                a hash of the core's sources
 """
 
