@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch, length_only_kjt
-from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.loader.resumable import ResumableLoader, stated_by
 from commons.sequence_batch.fields import copy_batch
 from commons.splitmix import as_fraction, splitmix64
 
@@ -89,12 +89,12 @@ class NegativeSampling(Dataset[HSTUBatch]):
     @property
     def row_order(self) -> dict[str, Any]:
         """The data set's `row_order`; empty if it has none."""
-        return dict(getattr(self.dataset, "row_order", {}))
+        return stated_by(self.dataset, "row_order")
 
     @property
     def vocabulary_digests(self) -> dict[str, str]:
         """The data set's `vocabulary_digests`; empty if it has none."""
-        return dict(getattr(self.dataset, "vocabulary_digests", {}))
+        return stated_by(self.dataset, "vocabulary_digests")
 
     def length_only_batches(self) -> Iterator[HSTUBatch]:
         """The data set's `length_only_batches`, with the lengths of the negatives added.

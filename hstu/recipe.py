@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commons.datasets.hstu_batch import HSTUBatch, padded_kjt
+from commons.datasets.loader.resumable import stated_by
 from commons.datasets.random.distribution import random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.distributed.process_group import resolve_process_group
@@ -167,7 +168,7 @@ class HSTURecipe(Recipe):
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that determine the shapes and the meaning of the weights, and what the ids of the data mean."""
-        ids = getattr(self._training_data, "vocabulary_digests", {})
+        ids = stated_by(self._training_data, "vocabulary_digests")
         weights = weights_of(self.model_config)
         return {"task": self.config.task, "model": weights, "vocabulary_digests": ids, **super().fingerprint()}
 

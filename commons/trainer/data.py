@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from commons.checks import kind_of
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.loader.resumable import ResumableLoader
+from commons.datasets.loader.resumable import ResumableLoader, stated_by
 from commons.datasets.samplers.balanced import BalancedBatchSampler
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.datasets.samplers.epoch import Place
@@ -65,9 +65,9 @@ def require_equal_data(loader: DataLoader[Any], device: torch.device) -> None:
     Every host may have a copy of the data. With another copy, rows would be trained twice or not at all, and ids would
     stand for other values.
     """
-    data: Any = getattr(loader, "dataset", None)
     names = ("row_order", "vocabulary_digests")
-    first, *others = gather_values({name: getattr(data, name, {}) for name in names}, device)
+    stated = {name: stated_by(getattr(loader, "dataset", None), name) for name in names}
+    first, *others = gather_values(stated, device)
     for rank, other in enumerate(others, 1):
         for name in names:
             if other[name] != first[name]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from commons.checks import kind_of
+from commons.datasets.loader.resumable import stated_by
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, BatchOrderSampler, EpochSampler, Place
 from commons.datasets.samplers.planned import PlannedSampler
@@ -67,7 +68,7 @@ class Epochs:
         if self._args.balancing in ("sampler", "budget"):
             loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
         self.loader = loader
-        self._row_order: dict[str, Any] = getattr(getattr(loader, "dataset", None), "row_order", {})
+        self._row_order = stated_by(getattr(loader, "dataset", None), "row_order")
         self._source: DataLoader[Any] | SingleRankLoader = loader
         if self._args.single_rank_load:
             # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.

@@ -7,7 +7,7 @@ every tensor of the batch, which takes longer than assembling a small batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,13 @@ class ResumableLoader(DataLoader[Any]):
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a place to mean the same batches: of the sampler, and of the data set's rows."""
-        return {**self.sampler.identity(), **getattr(self.dataset, "row_order", {})}
+        return {**self.sampler.identity(), **stated_by(self.dataset, "row_order")}
+
+
+def stated_by(dataset: Any, name: str) -> dict[str, Any]:
+    """What a data set states about itself, such as `UserDataset.row_order`; empty if it has no mapping of this name."""
+    stated = getattr(dataset, name, None)
+    return dict(stated) if isinstance(stated, Mapping) else {}
 
 
 @dataclass(frozen=True)

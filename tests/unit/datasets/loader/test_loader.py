@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
@@ -117,6 +118,17 @@ def test_a_state_behind_an_error_is_behind_its_batch(workers, error):
         resumed = loader()
         resumed.load_state_dict(state)
         assert list(read_all(iter(resumed))) == whole[done:]
+
+
+def test_a_data_set_of_the_users_own_may_use_our_names():
+    """What it holds there is no description of its rows."""
+
+    class Shuffled(TensorDataset):
+        row_order = np.arange(6)[::-1]
+
+    sampler = BatchOrderSampler(6)
+    loader = ResumableLoader(Shuffled(torch.arange(6)), sampler)
+    assert loader.state_dict() == {"epoch": 0, "row": 0, "steps": 0, "sampler": sampler.identity()}
 
 
 def test_a_state_of_another_loader(generated, tmp_path):
