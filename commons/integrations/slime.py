@@ -38,7 +38,7 @@ def build_dp_schedule(
         total_lengths: tokens of each sample.
         global_batch_size: rollouts of a training step; as in slime, the last rollouts that fill no step are left out.
         rollout_indices: the rollout of each sample; the samples of a rollout are trained in one step.
-        sample_is_multimodal: which samples have images, where slime is set to pack these apart.
+        sample_is_multimodal: which samples have images; slime can be set to pack these apart.
 
     Returns:
         Four lists: the samples of each rank; the micro-batches of each rank, as positions in its samples; the number of
@@ -76,9 +76,10 @@ def _require_known(args: Any, sample_is_multimodal: list[bool] | None) -> None:
             f"global_batch_tokens is {args.global_batch_tokens}; evenrank makes steps of global_batch_size rollouts: "
             "leave it out, or keep slime's function"
         )
-    if args.use_dynamic_batch_size and any(sample_is_multimodal or ()):
+    packing = getattr(args, "multimodal_aware_packing", "off")
+    if args.use_dynamic_batch_size and packing != "off" and any(sample_is_multimodal or ()):
         raise ValueError(
-            f"multimodal_aware_packing is {args.multimodal_aware_packing!r}; evenrank packs samples with and without "
+            f"multimodal_aware_packing is {packing!r}; evenrank packs samples with and without "
             "images together: set it to 'off', or keep slime's function"
         )
 

@@ -159,6 +159,7 @@ def test_arguments_that_some_sources_of_slime_add():
     assert numbers(packing_safety_margin=0.66) == [2]
     with pytest.raises(ValueError, match="multimodal_aware_packing is 'separate'; evenrank packs .*: set it to 'off'"):
         numbers([False, True, False, False])
+    assert numbers([False, True, False, False], multimodal_aware_packing="off") == [1]
     with pytest.raises(ValueError, match="global_batch_tokens is 80; evenrank makes steps of global_batch_size"):
         numbers(global_batch_tokens=80)
 
