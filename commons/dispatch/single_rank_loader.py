@@ -127,7 +127,7 @@ class SingleRankLoader(Iterable[Any]):
         state is enough to resume on all ranks.
         """
         if self._resume is not None:  # the loader gets it with the next iteration
-            return self._resume
+            return dict(self._resume)
         state = getattr(self.loader, "state_dict", None) if self.is_source else None
         return {"batches": self._batches, "loader": None if state is None else state()}
 

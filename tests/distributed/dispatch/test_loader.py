@@ -130,6 +130,7 @@ def test_a_resumed_loader_goes_on_with_the_next_batch(make, everywhere):
         states = of_all([first.state_dict()])
         second.load_state_dict(states[dist.get_rank() if everywhere else 0])
         assert second.state_dict() == states[dist.get_rank() if everywhere else 0]  # also before its first batch
+        second.state_dict().clear()  # a copy: it is the caller's
         parts += [batch["id"].tolist() for _ in range(2) for batch in second]
     assert parts == whole and len(whole) == 6 * 2 and states[0]["batches"] == 4
     of_ranks = of_all([whole])
