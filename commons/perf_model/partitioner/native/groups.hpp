@@ -115,7 +115,8 @@ inline Plan plan_rows(Request request, const std::optional<RowGroups>& groups, s
   if (groups) request = groups->merged(std::move(request));
   Plan plan = steps > 1 ? plan_grid(request) : make_plan(request);
   if (groups) plan.assignment = groups->by_row(plan.assignment);
-  return steps > 1 ? in_drawn_order(std::move(plan), steps, home_step, seed) : plan;
+  if (steps > 1) plan = in_drawn_order(std::move(plan), steps, home_step, seed);
+  return plan;
 }
 
 }  // namespace evenrank
