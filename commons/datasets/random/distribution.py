@@ -191,7 +191,7 @@ def _draw_zipf(size: int, alpha: float, low: int, generator: torch.Generator | N
 
 
 def draw_device(generator: torch.Generator | None) -> torch.device:
-    """The device of drawn numbers: the generator's; without one the CPU, whatever torch's default device is."""
+    """The device where numbers are drawn: the generator's, or without one the CPU, not torch's default device."""
     return torch.device("cpu") if generator is None else generator.device
 
 

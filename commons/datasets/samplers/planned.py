@@ -196,7 +196,7 @@ class PlannedSampler(EpochSampler[list[int]]):
     def _own_steps(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
         """The own ranks' rows of each step, and the number of the step's rows; each step is planned once."""
         key = epoch, start
-        planned = self._kept.pop(key) if key in self._kept else self._plan_own(epoch, start)
+        planned = self._kept.pop(key, None) or self._plan_own(epoch, start)
         # The kept iterator is never advanced: the next call starts at the first step again.
         self._kept[key], steps = itertools.tee(planned)
         if len(self._kept) > _KEPT:
