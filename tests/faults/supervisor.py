@@ -105,6 +105,8 @@ class _Run:
         self._signals: list[tuple[float, int, int]] = []
         self._fault_at: float | None = None
         self._hung: set[int] = set()
+        # A killed process of any program may have left a file here, with a number that a rank has got since.
+        self._shared_before = _shared_memory()
 
     def start(self) -> None:
         store_pid = 0
@@ -177,7 +179,7 @@ class _Run:
                 problems.append(f"{rank.process.name} has left processes behind")
         problems += [f"{path.name} is left" for path in sorted((self._folder / "tmp").iterdir())]
         pids = [rank.process.pid for rank in self._ranks]
-        for path in _DEV_SHM.iterdir() if _DEV_SHM.exists() else ():
+        for path in _shared_memory() - self._shared_before:
             if any(re.search(rf"(?<!\d){pid}(?!\d)", path.name) for pid in pids):
                 problems.append(f"{path} is left")
         return Result(trial, problems, ends)
@@ -229,3 +231,8 @@ class _Run:
             signal_session(process.pid, signal.SIGKILL)
             process.kill()  # also where it has no session yet
             process.join(10)
+
+
+def _shared_memory() -> set[Path]:
+    """The files of shared memory of all processes."""
+    return set(_DEV_SHM.iterdir()) if _DEV_SHM.exists() else set()
