@@ -96,7 +96,14 @@ _KINDS = (
         f"{TOLD}AsynchronousError|{MISSING}",
         places=ON_MAIN,
     ),
-    _gone("the model raises", "model_error", "RuntimeError: the model is broken", places=(MODEL,), uses=ALL),
+    _gone(
+        "the model raises",
+        "model_error",
+        "RuntimeError: the model is broken",
+        f"{TOLD}RuntimeError: the model is broken|{MISSING}",  # the trainer posts the error before it ends
+        places=(MODEL,),
+        uses=ALL,
+    ),
     _told("the loader raises", "loader_error", LOADER, r"rank {rank}: OSError: shard 3 cannot be read", uses=_DATA),
     _gone("the loader blocks for longer than the timeout", "block", CAME_LATE, places=(LOADER,)),
     # A rank lacks memory.
