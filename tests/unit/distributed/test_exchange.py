@@ -12,7 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.shared.one_of_many_ranks import packed_rows, planned_exchange, words_of_rows
 from commons.distributed.exchange.payload import PayloadLayout
+from commons.distributed.exchange.verification import checksums
 from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.host_copies import host_copy
 from commons.sequence_batch.open_batch import row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
@@ -114,8 +116,40 @@ def test_only_moved_rows_are_sent():
     words = int(words_of_rows(plan.gathered, first.layout)[5])
     assert first.input_splits == [0, words] and first.bytes_sent == 4 * words
     assert second.moves and second.bytes_sent == 0 and len(first.pack([batches[0]])[1]) == words
+    for rank in range(2):  # each sends a block of the largest sender's size to the only other one
+        gathered = planned_exchange(plan.gathered, plan.destination, first.layout, rank, all_gather=True)
+        assert gathered.bytes_sent == 4 * words
     for still in exchanges_for(plan_for(batches, [0] * 6 + [1] * 6), batches):
         assert not still.moves and not still.changes and still.bytes_sent == 0
+
+
+# Of a batch of two rows and one of padding, whose keys have the values 0, 1 | 2 and 3 | 4, 5: a part, the places that
+# get the content of others, and which checksums (of values, weights, labels, whole rows) change.
+DAMAGES = {
+    "nothing": ("values", [0, 1], [0, 1], []),
+    "values of a key in a row": ("values", [0, 1], [1, 0], [0, 3]),
+    "values of the keys of a row": ("values", [0, 3], [3, 0], [0, 3]),
+    "values of two rows": ("values", [0, 2], [2, 0], [0, 3]),
+    "a lost weight": ("weights", [5], [0], [1, 3]),
+    "numbers of a dense row": ("labels", ([0, 0], [0, 1]), ([0, 0], [1, 0]), [2, 3]),
+    "dense rows": ("labels", [0, 1], [1, 0], [3]),
+    "padding": ("labels", [2], [0], []),
+}
+
+
+@pytest.mark.parametrize(("part", "to", "source", "changed"), DAMAGES.values(), ids=DAMAGES)
+def test_checksums_depend_on_all_contents_and_their_places_within_rows(part, to, source, changed):
+    values = torch.arange(6) + 10
+    features = KeyedJaggedTensor(["a", "b"], values, values / 7, lengths=torch.tensor([2, 1, 0, 1, 2, 0]))
+    batch = BaseBatch(features, 3, labels=torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]), actual_batch_size=2)
+    layout = PayloadLayout.of(BatchSchema.of(batch))
+    before = checksums([batch], layout)
+    reordered = [batch.index_select([1]), batch.index_select([0])]
+    assert torch.equal(checksums([batch.index_select([1, 0])], layout), before)
+    assert torch.equal(checksums(reordered, layout), before)
+    damaged = {"values": values, "weights": features.weights(), "labels": batch.labels}[part]
+    damaged[to] = damaged[source]
+    assert torch.nonzero(checksums([batch], layout) != before).flatten().tolist() == changed
 
 
 def test_a_batch_that_has_changed_since_the_start_is_refused():
