@@ -95,8 +95,27 @@ def check(results, sizes, window, options):
         if len(brought) == 1 and options.get("equal_size", True):  # else the batches as loaded may be the better plan
             trained = {result["sizes"][step][1] for result in results for step in range(first, first + len(mine[0]))}
             assert trained == brought
-    assert len(results[0]["windows"]) == -(-steps // window)
-    assert sum(each["steps"] for each in results[0]["windows"]) == steps
+    for result in results:
+        assert len(result["windows"]) == -(-steps // window)
+        for number, whole in enumerate(result["windows"]):
+            check_window(whole, result["stats"][number * window : (number + 1) * window])
+
+
+def check_window(whole, stats):
+    """The stats of a window are the sums over those of its steps."""
+
+    def total(name):
+        return sum(each[name] for each in stats)
+
+    assert whole["steps"] == len(stats) and whole["optimality_gap"] == stats[0]["optimality_gap"]
+    for name in ("num_rows", "bytes_sent", "gather_ms", "plan_ms", "exchange_ms", "wait_ms"):
+        assert whole[name] == pytest.approx(total(name)), name
+    assert whole["read_ms"] > 0 and whole["exchange_ms"] > 0
+    assert whole["token_fraction_moved"] * total("num_tokens") == pytest.approx(total("tokens_moved"))
+    mean = sum(sum(each["loads_before"]) for each in stats) / len(stats[0]["loads_before"])
+    for when in ("before", "after"):
+        largest = total(f"largest_load_{when}")
+        assert whole[f"imbalance_{when}"] == pytest.approx(largest / mean - 1 if mean else 0.0)
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -237,11 +256,6 @@ def test_bad_windows_are_refused_on_every_rank(window, kind, text):
             shuffler.get_workloads = lambda batch: torch.ones(2, dtype=torch.int64)
         source = [batch] if kind == "list" else iter([batch])
         assert text in error_of(lambda: next(windowed_iter(source, shuffler, own)))
-
-
-def test_what_is_no_shuffler_is_refused():
-    with pytest.raises(TypeError, match="shuffler is a str; it must be an object of a class that derives from"):
-        windowed_iter(iter([]), "hstu", 4)
 
 
 def test_stats_are_taken_once_per_batch_and_do_not_pile_up(monkeypatch):

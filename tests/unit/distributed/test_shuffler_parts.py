@@ -10,6 +10,7 @@ import json
 import threading
 import time
 import weakref
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -26,7 +27,7 @@ from commons.distributed.channel import groups
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
-from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage
+from commons.pipeline import TrainPipelineFactory, balanced, balanced_iter, shuffle_stage, windowed_iter
 from commons.pipeline.look_ahead import ShufflingBatch
 from tests.helpers.batches.easyrec import clicks, easyrec_batch
 from tests.helpers.batches.random_batches import random_batch, rows_as_values
@@ -41,8 +42,14 @@ from tests.helpers.batches.random_batches import random_batch, rows_as_values
         ({"slack": -0.1}, "slack is -0.1"),
         ({"slack": float("nan")}, "slack is nan"),
         ({"min_gain": 2}, "min_gain is 2"),
+        ({"min_gain": True}, "min_gain is True"),
         ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": 1.1e9}, "timeout is 1100000000.0; it is a number of seconds above 0 and at most 1e9"),
+        ({"verify": 1}, "verify is 1; it is True or False"),
+        ({"calibration": ""}, "calibration is ''; it names a file, or is None"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"ranks_per_node": True}, "ranks_per_node is True"),
+        ({"max_tokens_per_rank": 2**63}, r"it is a positive integer below 2\*\*63, or None"),
         ({"max_tokens_per_rank": 1.5}, "max_tokens_per_rank is 1.5"),
         ({"speeds": "fast"}, "speeds is 'fast'; it must be one of 'equal', 'observe', 'measured': choose one"),
         ({"speeds": "measured", "partitioner": "snake"}, "partitioner is 'snake', which makes equal loads"),
@@ -58,14 +65,17 @@ def test_options_are_validated_when_made(changes, message):
 OPTIONS = ShufflerOptions()
 
 
-def test_options_may_be_numpys():
+def test_options_may_be_numpys_and_paths():
     """The message was that np.float32(0.5) must be in [0, 1]."""
     numbers = {"slack": np.float32(0.5), "min_gain": np.float16(0.25), "timeout": np.int64(9), "verify": np.bool_(True)}
-    options = ShufflerOptions(**numbers, ranks_per_node=np.int64(8), max_tokens_per_rank=np.uint32(9))
-    assert options == ShufflerOptions(
-        "balance", slack=0.5, ranks_per_node=8, max_tokens_per_rank=9, min_gain=0.25, timeout=9, verify=True
-    )
+    numbers |= {"ranks_per_node": np.int64(8), "max_tokens_per_rank": np.uint32(9), "calibration": Path("c.toml")}
+    options = ShufflerOptions(**numbers)
+    expected = {"slack": 0.5, "min_gain": 0.25, "timeout": 9, "verify": True}
+    expected |= {"ranks_per_node": 8, "max_tokens_per_rank": 9, "calibration": "c.toml"}
+    assert options == ShufflerOptions("balance", **expected)
     json.dumps(dataclasses.asdict(options))  # ranks compare them as JSON
+    with contextlib.closing(IdentityBalancedBatchShuffler(options)) as identity:
+        assert identity.options == dataclasses.replace(options, mode="off")
 
 
 def test_the_registry():
@@ -167,10 +177,8 @@ class WithoutSuper(TokensBalancedBatchShuffler):
             r"WithoutSuper has no engine; the constructor of .*: call super\(\).__init__\(options, pg_group\) in",
         ),
         (lambda: balanced_iter(iter([]), WithoutSuper), r"shuffler is the class WithoutSuper; .*: pass WithoutSuper\("),
-        (
-            lambda: shuffle_stage(3, None),
-            r"shuffler is an int; it must .*: such as TokensBalancedBatchShuffler\(",
-        ),
+        (lambda: shuffle_stage(3, None), r"shuffler is an int; it must .*: such as TokensBalancedBatchShuffler\("),
+        (lambda: windowed_iter(iter([]), "hstu", 4), "shuffler is a str; it must be an object of a class that derives"),
         (lambda: BatchShufflerFactory.create_from_config("tokens"), "the shuffler config is a str; it is a dictionary"),
         (lambda: TrainPipelineFactory.register("mine", 3), "pipeline 'mine' is 3, which cannot be called; .* give a"),
         (
