@@ -39,11 +39,17 @@ def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     with pytest.raises(StoreUnavailableError, match="does not answer; rank 0 hosts it and has stopped"):
         call_store(lambda each: go_on.wait(), seconds=0.1)  # would never come back
     assert not wait.has_failed_elsewhere()  # unknown
+    places, waited, _, silent, cause = json.loads(wait.record(["exchange", "gather"], "timed out"))
+    assert (places, cause) == (["gather", "exchange"], "timed out") and waited >= silent >= 0.2
     go_on.set()
     store.set("key", "")
     assert call_store(lambda each: each.check(["key"]), seconds=30)
     # The first look was on its way before the key was set.
     assert _fails(wait)
+    wait._seen -= 5.0  # as if the process had been stopped since
+    assert wait.has_failed_elsewhere()
+    *_, still, _, cause = json.loads(wait.record([], "timed out"))
+    assert still >= 4.0 and cause == ""  # it failed because another rank had given up
 
 
 def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
@@ -127,12 +133,47 @@ def test_an_error_without_text_is_described_by_its_line():
     assert text.startswith("test_store.py, line ") and text.endswith(", in fail")
 
 
-def test_a_rank_that_failed_because_the_others_gave_up_is_late():
-    place = "gather of step 3"
-    failed, gave_up, followed = (
-        [[place], waited, 0.0, 0.0, cause] for waited, cause in ((0.1, "closed by peer"), (3.1, "timed out"), (3.0, ""))
-    )
-    late = f"rank 0 reached the {place} only after the others gave up"
-    assert absence._late({0: failed, 1: gave_up, 2: followed}, place, False) == ([late], None)
-    quoted = f"rank 0 failed in the {place}: closed by peer"
-    assert absence._late({0: failed, 1: followed, 2: followed}, place, False) == ([], quoted)
+GATHER, EXCHANGE, NEXT = "gather of step 3", "exchange of step 2", "gather of step 4"
+
+
+def of_rank(waited, still=0.0, cause="", places=(GATHER,)):
+    return [list(places), waited, still, 0.0, cause]
+
+
+RECORDS = {
+    "failed because the others gave up": (
+        [of_rank(0.1, cause="closed by peer"), of_rank(3.1, cause="timed out"), of_rank(3.0)],
+        [f"rank 0 reached the {GATHER} only after the others gave up"],
+    ),
+    "failed by itself": (
+        [of_rank(0.1, cause="closed by peer"), of_rank(3.1), of_rank(3.0)],
+        f"rank 0 failed in the {GATHER}: closed by peer",
+    ),
+    "late: under half as long as the longest, and two seconds": (
+        [of_rank(2.9), of_rank(1.4), of_rank(1.5)],
+        [f"rank 1 reached the {GATHER} only after the others gave up"],
+    ),
+    "not late: two seconds": ([of_rank(8.0), of_rank(2.0)], []),
+    "stalled: a second and a half": (
+        [of_rank(3.0), of_rank(3.0, still=1.5), of_rank(3.0, still=1.4)],
+        [f"rank 1 stalled for 2 s in the {GATHER}, until the others gave up"],
+    ),
+    "stalled: a quarter of the longest": (
+        [of_rank(16.0), of_rank(16.0, still=4.0), of_rank(16.0, still=3.9)],
+        [f"rank 1 stalled for 4 s in the {GATHER}, until the others gave up"],
+    ),
+    "stalled, came late and failed": (
+        [of_rank(3.0), of_rank(0.1, still=5.0, cause="closed by peer")],
+        [f"rank 1 stalled for 5 s in the {GATHER}, until the others gave up"],
+    ),
+    "in other collectives": (
+        [of_rank(3.0), of_rank(3.0, places=(EXCHANGE, GATHER)), of_rank(3.0, places=(EXCHANGE, NEXT))],
+        [f"rank 2 waited in the {EXCHANGE} and the {NEXT}, not in the {GATHER}"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("records", "said"), RECORDS.values(), ids=RECORDS)
+def test_of_ranks_that_all_have_a_record_those_at_fault_are_named(records, said):
+    expected = ([], said) if isinstance(said, str) else (said, None)
+    assert absence._late(dict(enumerate(records)), GATHER, False) == expected
