@@ -135,20 +135,13 @@ def test_it_forgets_with_the_labels_or_the_rows():
     assert not any("global" in name for name in vars(batch))
 
 
-@on_ranks
-def test_a_batch_knows_the_lengths_of_all_ranks():
-    with closing(SquareShuffler()) as shuffler:
-        batch = shuffler.shuffle(_square_batch("jagged", 1, *UNEVEN[dist.get_rank()]))
-    own = batch.host_lengths("item")[0][: batch.actual_batch_size].tolist()
-    assert [lengths.tolist() for lengths in batch.global_lengths("item")] == of_all([own])
-
-
 @pytest.mark.parametrize("window", [1, 3])
 @on_ranks
 def test_steps_of_a_window_know_their_own(window):
     """On their way to a device, what an all-reduce says."""
     cached = _square_batch("jagged", 7, 6, 6)  # a data set may hand out one batch again and again
-    source = itertools.chain((_square_batch("jagged", seed, 6, 6) for seed in range(5)), [cached] * 4)
+    uneven = (_square_batch("jagged", seed, *UNEVEN[dist.get_rank()]) for seed in range(5))
+    source = itertools.chain(uneven, [cached] * 4)
     known = []
     with closing(SquareShuffler()) as shuffler:
         for batch in windowed_iter(source, shuffler, window):
@@ -156,6 +149,10 @@ def test_steps_of_a_window_know_their_own(window):
             dist.all_reduce(asked)
             known.append(batch.to(META).global_loss_terms())
             assert known[-1] in (None, int(asked))
+            own = batch.host_lengths("item")[0][: batch.actual_batch_size].tolist()
+            lengths = batch.global_lengths("item")
+            assert lengths is None or [each.tolist() for each in lengths] == of_all([own])
+            assert (lengths is None) == (known[-1] is None)
     assert cached.global_loss_terms() is None
     assert len(known) == 9 and sum(each is not None for each in known) >= 5
 
