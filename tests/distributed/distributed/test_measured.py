@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.engine import engine
 from commons.distributed.gather import local_rows
 from commons.distributed.gather.peers import Peers
@@ -32,9 +31,8 @@ from tests.helpers.ranks.on_ranks import of_all, on, on_ranks, on_two_ranks
 class UnawareShuffler(MeasuredShuffler):
     """Never asks for the calibration."""
 
-    def __init__(self, options=None, pg_group=None):
-        BaseTaskBalancedBatchShuffler.__init__(self, options, pg_group)
-        self.cost = self.task
+    def calibrated(self, task):
+        return task
 
 
 @pytest.fixture
@@ -142,18 +140,10 @@ def _each_alone():
         yield alone
 
 
-class _MeasuredAlone(MeasuredShuffler):
-    """In a given group."""
-
-    def __init__(self, options, pg_group):
-        BaseTaskBalancedBatchShuffler.__init__(self, options, pg_group)
-        self.cost = self.calibrated(self.task)
-
-
 @on_two_ranks
 def test_peers_without_rows_say_that_a_calibration_is_missing(calibration):
     options = ShufflerOptions(calibration=calibration + ".gone" if dist.get_rank() == 1 else calibration)
-    with _each_alone() as group, closing(_MeasuredAlone(options, group)) as shuffler:
+    with _each_alone() as group, closing(MeasuredShuffler(options, group)) as shuffler:
         text = error_of(next, windowed_iter(iter([]), shuffler, 2, group))
     assert text.startswith("ValueError: rank 1: calibration") and "does not exist" in text
 
@@ -162,7 +152,7 @@ def test_peers_without_rows_say_that_a_calibration_is_missing(calibration):
 def test_peers_with_a_calibration_alone_wait_for_one_another_once(calibration):
     settles = mock.patch.object(Peers, "settle", autospec=True, side_effect=Peers.settle)
     options = ShufflerOptions(calibration=calibration)
-    with settles as settle, _each_alone() as group, closing(_MeasuredAlone(options, group)) as shuffler:
+    with settles as settle, _each_alone() as group, closing(MeasuredShuffler(options, group)) as shuffler:
         for _ in range(11):
             shuffler.shuffle(my_batch())
     assert [call.args[1] for call in settle.call_args_list] == [0]
@@ -295,7 +285,9 @@ def test_a_time_is_of_the_group_of_its_shuffle():
         shuffler.shuffle(rich_batch(0, [2] * 4), own)
         shuffler.report_step_time(1.0, shuffler.last_stats, own)
         said = error_of(shuffler.report_step_time, 1.0, shuffler.last_stats)
+        no_number = error_of(shuffler.report_step_time, "1.0", shuffler.last_stats, own)
     assert said.startswith("ValueError: the stats have the loads of 1 ranks, and pg_group has 2 ranks; ")
+    assert no_number.startswith("ValueError: milliseconds is '1.0'; a step takes a positive number of them")
 
 
 @pytest.mark.slow

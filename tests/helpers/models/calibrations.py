@@ -25,8 +25,8 @@ class MeasuredShuffler(BaseTaskBalancedBatchShuffler):
 
     task = HSTUAttentionTask(8, 2, 4, 2)
 
-    def __init__(self, options=None):
-        super().__init__(options)
+    def __init__(self, options=None, pg_group=None):
+        super().__init__(options, pg_group)
         self.cost = self.calibrated(self.task)
 
     def get_workloads(self, batch):
