@@ -104,16 +104,22 @@ def _abort_in(name, folder):
         assert again.last_stats.moved
 
 
-def test_abort_before_the_first_shuffle_after_close_and_again():
-    for calls in (("abort",), ("abort", "abort"), ("close", "abort"), ("abort", "close")):
-        shuffler = CubicShuffler()
-        for call in calls:
-            getattr(shuffler, call)()
-        with pytest.raises(ShufflerAbortedError, match="cannot be used again: make a new one"):
-            shuffler.start_shuffle(models.make_batch([1], 1))
-
-
 CLOSED = "^the shuffler is closed; it cannot start or finish a shuffle any more: make a new one$"
+ABORTED = "^the shuffler of rank 0 was aborted; .* it cannot be used again: make a new one when "
+
+
+@pytest.mark.parametrize(
+    "calls", [("close",), ("abort",), ("abort", "abort"), ("close", "abort"), ("abort", "close")], ids=str
+)
+def test_nothing_begins_after_close_or_abort(calls):
+    """Before the first shuffle, after the other call, and again; groups for a window would never return to the pool."""
+    shuffler = CubicShuffler()
+    for call in calls:
+        getattr(shuffler, call)()
+    error, text = (ShufflerAbortedError, ABORTED) if "abort" in calls else (RuntimeError, CLOSED)
+    for begin in (shuffler.start_shuffle, lambda batch: windowed_iter(iter([batch]), shuffler, 3)):
+        with pytest.raises(error, match=text):
+            begin(models.make_batch([1], 1))
 
 
 def test_a_shuffle_that_a_loading_thread_starts_during_close_does_not_run():
@@ -137,15 +143,6 @@ def test_a_shuffle_cannot_be_finished_after_close():
     shuffler.close()
     with pytest.raises(RuntimeError, match=CLOSED):
         shuffler.finish_shuffle(batch, handle)
-
-
-def test_no_window_begins_after_close_or_abort():
-    """Its process groups would be made, and never be returned to the pool."""
-    for call, error, text in (("close", RuntimeError, CLOSED), ("abort", ShufflerAbortedError, "was aborted")):
-        shuffler = CubicShuffler()
-        getattr(shuffler, call)()
-        with pytest.raises(error, match=text):
-            windowed_iter(iter([]), shuffler, 3)
 
 
 def test_a_wait_without_process_groups_is_aborted_too():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,8 +24,6 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
 from tests.helpers.ranks.faults import error_of, limit_waits, meet
 from tests.helpers.ranks.on_ranks import on
-
-ROOT = Path(__file__).parents[3]
 
 
 def _late_on_rank_1(batches):
@@ -78,29 +75,6 @@ def test_an_error_of_a_window_is_raised_once_by_the_pipeline_behind_it(ranks):
 def test_a_pipeline_does_not_wait_again_for_a_rank_that_a_window_misses():
     (text,), _ = _behind_a_pipeline(missing=True)
     assert dist.get_rank() == 1 or "rank 1 did not take part in the gather of step 1" in text
-
-
-PROGRAM = """
-import itertools
-import torch
-from commons.pipeline import windowed_iter
-from tests.helpers.models.torchrec_model import make_batch
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
-
-def source():
-    for row in itertools.count(1):
-        torch.rand(500, 500) @ torch.rand(500, 500)
-        yield make_batch([row], 1)
-
-next(windowed_iter(source(), CubicShuffler(), 30))
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_while_a_window_is_read_ends_well():
-    for _ in range(3):  # a thread that came back from C++ when the interpreter had gone would abort it
-        done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("call", ["close", "drain", "reset"])

@@ -45,19 +45,13 @@ def write_module(folder, name, registered=None):
     (folder / f"{name}.py").write_text(MODULE.format(decorator=decorator))
 
 
-def test_import_registers_a_shuffler_of_the_working_directory(here):
-    write_module(here, "our_shuffler", "ours")
-    config = load_config(TrainConfig, [*FLAGS, "--shuffler-type", "ours", "--import", "our_shuffler"])
-    assert (config.shuffler_type, config.imports) == ("ours", ("our_shuffler",))
-    assert BatchShufflerFactory.list_available()["ours"].__module__ == "our_shuffler"
-
-
 def test_a_file_may_name_what_a_flag_imports(here):
     for number, import_flag in enumerate(("--import our_module1 json", "--import=our_module2")):
         write_module(here, f"our_module{number + 1}", f"ours{number}")
         (here / "run.json").write_text(json.dumps(RUN | {"shuffler_type": f"ours{number}"}))
         config = load_config(TrainConfig, ["--config", "run.json", *import_flag.split(), "--trainer.seed", "3"])
         assert config.shuffler_type == f"ours{number}" and f"our_module{number + 1}" in config.imports
+        assert BatchShufflerFactory.list_available()[f"ours{number}"].__module__ == f"our_module{number + 1}"
     write_module(here, "our_module3", "ours3")
     (here / "run.json").write_text(json.dumps(RUN | {"shuffler_type": "ours3", "imports": ["our_module3"]}))
     assert load_config_file(TrainConfig, "run.json").imports == ("our_module3",)
