@@ -265,17 +265,22 @@ def test_a_slow_rank_gets_less_and_all_of_it_again():
 
 @on_two_ranks
 def test_windows_find_speeds_by_their_own_reports_and_plan_with_them():
-    rows, loads = 0, []
+    rows, taken = 0, []
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
         batches = windowed_iter((rich_batch(step, [8] * 4, max_length=20) for step in range(180)), shuffler, 2)
         for batch in batches:
             rows += batch.actual_batch_size
             stats = batches.take_stats()
-            loads.append(stats.loads_after)
+            taken.append(stats)
             report(shuffler, stats, 1.5)
-    assert sum(of_all([rows])) == 180 * 16 and stats.speeds == (1024, 683)
-    for steps, share in ((np.array(loads[:40]), 0.5), (np.array(loads[-40:]), 0.4)):
+    assert sum(of_all([rows])) == 180 * 16 and stats.speeds == (1024, 683) and batches.speeds == [1024, 683]
+    loads = np.array([each.loads_after for each in taken])
+    for steps, share in ((loads[:40], 0.5), (loads[-40:], 0.4)):
         assert steps[:, SLOW].sum() / steps.sum() == pytest.approx(share, rel=0.03)
+    # An imbalance is that of times: the largest of each step, and the mean if every rank ended together.
+    largest = np.ceil(loads[-2:] * [1, 1024 / 683]).max(axis=1).sum()
+    mean = loads[-2:].sum() / (1 + 683 / 1024)
+    assert batches.last_window.imbalance_after == pytest.approx(largest / mean - 1)
 
 
 @on_two_ranks

@@ -56,6 +56,7 @@ def test_what_moves_nothing(kind, options):
     if not is_off:
         assert not stats.moved and stats.bytes_sent == 0 and stats.gated == (shuffler.options.min_gain > 0)
         assert stats.gated or stats.imbalance_after < stats.imbalance_before
+        assert stats.largest_load_trained == max(stats.loads_before) == stats.largest_load_before
 
 
 @on_ranks

@@ -31,6 +31,7 @@ def test_stats_of_a_plan():
     assert (stats.largest_load_before, stats.largest_load_after, stats.lower_bound) == (44, 41, 41)
     assert stats.predicted_saving == pytest.approx(3 / 44) and stats.predicted_saving_ms == pytest.approx(3 / 8)
     assert stats.hidden_fraction == pytest.approx(0.75)
+    assert stats.carried_out(wait_ms=5.0, exchange_ms=2.0).hidden_fraction == 0.0  # it waited for longer than both take
     crossing = plan.destination // 2 != plan.gathered.home // 2
     assert stats.rows_moved_across_nodes == crossing.sum() > 0
     assert stats.tokens_moved_across_nodes == plan.gathered.tokens[crossing].sum()
