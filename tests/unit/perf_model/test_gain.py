@@ -48,7 +48,26 @@ def test_stats_of_a_window_add_up_to_those_of_its_plan():
     assert [each.step for each in stats] == [3, 4] and [each.largest_load_before for each in stats] == [42, 42]
     assert sorted(each.largest_load_after for each in stats) == [4, 42]
     assert [each.imbalance_before for each in stats] == [pytest.approx(42 / 23 - 1)] * 2
-    assert sum(each.lower_bound for each in stats) == 46 and sum(each.gather_ms for each in stats) == 4.0
+    for name, of_plan in (("lower_bound", 46), ("gather_ms", 4.0), ("plan_ms", 2.0), ("bytes_sent", 10)):
+        assert sum(getattr(each, name) for each in stats) == of_plan
+    for each in stats:
+        assert not each.moved and each.optimality_gap == 0.0 and each.predicted_saving == pytest.approx((84 - 46) / 84)
+
+
+def test_what_moves_in_a_window_is_counted_by_step():
+    (gathered,) = rows_of([40, 40], [2, 2], [2, 2], [2, 2]).windows(2)
+    lookups = np.array([[80, 4, 42, 4], [4, 4, 42, 4]])
+    plan = plan_shuffle(gathered)
+    stats = stats_of_plan(plan, 3, gather_ms=0.0, plan_ms=0.0, bytes_sent=0, units_per_ms=2, lookups=lookups)
+    heavy, light = sorted(stats, key=lambda each: -each.num_tokens)
+    assert heavy.moved and light.moved and heavy.tokens_moved >= 40 > light.tokens_moved
+    for each in stats:
+        assert each.token_fraction_moved == each.tokens_moved / each.num_tokens
+        assert each.predicted_saving_ms == (80 + 4 - 42 - 4) / 2 / 2
+    assert [each.lookups_before for each in stats] == [(80, 4), (4, 4)]
+    assert [each.lookups_after for each in stats] == [(42, 42), (4, 4)]
+    assert [each.lookup_imbalance_before for each in stats] == pytest.approx([80 / 42 - 1, 0.0])
+    assert [each.lookup_imbalance_after for each in stats] == [0.0, 0.0]
 
 
 def test_a_gate_leaves_the_load_where_it_is():
