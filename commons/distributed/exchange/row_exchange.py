@@ -89,8 +89,6 @@ class RowExchange:
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank sends: its moved rows; in an all-gather, its block to every other rank."""
-        if not self.moves:
-            return 0
         return WORD_BYTES * (self.block_words * (len(self.input_splits) - 1) or self.sent_words)
 
     @property

@@ -65,8 +65,8 @@ def _windows(seed, sizes, window, options):
         "padding": [rows_as_values(batch, padding=True)[batch.actual_batch_size :] for batch in seen],
         "sizes": [(batch.batch_size, batch.actual_batch_size) for batch in seen],
         "loads": loads,
-        "stats": [None if each is None else dataclasses.asdict(each) for each in stats],
-        "windows": [dataclasses.asdict(each) for each in whole if each is not None],
+        "stats": [None if each is None else each.to_dict() for each in stats],
+        "windows": [each.to_dict() for each in whole if each is not None],
     }
 
 

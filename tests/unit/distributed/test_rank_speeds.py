@@ -73,12 +73,12 @@ def test_an_episode_ends_and_another_one_is_named_again(caplog):
 
 def test_who_has_not_said_is_not_known(caplog):
     caplog.set_level(logging.WARNING)
-    speeds = equal(3)
-    assert look(speeds, 0, [0, 0, 0], [0, 0, 0]) == (None, None, None)
-    assert look(speeds, 1, [1_000_000, 0, 4_000_000], [10, 0, 20]) == (10.0, None, 5.0)
+    speeds = equal(4)
+    assert look(speeds, 0, [0, 0, 0, 0], [0, 0, 0, 0]) == (None,) * 4
+    assert look(speeds, 1, [1_000_000, 0, 4_000_000, 1_000], [10, 0, 20, 0]) == (10.0, None, 5.0, None)
     for step in range(2, 60):  # the second rank never says; the third did for a few steps
         known = int(step < 12)
-        look(speeds, step, [1_000_000, 0, 9_000_000 * known], [10, 0, 10 * known])
+        look(speeds, step, [1_000_000, 0, 9_000_000 * known, 1_000_000], [10, 0, 10 * known, 10])
     assert not caplog.records
 
 
@@ -158,4 +158,7 @@ def test_a_pipeline_that_reports_no_time_is_warned_of_once(caplog, option):
     assert f"speeds is {option!r} and no rank has reported a time in 50 steps" in record.getMessage()
     assert "shuffler.report_step_time(milliseconds, pipeline.last_stats)" in record.getMessage()
     Group(2, "equal").run(60, reports=False)
+    reported = Group(2, option)
+    reported.run(5)
+    reported.run(60, reports=False)  # as in an evaluation
     assert len(caplog.records) == 1
