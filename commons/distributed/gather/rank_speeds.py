@@ -58,7 +58,7 @@ class StepTimes:
         self.speeds = list(speeds)
 
     def add(self, milliseconds: float, load: int) -> None:
-        """Add a step; a time that is not positive or above an hour is ignored, with one warning."""
+        """Add a step; a time that is not positive, or not below an hour, is ignored, with one warning."""
         if 0 < milliseconds < _HOUR_MS:
             with self._lock:
                 self._reports.append((milliseconds, load))

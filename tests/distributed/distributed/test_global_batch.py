@@ -102,6 +102,9 @@ def test_it_forgets_with_the_labels_or_the_rows():
     brought = _square_batch("jagged", 1, 8, 8)
     with closing(SquareShuffler()) as shuffler:
         batch = shuffler.shuffle(brought)
+    with closing(SquareShuffler()) as shuffler:
+        labelled = shuffler.shuffle(_square_batch("none", 1, 8, 8))
+    labelled.labels = brought.labels
     relabelled = batch.to(META)
     relabelled.labels = None
     other = batch.to(META)
@@ -116,6 +119,7 @@ def test_it_forgets_with_the_labels_or_the_rows():
         "itself": batch,
         "brought": brought,
         "replaced": dataclasses.replace(batch, labels=brought.labels),
+        "labelled": labelled,
         "relabelled": relabelled,
         "relabelled and copied": relabelled.to(META),
         "other labels, copied": other.to(META),

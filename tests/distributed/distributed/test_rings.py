@@ -67,7 +67,7 @@ def _heard(*sizes):
     """What a rank hears in collectives of every kind."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with rings_of(*sizes):
-        channel = ControlChannel(dist.group.WORLD, 30.0, moves_rows=False)
+        channel = ControlChannel(dist.group.WORLD, np.float32(30.0), moves_rows=False)
         heard = [
             channel.gather(np.arange(4)[::2] * 2**60 - rank, 0),
             channel.agree("call", {"same": 1}, None, [rank, rank**2], 1),
