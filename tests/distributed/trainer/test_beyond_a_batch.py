@@ -52,11 +52,7 @@ BUDGET = {
 }
 DEALT = {"single_rank_load": True, "balance_batch": True}
 RESUMED = [STAGE, SAMPLER, BUDGET, DEALT]
-_STAGE_BEFORE_A_COMMIT = [
-    pytest.param(STAGE, id="stage"),
-    pytest.param(SAMPLER, id="sampler", marks=pytest.mark.slow),
-    pytest.param(BUDGET, id="budget", marks=pytest.mark.slow),
-]
+MEASURED = {**STAGE, "shuffler": ShufflerOptions(speeds="measured")}
 
 
 def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", dropout=0.2, **changes):
@@ -65,7 +61,14 @@ def train(data, run_dir, *, dataset=None, batch_size=4, task="ranking", dropout=
     model = {"num_negatives": 3} if task == "retrieval" else {"dropout": dropout}
     args = TrainerArgs(batch_size, 4, run_dir=run_dir, eval_metrics=("HR@10",), **trainer)
     recipe = Noted(movielens_config(data, args, dataset=dataset, task=task, **model), CPU)
-    with mock.patch.object(TrainLog, "print_line") as say:
+
+    def begin_with_unequal_speeds(num_ranks, speeds):  # where speeds are measured
+        return SpeedControl(num_ranks, speeds or [1024, 600])
+
+    with (
+        mock.patch.object(TrainLog, "print_line") as say,
+        mock.patch.object(rank_speeds, "SpeedControl", begin_with_unequal_speeds),
+    ):
         steps = run_training(recipe).steps
     return steps, recipe.users, recipe.rates, [call.args[0] for call in say.call_args_list]
 
@@ -75,7 +78,7 @@ def users_of(ranks, steps=slice(None)):
     return Counter(user for _, batches, *_ in ranks for batch in batches[steps] for user in batch)
 
 
-@pytest.mark.parametrize("way", [*_STAGE_BEFORE_A_COMMIT[:2], pytest.param(BUDGET, id="budget")])
+@pytest.mark.parametrize("way", [STAGE, SAMPLER | {"task": "retrieval"}, BUDGET], ids=["stage", "sampler", "budget"])
 def test_every_user_is_trained_once_per_epoch(ranks, data, tmp_path, way):
     result = ranks.run(train, data, str(tmp_path / "run"), eval_interval=4, **way)
     users = users_of(result)
@@ -132,14 +135,21 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
     assert parts == whole  # of the rows as they were loaded, or dealt in turn
 
 
-@pytest.mark.parametrize("way", _STAGE_BEFORE_A_COMMIT)
+SMALLER = {"batch_size": 3}
+
+
 @pytest.mark.parametrize(
-    "num_ranks, changes",
-    [pytest.param(4, {}, marks=pytest.mark.slow), (2, {"batch_size": 3})],
-    ids=["more ranks", "smaller batches"],
+    ("way", "num_ranks", "changes"),
+    before_a_commit(
+        [(STAGE, 2, SMALLER), (MEASURED, 2, {})],
+        [(STAGE, 4, {}), (SAMPLER, 2, SMALLER), (SAMPLER, 4, {}), (BUDGET, 2, SMALLER), (BUDGET, 4, {})],
+    ),
 )
 def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ranks, changes):
-    """An unfinished window is read again; a budget's steps are prefixes of the order, so nothing comes twice."""
+    """An unfinished window is read again: other ranks, other batches or speeds measured anew would plan it otherwise.
+
+    A budget's steps are prefixes of the order, so nothing comes twice.
+    """
     saving = {"ckpt_save_interval": 100, "ckpt_save_dir": str(tmp_path / "checkpoints"), **way}
     first = rank_pools[2].run(train, data, str(tmp_path / "run"), max_train_iters=5, **saving)
     trained, again = users_of(first), Counter()
@@ -153,29 +163,6 @@ def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ran
     assert trained - again + rest == Counter(dict.fromkeys(rest | trained, 1)) and len(rest | trained) == ROWS
     line = "saved 2 steps into a window .*: the window is read again, and 16 rows are trained a second time"
     assert bool(re.search(line, " ".join(result[0][3]))) == bool(again)
-
-
-def train_on_ranks_of_unequal_speeds(*args, **changes):
-    def begin(num_ranks, speeds):
-        return SpeedControl(num_ranks, speeds or [1024, 600])
-
-    with mock.patch.object(rank_speeds, "SpeedControl", begin):
-        return train(*args, **changes)
-
-
-def test_a_window_of_measured_speeds_is_read_again(two_ranks, data, tmp_path):
-    """A resumed run cannot repeat a plan that used the speeds of its time, so its steps would have other rows."""
-    folder = str(tmp_path / "checkpoints")
-    saving = {"ckpt_save_interval": 100, "ckpt_save_dir": folder, "ckpt_load_dir": folder, **STAGE}
-    saving["shuffler"] = ShufflerOptions(speeds="measured")
-    first, rest = (
-        two_ranks.run(train_on_ranks_of_unequal_speeds, data, str(tmp_path / "run"), max_train_iters=stop, **saving)
-        for stop in (5, None)
-    )
-    assert users_of(rest) == Counter(dict.fromkeys(users_of(rest), 1))
-    assert users_of(first, slice(3)) + users_of(rest) == users_of(first) | users_of(rest)
-    assert len(users_of(first) | users_of(rest)) == ROWS
-    assert re.search("2 steps into a window .* 16 rows are trained a second time", " ".join(rest[0][3]))
 
 
 # With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
@@ -217,38 +204,34 @@ def test_a_schedule_in_rows_of_steps_that_differ(two_ranks, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_cosine_over_epochs_of_a_budget_ends_where_it_would_have(two_ranks, data, tmp_path):
-    """With this seed the epochs have 28 and 29 steps."""
-    changes = {**BUDGET, "budget_per_rank": 2.0, "seed": 2, "num_epochs": 2}
-    changes |= {"optimization": OptimizationArgs(lr_schedule="cosine")}
+@pytest.mark.parametrize(
+    ("changes", "steps", "left_out"),
+    [
+        # Epochs of 28 and 29 steps.
+        ({"budget_per_rank": 2.0, "seed": 2, "num_epochs": 2}, 57, 0),
+        # Of 59 rows, two ranks leave out one in the second of three epochs.
+        (
+            {"budget_per_rank": 4.0, "seed": 5, "num_epochs": 3, "schedule_in": "rows"}
+            | {"dataset": {"drop_last": True, "max_history_seqlen": 200}},
+            None,
+            1,
+        ),
+    ],
+    ids=["steps", "rows"],
+)
+def test_a_cosine_over_epochs_of_a_budget_ends_with_the_run(two_ranks, data, tmp_path, changes, steps, left_out):
+    """And a resumed run goes on alike."""
+    changes = {**BUDGET, "optimization": OptimizationArgs(lr_schedule="cosine"), **changes}
     saving = {"ckpt_save_interval": 30, "ckpt_save_dir": str(tmp_path / "checkpoints")}
-    steps, _, rates, _ = two_ranks.run(train, data, str(tmp_path / "whole"), **changes, **saving)[0]
-    assert steps == 57
-    assert rates == pytest.approx([0.001 * (1 + math.cos(math.pi * step / 57)) / 2 for step in range(57)])
-    loading = {"ckpt_load_dir": str(tmp_path / "checkpoints" / "step_00000030")}
-    assert two_ranks.run(train, data, str(tmp_path / "rest"), **changes, **loading)[0][2] == rates[30:]
-
-
-@pytest.mark.slow
-def test_a_cosine_in_rows_over_a_budget_counts_the_rows_that_are_left_out(two_ranks, data, tmp_path):
-    """Of 59 rows, two ranks leave out one in the second epoch and none in the others; a resumed run goes on alike."""
-    dataset = {"drop_last": True, "max_history_seqlen": 200}
-    changes = {**BUDGET, "budget_per_rank": 4.0, "num_epochs": 3, "seed": 5, "dataset": dataset, "schedule_in": "rows"}
-    changes |= {"optimization": OptimizationArgs(lr_schedule="cosine")}
-    saving = {"ckpt_save_interval": 40, "ckpt_save_dir": str(tmp_path / "checkpoints")}
     whole = two_ranks.run(train, data, str(tmp_path / "whole"), **changes, **saving)
     rows = [sum(map(len, step)) for step in zip(*(batches for _, batches, *_ in whole))]
-    assert sum(rows) == 3 * ROWS - 1
-    rates = [0.001 * (1 + math.cos(math.pi * sum(rows[:step]) / sum(rows))) / 2 for step in range(len(rows))]
+    assert sum(rows) == changes["num_epochs"] * ROWS - left_out and len(rows) == (steps or len(rows))
+    part = [1 / steps] * steps if steps else [each / sum(rows) for each in rows]
+    rates = [0.001 * (1 + math.cos(math.pi * sum(part[:step]))) / 2 for step in range(len(rows))]
     assert whole[0][2] == pytest.approx(rates, abs=1e-9)
     loading = {"ckpt_load_dir": str(list_checkpoints(tmp_path / "checkpoints")[0])}
     rest = two_ranks.run(train, data, str(tmp_path / "rest"), **changes, **loading)[0][2]
-    assert len(rest) < len(rates) and rest == whole[0][2][-len(rest) :]
-
-
-def test_negatives_come_with_rows_that_are_read_by_their_work(two_ranks, data, tmp_path):
-    result = two_ranks.run(train, data, str(tmp_path), task="retrieval", **SAMPLER)
-    assert users_of(result).total() == ROWS
+    assert 0 < len(rest) < len(rates) and rest == whole[0][2][-len(rest) :]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +249,10 @@ def test_data_that_cannot_be_read_by_their_work(two_ranks, data, tmp_path, optio
     assert first == second and re.search(said, first), first
 
 
+def epochs_of(loader, by=None, **args):
+    return Epochs(loader, Parts(TrainerArgs(2, 2, **args), None, None, (), loader), by)
+
+
 def _open(workloads, **changes):
     """By a sampler of every rank's workloads, or of none."""
     rows, sampler = TensorDataset(torch.arange(12)), None
@@ -273,8 +260,7 @@ def _open(workloads, **changes):
         rank = dist.get_rank()
         work = workloads[rank] if isinstance(workloads[0], list) else workloads
         sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
-    loader = DataLoader(rows, batch_sampler=sampler)
-    epochs = Epochs(loader, Parts(TrainerArgs(2, 2, schedule_in="rows"), None, None, (), loader), None)
+    epochs = epochs_of(DataLoader(rows, batch_sampler=sampler), schedule_in="rows")
     return epochs.rows_of_epoch(0), [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
 
 
@@ -297,8 +283,7 @@ def test_groups_change_the_order_of_the_rows_and_costs_and_speeds_do_not():
     def order(**changes):
         options = {"workloads": range(1, 13), "window": 1} | changes
         sampler = BalancedBatchSampler(**options, batch_size=2, num_ranks=2, rank=dist.get_rank())
-        loader = DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)
-        return Epochs(loader, Parts(TrainerArgs(2, 2), None, None, (), loader), None).order()
+        return epochs_of(DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)).order()
 
     for changes in ({"workloads": [1] * 12}, {"window": 3}, {"padded": True}, {"speeds": [1, 2]}):
         assert order(**changes) == order()
@@ -315,19 +300,17 @@ def test_every_sampler_reads_the_rows_in_the_same_order():
         BalancedBatchSampler(batch_size=2, window=3, **planned),
         BudgetBatchSampler(budget_per_rank=20, speeds=[2, 1], **planned),
     )
-    loaders = [DataLoader(rows, batch_sampler=sampler) for sampler in samplers]
-    orders = [Epochs(each, Parts(TrainerArgs(2, 2), None, None, (), each), None).order() for each in loaders]
+    orders = [epochs_of(DataLoader(rows, batch_sampler=sampler)).order() for sampler in samplers]
     assert all(order == orders[0] for order in orders) and orders[0].keys() >= {"seed", "shuffle", "num_rows"}
     assert all((sampler.order(12, 1) == samplers[0].order(12, 1)).all() for sampler in samplers)
 
 
 def _distributed_by_rank_0(options):
     """This rank's rows of a batch whose rows are their workloads, and the timeout."""
-    args = TrainerArgs(4, 4, single_rank_load=True, balance_batch=True, shuffler=options)
     loader, shuffler = DataLoader(torch.tensor([100] + [1] * 7), batch_size=8), TokensBalancedBatchShuffler()
     shuffler.get_workloads = lambda batch: batch
     with mock.patch.object(trainer_epochs, "SingleRankLoader", wraps=SingleRankLoader) as made:
-        epochs = Epochs(loader, Parts(args, None, None, (), loader), shuffler)
+        epochs = epochs_of(loader, shuffler, **DEALT, shuffler=options)
     with contextlib.closing(epochs):
         return next(epochs.open(0, EPOCH_START)).tolist(), made.call_args.kwargs["timeout"]
 
@@ -349,7 +332,7 @@ def _error_with_groups(*args, **changes):
         return error_of(train, *args, **changes)
 
 
-@pytest.mark.parametrize(("way", "name"), [(SAMPLER, "balance_sampler"), (RESUMED[3], "balance_batch")])
+@pytest.mark.parametrize(("way", "name"), [(SAMPLER, "balance_sampler"), (DEALT, "balance_batch")])
 def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tmp_path, way, name):
     for error in two_ranks.run(_error_with_groups, data, str(tmp_path), **way):
         assert error.startswith(f"ValueError: {name} is True and GroupShuffler has get_groups; ")
@@ -359,8 +342,7 @@ def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tm
 def test_tensor_parallel_peers_draw_the_same_batches():
     for tensor_parallel_size in (2, 1):
         with model_parallel(tensor_parallel_size):
-            loader = DataLoader(range(4), batch_size=None)
-            epochs = Epochs(loader, Parts(TrainerArgs(2, 2), None, None, (), loader), None)
+            epochs = epochs_of(DataLoader(range(4), batch_size=None))
             seeds = of_all([epochs.open(0, EPOCH_START)._base_seed])
         assert len(set(seeds)) == 2 // tensor_parallel_size
 
