@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import tempfile
@@ -27,47 +28,43 @@ from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import TrainConfig
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
-from tests.helpers.ranks.faults import error_of, limit_waits, meet, my_batch
+from tests.helpers.ranks.faults import error_of, limit_waits, meet, missed, my_batch
 from tests.helpers.ranks.on_ranks import on, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import fault, run_with_fault
 
 
+def _all_reduce(group=None):
+    with missing_ranks_named(lambda: 7):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
 def _of_the_model():
     dist.barrier()
-    with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
-        limit_collectives(0.5)
-    if dist.get_rank() == 1:
-        return meet("rank 0 has given up")
-    limit_waits(0.5)
-    with missing_ranks_named(lambda: 7):
-        dist.all_reduce(torch.ones(1))
+    limit_collectives(0.5)
+    return _all_reduce
 
 
 def _of_the_decoder():
     args = TrainerArgs(1, 1, shuffler=ShufflerOptions(timeout=0.5), eval_metrics=())
-    with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
-        SIDGRRecipe(TrainConfig(args, DatasetArgs("sid-random", 4)), torch.device("cpu")).prepare_ranks()
+    SIDGRRecipe(TrainConfig(args, DatasetArgs("sid-random", 4)), torch.device("cpu")).prepare_ranks()
     dist.barrier()
-    if dist.get_rank() == 1:
-        return meet("rank 0 has given up")
-    limit_waits(0.5)
-    with missing_ranks_named(lambda: 7):
-        dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return functools.partial(_all_reduce, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def _of_the_end_of_a_step():
     stop = StopSignal()
     stop.after_step()
-    with stop:
-        stop.after_step()
-        if dist.get_rank() == 1:
-            return meet("rank 0 has given up")
-        limit_waits(0.5)
-        stop.after_step()
+    stop.after_step()
+
+    def end_a_step_and_the_run():
+        with stop:
+            stop.after_step()
+
+    return end_a_step_and_the_run
 
 
 @pytest.mark.parametrize(
-    ("collective", "said"),
+    ("begin", "said"),
     [
         (_of_the_model, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
         (_of_the_decoder, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
@@ -78,11 +75,11 @@ def _of_the_end_of_a_step():
     ],
 )
 @on("own_two_ranks", timeout=100)
-def test_a_rank_that_stays_away_from_a_collective_is_named(collective, said):
-    text = error_of(collective)
-    if dist.get_rank() == 0:
-        meet("rank 0 has given up")  # until then rank 1 waits
-        assert re.match(f"RankMissingError: {said}", text), text
+def test_a_rank_that_stays_away_from_a_collective_is_named(begin, said):
+    with mock.patch.object(collectives, "_GRACE_SECONDS", 0.5):
+        collective = begin()
+    text = missed(lambda: None, collective)
+    assert re.match(f"RankMissingError: {said}" if dist.get_rank() == 0 else "$", text), text
 
 
 @on_two_ranks
