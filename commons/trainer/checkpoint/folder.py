@@ -43,8 +43,8 @@ def holds_checkpoint(path: str | Path) -> bool:
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoints of a folder, oldest first, without unfinished ones."""
-    found = [path for path in Path(folder).glob(f"{_PREFIX}*") if path.is_dir() and path.suffix != _UNFINISHED]
-    return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdigit()), key=_step_of)
+    found = (path for path in Path(folder).glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit())
+    return sorted(filter(Path.is_dir, found), key=_step_of)
 
 
 def unfinished_path(final: Path) -> Path:

@@ -354,19 +354,11 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved
     assert said[-1] == said_too[-1] and said[-1].startswith("the state after step 8 could not be saved")
 
 
-def test_old_checkpoints_are_removed(two_ranks, data, tmp_path):
-    """And one command begins a run where there is none yet."""
-    changes = settings(tmp_path / "checkpoints", max_train_iters=3, ckpt_save_interval=1, ckpt_keep=2)
-    changes["ckpt_load_dir"] = changes["ckpt_save_dir"]
-    (tmp_path / "checkpoints" / "step_00000002.tmp").mkdir(parents=True)  # of a run that was ended
-    two_ranks.run(run, data, str(tmp_path / "run"), **changes)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000003"]
-
-
 @on_two_ranks
 def test_two_runs_do_not_mix_their_checkpoints(tmp_path):
     """Both begin while the folder is empty."""
-    first, second = (_checkpointer(ckpt_save_interval=2, ckpt_save_dir=str(tmp_path))[0] for _ in range(2))
+    saving = {"ckpt_save_interval": 2, "ckpt_save_dir": str(tmp_path), "ckpt_keep": 1}
+    first, second = (_checkpointer(**saving)[0] for _ in range(2))
     for each in (first, second):
         each.resume()
     for step in (2, 4):
@@ -374,7 +366,7 @@ def test_two_runs_do_not_mix_their_checkpoints(tmp_path):
     said = error_of(second.save, TrainProgress(2))
     assert "contains step_00000004, and this run has saved none after step 0; " in said
     assert len(set(of_all([said]))) == 1
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000004"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000004"]
 
 
 def _speeds_after_resuming(folder, begin=None):

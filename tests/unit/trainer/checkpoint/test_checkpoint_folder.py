@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from commons.trainer.checkpoint.folder import (
     claim,
     complete_checkpoint,
     digests_of,
+    holds_checkpoint,
     latest_whole,
     list_checkpoints,
     make_empty,
@@ -47,6 +49,7 @@ def test_the_last_ones_are_kept(tmp_path):
     assert steps(tmp_path) == [2, 4, 10]  # 10 is of a later step than the one that was saved last
     assert read_state(save(tmp_path, 12, keep=2))["progress"] == {"step": 12}
     assert steps(tmp_path) == [10, 12]
+    assert holds_checkpoint(tmp_path) and holds_checkpoint(checkpoint_path(tmp_path, 12))
 
 
 def test_a_damaged_one_of_a_later_step_replaces_no_new_one(tmp_path):
@@ -72,18 +75,19 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     with pytest.raises(ValueError, match=r"and this run starts from the beginning; "):
         claim(folder, 0)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file cannot be written \(File exists\); .*: choose another folder"):
-        claim(tmp_path / "file", 0)
+    for place, why in ((tmp_path / "file", "File exists"), (Path("/proc"), "No such file")):  # a folder, but read-only
+        with pytest.raises(ValueError, match=rf"{place} cannot be written \({why}.*\); .*: choose another folder"):
+            claim(place, 0)
 
 
 def test_an_unfinished_checkpoint_of_an_ended_run_is_removed(tmp_path):
     save(tmp_path, 4)
-    for name in ("step_00000003.tmp", "step_00000007.tmp", "step_mine.tmp"):
+    for name in ("step_00000003.tmp", "step_00000005.tmp", "step_00000007.tmp", "step_mine.tmp"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__0_0.distcp").touch()
+        (tmp_path / name / "__9_0.distcp").touch()
     claim(tmp_path, 4)
     assert (tmp_path / "step_00000007.tmp").exists()  # the run that writes it may not have ended
-    save(tmp_path, 5)
+    assert "__9_0.distcp" not in read_state(save(tmp_path, 5))["digests"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000005", "step_mine.tmp"]
 
 
@@ -116,6 +120,10 @@ def test_digests_are_those_of_the_files(tmp_path):
     assert state["digests"].keys() == {file.name for file in path.iterdir()} - {"state.json"}
     for name, digest in state["digests"].items():
         assert digest == hashlib.blake2b((path / name).read_bytes(), digest_size=32).hexdigest()
+    for rank in (1, 2):
+        (path / f"__{rank}_0.distcp").touch()
+    shares = [digests_of(path, rank=rank, ranks=2).keys() for rank in range(2)]
+    assert shares[0] == {file.name for file in path.iterdir()} - shares[1] and shares[1] == {"__1_0.distcp"}
     large = tmp_path / "large"
     large.write_bytes(bytes(range(256)) * 12289)  # three blocks and a bit
     assert digests_of(tmp_path, ["large"], rank=0, ranks=1) == {
