@@ -130,11 +130,10 @@ class BackgroundSink:
         if not self._room.acquire(blocking=False):
             self._warn(f"{_MOST_WAITING} records wait for it")
             return
-        kept = dict(record)
 
         def write(sink: Sink) -> None:
             self._room.release()
-            sink.write(kept)
+            sink.write(record)
 
         self._submit(write)
 

@@ -3,8 +3,8 @@
 import contextlib
 import gzip
 import http.server
-import importlib.util
 import json
+import queue
 import resource
 import socket
 import sys
@@ -13,6 +13,7 @@ import urllib.request
 from unittest import mock
 
 import pytest
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 from commons.trainer import TrainerArgs
@@ -44,8 +45,9 @@ def test_figures_have_a_place_each():
         "shuffle/loads_after/1": 5.0,
         "shuffle/rank_speeds/0": 2.0,
     }
-    many = {figure.rank: figure.value for figure in figures_of({"step": 1, "loads_after": list(range(1000))})}
-    assert many == {"smallest": 0.0, "mean": 499.5, "largest": 999.0}
+    assert len(figures_of({"step": 1, "rank_speeds": [1.0] * 64})) == 64
+    many = {figure.rank: figure.value for figure in figures_of({"step": 1, "rank_speeds": [None, *range(64)]})}
+    assert many == {"smallest": 0.0, "mean": 31.5, "largest": 63.0}
 
 
 def test_lines_of_json(tmp_path):
@@ -99,7 +101,8 @@ def test_prometheus_scrapes_the_latest_numbers(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    sink = OPENERS["prometheus"](args_for(tmp_path, "prometheus", prometheus=PrometheusOptions(port=port)), 0)
+    args = args_for(tmp_path, "prometheus", prometheus=PrometheusOptions(port=port))
+    sink = OPENERS["prometheus"](args, 0)
     try:
         sink.write(RECORD)
         sink.write(RECORD | {"step": 8, "loss": 0.25})
@@ -107,6 +110,7 @@ def test_prometheus_scrapes_the_latest_numbers(tmp_path):
             lines = answer.read().decode().splitlines()
     finally:
         sink.close(False)
+    OPENERS["prometheus"](args, 0).close(False)  # the port is free again
     found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert {name: float(found[name]) for name in found} == {
         "evenrank_step": 8.0,
@@ -172,8 +176,11 @@ def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
     assert points["evenrank.shuffle.loads_after", "1"] == 5.0 and points["evenrank.step",] == 7 and not caplog.records
 
 
-def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog):
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog, monkeypatch, raises):
     collector.status = 400
+    if raises:
+        monkeypatch.setattr(OTLPMetricExporter, "export", mock.Mock(side_effect=OverflowError))
     write_to(collector, tmp_path, 3)
     said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.observe.sinks"]
     assert len(said) == 1 and said[0].startswith("sink opentelemetry failed: ConnectionError: the export")
@@ -205,14 +212,17 @@ def test_a_sink_that_hangs_is_not_waited_for(monkeypatch, caplog):
     assert second.startswith("sink other failed: it has not ended after 0.1 s")
 
 
-def test_sinks_are_closed_side_by_side(caplog):
-    written, closed, all_close = [], [], threading.Barrier(4)
-    sink = Sink(lambda record: written.append(record["step"]), lambda failed: closed.append(all_close.wait(30)))
+def test_sinks_write_every_record_in_time_and_are_closed_side_by_side(monkeypatch, caplog):
+    monkeypatch.setattr(sinks_module, "_MOST_WAITING", 1)
+    written, closed, all_close = queue.SimpleQueue(), [], threading.Barrier(4)
+    sink = Sink(lambda record: written.put(record["step"]), lambda failed: closed.append(all_close.wait(30)))
     opened = [BackgroundSink(f"sink {index}", lambda: sink) for index in range(4)]
     for each in opened:
-        each.write(RECORD)
+        for step in range(3):
+            each.write({"step": step})
+            assert written.get(timeout=30) == step
     close_sinks(opened)
-    assert written == [7] * 4 and sorted(closed) == [0, 1, 2, 3] and not caplog.records
+    assert sorted(closed) == [0, 1, 2, 3] and not caplog.records
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -221,18 +231,23 @@ def test_trackers_show_a_failed_run_as_failed(tmp_path, monkeypatch, failed):
     for name, library in libraries.items():
         monkeypatch.setitem(sys.modules, name, library)
     client, run = libraries["mlflow.tracking"].MlflowClient.return_value, libraries["wandb"].init.return_value
-    client.create_run.return_value.info.run_id = "mine"
-    close_sinks(open_sinks(args_for(tmp_path, "mlflow", "wandb")), failed=failed)
-    client.set_terminated.assert_called_once_with("mine", "FAILED" if failed else "FINISHED")
-    run.finish.assert_called_once_with(exit_code=int(failed))
+    client.create_run.side_effect = [mock.Mock(**{"info.run_id": name}) for name in ("first", "mine")]
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(range(101), "x" * 6001)))
+    for first_step in (0, 0, 3):  # a run, another one in its folder, and the same resumed
+        close_sinks(open_sinks(args_for(tmp_path, "mlflow", "wandb"), first_step), failed=failed)
+    status = "FAILED" if failed else "FINISHED"
+    assert client.set_terminated.call_args_list == [mock.call(name, status) for name in ("first", "mine", "mine")]
+    client.update_run.assert_called_once_with("mine", status="RUNNING")
+    first, second, resumed = (call.kwargs["id"] for call in libraries["wandb"].init.call_args_list)
+    assert first != second == resumed and run.finish.call_args_list == [mock.call(exit_code=int(failed))] * 3
+    # What MLflow accepts: parameters in a call, and characters of each.
+    assert [len(call.kwargs["params"]) for call in client.log_batch.call_args_list] == [100, 1] * 2
+    assert {call.args for call in libraries["mlflow.entities"].Param.call_args_list} >= {("0", "x" * 6000)}
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("wandb", "prometheus_client") else found(name)
-    )
-    for name in ("wandb", "prometheus"):
+    for name, module in (("wandb", "no_such_module"), ("prometheus", "no_such_package.module")):
+        monkeypatch.setitem(sinks_module.OPTIONAL, name, (module,))
         with pytest.raises(ImportError, match=rf"not installed.*pip install 'evenrank\[{name}\]'"):
             require_sinks(["opentelemetry", name])
 
