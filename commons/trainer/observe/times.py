@@ -100,7 +100,6 @@ class ForwardTimer:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._begun is not None:
             self._passes.append((self._begun, _now(self._device)))
-            self._begun = None
 
 
 def _now(device: torch.device) -> Any:

@@ -13,11 +13,11 @@ from commons.trainer.observe import meter as meters
 from commons.trainer.observe import profiling, times
 from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepSums
 from commons.trainer.observe.profiling import StepProfiler
-from commons.trainer.observe.times import StepClock
+from commons.trainer.observe.times import ForwardTimer, StepClock
 from commons.trainer.ranks import errors
 from commons.trainer.ranks.launch import initialize_ranks
 from tests.helpers.jobs.programs import run_program
-from tests.helpers.pipelines.trainer_loops import Parts
+from tests.helpers.pipelines.trainer_loops import Output, Parts
 
 
 def make_stats(**changes):
@@ -36,6 +36,90 @@ def test_stats_are_averaged_over_steps():
     mean.add(make_stats(measured_saving_ms=None, gated=False))
     assert mean.means()["measured_saving_ms"] == pytest.approx(4 / 3)  # 0, 0 and 4: one step does not know
     assert mean.means()["gated"] == 0.25
+
+
+def test_numbers_are_of_the_steps_of_their_line_and_of_the_run(monkeypatch):
+    """Two ranks, one of which has no batches."""
+    moments = iter([0.0, 0.1, 0.5, 0.7, 5.0, 5.4])  # steps of 100, 400 and 200 ms; of 400 ms, after an evaluation
+    monkeypatch.setattr(times, "_now", lambda device: next(moments))
+    monkeypatch.setattr(meters, "resolve_process_group", lambda: None)
+    monkeypatch.setattr(meters, "gather_numbers", lambda own, what, group: torch.stack([own, torch.zeros_like(own)]))
+    monkeypatch.setattr(meters, "real_rows", lambda batch: 3)
+    monkeypatch.setattr(meters.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(meters.dist, "get_rank", lambda: 0)
+    recipe = Parts(TrainerArgs(1, 1, peak_tflops=2.0), None, None, (), None, flops=lambda batch: batch * 10**11)
+    recipe.num_tokens = lambda batch: 50
+    meter, taken = StepMeter(recipe), []
+    assert meter.take() == ({}, {})
+    for flops in ([1, 0, 2], [4]):
+        meter.begin()
+        for each in flops:
+            meter.loaded(each)
+            meter.step(Output(torch.tensor(6.0 * each), 3 * each, []), None)
+        taken.append(meter.take())
+    first, second = taken
+    assert first[0] == pytest.approx(
+        {"loss": 2.0, "tokens_per_s": 150 / 0.7, "rows_per_s": 9 / 0.7, "step_ms": 200.0, "imbalance_before": 1.0}
+        | {"tflops_per_rank": 0.15 / 0.7, "mfu": 0.075 / 0.7}
+    )
+    assert first[1] == pytest.approx({"ranks": 2, "steps": 3, "total_ms": 700.0})
+    assert (second[0]["step_ms"], second[0]["tflops_per_rank"]) == pytest.approx((400.0, 0.5))
+    totals = meter.totals()
+    assert totals.pop("shuffle") == {"imbalance_before": 1.0}
+    assert totals == pytest.approx({"loss": 2.0, "step_ms": 300.0, "tokens_per_s": 200 / 1.1})
+
+
+class Event:
+    """A time on a GPU, which the host knows when the GPU has come to it."""
+
+    now, reached = 0.0, 0.0
+
+    def __init__(self):
+        self.at = Event.now
+
+    def query(self):
+        return self.at <= Event.reached
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_forward_passes_are_timed_in_training(monkeypatch):
+    monkeypatch.setattr(times, "_now", lambda device: Event())
+
+    class Layers(torch.nn.Module):
+        def forward(self, milliseconds):
+            Event.now = Event.now + milliseconds
+            return milliseconds
+
+    layers = Layers()
+    timer = ForwardTimer(layers, torch.device("cuda"))
+
+    def step(*passes, stats):
+        for milliseconds in passes:
+            layers(milliseconds)
+        timer.step(stats)
+
+    step(1.0, 2.0, stats="a")
+    step(4.0, stats=None)  # without shuffle
+    step(8.0, stats="b")
+    assert timer.take() == [] and timer.last_ms is None
+    Event.reached = 7.0
+    assert timer.take() == [(3.0, "a")] and timer.last_ms is None  # the GPU has not finished the last step
+    step(16.0, stats="c")
+    step(0.0, stats="too short")
+    Event.reached = Event.now
+    assert timer.take() == [(8.0, "b"), (16.0, "c")] and timer.last_ms == 0.0
+    step(32.0, stats="d")
+    layers.eval()
+    step(64.0, stats="evaluated")
+    assert timer.take() == [] and timer.last_ms is None
+    Event.reached = Event.now
+    assert timer.take() == [(32.0, "d")] and timer.last_ms is None  # the last step was not timed
+    torch.fx.symbolic_trace(torch.nn.Sequential(layers.train()))
+    timer.close()
+    step(128.0, stats="closed")
+    assert timer.take() == []
 
 
 @pytest.mark.parametrize(("ranks", "lines"), [(256, list(range(12))), (257, [0, 10])])
@@ -157,8 +241,8 @@ def test_a_run_resumed_after_its_trace_does_not_miss_it(tmp_path, monkeypatch, c
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 def test_a_run_resumed_within_its_trace_keeps_the_first_part(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling.dist, "get_rank", lambda: 1)
-    args = TrainerArgs(1, 1, run_dir=str(tmp_path), profile=True, profile_step_start=0, profile_step_end=4)
-    for first_step, end in ((0, 3), (2, 4), (4, 6)):
+    args = TrainerArgs(1, 1, run_dir=str(tmp_path), profile=True, profile_step_start=2, profile_step_end=6)
+    for first_step, end in ((1, 5), (5, 7), (6, 8)):
         profiler = StepProfiler(args, torch.device("cpu"), first_step)
         for _ in range(first_step, end):
             profiler.step(None)
@@ -166,4 +250,4 @@ def test_a_run_resumed_within_its_trace_keeps_the_first_part(tmp_path, monkeypat
     steps = {
         path.name: set(re.findall(r"ProfilerStep#\d+", path.read_text())) for path in tmp_path.glob("trace-rank1*.json")
     }
-    assert {name: len(each) for name, each in steps.items()} == {"trace-rank1.json": 4, "trace-rank1-from2.json": 2}
+    assert {name: len(each) for name, each in steps.items()} == {"trace-rank1.json": 4, "trace-rank1-from5.json": 1}
