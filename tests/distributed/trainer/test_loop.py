@@ -161,7 +161,7 @@ def test_a_loader_of_ones_own_goes_on_at_the_end_of_an_epoch(two_ranks, tmp_path
 
 
 def test_a_trace_of_some_steps(two_ranks, tmp_path):
-    window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3, "eval_interval": 100}
+    window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3, "eval_interval": 100, "log_interval": 1}
     two_ranks.run(run_loop, str(tmp_path), "none", ([4, 4], [1, 1]), True, **window)
     events = json.loads((tmp_path / "trace-rank1.json").read_text())["traceEvents"]
     assert sum(str(event.get("name")).startswith("## forward") for event in events) == 2
@@ -172,10 +172,14 @@ def test_a_trace_of_some_steps(two_ranks, tmp_path):
     assert threads["gather"] == threads["plan"] and not threads["gather"] & threads["exchange"]  # the worker's
 
     steps = sorted(event["ts"] for event in events if str(event.get("name")).startswith("ProfilerStep#"))
-    loads = [event for event in events if event["ph"] == "C" and event["name"] == "evenrank/load after"]
-    assert len(loads) == len(steps) == 2
-    for event, began in zip(loads, steps):
-        assert set(event["args"]) == {"rank 0", "rank 1"} and abs(event["ts"] - began) < 50e3  # microseconds
+    ends = max(event["ts"] + event.get("dur", 0) for event in events if event.get("tid") in threads["exchange"])
+    assert all(steps[0] <= span["ts"] < span["ts"] + span["dur"] <= ends for span in spans)  # microseconds
+    for when in ("before", "after"):
+        loads = [event for event in events if event["ph"] == "C" and event["name"] == f"evenrank/load {when}"]
+        assert len(loads) == len(steps) == 2
+        for event, began, line in zip(loads, steps, lines(tmp_path)[1:]):
+            assert list(event["args"].items()) == list(zip(("rank 0", "rank 1"), line[f"loads_{when}"]))
+            assert abs(event["ts"] - began) < 50e3
 
 
 def _warnings_of(run_dir, pipeline, linear, **changes):
