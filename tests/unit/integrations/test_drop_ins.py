@@ -67,9 +67,18 @@ def test_rows_of_torchtitan_s_batcher(tokens, dp_degree, local_batch_size):
     assert torchtitan.assign_training_samples_to_rows(batcher, []) == []
 
 
-def schedule_args(**changes):
-    given = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 60, "micro_batch_size": 2, "balance_data": False}
-    return SimpleNamespace(**{**given, **changes})
+def schedule_of(tokens, config, rollouts=None, size=None, images=None, **changes):
+    """slime's schedule on two ranks, of rollouts of one sample each unless given, by default all in one step."""
+    args = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 60, "micro_batch_size": 2, "balance_data": False}
+    sizes = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    return slime.build_dp_schedule(
+        SimpleNamespace(**args | changes),
+        sizes | config,
+        tokens,
+        global_batch_size=size or len(tokens),
+        rollout_indices=rollouts or list(range(len(tokens))),
+        sample_is_multimodal=images,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +99,13 @@ def flops_of_slime(monkeypatch):
 )
 def test_what_slime_s_schedule_guarantees(samples, ranks, cp_size, balances):
     tokens, rollouts = (list(each) for each in zip(*samples))
-    config = {"dp_size": ranks, "cp_size": cp_size, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     names = list(dict.fromkeys(rollouts))
     size = max(1, len(names) // 2)
     steps = [names[at : at + size] for at in range(0, len(names) - size + 1, size)]
     kept = [[at for at, name in enumerate(rollouts) if name in step] for step in steps]
-    arguments = (schedule_args(balance_data=balances), config, tokens)
     try:
-        schedule = slime.build_dp_schedule(*arguments, global_batch_size=size, rollout_indices=rollouts)
+        config = {"dp_size": ranks, "cp_size": cp_size}
+        schedule = schedule_of(tokens, config, rollouts, size, balance_data=balances)
     except ValueError as error:
         assert min(map(len, kept)) < 2 * ranks * 3 and "ranks" in str(error)
         return
@@ -117,11 +125,9 @@ def test_what_slime_s_schedule_guarantees(samples, ranks, cp_size, balances):
 
 
 def test_slime_s_micro_batches_of_a_fixed_size():
-    config = {"dp_size": 2, "cp_size": 1, "vpp_size": 2, "microbatch_group_size_per_vp_stage": 2}
-    args, tokens = schedule_args(use_dynamic_batch_size=False, balance_data=True), [9, 1, 1, 1, 9, 1, 1, 1]
-    partitions, micro_batches, numbers, _ = slime.build_dp_schedule(
-        args, config, tokens, global_batch_size=8, rollout_indices=list(range(8))
-    )
+    tokens, options = [9, 1, 1, 1, 9, 1, 1, 1], {"use_dynamic_batch_size": False, "balance_data": True}
+    options["config"] = {"vpp_size": 2, "microbatch_group_size_per_vp_stage": 2}
+    partitions, micro_batches, numbers, _ = schedule_of(tokens, **options)
     assert numbers == [2] and [[len(each) for each in mine] for mine in micro_batches] == [[2, 2], [2, 2]]
     heavy = [
         [index for index, each in enumerate(mine) if 9 in (tokens[part[at]] for at in each)]
@@ -130,30 +136,24 @@ def test_slime_s_micro_batches_of_a_fixed_size():
     assert len(heavy[0]) == 1 and heavy[0] == heavy[1]  # both nines in the same micro-batch
     message = "a step has 7 samples; their number must be a multiple of 8 .*: correct micro_batch"
     with pytest.raises(ValueError, match=message):
-        slime.build_dp_schedule(args, config, tokens[:7], global_batch_size=7, rollout_indices=list(range(7)))
+        schedule_of(tokens[:7], **options)
     with pytest.raises(ValueError, match="there are 8 rollouts, global_batch_size is 9; a step has global_batch"):
-        slime.build_dp_schedule(args, config, tokens, global_batch_size=9, rollout_indices=list(range(8)))
+        schedule_of(tokens, size=9, **options)
 
 
 def test_work_whose_sum_exceeds_int64():
     """As of 16,384 long samples in a model with hundreds of billions of weights."""
-    config = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     tokens = [2 * 10**9, 10**9, 10**9, 2 * 10**9]  # each costs about its square
     for dynamic in (True, False):
-        args = schedule_args(use_dynamic_batch_size=dynamic, balance_data=True, max_tokens_per_gpu=4 * 10**9)
-        partitions, *_ = slime.build_dp_schedule(
-            args, config, tokens, global_batch_size=4, rollout_indices=list(range(4))
-        )
+        options = {"use_dynamic_batch_size": dynamic, "balance_data": True, "max_tokens_per_gpu": 4 * 10**9}
+        partitions, *_ = schedule_of(tokens, {}, **options)
         assert [sorted(tokens[at] for at in part) for part in partitions] == [[10**9, 2 * 10**9]] * 2
 
 
 def test_arguments_that_some_sources_of_slime_add():
-    config = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-
-    def numbers(sample_is_multimodal=None, **changes):
-        options = {"global_batch_size": 4, "rollout_indices": list(range(4))}
-        args = schedule_args(**{"multimodal_aware_packing": "separate", "global_batch_tokens": None} | changes)
-        return slime.build_dp_schedule(args, config, [20] * 4, sample_is_multimodal=sample_is_multimodal, **options)[2]
+    def numbers(images=None, **changes):
+        added = {"multimodal_aware_packing": "separate", "global_batch_tokens": None} | changes
+        return schedule_of([20] * 4, {}, images=images, **added)[2]
 
     assert numbers() == numbers([False] * 4) == [1]  # two samples of 20 tokens on each rank, under the cap of 60
     assert numbers(packing_safety_margin=0.66) == [2]
