@@ -58,12 +58,12 @@ def test_a_command_given_twice(two_ranks, tmp_path):
     first = two_ranks.run(command, "--trainer.run-dir", str(folder))
     written = json.loads((folder / "summary.json").read_text())
     assert written == first[0] and written["steps"] == 6 and written["metrics"]["eval_rows"] == 8
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = files_of(folder)
     said = two_ranks.run(command, "--trainer.run-dir", str(folder), "--trainer.seed", "5")
     assert said[0] == said[1] and "\n" not in said[0]
     for remedy in ("--trainer.run-dir", "--trainer.overwrite", "--trainer.ckpt-load-dir"):
         assert f"run_dir {folder} already contains a run; " in said[0] and remedy in said[0]
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert files_of(folder) == before
 
     # What an unbalanced run says of its imbalance is what the shuffler finds in the same rows, which it then moves.
     balanced = two_ranks.run(command, "--trainer.run-dir", str(other), "--trainer.enable-balanced-shuffler")[0]
