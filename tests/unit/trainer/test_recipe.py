@@ -61,19 +61,19 @@ def config(tmp_path, monkeypatch):
     return tmp_path / "run.toml"
 
 
-def test_it_is_simulated(config, told):
+def test_a_recipe_of_four_members_can_be_simulated(config, told):
     shown = told("simulate", "--config", str(config), "--ranks", "2", "--steps", "3")
     assert "2 ranks × 4 rows, 3 steps" in " ".join(shown.split())
 
 
-def test_calibrating_says_what_is_missing(config, tmp_path, mistake):
+def test_a_recipe_that_cannot_be_calibrated_is_named_with_what_it_lacks(config, tmp_path, mistake):
     said = mistake("calibrate", "--config", str(config), "--output", str(tmp_path / "c.toml"))
     assert "Least has no make_batch; measurements train its batches: define it" in said
     with pytest.raises(ValueError, match="Least has no single_process_model; measurements train this model: define it"):
         Least.load(config, torch.device("cpu")).train_step(None)
 
 
-def test_what_follows_from_its_tokens(config):
+def test_operations_and_tokens_of_a_batch_follow_from_the_tokens_of_its_rows(config):
     recipe = Least.load(config, torch.device("cpu"))
     batch = next(recipe.host_batches())
     lengths = batch.features[batch.item_feature_name].lengths()
@@ -100,7 +100,7 @@ def test_each_step_is_that_of_the_plan(kind, rows, ranks, data, drop_last):
         assert [int(each.sum()) for each in in_turn] == [int(workloads[step.rows].sum()) for step in planned]
 
 
-def test_options():
+def test_options_of_a_demo_are_checked():
     assert DemoOptions(quick=True).steps < DemoOptions().steps
     with pytest.raises(ValueError, match="batch_size is 0"):
         DemoOptions(batch_size=0)

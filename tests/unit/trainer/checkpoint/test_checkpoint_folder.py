@@ -131,7 +131,7 @@ def test_digests_are_those_of_the_files(tmp_path):
     }
 
 
-def test_where_there_is_none(tmp_path):
+def test_a_folder_without_checkpoints_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for name, problem in (("", "has no checkpoint"), ("file", "is a file"), ("nowhere", "does not exist")):
         with pytest.raises(FileNotFoundError, match=f"{problem}; .*: correct the path"):

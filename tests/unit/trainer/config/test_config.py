@@ -185,7 +185,7 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_a_file_that_is_no_config(tmp_path):
     with pytest.raises(FileNotFoundError, match="none.toml does not exist"):
         load_config_file(TrainConfig, tmp_path / "none.toml")
     with pytest.raises(IsADirectoryError, match="is a folder; --config is a TOML"):  # such as that of a run

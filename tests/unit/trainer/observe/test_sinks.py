@@ -261,6 +261,6 @@ def test_sinks_are_imported_where_they_are_asked_for():
     assert run_program(sys.executable, "-c", code).stdout == "[]\n"
 
 
-def test_a_port_that_is_none():
+def test_a_port_above_the_highest_is_refused():
     with pytest.raises(ValueError, match="port is 70000; the highest port is 65535"):
         PrometheusOptions(port=70000)
