@@ -7,6 +7,7 @@ out of step, so its ranks are ended and the next call starts fresh ones. `with R
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import multiprocessing.connection
@@ -91,14 +92,18 @@ class RankPool:
         Raises:
             RankFailure: a rank raised, died or did not answer in time.
         """
-        if not self._ranks:
-            self._start()
-        for rank in self._ranks:
-            rank.connection.send((function, args, kwargs))
-        replies, problems = self._collect(timeout)
-        if problems:
-            self.stop()
-            raise RankFailure("\n".join(problems))
+        try:
+            if not self._ranks:
+                self._start()
+            for rank in self._ranks:
+                with contextlib.suppress(BrokenPipeError):  # it has died since its last reply: `_collect` says how
+                    rank.connection.send((function, args, kwargs))
+            replies, problems = self._collect(timeout)
+            if problems:
+                raise RankFailure("\n".join(problems))
+        except BaseException:
+            self.stop()  # what the ranks still send is no reply to the next call
+            raise
         if any(num_groups > _MOST_GROUPS for _, num_groups in replies.values()):
             self.stop()
         return [replies[rank][0] for rank in range(self.world_size)]
@@ -117,7 +122,6 @@ class RankPool:
         deadline = time.monotonic() + _START_SECONDS
         for index, rank in enumerate(self._ranks):
             if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
-                self.stop()
                 raise RankFailure(f"rank {index} has not started within {_START_SECONDS:.0f} s")
             rank.connection.recv_bytes()
 
@@ -139,7 +143,7 @@ class RankPool:
                 del waiting[index]
                 try:
                     status, value = pickle.loads(rank.connection.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     rank.process.join(5)
                     problems.append(f"rank {index} died with exit code {rank.process.exitcode}")
                     continue
