@@ -81,7 +81,7 @@ def measure_training(
         **({"dataset.num-tasks": 1, "model.prediction-head-arch": [64, 1]} if task == "ranking" else {}),
         **({"trainer.max-train-iters": 20} if quick else {}),
     }
-    command = [*TORCHRUN, f"--nproc_per_node={ranks}", "hstu.train"]
+    command = [*TORCHRUN, f"--nproc_per_node={ranks}", "-m", "hstu.train"]
     command += ["--config", f"hstu/configs/{task}.toml", *_columns()]
     for option, value in options.items():
         command += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
