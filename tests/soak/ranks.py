@@ -7,7 +7,6 @@ import sys
 import warnings
 from dataclasses import dataclass
 
-import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -90,9 +89,8 @@ def make_use_and_close(seed: int, index: int) -> None:
             windows.close()
     finally:
         shuffler.close()
-    length = most_steps(brought)
-    sums = [each.over_ranks(length, 3) for each in (brought, trained)]
-    require_equal(np.array(sums[0]), np.array(sums[1]), f"shuffler {index}")
+    sums = [each.over_ranks(most_steps(each), 3) for each in (brought, trained)]
+    require_equal(*sums, f"shuffler {index}")
 
 
 def _progress(total: int, what: str) -> tqdm:
