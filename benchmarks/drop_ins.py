@@ -96,6 +96,7 @@ def measure_groups(
     started = time.perf_counter()
     groups = functions[function][whose](lengths)
     seconds = time.perf_counter() - started
+    assert sorted(row for group in groups for row in group) == list(range(ROWS))
     loads = [sum(lengths[row] for row in group) for group in groups]
     return {"groups": len(groups), "spread": max(loads) * len(loads) / sum(loads), "ms": seconds * 1e3}
 

@@ -254,15 +254,18 @@ class Page:
         self._targets: list[dict[str, str]] = []
         self._sections: list[str] = []
 
-    def target(self, what: str, target: str, reached: str, met: bool) -> None:
-        self._targets.append({"": what, "target": target, "reached": reached, "met": "yes" if met else "**no**"})
+    def target(self, what: str, target: str, reached: str, met: bool | None) -> None:
+        """Add a target, and whether it is met; None for one that was not measured."""
+        verdict = "–" if met is None else "yes" if met else "**no**"
+        self._targets.append({"": what, "target": target, "reached": reached, "met": verdict})
 
     def at_most(self, what: str, limit: float, cases: Sequence[float], unit: str = "") -> None:
-        """Add the target that the value of every case is at most `limit`, unless there are no cases."""
+        """Add the target that the value of every case is at most `limit`."""
         met = [value <= limit for value in cases]
-        reached = f"mean {np.mean(cases):.5f}, worst {max(cases):.5f}, {share(met)} cases" if cases[1:] else ""
-        if met:
-            self.target(what, f"≤ {limit:g}{unit}", reached or f"{cases[0]:.5g}{unit}", all(met))
+        reached = f"{cases[0]:.5g}{unit}" if met else "not measured"
+        if cases[1:]:
+            reached = f"mean {np.mean(cases):.5f}, worst {max(cases):.5f}, {share(met)} cases"
+        self.target(what, f"≤ {limit:g}{unit}", reached, all(met) if met else None)
 
     def section(self, title: str, *parts: str | Sequence[Mapping[str, Any]]) -> None:
         """Add a section of paragraphs and of tables, which are given as rows; one without a title has these alone."""
