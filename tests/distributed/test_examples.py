@@ -11,6 +11,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from benchmarks import window_learning
 from commons.trainer.config.load import load_config
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.programs import ROOT, TWO_RANKS, run_program
@@ -128,6 +129,19 @@ def test_torchrun_is_started_on_every_machine(sbatch):
     assert told.module and told.training_script == "hstu.train"
     config = load_config(TrainConfig, told.training_script_args)
     assert config.trainer.enable_balanced_shuffler and config.trainer.shuffler.ranks_per_node == 2
+
+
+@pytest.mark.parametrize("mode", ["as loaded", "window of 4", "budget"])
+def test_the_benchmark_of_learning_trains_hstu(monkeypatch, tmp_path, mode):
+    """It downloads its data, so that it is not run here."""
+    commands = []
+    monkeypatch.setattr(window_learning, "run_program", commands.append)
+    with pytest.raises(FileNotFoundError, match="summary.json"):
+        window_learning.measure_training("ranking", 1, mode, folder=tmp_path, data={1: tmp_path}, ranks=2, quick=True)
+    told = get_args_parser().parse_args(commands[0][3:])
+    assert (told.nproc_per_node, told.module, told.training_script) == ("2", True, "hstu.train")
+    trainer = load_config(TrainConfig, told.training_script_args).trainer
+    assert (trainer.shuffle_window, trainer.balance_sampler) == (1 + 3 * ("window" in mode), mode == "budget")
 
 
 def test_the_trainjob_is_one_of_kubeflow_s():
