@@ -8,13 +8,16 @@ import sys
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.faults import acts, kinds, supervisor
 from tests.faults.trials import Trial, draw, kinds_for
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.jobs.programs import run_program
+from tests.helpers.models.torchrec_model import make_batch
+from tests.helpers.ranks.on_ranks import on_two_ranks
 from tests.soak import __main__ as soak
-from tests.soak.accounts import require_equal, row_digests
+from tests.soak.accounts import Steps, require_equal, row_digests
 from tests.soak.episodes import Totals
 from tests.soak.footprint import Footprint, growth, per_10k
 from tests.soak.ranks import RankReport, run
@@ -128,6 +131,18 @@ def test_a_changed_weight_and_a_changed_value_change_their_row_alone():
         assert int((row_digests(batch) != before).sum()) == 1
     batch.target[0] = -batch.target[0]
     assert row_digests(batch)[0] != before[0]
+
+
+@on_two_ranks
+def test_a_row_that_one_rank_has_changed_is_told_with_its_step():
+    batches = [make_batch([10 * step + 1, 10 * step + 2], 3) for step in range(1, 8)]
+    brought, trained = Steps(), Steps()
+    for step, batch in enumerate(brought.noted(iter(batches))):
+        batch.target[1] += step == 4 and dist.get_rank() == 1
+        trained.add(batch)
+    for group_by, first in ((1, 4), (3, 1)):
+        with pytest.raises(AssertionError, match=f"^here: 1 of . steps differ, the first is {first}: "):
+            require_equal(*(each.over_ranks(7, group_by) for each in (brought, trained)), "here")
 
 
 @pytest.mark.parametrize("trained", [[(2, 7), (1, 4)], [(2, 7), (1, 5), (0, 0)], [(1, 5), (2, 7)]])
