@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from tests.faults import acts, kinds, supervisor
-from tests.faults.trials import Trial, draw, kinds_for
+from tests.faults.trials import Trial, draw, kinds_for, own_ids
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.models.torchrec_model import make_batch
@@ -78,6 +80,43 @@ def test_a_fault_is_told_in_these_words(monkeypatch, name):
     assert result.problems == []
     texts = [end.text for end in result.ranks if not end.faulty]
     assert texts and all(re.match(f"RankMissingError: {said}", text) and "\n" not in text for text in texts), texts
+
+
+def run_of(kind, folder):
+    """A trial of two ranks, of which rank 1 is the faulty one."""
+    return supervisor._Run(Trial(0, kind, kinds.WORKLOADS, 0, kinds.SHUFFLE, 2, 1, "agent", 3.0), folder)
+
+
+NEGATIVE, JUMPING = "workloads: negative", "clocks that jump"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "changes", "problem"),
+    [
+        (NEGATIVE, 0, {}, None),
+        (NEGATIVE, 0, {"status": None}, "rank 0 hung, after it had said: ValueError"),
+        (NEGATIVE, 0, {"status": -9}, "rank 0 ended with status -9 instead of 1, by its exception"),
+        (NEGATIVE, 0, {"threads": ["evenrank-S"]}, "rank 0 has left the thread evenrank-S"),
+        (NEGATIVE, 1, {"text": "ValueError: rank 0: workloads[0] is -3"}, "rank 1 said 'ValueError: rank 0"),
+        (JUMPING, 0, {"status": 0, "text": ""}, None),
+        (JUMPING, 1, {}, "rank 1 ended with status 1 instead of going on: ValueError"),
+        (KILLED, 1, {"status": -9}, None),
+        (KILLED, 1, {"status": 0}, "rank 1 ended with status 0 instead of by a signal"),
+        (KILLED, 0, {"text": "RankMissingError: rank 1 did not take part in the gather of step 0"}, None),
+        (KILLED, 0, {"text": "RankMissingError: rank 0 did not take part in the gather of step 0"}, "rank 0 said"),
+    ],
+)
+def test_an_end_that_was_not_expected_is_a_problem(tmp_path, kind, rank, changes, problem):
+    end = supervisor.RankEnd(rank, rank == 1, 1, "ValueError: rank 1: workloads[0] is -3", 1.0, [])
+    problems = run_of(kind, tmp_path)._problems_of(dataclasses.replace(end, **changes))
+    assert len(problems) == (problem is not None) and all(each.startswith(problem) for each in problems)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_row_that_nobody_has_trained_is_a_problem(tmp_path, lost):
+    run, (own, other) = run_of(JUMPING, tmp_path), ([*itertools.chain(*own_ids(rank))] for rank in range(2))
+    run._ranks = [SimpleNamespace(said={"trained": {"rows": rows}}) for rows in (own[lost:], other)]
+    assert len(run._lost_rows()) == lost
 
 
 def test_a_trial_depends_on_the_seed_and_its_number_alone():

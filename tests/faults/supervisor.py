@@ -203,8 +203,8 @@ class _Run:
         expected = kind.faulty if end.faulty else kind.others
         if end.status is None:
             return [f"{name} hung" + (f", after it had said: {end.text}" if end.text else "")]
-        if end.faulty and expected is None and not kind.all_go_on:
-            return []  # it is gone without a word
+        if end.faulty and expected is None and not kind.all_go_on:  # it is gone without a word
+            return [] if end.status < 0 else [f"{name} ended with status {end.status} instead of by a signal"]
         problems = [f"{name} has left the thread {each}" for each in end.threads]
         if expected is None:
             if end.status or end.text:
