@@ -168,7 +168,7 @@ class ArrayField(RowField):
     def content(self, value: np.ndarray) -> tuple[Any, list[torch.Tensor]]:
         if value.dtype == object:
             return [None, list(value.shape), encode_plain(value.ravel().tolist(), self.path)], []
-        if value.dtype.fields is not None or not _is_dtype_of_numpy(value.dtype):
+        if not _is_dtype_of_numpy(value.dtype):
             raise TypeError(
                 f"{self.name!r} is an array of dtype {value.dtype}; only arrays of one simple dtype of numpy can be "
                 "sent: pass its fields as separate arrays, or convert it"
@@ -238,7 +238,7 @@ def take(value: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tenso
 
 
 def _is_dtype_of_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype's text, which messages contain, gives the dtype back; dtypes of other packages read as bytes."""
+    """Whether a dtype's text, which messages contain, gives the dtype back; others, such as records, read as bytes."""
     try:
         return np.dtype(dtype.str) == dtype
     except TypeError:

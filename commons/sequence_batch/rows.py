@@ -169,8 +169,7 @@ class Rows(Tree[B]):
 
     def with_own_of(self, other: Rows[B] | None) -> Rows[B]:
         """The same rows with the `per_rank` values (`register_batch_type`) of another batch; None changes nothing."""
-        own = [] if other is None else self.own_paths
-        if other is None or not own:
+        if other is None or not (own := self.own_paths):
             return self
         return self._of_tree(rebuild(self, {path: other.plain[path] for path in own}), self.count, self.real)
 

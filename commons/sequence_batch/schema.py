@@ -225,13 +225,11 @@ class BatchSchema:
         Raises:
             KeyError: a class that is not imported on this rank.
         """
-        stated = {each.path for each in self.fields}
         values = {
             (*branch.path, name): count
             for branch in self.branches
             if branch.kind == "dataclass"
-            for name, count in row_count_items(branch.batch_type, rows, 0).items()
-            if (*branch.path, name) not in stated  # a batch_size below 0 states nothing
+            for name, count in row_count_items(branch.batch_type, rows, 0).items()  # not a plain batch_size below 0
         }
         host = torch.device("cpu")  # not torch's default device, which a script may have set
         return self.made_of(values | {each.path: each.empty(rows, host) for each in self.rows}, lambda _: (rows, None))
