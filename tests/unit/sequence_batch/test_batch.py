@@ -84,13 +84,15 @@ def test_features_and_labels_are_enough():
     [
         ({"actual_batch_size": 4}, "actual_batch_size is 4, batch_size is 3"),
         ({"actual_batch_size": -1}, "actual_batch_size is -1; it must be an integer of at least 0"),
-        ({"batch_size": "3"}, "batch_size is '3'; it must be an integer of at least 0"),
+        *(({"batch_size": size}, f"batch_size is {size!r}; it must be an integer of at least 0") for size in ("3", -1)),
+        ({"batch_size": 0}, "number of rows: {'batch_size': 0, 'features': 3}"),
         ({"actual_batch_size": 2}, "values in padding rows"),
         ({"batch_size": None, "labels": torch.zeros(2)}, r"number of rows: \{'features': 3, 'labels': 2\}"),
         ({"contextual_feature_names": ["age"]}, r"contextual features \['age'\] are not among the keys"),
         ({"contextual_feature_names": ["item", "item"]}, "a repeated name would add a feature's tokens again"),
+        ({"contextual_feature_names": "item"}, "contextual_feature_names is the string 'item'"),
     ],
 )
 def test_a_wrong_batch_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if "the string" in message else ValueError, match=message):
         make(**changes)

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.sequence_batch.host_copies import attach_host_copy, carry_host_copy, host_arrays, host_copy, to_device
+from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch, random_batch
 from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
@@ -72,8 +73,12 @@ def test_the_host_knows_what_the_device_has(seed: int, rows: int, data: st.DataO
 
 
 def test_another_field_has_lengths_of_its_own() -> None:
-    first, second = counted_batch(0, 4), counted_batch(1, 4)
+    first, second = counted_batch(0, 4), counted_batch(1, 4, optional=torch.tensor([5, 3, 0, 1]))
     batch, other = first.to(META), second.to(META)
+    assert other.host_values("optional").tolist() == [5, 3, 0, 1]
+    for refused in (torch.ones(4), torch.ones(4, 1, dtype=torch.int64)):  # not one integer per row
+        schema = BatchSchema.of(counted_batch(1, 4, optional=refused))
+        assert [each.name for each in schema.host_fields] == ["number"]
     assert_knows(dataclasses.replace(batch, image=other.image), first)
     mixed = dataclasses.replace(batch, features=other.features)
     assert mixed.host_lengths("item")[0].tolist() == second.host_lengths("item")[0].tolist()
@@ -101,6 +106,9 @@ def test_a_tensor_that_was_given_other_memory_forgets(side: str, times: int) -> 
     for _ in range(times):  # memory that is let go of may be taken again, for other values
         lengths.data = torch.zeros_like(lengths)
     assert host_copy(batch.features.lengths()) is None
+    lengths = (batch if side == "device" else host).labels.lengths()
+    lengths.data = lengths[1:]  # a part of the same memory
+    assert host_copy(batch.labels.lengths()) is None
 
 
 def test_memory_is_not_kept_for_what_was_known_of_it() -> None:
@@ -126,6 +134,9 @@ def test_copies_and_pickles_of_a_tensor_know_nothing() -> None:
     torch.save(lengths, saved)
     saved.seek(0)
     assert host_copy(torch.load(saved, weights_only=True)) is None
+    same_memory = torch.arange(3).as_subclass(_Device)  # a copy of a "meta" tensor has other memory
+    attach_host_copy(same_memory, torch.arange(3))
+    assert host_copy(copy.copy(same_memory)) is None and host_copy(same_memory) is not None
 
 
 def test_tensors_of_inference_mode_are_known_too() -> None:

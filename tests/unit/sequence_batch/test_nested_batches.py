@@ -97,12 +97,13 @@ def test_batches_with_dicts_in_other_orders_are_joined(first, second):
 
 
 def test_metadata_with_nan_is_equal_at_any_depth():
-    def batch(value):
-        return {"ids": torch.arange(2), "means": ({"mean": float(value), "std": 1.0}, 2)}
+    def batch(*means, **more):
+        return {"ids": torch.arange(2), "means": ({"mean": list(map(float, means))} | more, 2)}
 
-    assert concat_rows([batch("nan"), batch("nan")])["ids"].tolist() == [0, 1, 0, 1]
-    with pytest.raises(ValueError, match="differ at 'means'"):
-        concat_rows([batch("nan"), batch(0)])
+    assert concat_rows([batch("nan", std=None), batch("nan", std=None)])["ids"].tolist() == [0, 1, 0, 1]
+    for other in (batch(0, std=None), batch("nan", 1, std=None), batch("nan", std=None, n=1), batch("nan", n=None)):
+        with pytest.raises(ValueError, match="differ at 'means'"):
+            concat_rows([batch("nan", std=None), other])
 
 
 def test_batches_whose_keyed_tensors_differ_are_not_joined():
@@ -224,14 +225,16 @@ def test_copies_of_a_batch_take_its_branches_along(how, monkeypatch):
     recorded = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
     on_meta = batch.to(torch.device("meta"))
-    on_meta.record_stream(torch.cpu.Stream())
-    made_of = [batch.features.values(), batch.features.weights(), batch.features.lengths()]
-    assert len(recorded) > len(list(row_fields(batch))) > len(made_of)
+    for each in (batch, on_meta):  # a batch on the host has no stream to wait for
+        each.record_stream(torch.cpu.Stream())
+    assert len(recorded) > len(list(row_fields(batch))) and all(tensor.is_meta for tensor in recorded)
 
 
 def test_the_host_knows_the_lengths_of_nested_fields_that_went_to_a_device():
     batch = deep([3, 4])
+    batch.more["td"] = batch.more["td"].to("cpu")  # a TensorDict with a device of its own
     on_device = batch.to(torch.device("meta"))
+    assert on_device.more["td"].device == torch.device("meta")
     for path in [("listed", 1), ("more", "jt")]:
         lengths = value_at(on_device, path).lengths()
         assert lengths.device.type == "meta"
@@ -268,14 +271,14 @@ class Heir(Own):
 
 def test_values_of_each_rank_do_not_make_batches_differ():
     def own(when: float, source: str, unit: str = "s") -> Own:
-        return Own(torch.ones(2), when, {"t": torch.ones(2), "source": source, "unit": unit})
+        return Own(torch.ones(2), when, {"t": torch.ones(2), "source": source, "sources": unit})
 
     first, other = BatchSchema.of(own(1.0, "a")), learned(own(2.0, "b"))
     assert first == other and not first.differences(other) and first.empty_batch().when == 1.0
     assert other.empty_batch().info["source"] == "b"
     assert BatchSchema.of(own(1.0, "a", "ms")) != first
     text = first.way_out(BatchSchema.of(own(1.0, "a", "ms")))
-    assert text.endswith("register_batch_type(Own, per_rank=('info.unit',))")
+    assert text.endswith("register_batch_type(Own, per_rank=('info.sources',))")
     held = [Known(torch.ones(2), info={"deep": own(when, "a")}) for when in (1.0, 2.0)]
     assert BatchSchema.of(held[0]) == learned(held[1])  # as a part of another batch too
     joined = Rows.concat([Rows.of(each) for each in held])
@@ -286,6 +289,8 @@ def test_values_of_each_rank_do_not_make_batches_differ():
     undeclared = [BatchSchema.of(Known(torch.ones(2), when)) for when in (1.0, 2.0)]
     assert undeclared[0].way_out(undeclared[1]).endswith("register_batch_type(Known, per_rank=('when',))")
     assert undeclared[0].way_out(BatchSchema.of(Known(torch.ones(2).int(), 1.0))) == ""
+    of_dicts = [Rows.of({"values": torch.ones(2), "when": when}).schema for when in (1.0, 2.0)]
+    assert of_dicts[0] != of_dicts[1] and of_dicts[0].way_out(of_dicts[1]) == ""
 
 
 def test_declarations_add_up_and_are_checked():
@@ -305,9 +310,12 @@ def test_declarations_add_up_and_are_checked():
         register_batch_type(Local, per_rank="when")
     # An attribute that is no field counts as one.
     register_batch_type(Local, per_rank=("stamp",))
-    batches = [Local(torch.ones(2)), Local(torch.ones(2))]
+    batches = [Local(torch.ones(2), handle=object()) for _ in range(2)]
     batches[0].stamp, batches[1].stamp = 1.0, 2.0
     assert BatchSchema.of(batches[0]) == BatchSchema.of(batches[1])
+    # The name of a branch stands for the plain values below it.
+    below = [BatchSchema.of(Local(torch.ones(2), {"rows": torch.ones(2), "n": n})) for n in (1, 2)]
+    assert below[0] == below[1]
     register_batch_type(Local, per_rank=("values",))
     with pytest.raises(ValueError, match="per_rank of Local names 'values', which holds rows"):
         BatchSchema.of(Local(torch.ones(2)))
@@ -320,5 +328,7 @@ def test_a_batch_size_below_zero_states_nothing():
     stated = dataclasses.replace(easyrec_batch([1, 2]), batch_size=2)
     (difference,) = BatchSchema.of(stated).differences(BatchSchema.of(easyrec_batch([1, 2])))
     assert difference == "field 'batch_size': absent and -1"
+    with pytest.raises(ValueError, match="batches 0 and 1 differ at 'batch_size': -1 and 2"):
+        concat_rows([easyrec_batch([1, 2]), stated])
     assert select_rows(stated, [0]).batch_size == 1 and keyed([1]).values().shape == (1, 3)
     assert isinstance(learned(easyrec_batch([1], 2)).empty_batch(), PaddedEasyRecBatch)

@@ -121,6 +121,7 @@ def test_a_dataclass_that_is_a_dict_is_filled_by_its_constructor():
     class Output(OrderedDict):
         logits: torch.Tensor
         names: tuple[str, ...] = ("kept",)
+        made: int = field(init=False, default=1)
 
         def __post_init__(self) -> None:
             self["logits"] = self.logits
@@ -200,6 +201,8 @@ def test_dicts_are_equal_in_any_order_and_keep_their_own():
     first, second = noted({"b": 1, "a": {2: 0, 1: 0}}), noted({"a": {1: 0, 2: 0}, "b": 1})
     assert BatchSchema.of(first) == BatchSchema.of(second) and not BatchSchema.of(first).differences(learned(second))
     assert list(learned(first).empty_batch().note) == ["b", "a"]
+    one, other = torch.ones(2), torch.ones(2, 1)
+    assert BatchSchema.of(noted({1: one, "1": other})) == BatchSchema.of(noted({"1": other, 1: one}))
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,13 @@ def test_a_known_schema_is_not_that_of_a_batch_that_has_changed():
     like.note.append(2)  # the list that the known schema was made of
     assert BatchSchema.of(like, None, known) == BatchSchema.of(Noted(torch.zeros(5), [1, "a", 2]))
     assert BatchSchema.of(Noted(torch.zeros(2, 1), like.note), None, known).dense[0].trailing == (1,)
+    for note in ([torch.ones(2)], (torch.ones(2),)):  # alike but for the kind of a branch
+        batch = Noted(torch.zeros(2), note)
+        assert BatchSchema.of(batch, None, known) == BatchSchema.of(batch)
+    for name in ("beside", "other"):  # or for the name of an attribute
+        batch = noted(1)
+        setattr(batch, name, 1)
+        assert BatchSchema.of(batch, None, known) == BatchSchema.of(batch)
 
 
 def test_another_thread_may_clear_the_cache_of_schemas():

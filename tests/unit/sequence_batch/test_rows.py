@@ -148,6 +148,7 @@ def test_nested_tensors_of_equal_lengths_can_still_be_combined():
         double, columns = result["deep"]
         assert (result["ids"] + double).values().tolist() == [3 * each for each in result["ids"].values().tolist()]
         assert columns.offsets() is double.offsets() is not result["others"].offsets()
+        assert result["ids"].values().numel() == int(result["ids"].offsets()[-1])
     packed = pack_rows({"ids": result["ids"], "double": double}, pad_to_multiple_of=8)
     assert torch.equal((packed.unpack(packed.inputs["ids"]) * double).values(), double.values() ** 2 // 2)
 
@@ -232,6 +233,7 @@ def variable_batch_per_key():
         (lambda: SomeTensorClass(x=torch.zeros(2), batch_size=[2]), TypeError, r"a tensorclass; .* to_tensordict\(\)"),
         (lambda: KeyedTensor(["a"], [2], torch.zeros(2, 3), key_dim=0), ValueError, r"has key_dim 0; .* key_dim=1"),
         (lambda: {"k": KeyedTensor(["a"], [3], torch.zeros(3, 2))}, ValueError, r"has values of shape \(3, 2\)"),
+        (lambda: {"k": KeyedTensor(["a"], [3], torch.zeros(3))}, ValueError, r"has values of shape \(3,\)"),
         (
             lambda: {"a": padded_batch([1, 2]), "b": padded_batch([1], 2)},
             ValueError,
@@ -271,6 +273,8 @@ def test_wrong_indices(indices, error, message):
         ([dense([1]), dense([1])[:, :2]], r"tensor int64 \[3\] and tensor int64 \[2\]"),
         ([kjt([1]), kjt([1], weights=False)], "int64, weights float32, .* and jagged .* int64, lengths"),
         ([{"a": dense([1]), "m": 1}, {"a": dense([1]), "m": 2}], "differ at 'm': 1 and 2; .* or give a value per row"),
+        ([{"a": dense([1]), "batch_size": 1}, {"a": dense([1]), "batch_size": 2}], "differ at 'batch_size': 1 and 2"),
+        ([dense([1]), dense([1]).to("meta")], r"tensor int64 \[3\] on cpu and tensor int64 \[3\] on meta; only rows"),
         ([[dense([1])], (dense([1]),)], "differ at 'the batch itself': list and"),
     ],
 )

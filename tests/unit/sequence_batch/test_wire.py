@@ -15,14 +15,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.datasets.loader import resumable as resumable_loader
 from commons.datasets.loader.resumable import ResumableLoader, WrappedBatch, unwrap, wrap
 from commons.datasets.samplers.epoch import BatchOrderSampler
+from commons.sequence_batch.open_batch import open_tree
 from commons.sequence_batch.row_leaves import describe_leaf
 from commons.sequence_batch.rows import Rows
-from commons.sequence_batch.schema import register_batch_type
+from commons.sequence_batch.schema import BatchSchema, register_batch_type
 from commons.sequence_batch.wire import MessageBuffer, decode, encode
 from tests.helpers.batches.any_batches import KINDS, as_values, concat_rows, count_rows, dense, nested, there_and_back
 from tests.helpers.batches.random_batches import JAGGED_DTYPES, random_batch, rows_as_values
@@ -93,6 +95,9 @@ def test_a_message_is_little_more_than_its_tensors():
     assert Rows.of(batch).nbytes < message.nbytes < 1.05 * Rows.of(batch).nbytes
 
 
+Point = namedtuple("Point", ["x", "y"])
+
+
 @dataclass
 class Unknown:
     x: torch.Tensor
@@ -104,6 +109,16 @@ def test_a_class_that_the_receiver_does_not_have(monkeypatch):
     monkeypatch.delattr(f"{__name__}.Unknown")
     with pytest.raises(KeyError, match=f"class Unknown of module {__name__} is unknown on this rank; .* import"):
         decode(message.bytes)
+
+
+@pytest.mark.parametrize("note", [{}, Point(1, 2), Point(dense([1]), 2)], ids=repr)
+def test_a_message_cannot_make_a_receiver_call_anything(note):
+    """Neither a function, nor a class that is not of the kind that the message says."""
+    text = BatchSchema.of_tree(open_tree({"x": dense([1]), "note": note})).text
+    known = f"{__name__}:Point" if note else "builtins:dict"
+    for named in ("threading:Thread", "json:dumps"):
+        with pytest.raises(KeyError, match="is unknown on this rank"):
+            BatchSchema.from_text(text.replace(known, named)).empty_batch()
 
 
 def test_a_registered_class_is_found_wherever_it_was_made():
@@ -152,14 +167,15 @@ def test_memory_mapped_arrays_are_taken(tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_worker_gives_what_the_main_process_would(num_workers):
-    masked, leaf, heat = loaded(
+    masked, leaf, factory, heat = loaded(
         num_workers,
         lambda: {"price": MASKED},
-        lambda: defaultdict(list, a=torch.ones(2, requires_grad=True)),
+        lambda: {"a": torch.ones(2, requires_grad=True)},
+        lambda: defaultdict(Counter, a=torch.ones(2)),
         lambda: {"heat": torch.ones(2).as_subclass(Celsius)},
     )
     assert masked["price"].mask.tolist() == [False, True, False] and masked["price"].sum() == 4
-    assert leaf["a"].requires_grad and leaf.default_factory is list
+    assert leaf["a"].requires_grad and factory.default_factory is Counter
     assert type(heat["heat"]) is Celsius
 
 
@@ -204,6 +220,7 @@ def test_mappings_that_arrive_as_they_were():
         result = there_and_back(batch)
         assert type(result) is type(batch) and result["a"].tolist() == [1, 1]
     assert there_and_back(given(WithState())).encodings is None
+    assert there_and_back(TensorDict({"x": torch.ones(2)}, batch_size=[2], device="cpu")).device == torch.device("cpu")
 
 
 class Columns(list):
@@ -218,13 +235,14 @@ Pair = namedtuple("Elsewhere", ["x"])
     [
         (make_dataclass("Local", ["x"])(torch.ones(1)), "'the batch itself' is a Local, which is not found under that"),
         ({"p": Pair(torch.ones(1))}, "'p' is an Elsewhere, which is not found"),
+        ({"p": namedtuple("Columns", ["x"])(torch.ones(1))}, "'p' is a Columns, which is not found"),
         ({"x": torch.ones(1), "when": datetime.date(2024, 1, 1)}, "'when' holds a date; values other than tensors are"),
         ({"x": torch.ones(1), "lists": [object()]}, "'lists' holds an object"),
         ({"x": torch.ones(1), "wide": np.longdouble(1)}, "'wide' holds a numpy.longdouble; values other than tensors"),
         ({"x": torch.ones(1), "o": np.array([object()], dtype=object)}, "'o' holds an object"),
         ({"x": np.zeros(1, dtype=[("a", "i4")])}, "'x' is an array of dtype .* pass its fields as separate arrays"),
         ({"x": with_attribute(given(WithState()), "encodings", ["e"])}, "'x' is a WithState with the attribute 'enc"),
-        ({"x": with_attribute(given(UserDict()), "extra", 1)}, "'x' is a UserDict with the attribute 'extra'; only"),
+        ({"x": with_attribute(given(UserDict()), "extra", {"k": 1})}, "'x' is a UserDict with the attribute 'extra'"),
         ({"x": with_attribute(Columns([torch.ones(2)]), "names", ["a"])}, "'x' is a Columns with the attribute 'na"),
         ({"x": given(WithArguments("n"))}, "'x' is a WithArguments, which cannot be made without arguments"),
         ({"x": given(defaultdict(Counter))}, "'x' is a defaultdict whose factory is .*Counter.*; factories that"),
