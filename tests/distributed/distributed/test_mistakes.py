@@ -142,6 +142,7 @@ MISTAKES = {
     "number": Mistake(_workloads(lambda right: 3), r"ValueError: rank 1: workloads have shape \(\)"),
     "nothing": Mistake(_workloads(lambda right: None), "TypeError: rank 1: get_workloads returned None; "),
     "no column": Mistake(_no_column, r"""KeyError: "rank 1: get_workloads reads 'no_such'; the batch's keys are \["""),
+    "no key of another dict": Mistake(_raises(KeyError("item")), "KeyError: 'rank 1: item'$"),
     "no text": Mistake(_raises(ValueError("")), r"ValueError: rank 1: mock\.py, line \d+, in \w+$"),
     "no text of another kind": Mistake(
         _raises(OSError()), r"RuntimeError: rank 1: OSError: mock\.py, line \d+, in \w+$"

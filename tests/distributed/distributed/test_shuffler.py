@@ -134,7 +134,8 @@ def test_handles_are_used_once_and_on_their_own_batch():
         for labels in (None, batch.sample_id):
             said = finished_with(dataclasses.replace(batch, labels=labels))
             assert "and is finished with a RichBatch of 4 rows" in said
-        for alike in (like := my_batch(1, [4] * 4), like.to("cpu"), dataclasses.replace(like)):
+        one_other_field = dataclasses.replace(batch, sample_id=batch.sample_id.clone())
+        for alike in (like := my_batch(1, [4] * 4), like.to("cpu"), dataclasses.replace(like), one_other_field):
             assert "and is finished with another one; finish a shuffle with" in finished_with(alike)
         shuffler.finish_shuffle(batch, handle)
         assert "used twice" in finished_with(batch)

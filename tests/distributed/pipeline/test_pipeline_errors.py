@@ -237,6 +237,20 @@ def test_a_batch_that_is_not_pipelineable_is_refused_on_every_rank():
 
 
 @on_two_ranks
+def test_first_batches_that_differ_are_left_out_on_every_rank():
+    """Nobody knows which of them is right."""
+    run, rank = Run("sparse"), dist.get_rank()
+    first = named_batch(rank, 0)
+    first.target = first.target.double() if rank == 1 else first.target
+    source = iter([first, named_batch(rank, 1)])
+    said = error_of(run.progress, source)
+    assert said.startswith("SchemasDifferError: the batches of ranks 0 and 1 differ: field 'target'")
+    run.to_the_end(source)
+    assert sorted(of_all(run.seen)) == ids_of((0, 1), (1, 1))
+    run.close()
+
+
+@on_two_ranks
 def test_a_staged_pipeline_is_made_anew_after_an_error():
     shuffler, seen = FailingShuffler(ShufflerOptions(timeout=30.0)), []
 
