@@ -25,7 +25,7 @@ from commons.distributed.exchange import verification
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.gather import schema_agreement
 from commons.distributed.options import ShufflerOptions
-from commons.perf_model.shuffle_plan import ShufflePlanner
+from commons.perf_model.shuffle_plan import ShufflePlan, ShufflePlanner
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch
@@ -35,6 +35,10 @@ from tests.helpers.ranks.on_ranks import of_all, on, on_four_ranks, on_ranks, on
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
 PATIENT = 600.0
+
+
+class OtherShuffler(SquareShuffler):
+    pass
 
 
 class UnprintableError(Exception):
@@ -193,6 +197,11 @@ MISTAKES = {
     "groups": Mistake(
         _groups, "ValueError: has_groups is False on rank 0 and True on rank 1 in shuffle", goes_on=False
     ),
+    "another class": Mistake(
+        lambda shuffler, batch, patch: setattr(shuffler, "__class__", OtherShuffler),
+        "ValueError: shuffler is 'SquareShuffler' on rank 0 and 'OtherShuffler' on rank 1 in shuffle",
+        goes_on=False,
+    ),
     "version": Mistake(
         lambda shuffler, batch, patch: patch(schema_agreement, "__version__", "9.9.9"),
         "ValueError: versions differ: rank 0 has {'evenrank'.*9.9.9",
@@ -208,7 +217,16 @@ MISTAKES = {
     "second checksum": Mistake(_checksum(2), NO_ROOM, {"verify": True}),
     "checksum where nobody moves": Mistake(_checksum(2), NO_ROOM, {"verify": True, "min_gain": 0.99}),
 }
-IN_WINDOWS = ("grad", "grad of weights", "first checksum", "second checksum", "checksum where nobody moves")
+IN_WINDOWS = ("grad", "grad of weights", "plan", "exchange")
+IN_WINDOWS += ("first checksum", "second checksum", "checksum where nobody moves")
+
+
+def _shuffle_spoilt(spoil, rank, shuffler, batch, results):
+    """The error of the first result, where one rank makes a mistake."""
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == rank:
+            spoil(shuffler, batch, lambda *what: stack.enter_context(mock.patch.object(*what)))
+        return error_of(next, results)
 
 
 @pytest.mark.parametrize("window", [False, True])
@@ -219,11 +237,8 @@ def test_a_mistake_of_one_rank_is_raised_on_all(window):
         mistake = MISTAKES[name]
         batch = my_batch(0, [4] * 4, max_length=60 if dist.get_rank() == 0 else 6)
         with closing(SquareShuffler(ShufflerOptions(timeout=PATIENT, **mistake.options))) as shuffler:
-            with contextlib.ExitStack() as stack:
-                if dist.get_rank() == 1:
-                    mistake.spoil(shuffler, batch, lambda *what: stack.enter_context(mock.patch.object(*what)))
-                results = windowed_iter(iter([batch]), shuffler, 1) if window else map(shuffler.shuffle, [batch])
-                text = error_of(next, results)
+            results = windowed_iter(iter([batch] * 3), shuffler, 2) if window else map(shuffler.shuffle, [batch])
+            text = _shuffle_spoilt(mistake.spoil, 1, shuffler, batch, results)
             assert re.match(mistake.said, text) and "\n" not in text, (name, text)
             if mistake.goes_on and not window:
                 assert error_of(shuffler.shuffle, my_batch(1, [4] * 4)) == "no error", name
@@ -285,14 +300,22 @@ def test_what_no_rank_can_shuffle():
     assert no_batch.endswith("(and on rank 1)")
 
 
+def _other_digest(shuffler, batch, patch):
+    patch(ShufflePlan, "digest", lambda plan: 1)
+
+
 @on_four_ranks
 def test_ranks_of_a_subgroup_are_named_by_their_global_number():
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
-        if dist.get_rank() == 3:
-            shuffler.get_workloads = lambda batch: torch.full((batch.batch_size,), -1)
-        said = error_of(shuffler.shuffle, my_batch(0, [4] * 4))
-    assert "rank 3: workloads[0] is -1" in said if dist.get_rank() % 2 else said == "no error"
+    for spoil, expected in (
+        (_workloads(lambda right: -right), "rank 3: workloads[0] is -"),
+        (MISTAKES["dtype"].spoil, "the batches of ranks 1 and 3 differ: field 'tiny'"),
+        (_other_digest, "ranks [3] made another plan than the rest of ranks [1, 3]"),
+    ):
+        batch = my_batch(0, [4] * 4)
+        with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
+            said = _shuffle_spoilt(spoil, 3, shuffler, batch, map(shuffler.shuffle, [batch]))
+        assert expected in said if dist.get_rank() % 2 else said == "no error"
 
 
 @on_two_ranks

@@ -22,6 +22,7 @@ from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.schema import register_batch_type
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
+from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import error_of, logged, on_rank
@@ -166,10 +167,11 @@ def test_verify_takes_views_of_any_kind():
 
 @on_two_ranks
 def test_what_counts_as_a_token_can_be_said():
-    """Excess over a cap of one token: rows bring 3 values of key "a" and 1 of key "b"."""
+    """Excess over a cap of one token: rows bring 3 values of key "a", 1 of key "b", and of the labels' key "c" 2 more."""
     lengths = torch.tensor([3, 3, 1, 1])
     features = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=lengths, stride=2)
-    batch = BaseBatch(features, 2, {"a": 3, "b": 1})
+    labels = KeyedJaggedTensor(keys=["c"], values=torch.arange(4), lengths=torch.tensor([2, 2]))
+    batch = BaseBatch(features, 2, {"a": 3, "b": 1}, labels=labels)
     for names, excess in ((None, 7), (["a", "b"], 7), (["b"], 1), (["b", "c"], None)):
         with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=1))) as shuffler:
             shuffler.token_feature_names = names
@@ -252,6 +254,24 @@ def test_groups_of_a_window_end_in_one_step_of_one_rank():
     with closing(GroupShuffler(ShufflerOptions(equal_size=False))) as shuffler:
         trained = list(windowed_iter(iter(batches), shuffler, 2))
     check_groups(map(rows_of, batches), [rows_of(batch) for batch in trained], 3)
+
+
+class PairShuffler(SquareShuffler):
+    """Rows of the same number, of all ranks, are a group."""
+
+    def get_groups(self, batch):
+        return torch.arange(batch.batch_size)
+
+
+@on_two_ranks
+def test_groups_of_a_batch_with_host_values():
+    batch = random_hstu_batch(6, max_num_candidates=3, actual_batch_size=5, seed=dist.get_rank())
+    with closing(PairShuffler()) as shuffler:
+        result = shuffler.shuffle(batch)
+        assert shuffler.last_stats.moved
+    group_of = dict(of_all((row, number) for number, row in enumerate(rows_as_values(batch))))
+    assert len(group_of) == 10 and sorted(group_of) == sorted(of_all(rows_as_values(result)))
+    assert set(Counter(group_of[row] for row in rows_as_values(result)).values()) == {2}
 
 
 class WrongGroups(CubicShuffler):

@@ -152,9 +152,13 @@ def test_rows_are_conserved_and_windows_never_worse(ranks, seed, sizes, window, 
 
 def test_observing_says_what_a_window_gives(ranks):
     sizes = [[(6, 6)] * 4] * ranks.world_size
-    observed, moved = (
-        ranks.run(_windows, 3, sizes, 4, {"mode": mode, "slack": 0.0}) for mode in ("observe", "balance")
+    observed, moved, gathered = (
+        ranks.run(_windows, 3, sizes, 4, {"mode": mode, "slack": 0.0, "transport": transport})
+        for mode, transport in (("observe", "auto"), ("balance", "auto"), ("balance", "all_gather"))
     )
+    assert [each["after"] for each in moved] == [each["after"] for each in gathered]
+    sent, sent_to_all = (sum(each["windows"][0]["bytes_sent"] for each in some) for some in (moved, gathered))
+    assert 0 < sent < sent_to_all  # "auto" sends each row once
     for names in ("imbalance_before", "imbalance_after", "optimality_gap", "num_rows", "steps"):
         assert observed[0]["windows"][0][names] == moved[0]["windows"][0][names]
     assert moved[0]["windows"][0]["imbalance_after"] < moved[0]["windows"][0]["imbalance_before"] / 2
