@@ -39,10 +39,12 @@ class TestWholeFolder:
         assert (tmp_path / "data" / "a.txt").read_text() == "before"
 
     def test_what_is_not_ours_stays(self, tmp_path):
-        (tmp_path / "data").write_text("mine")
-        with pytest.raises(FileExistsError, match="data exists and is not a thing of this kind; it is not overwritten"):
-            write(tmp_path / "data", "x", may_replace=lambda path: False)
-        assert (tmp_path / "data").read_text() == "mine"
+        (tmp_path / "file").write_text("mine")
+        (tmp_path / "link").symlink_to("nowhere")
+        for name in ("file", "link"):
+            with pytest.raises(FileExistsError, match=f"{name} exists and is not a thing of this kind; it is not over"):
+                write(tmp_path / name, "x", may_replace=lambda path: False)
+        assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
     def test_ended_between_the_renames(self, tmp_path):
         write(tmp_path / "data", "before")
@@ -94,7 +96,7 @@ class TestWholeFolder:
         assert (tmp_path / "data" / "a.txt").read_text() == "second"
         assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
 
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
     def test_no_room(self, tmp_path, number):
         with (
             pytest.raises(OSError, match=r"data cannot be written \(.*\); an earlier version is kept: free") as caught,
