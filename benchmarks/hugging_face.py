@@ -103,9 +103,10 @@ def main(ranks: int = 8, quick: Quick = False) -> None:
 _READING = (
     "*Peak ÷ optimum*: the costliest micro-batch of a step ÷ the optimum for its rows, among contiguous groups of the "
     "rows sorted by length. *Max ÷ mean*: of the ranks' costs, because ranks wait for each other in every micro-batch. "
-    "*Padded work of the slowest*: summed over an epoch, ÷ that of `balanced(trainer)`. *Planning*: CPU time of one "
-    "rank for its own batches, the least of nine epochs. `group_by_length` only sorts rows and ignores costs; a plan "
-    "of all ranks' rows takes longer than a sort, and is hidden behind a step if the loader has a worker process."
+    "*Padded work of the slowest*: summed over an epoch, ÷ that of `balanced(trainer)` for the rows of the same steps. "
+    "*Planning*: CPU time of one rank for its own batches, the least of nine epochs. `group_by_length` only sorts rows "
+    "and ignores costs; a plan of all ranks' rows takes longer than a sort, and is hidden behind a step if the loader "
+    "has a worker process."
 )
 
 
