@@ -9,10 +9,9 @@ Variants: batches as they are loaded; each batch balanced by the shuffler; a win
 pipeline; the sampler, which has all lengths beforehand, with windows of four; and the sampler of steps of constant
 cost.
 
-Each ratio is printed with the prediction of the loads: a cost of rows, tokens and pairs is fitted to steps in which all
-ranks have equal rows, and a step takes as long as its costliest rank. If there are more ranks than cores, ranks share
-the cores evenly. The time with a core per rank, which is what the loads predict, is estimated from the processor time
-of the costliest rank of every step, which other programs on the machine hardly change.
+Each ratio is printed with the prediction of the loads, from a cost of rows, tokens and pairs that is fitted to steps in
+which all ranks have equal rows. The time with a core per rank is estimated from the processor time of the costliest
+rank of every step, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations

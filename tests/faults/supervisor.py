@@ -52,7 +52,7 @@ class Result:
 
     @property
     def worst_seconds(self) -> float:
-        """The longest that a survivor's program took to end after the fault; 0.0 where all go on."""
+        """The longest that the program of a rank that raised took to end after the fault; 0.0 where all go on."""
         if self.trial.of_kind.all_go_on:
             return 0.0
         return max((end.seconds for end in self.ranks if end.text), default=0.0)
