@@ -138,13 +138,36 @@ def test_micro_batches_of_one_index_are_even(num_ranks, uneven):
         assert plan.costs.max(axis=0).sum() <= 1.025 * possible  # seed 3: 99.8 % of the budget is used
 
 
-def test_rows_stay_where_their_own_packing_is_as_good():
-    lengths = np.array([8, 6, 5, 3] * 4)
-    spec = MicroBatchSpec(max_tokens_per_mb=11, packing_algorithm="refined")
-    rows_per_rank = np.full(4, 4)
+@pytest.mark.parametrize(
+    ("lengths", "rows_per_rank", "budget", "sum_of_largest", "without_own"),
+    [
+        ([8, 6, 5, 3] * 4, [4] * 4, 11, 22, 22),
+        ([12, 17, 4, 11, 21, 6, 19], [4, 3], 45, 46, 46),  # where the grid would move rows
+        ([395, 770, 405, 122, 746, 637], [3, 3], 1165, 1570, 1559),  # 0.7 % costlier than the grid
+    ],
+)
+def test_rows_stay_where_their_own_packing_is_as_good(lengths, rows_per_rank, budget, sum_of_largest, without_own):
+    lengths, spec = np.array(lengths), MicroBatchSpec(max_tokens_per_mb=budget, packing_algorithm="refined")
     own = _own_packing(spec, lengths, None, rows_per_rank)
-    plan = plan_jointly(spec, lengths, None, rows_per_rank, own)
-    assert np.array_equal(plan.rank, np.repeat(np.arange(4), 4)) and plan.costs.tolist() == [[11, 11]] * 4
+    plan = plan_jointly(spec, lengths, None, np.array(rows_per_rank), own)
+    assert np.array_equal(plan.rank, np.repeat(np.arange(len(rows_per_rank)), rows_per_rank))
+    assert plan.costs.max(axis=0).sum() == sum_of_largest
+    plan = plan_jointly(spec, lengths, None, np.array(rows_per_rank))
+    assert plan.costs.max(axis=0).sum() == without_own
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [([10, 0, 0], [0, 1, 0]), ([5, 3, 0], None)],
+    ids=["all rows of rank 1 are in a group of rank 0", "a rank without tokens"],
+)
+def test_no_rank_is_left_without_a_row(lengths, groups):
+    groups = None if groups is None else np.array(groups)
+    plan = plan_jointly(
+        MicroBatchSpec(), np.array(lengths), None, np.array([2, 1]), np.zeros(3, np.int64), groups=groups
+    )
+    assert set(plan.rank.tolist()) == {0, 1}
+    assert groups is None or plan.rank[0] == plan.rank[2]
 
 
 def test_all_ranks_together_take_fewer_micro_batches():

@@ -250,8 +250,9 @@ def test_a_spec_is_validated_when_made(options, message):
 def test_every_number_of_micro_batches_from_the_fewest_on_can_be_made(packing):
     # What lets ranks that need different numbers meet at the largest of them.
     lengths, spec = packing
+    workloads = None if spec.packing_algorithm == "ffd" else np.array(lengths) // 10  # many without any
     packed, refined = (
-        BlockPacking.of(each, RowBlocks.of(each, len(lengths)), np.array(lengths), None)
+        BlockPacking.of(each, RowBlocks.of(each, len(lengths)), np.array(lengths), workloads)
         for each in (spec, dataclasses.replace(spec, packing_algorithm="refined"))
     )
     for number in range(packed.num_fewest, len(packed.tokens) + 1):
