@@ -170,6 +170,5 @@ def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> 
     for part in np.flatnonzero(counts == 0):
         unit = next(unit for unit in lightest_first if counts[filled[unit]] > 1)
         counts[filled[unit]] -= 1
-        counts[part] += 1
         filled[unit] = part
     return filled
