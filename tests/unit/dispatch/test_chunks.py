@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
-from commons.dispatch.planning import plan_redistribution
+from commons.dispatch.planning import as_int64_ids, plan_redistribution
 from commons.sequence_batch.open_batch import open_tree
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, dense, everything, padded_batch
@@ -86,7 +86,9 @@ def test_padding_that_a_batch_states():
     assert sorted(Rows.of(chunk).real for chunk in halves.chunks) == [1, 2]
     tight = split_balanced(batch, 2, [5, 5, 5] + [99] * 5)
     assert sorted(count_rows(chunk) for chunk in tight.chunks) == [1, 2]
-    for result in (halves, tight):
+    grouped = split_balanced(batch, 2, [5, 5, 5] + [99] * 5, groups=[1, 2, 1] + [3] * 5, equal_size=False)
+    assert sorted(indices.tolist() for indices in grouped.indices) == [[0, 2], [1]]
+    for result in (halves, tight, grouped):
         assert result.loads.sum() == 15
         assert result.restore([chunk.sample_id for chunk in result.chunks]).tolist() == [3, 1, 4]
         assert as_values(result.restore(result.chunks)) == as_values(padded_batch([3, 1, 4]))
@@ -153,6 +155,27 @@ def test_rows_move_where_only_counts_are_uneven():
     workloads, rows = np.array([1, 1, 1, 1, 8, 4, 4, 4]), np.array([5, 3])
     assert np.bincount(plan_redistribution(workloads, rows).destination).tolist() == [4, 4]
     assert not plan_redistribution(workloads, rows, equal_size=False).moves.any()
-    # No load falls, and yet no rank is left without a row.
-    plan = plan_redistribution(np.array([0, 9, 0]), np.array([3, 0]), equal_size=False)
-    assert np.bincount(plan.destination).min() == 1
+    for heavy, light in ((3, 1), (7, 2)):
+        for workloads, rows in (([light] * 6 + [heavy] * 2, [6, 2]), ([heavy] * 2 + [light] * 6, [2, 6])):
+            plan = plan_redistribution(np.array(workloads), np.array(rows))
+            assert np.bincount(plan.destination).tolist() == [4, 4] and plan.loads_after.max() <= heavy + 3 * light
+            assert np.array(workloads)[plan.moves].sum() <= sum(workloads) / 2  # of two assignments the nearer one
+
+
+@pytest.mark.parametrize(
+    ("workloads", "rows_per_rank", "destination"),
+    [
+        ([0, 9, 0], [3, 0], [1, 0, 0]),
+        ([0, 9, 0], [1, 2, 0], [0, 1, 2]),
+        ([0, 0, 9, 0], [2, 2, 0, 0], [2, 0, 1, 3]),
+    ],
+)
+def test_a_rank_without_rows_gets_the_lightest_of_a_rank_with_several(workloads, rows_per_rank, destination):
+    """Although no load falls."""
+    plan = plan_redistribution(np.array(workloads), np.array(rows_per_rank), equal_size=False)
+    assert plan.destination.tolist() == destination
+
+
+def test_ids_of_many_groups_differ():
+    ids = list(map(str, range(2000)))
+    assert len(set(as_int64_ids(ids, len(ids)).tolist())) == len(ids)

@@ -40,6 +40,7 @@ def test_only_padding_is_cut(lengths, spare, side):
     longest = max([*lengths, 1])
     assert {value.shape[1] for value in result.values()} == {longest}
     assert np.array_equal(result["three"], batch["three"][:, window.start : window.stop])
+    assert result["three"].base is None and result["ids"].untyped_storage().nbytes() == result["ids"].nbytes
     for name in ("mask", "ids"):
         assert torch.equal(untrim(result[name], window), batch[name])
     assert batch["ids"].shape[1] == window.width == 8 + spare
@@ -62,6 +63,10 @@ def test_several_kinds_of_sequences_in_a_tensordict():
     assert [(window.start, window.stop) for window in windows] == [(3, 5), (0, 3)]
     assert [window.name for window in windows] == ["prompt.mask", "mask"]
     assert windows[0].fields == (("prompt", "mask"), ("prompt", "ids"))
+    share = scatter_balanced(batch, [1, 1], trim=trims)
+    assert torch.equal(share.untrim(result["prompt", "ids"], ("prompt", "mask")), prompts["ids"])
+    with pytest.raises(KeyError, match=r"mask is None, the batch was trimmed by \['prompt.mask', 'mask'\]; "):
+        share.untrim(result["ids"])
 
 
 def test_a_field_that_has_the_shape_by_chance_is_spared_where_fields_are_stated():
@@ -100,8 +105,10 @@ def test_wrong_settings(settings, message):
         (Trim("nested"), ValueError, r"mask 'nested' has shape \(2, j\d+\); it must be a tensor or array"),
         (Trim("lists"), ValueError, r"mask 'lists' is a list; it must be a tensor or array .*: convert it"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
-        (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 5}"),
-        (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 5 wide"),
+        (Trim("mask", fields=["short"]), ValueError, "different widths {'mask': 8, 'short': 6}"),
+        (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 6 wide"),
+        (Trim(lengths="minus", fields=["ids"]), ValueError, r"lengths 'minus' are in \[-1, 8\], the sequences are 8"),
+        (Trim(lengths="truth", fields=["ids"]), ValueError, r"lengths 'truth' have shape \(2,\) and dtype torch.bool"),
         (Trim(lengths="mask", fields=["ids"]), ValueError, r"lengths 'mask' have shape \(2, 8\) and dtype torch.bool"),
         # A tokenizer without padding has pad_token_id None; -100 in uint8 would be 156, a label that is trained.
         (Trim("mask", fill={"ids": None}), ValueError, "fill of 'ids' is None, the field has dtype torch.int64; padd"),
@@ -112,7 +119,8 @@ def test_wrong_settings(settings, message):
     ],
 )
 def test_a_trim_that_does_not_fit(trim, error, message):
-    batch = padded([2, 3], 8, "right") | {"n": torch.tensor([2, 7]), "short": torch.zeros(2, 5)}
+    batch = padded([2, 3], 8, "right") | {"n": torch.tensor([2, 7]), "short": torch.zeros(2, 6)}
+    batch |= {"minus": torch.tensor([-1, 8]), "truth": torch.tensor([True, False])}
     batch["lists"] = [[1, 1], [1, 0]]
     batch["nested"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     batch |= {"bytes": torch.zeros(2, 8, dtype=torch.uint8), "array": np.zeros((2, 8), np.uint8)}
@@ -123,8 +131,10 @@ def test_a_trim_that_does_not_fit(trim, error, message):
 
 def test_results_of_another_width():
     _, (window,) = trim_batch(padded([2, 3], 8, "right"), Trim("mask"))
-    with pytest.raises(ValueError, match=r"'score' is a Tensor of shape \(2,\); results per token have 3 columns"):
-        untrim({"score": torch.zeros(2)}, window)
+    for shape in ((2,), (2, 8)):
+        message = f"'score' is a Tensor of shape {shape}; results per token have 3 columns"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            untrim({"score": torch.zeros(shape)}, window)
     with pytest.raises(TypeError, match="trim contains a str; it must be a Trim or a list of Trims"):
         trim_batch(padded([2], 4, "right"), ["mask"])
 
