@@ -142,7 +142,7 @@ def gather_rows(channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarra
             name: tables[:, position][is_row] if states.get(name) == _GIVEN else None
             for position, name in enumerate(own.columns)
         },
-        Padding.of({channel.names[rank]: padding for rank, (*_, padding) in received.items() if padding}),
+        Padding.of({rank: padding for rank, (*_, padding) in received.items() if padding}),
         sorted({number for *_, differentiable, _ in received.values() for number in differentiable}),
     )
 

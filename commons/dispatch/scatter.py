@@ -226,8 +226,7 @@ def scatter_rows(
     @cache
     def padding() -> Padding:
         assert rows is not None  # noqa: S101  only the source calls it
-        real = rows.without_padding()
-        return Padding.of({source.rank: padding_of(real, trims, find_windows(real, trims))})
+        return Padding.of({source.rank: padding_of(rows, trims, find_windows(rows, trims))})
 
     def share_of(rank: int) -> Piece:
         assert rows is not None and split is not None  # noqa: S101  only the source calls it
