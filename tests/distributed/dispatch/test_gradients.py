@@ -107,19 +107,8 @@ def test_autograd_grad_reaches_a_rank_without_rows_through_a_batch_of_0_rows():
     expected = torch.autograd.grad((model(images) * head).square().sum(), tuple(model.parameters()))
     _require_equal(found, expected)
     assert moved.num_moved == 2 and bool(of_head.all())
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # a gradient penalty would have no effect
         sum(each.square().sum() for each in found).backward()
-
-
-@on_two_ranks
-def test_gradients_of_gradients_are_refused():
-    """They were constants, so that a gradient penalty had no effect."""
-    x = torch.ones(3, requires_grad=True)
-    moved = redistribute_balanced({"x": x}, [1, 2, 3])
-    squares = moved.send_home(moved.batch["x"] ** 2)
-    (gradient,) = torch.autograd.grad(squares.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
 
 
 @on_two_ranks
@@ -160,9 +149,9 @@ def test_what_requires_gradients_does_not_depend_on_whether_rows_move(moves):
 
 
 @on_two_ranks
-def test_any_of_many_fields_may_require_gradients():
-    batch = {f"x{number:02}": torch.ones(4) for number in range(70)}
-    x, rank = batch["x69"].requires_grad_(), dist.get_rank()
+def test_a_field_may_require_gradients_on_one_rank_only():
+    batch, rank = {"id": torch.ones(4), "x": torch.ones(4)}, dist.get_rank()
+    x = batch["x"].requires_grad_(rank == 0)
     moved = redistribute_balanced(batch, [1 if rank else 9] * 4, slack=0.0)
-    (moved.batch["x69"] * moved.indices).sum().backward()
-    assert moved.num_moved > 0 and x.grad.tolist() == [4 * rank + row for row in range(4)]
+    (moved.batch["x"] * moved.indices).sum().backward()
+    assert moved.num_moved > 0 and (x.grad is None if rank else x.grad.tolist() == [0, 1, 2, 3])

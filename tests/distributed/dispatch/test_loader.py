@@ -132,6 +132,7 @@ def test_a_resumed_loader_goes_on_with_the_next_batch(make, everywhere):
         assert second.state_dict() == states[dist.get_rank() if everywhere else 0]  # also before its first batch
         second.state_dict().clear()  # a copy: it is the caller's
         parts += [batch["id"].tolist() for _ in range(2) for batch in second]
+        assert whole_loader.state_dict()["batches"] == 0  # at the end of the data, of the next epoch
     assert parts == whole and len(whole) == 6 * 2 and states[0]["batches"] == 4
     of_ranks = of_all([whole])
     assert of_ranks[0] != of_ranks[1]
@@ -165,6 +166,27 @@ def test_a_closed_loader_is_refused():
 def test_without_ranks(pin_memory):
     loader = SingleRankLoader(list(padded_batches([2, 1], 2)), workloads_of, pin_memory=pin_memory)
     assert [as_values(batch) for batch in loader] == [as_values(batch) for batch in padded_batches([2, 1], 2)]
+
+
+class Stateful(list):
+    def load_state_dict(self, state):
+        raise AssertionError("there is no state to load")
+
+
+@pytest.mark.parametrize(("kind", "own"), [(list, {"place": 1}), (Stateful, None)])
+def test_without_a_state_of_the_loader_earlier_batches_are_skipped(kind, own):
+    batches = [{"id": torch.tensor([row])} for row in range(3)]
+    loader = SingleRankLoader(kind(batches))
+    loader.load_state_dict({"batches": 1, "loader": own})
+    assert [batch["id"].tolist() for batch in loader] == [[1], [2]]
+
+
+@on_two_ranks
+def test_numbers_of_rows_may_differ_where_they_are_let():
+    rows = {"id": torch.tensor([9, 1, 1, 1])} if dist.get_rank() == 0 else None
+    loader = SingleRankLoader([rows], lambda batch: batch["id"], equal_size=False)
+    assert sorted(of_all([len(share.indices) for share in loader.shares()])) == [1, 3]
+    loader.close()
 
 
 def test_trims_are_those_of_the_constructor():

@@ -96,28 +96,17 @@ MISTAKES = {
         (lambda rank: {"pad": rank == 0}, "pad is True on rank 0 and False on rank 1 in scatter_balanced"),
         (lambda rank: {"trim": Trim("mask")}, "KeyError: \"rank 0: the batch has no field 'mask' to trim by;"),
         (lambda rank: {"trim": Trim("ab"[rank])}, "trim is [\"Trim(mask='a', lengths=None"),
-        (lambda rank: {"src": 9}, "rank 0: src is 9, the group has 2 ranks; "),
-        (
-            lambda rank: {"equal_size": np.bool_(True)},
-            "TypeError: rank 0: equal_size is a numpy.bool; ranks compare their options as JSON",
-        ),
+        (lambda rank: {"src": 2}, "rank 0: src is 2, the group has 2 ranks; "),
+        (lambda rank: {"equal_size": np.bool_(True)}, "TypeError: rank 0: equal_size is a numpy.bool; ranks compare"),
+        (lambda rank: {"groups": [1, 2, 3, 4]}, "rank 1: this rank passes groups, the source is rank 0"),
     ],
     gather_back: [
-        (
-            lambda rank: {"rows": 2 - rank},
-            "rank 1: results of the share have 1 rows, the share has 2; results need one row per row",
-        ),
-        (
-            lambda rank: {"width": 1 + rank},
-            "rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 [1] and tensor",
-        ),
+        (lambda rank: {"rows": 2 - rank}, "rank 1: results of the share have 1 rows, the share has 2; results need"),
+        (lambda rank: {"width": 1 + rank}, "rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 [1]"),
         (lambda rank: {"to_all": rank == 0}, "to_all is True on rank 0 and False on rank 1 in gather_back"),
     ],
     scatter_more: [
-        (
-            lambda rank: {"rows": 5, "everywhere": False},
-            "rank 0: the batch has 5 rows, 4 were scattered; scatter_more needs a row for each",
-        ),
+        (lambda rank: {"rows": 5, "everywhere": False}, "rank 0: the batch has 5 rows, 4 were scattered; scatter_more"),
         (lambda rank: {"rows": 4, "everywhere": True}, "rank 1: this rank passes batch, the source is rank 0"),
     ],
     redistribute: [
@@ -135,23 +124,16 @@ MISTAKES = {
             lambda rank: {"batch": {"a": dense([1, 2, 3]), "meta": "other"}} if rank else {},
             "the batches of ranks 0 and 1 differ: field 'meta': 'same' and 'other'; type, keys,",
         ),
-        (
-            lambda rank: {"workloads": None} if rank else {},
-            "rank 1: workloads is None, the batch has 3 rows; one per row is needed",
-        ),
+        (lambda rank: {"workloads": None} if rank else {}, "rank 1: workloads is None, the batch has 3 rows; one per"),
         (lambda rank: {"batch": None} if rank else {}, "rank 1: batch is None and there are 3 workloads"),
+        (lambda rank: {"equal_size": rank == 0}, "equal_size is True on rank 0 and False on rank 1 in redistribute_"),
+        (lambda rank: {"slack": rank / 10}, "slack is 0.0 on rank 0 and 0.1 on rank 1 in redistribute_balanced"),
         (
-            lambda rank: {"equal_size": rank == 0},
-            "equal_size is True on rank 0 and False on rank 1 in redistribute_balanced",
+            lambda rank: {"trim": Trim("a", side="left" if rank else "right")},
+            "trim is [\"Trim(mask='a', lengths=None, fields=None, side='right'",
         ),
-        (
-            lambda rank: {"groups": [1, 2, 3]} if rank else {},
-            "the batches of ranks 0 and 1 differ: 'groups': absent and given; type, keys,",
-        ),
-        (
-            lambda rank: {"groups": [1, 1, 1]},
-            "there are 1 groups for 2 parts (chunks or ranks); every part needs at least one",
-        ),
+        (lambda rank: {"groups": [1, 2, 3]} if rank else {}, "ranks 0 and 1 differ: 'groups': absent and given; type,"),
+        (lambda rank: {"groups": [1, 1, 1]}, "there are 1 groups for 2 parts (chunks or ranks); every part needs at"),
         (lambda rank: {"groups": [rank, 2 + rank, 2 + rank]}, "equal_size is True; "),
         (lambda rank: {"slack": -1}, "rank 0: slack is -1; it must be at least 0 and at most 1"),
         (
@@ -160,7 +142,7 @@ MISTAKES = {
         ),
         (
             lambda rank: texts([5, 2], -100 * rank),
-            "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and 1; ",
+            "'labels' is 0 and -100 beyond the tokens of its rows on ranks 0 and",
         ),
         (
             lambda rank: texts([5 + 4 * rank] * (3 - 2 * rank), -100),
@@ -169,6 +151,10 @@ MISTAKES = {
         (
             lambda rank: {"batch": {"x": jagged_with_gradients(rank), "y": torch.ones(2)}, "workloads": [1, 2]},
             "rank 0: field 'x' requires grad and is jagged; gradients follow only rows of dense tensors: pass",
+        ),
+        (
+            lambda rank: {"batch": {"x": torch.ones(3, 4, requires_grad=True)}, "trim": Trim("x")},
+            "rank 0: field 'x' requires grad and is trimmed; gradients do not follow trimmed rows: pass detach()",
         ),
     ],
     load: [
@@ -180,10 +166,7 @@ MISTAKES = {
         (lambda rank: {"trim": Trim("id")} if rank else {}, "trim is [] on rank 0 and [\"Trim(mask='id', lengths=None"),
     ],
     resume: [
-        (
-            lambda rank: {"batches": 7, "loader": None},
-            "rank 0: the state is 7 batches into the data, the loader ends after 1; ",
-        ),
+        (lambda rank: {"batches": 7, "loader": None}, "rank 0: the state is 7 batches into the data, the loader ends"),
         (lambda rank: {"batch": 3}, "the state has the entries ['batch']; a state has 'batches' and 'loader'"),
     ],
     send_home: [
@@ -218,10 +201,7 @@ MISTAKES = {
         (lambda rank: {} if rank else {"workloads": [1, 2, 3]}, "workloads are given and packing_algorithm is 'ffd'"),
     ],
     send_micro_batches_home: [
-        (
-            lambda rank: {"left_out": rank},
-            "rank 1: there are 1 results for 2 micro-batches; each micro-batch has one result: pass",
-        ),
+        (lambda rank: {"left_out": rank}, "rank 1: there are 1 results for 2 micro-batches; each micro-batch has one"),
     ],
     pack: [
         (lambda rank: {"timeout": "60" if rank else 60}, "rank 1: timeout is '60'; it is a number of seconds above 0"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from commons.dispatch import redistribute_balanced
 from commons.sequence_batch.rows import Rows, select_rows
 from tests.helpers.batches.any_batches import KINDS, as_values, count_rows, length_of, padded_batch
+from tests.helpers.batches.easyrec import easyrec_batch
 from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 
 
@@ -72,7 +73,8 @@ def test_groups_come_together(ranks):
 
 @on_ranks
 def test_even_rows_stay_and_nothing_travels():
-    batch = {"x": torch.arange(3) + 3 * dist.get_rank()}
+    meta = {"a": 1, "b": 2} if dist.get_rank() else {"b": 2, "a": 1}  # equal metadata in another order
+    batch = {"x": torch.arange(3) + 3 * dist.get_rank(), "meta": meta}
     moved = redistribute_balanced(batch, [7, 7, 7])
     assert moved.bytes_sent == moved.bytes_received == moved.num_moved == 0
     assert torch.equal(moved.batch["x"], batch["x"]) and torch.equal(moved.send_home(moved.batch)["x"], batch["x"])
@@ -88,7 +90,16 @@ def test_only_moved_rows_travel():
     moved_bytes = Rows.of(select_rows(batch, range(4))).nbytes
     assert (len(moved.indices), moved.num_moved) == (8, 4)
     travelled, none = (moved.bytes_sent, moved.bytes_received)[:: 1 if rank == 0 else -1]
+    assert f"8 rows, {4 * rank} of them from other ranks, largest load 1.5 → 1 × the mean" in repr(moved)
     assert none == 0 and moved_bytes < travelled < 1.02 * moved_bytes and len(set(of_all([travelled]))) == 1
+
+
+@on_two_ranks
+def test_values_of_each_rank_stay_on_it():
+    batch, rank = easyrec_batch([1, 2, 3, 4]), dist.get_rank()
+    batch.data_timestamp = float(rank)
+    moved = redistribute_balanced(batch, [1 + 9 * rank] * 4)
+    assert moved.num_moved and moved.batch.data_timestamp == rank
 
 
 @on_two_ranks

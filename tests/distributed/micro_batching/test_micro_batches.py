@@ -192,8 +192,10 @@ def test_a_rank_without_a_batch():
     lengths_of, costs = [[5, 3, 3, 5], None], [{"workloads": [1, 9, 9, 1]}, {}]
     _, tokens, *_ = _all_that_holds(lengths_of, {"n_mbs": 2})
     assert tokens == [5, 3]
-    _, tokens, *_ = _all_that_holds(lengths_of, {"n_mbs": 2, "packing_algorithm": "kk"}, costs)
-    assert tokens == [3, 5]
+    spec = {"n_mbs": 2, "packing_algorithm": "kk"}
+    for lengths, given in ((lengths_of, costs), (lengths_of[::-1], costs[::-1]), ([[], lengths_of[0]], costs[::-1])):
+        _, tokens, *_ = _all_that_holds(lengths, spec, given)
+        assert tokens == [3, 5]
 
 
 def test_groups_come_together_and_go_home(ranks):
