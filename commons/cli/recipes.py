@@ -104,11 +104,6 @@ def read_config_rows(
         rows = target.row_tokens(batch)
         tokens, _ = target.task.tokens_and_pairs(*rows)
         batches.append(((calibrated or target.task).get_workloads(*rows).numpy(), tokens.numpy()))
-    num_rows = sum(len(workloads) for workloads, _ in batches)
-    ends = len(batches) < num_batches
-    # Drop a partial last batch: in training all ranks have partial last batches, but here only one rank would.
-    if ends and batches and len(batches[-1][0]) < target.batch_size:
-        del batches[-1]
     # A target that is not a Recipe may lack this attribute; its rows are then dealt like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 
@@ -128,7 +123,7 @@ def read_config_rows(
     return Source(
         name=str(config),
         load=load,
-        num_rows=num_rows if ends else None,
+        num_rows=len(tokens) if len(batches) < num_batches else None,
         batch_size=target.batch_size,
         tokens=tokens,
         costs=costs,

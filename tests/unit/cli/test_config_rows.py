@@ -226,7 +226,7 @@ def test_calibrate_ends_with_a_verdict(calibrate, clock):
     assert asked and int(asked[1]) == 40 + int(asked[2])
 
 
-def test_calibrate_then_simulate(tmp_path, told, config, clock):
+def test_calibrate_then_simulate(tmp_path, told, asked, config, clock):
     output, figure = tmp_path / "out" / "c.toml", tmp_path / "out" / "gain.png"
     flags = ["--config", config, "--output", str(output), "--num-mixes", "24", "--repeats", "1"]
     assert "held-out error" in told("calibrate", *flags)
@@ -234,9 +234,16 @@ def test_calibrate_then_simulate(tmp_path, told, config, clock):
     assert calibration.model["hidden_size"] == 32 and calibration.device.threads == 1
     assert calibration.quality.num_measurements == 24
     assert calibration.coefficients == pytest.approx((1.0, 1.0, 0.01, 1e-4))
-    flags = ["simulate", "--config", config, "--ranks", "2", "4", "--steps", "3"]
-    assert "ms" in told(*flags, "--shuffler.calibration", str(output), "--figure", str(figure))
-    assert figure.stat().st_size > 5000 and "speed-up" in told(*flags)
+    flags = ["simulate", "--config", config, "--ranks", "2", "--steps", "3"]
+    (of_ranks,) = asked(*flags, "--shuffler.calibration", str(output), "--figure", str(figure))["ranks"]
+    target = load_recipe(None, Path(config), torch.device("cpu"))
+    sizes = [measurement.batch_size_of(target, batch) for batch in itertools.islice(target.host_batches(), 6)]
+    ms = np.array([clock["ms"](*size) for size in sizes]).reshape(3, 2)  # steps, ranks
+    assert of_ranks["ways"][0]["step_ms"] == pytest.approx(ms.max(axis=1).mean(), rel=1e-4)
+    assert "of a whole step, by the calibration" in of_ranks["advice"]["text"]
+    assert figure.stat().st_size > 5000
+    plain = asked(*flags)
+    assert plain["ranks"][0]["ways"][0]["step_ms"] is plain["lengths"]["rows"] is None  # random data have no end
 
 
 NO_GPU = [] if torch.cuda.is_available() else [("calibrate", ["--device", "cuda"], "no GPU that torch can use")]
