@@ -173,8 +173,7 @@ def _report(options: Observe, patience: float) -> int:
             of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
             cost=cost,
         )
-        windows = [window for window in options.window if window <= rows.num_steps]
-        simulation = simulate(source, [rows.num_ranks], windows, rows.num_steps)
+        simulation = simulate(source, [rows.num_ranks], options.window, rows.num_steps)
         lost = [] if cost is None else [_lost(rows, seconds, cost)]
         options.of_output.give(answer_of(replace(simulation, notes=(note, *lost))))
     except (ValueError, OSError) as error:

@@ -100,6 +100,8 @@ def test_what_a_load_costs_is_found_beside_a_fixed_cost_and_stalls():
     cost, said = step_cost(rows, seconds)
     assert cost.per_load == pytest.approx(0.02) and cost.per_step == pytest.approx(12)
     assert said == "The largest loads explain 100% of the step times' variance."
+    cost, _ = step_cost(rows, (0.02 * largest - 5) / 1e3)  # no step has a fixed cost below 0
+    assert (cost.per_load, cost.per_step) == (pytest.approx(0.02), 0)
     cost, said = step_cost(rows, np.random.default_rng(1).uniform(1, 1.2, 40))
     assert cost is None and "do not follow the largest loads" in said
     assert step_cost(rows, np.full(40, np.nan))[1].startswith("0 steps have times; 20 steps with different loads")
@@ -144,9 +146,10 @@ def test_the_status_of_the_script_is_ours(leaves, status, tmp_path, monkeypatch,
     assert main(["script.py"]) == status
 
 
-def test_a_script_may_leave_its_folder(tmp_path, monkeypatch):
+def test_a_script_may_import_its_neighbours_and_leave_its_folder(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "script.py").write_text("import os; os.chdir('elsewhere')")
+    (tmp_path / "beside_the_script.py").touch()
+    (tmp_path / "script.py").write_text("import os, beside_the_script; os.chdir('elsewhere')")
     monkeypatch.chdir(tmp_path)
     assert main(["script.py"]) == 2  # it trained nothing
     assert (tmp_path / "observed" / "rank0.npz").is_file() and not [*(tmp_path / "elsewhere").iterdir()]
@@ -192,6 +195,9 @@ def test_what_is_no_record_or_a_damaged_one_is_named(tmp_path, capsys):
         assert main(["--report", "--folder", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert f"{record} is no record of a rank, or damaged (" in error and error.count("\n") == 1
+    record.write_bytes(whole)
+    assert main(["--report", "--folder", str(tmp_path)]) == 2
+    assert "one rank was observed; balancing needs several ranks" in capsys.readouterr().err
 
 
 def test_lengths_of_any_batch():
@@ -219,21 +225,44 @@ def test_a_batch_may_contain_an_object_that_refers_to_it():
 
 
 def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_has_no_rows(tmp_path, capsys):
-    """Two ranks; the second has fewer rows in a step, and steps less."""
-    of_ranks = [[[90, 1, 1], [5, 5, 5], [7, 7, 7], []], [[1, 1], [5, 5, 4, 1]]]
+    """Three ranks; the second has fewer rows in a step, and steps less; the third has no step."""
+    of_ranks = [[[90, 1, 1], [5, 5, 5], [7, 7, 7], []], [[1, 1], [5, 5, 4, 1]], []]
     for rank, steps in enumerate(of_ranks):
         rows, lengths = [len(step) for step in steps], [length for step in steps for length in step]
         seconds = np.full(len(steps), np.nan)
-        np.savez(tmp_path / f"rank{rank}.npz", world_size=2, unknown=0, rows=rows, lengths=lengths, seconds=seconds)
+        record = {"rows": np.array(rows, np.int64), "lengths": np.array(lengths, np.int64), "seconds": seconds}
+        np.savez(tmp_path / f"rank{rank}.npz", world_size=3, unknown=0, **record)
     assert main(["--report", "--folder", str(tmp_path), "--window", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 steps of 2 ranks: 15 rows" in shown and "no row is used twice" not in shown
-    ratios = [92 / 47, 15 / 15, 21 / 10.5]  # largest ÷ mean
+    assert "3 steps of 3 ranks: 15 rows" in shown and "no row is used twice" not in shown
+    ratios = [92 / (94 / 3), 15 / 10, 21 / 7]  # largest ÷ mean
     assert f"{sum(ratios) / 3:.3f}" in next(line for line in shown.splitlines() if line.startswith("as loaded"))
     assert "0 steps have times; 20 steps" in shown
     assert main(["--report", "--folder", str(tmp_path), "--json", "--html", str(tmp_path / "o.html")]) == 0
     note = json.loads(capsys.readouterr().out)["notes"][0]
     assert note.startswith("0 steps have times") and note in read_page(tmp_path / "o.html")[1]
+
+
+def test_the_time_that_uneven_ranks_cost_is_found_in_the_recorded_times(tmp_path, capsys):
+    """A step takes 5 ms and 0.02 ms per token of the fullest rank; one rank measures more than the other."""
+    tokens = np.random.default_rng(0).integers(50, 1000, (2, 30))
+    for rank in (0, 1):
+        seconds = (5 + 0.02 * tokens.max(axis=0)) * (0.9, 1.1)[rank] / 1e3
+        record = {"rows": np.full(30, 1), "lengths": tokens[rank], "seconds": seconds}
+        np.savez(tmp_path / f"rank{rank}.npz", world_size=2, unknown=0, **record)
+    assert main(["--report", "--folder", str(tmp_path), "--window", "2", "40", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    ways = {way["way"]: way for way in answer["ranks"][0]["ways"]}
+    assert ways["as loaded"]["step_ms"] == pytest.approx((5 + 0.02 * tokens.max(axis=0)).mean())
+    assert "window of 2" in ways and "window of 40" not in ways  # there are 30 steps
+    assert "of a whole step, by its time" in answer["advice"]["text"]
+    lost = 0.02 * (tokens.max(axis=0) - tokens.mean(axis=0))
+    worst = [f"step {step} {lost[step]:.1f} ms (rank {tokens[:, step].argmax()})" for step in np.argsort(-lost)[:3]]
+    assert answer["notes"][:2] == [
+        "The largest loads explain 100% of the step times' variance.",
+        f"Uneven ranks cost {lost.mean():.1f} ms of a step of {np.median(5 + 0.02 * tokens.max(axis=0)):.1f} ms; 99th "
+        f"percentile {np.quantile(lost, 0.99):.1f} ms; most: {', '.join(worst)}.",
+    ]
 
 
 def test_a_staged_pipeline_returns_a_batch_whose_training_takes_the_time_until_the_next_call(monkeypatch):
@@ -270,15 +299,21 @@ def test_nothing_is_kept_of_an_evaluation(recorder):
     assert not recorder._flights[pipeline].lengths and not recorder.lengths and not recorder.has_begun
 
 
+class Model(torch.nn.Linear):
+    def forward(self, batch):
+        loss = super().forward(batch.values().float()[:1]).sum()
+        return loss, loss
+
+
+def batches_of(*lengths):
+    """A batch for each list of lengths of rows."""
+    return iter([KeyedJaggedTensor(["item"], torch.arange(sum(each)), lengths=torch.tensor(each)) for each in lengths])
+
+
 def test_a_compiled_pipeline_reads_its_batches_itself(recorder):
     class Twice(train_pipelines.TrainPipelinePT2):
         def progress(self, dataloader_iter):
             return super().progress(dataloader_iter), super().progress(dataloader_iter=dataloader_iter)
-
-    class Model(torch.nn.Linear):
-        def forward(self, batch):
-            loss = super().forward(batch.values().float()[:1]).sum()
-            return loss, loss
 
     expected = []
     for pipeline_class, calls in ((train_pipelines.TrainPipelinePT2, 4), (Twice, 2)):
@@ -286,9 +321,7 @@ def test_a_compiled_pipeline_reads_its_batches_itself(recorder):
         never = train_pipelines.TorchCompileConfig(compile_on_iter=-1)
         pipeline = pipeline_class(model, torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"), never)
         lengths = [[3, 1], [2], [5, 5], [4]]
-        batches = iter(
-            [KeyedJaggedTensor(["item"], torch.arange(sum(each)), lengths=torch.tensor(each)) for each in lengths]
-        )
+        batches = batches_of(*lengths)
         for _ in range(calls):
             pipeline.progress(batches)
         with pytest.raises(StopIteration):
@@ -302,19 +335,10 @@ def test_a_compiled_pipeline_reads_its_batches_itself(recorder):
 @pytest.mark.parametrize("name", ["TrainPipelineBase", "TrainPipelineSparseDist"])
 def test_batches_that_a_reset_drops_are_in_no_later_step(name, recorder):
     """The script ends its first epoch early; what the pipeline has read ahead is dropped."""
-
-    class Model(torch.nn.Linear):
-        def forward(self, batch):
-            loss = super().forward(batch.values().float()[:1]).sum()
-            return loss, loss
-
-    def batches(*lengths):
-        return iter([KeyedJaggedTensor(["item"], torch.arange(each), lengths=torch.tensor([each])) for each in lengths])
-
     model = Model(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     pipeline = getattr(train_pipelines, name)(model, optimizer, torch.device("cpu"))
-    first, second = batches(1, 2, 3, 4, 5, 6), batches(7, 8, 9)
+    first, second = batches_of([1], [2], [3], [4], [5], [6]), batches_of([7], [8], [9])
     for source, steps in ((first, 2), (second, 3)):
         for _ in range(steps):
             pipeline.progress(source)
