@@ -1,11 +1,14 @@
 """What a row costs, counted over the operations of the decoder; and the configs that are refused."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY
+from commons.distributed.options import ShufflerOptions
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.config.args import OptimizationArgs
@@ -13,6 +16,7 @@ from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
+from tests.helpers.models.calibrations import write_calibration
 from tests.helpers.models.sid_models import SIZES, make_batch
 
 
@@ -41,6 +45,16 @@ def test_workloads_are_those_of_the_layers_and_of_the_head_of_each_code(seed, hi
     recipe = SIDGRRecipe(TrainConfig(TrainerArgs(6, 6), DatasetArgs("sid-random", 12), sid, model), torch.device("cpu"))
     assert recipe.flops(batch) == 3 * sum(expected)
     shuffler.close()
+
+
+def test_with_a_calibration_a_row_costs_its_measured_time(tmp_path):
+    """Measured for a feed-forward block of the default width, which the file states as a number."""
+    batch, task = make_batch(0, num_real=5), SelfAttentionTask(8, 2, 4, 3, ffn_hidden_size=32)
+    options = ShufflerOptions(calibration=write_calibration(tmp_path / "c.toml", task))
+    with contextlib.closing(SIDGRBalancedBatchShuffler(8, 2, 4, 3, options=options)) as shuffler:
+        found = shuffler.shuffle(batch, return_workloads=True)[1].double()
+    ms = 0.25 + 0.5 * batch.sequence_lengths()[:5].double()  # as in the file: per row and per token
+    torch.testing.assert_close(found / found.sum(), ms / ms.sum(), rtol=1e-6, atol=0)
 
 
 def config(**changes) -> SIDGRConfig:
