@@ -37,7 +37,25 @@ def test_one_run(runs, told, asked):
     (run,) = content["runs"]
     assert run["run"] == "runs/b" and run["gain"]["work"] > 1.2 and content["beside_the_first"] == []
     assert run["evaluation"] == {"step": 60, "auc": 0.75, "none": None}
-    assert f"{run['gain']['work']:.2f}×" in printed and f"{run['gain']['step']:.2f}×" in printed
+    speed, gain, time = run["speed"], run["gain"], run["step_time_ms"]
+    cells = {
+        "median step, ms": f"{speed['step_ms']:,.1f}",
+        "rows per second": f"{speed['rows_per_s']:,.1f}",
+        "tokens per second": f"{speed['tokens_per_s']:,.0f}",
+        "imbalance, mean": f"{gain['imbalance_before']:.1%} → {gain['imbalance_after']:.1%}",
+        "imbalance, worst line": f"{gain['worst_before']:.1%} → {gain['worst_after']:.1%}",
+        "speed-up of the slowest rank": f"{gain['work']:.2f}×",
+        "possible": f"{gain['possible']:.2f}×",
+        "speed-up of a step, measured": f"{gain['step']:.2f}×",
+        "tokens moved": f"{gain['token_fraction_moved']:.1%}",
+        "kB sent by rank 0 in a step": "2.0",
+        "work at the bound": f"{time['work']:,.1f} ({time['work'] / time['total']:.0%})",
+        "all of it": f"{time['total']:,.1f}",
+        "balancing takes off": f"{time['saved']:,.1f}",
+        "gather": "1.5",
+        "plan": "0.5",
+    }
+    assert cells.items() <= {tuple(re.split(r" {2,}", line.strip())) for line in printed.splitlines()}
 
 
 def test_runs_beside_each_other(runs, told, asked):
