@@ -173,6 +173,15 @@ def test_tiles_cover_every_token_once_the_most_work_first(rows, is_causal):
     expected = [(row, place) for row, length in enumerate(sizes) for place in range(0, length, TILE_SPAN)]
     for tiles in (plan.query_tiles, plan.key_tiles):
         assert sorted(map(tuple, tiles.tolist())) == expected and tiles.dtype == torch.int32
+    visited, visiting = [], []  # numbers of keys and of queries
+    for (row, place), (key_row, key_place) in zip(plan.query_tiles.tolist(), plan.key_tiles.tolist()):
+        _, length, of_history, of_context = plan.rows[row].tolist()
+        end = min(place + TILE_SPAN, length) if is_causal else length
+        visited.append(max(of_history, end) if place < of_context else end)
+        _, length, of_history, _ = plan.rows[key_row].tolist()
+        seeing = length - key_place if key_place < of_history else TILE_SPAN
+        visiting.append(seeing if is_causal else length)
+    assert (visited, visiting) == (sorted(visited, reverse=True), sorted(visiting, reverse=True))
     assert plan.num_tokens == sum(rows[0]) and plan.longest == max(rows[0], default=0)
     assert plan.sees_ahead == plan_attention(lengths, targets, contextual, num_heads=1, is_causal=is_causal).sees_ahead
 
@@ -190,16 +199,6 @@ def test_no_block_reads_outside_the_table_of_biases(rows, is_causal, has_context
         first = origin + apart - (TILE_SPAN - 1)
         assert first >= 0
         assert first + 2 * (TILE_SPAN - 1) < table.shape[1]
-
-
-def test_long_rows_come_first():
-    plan = plan_triton_attention(torch.tensor([100, 600, 300]))
-    lengths = plan.rows[:, 1].tolist()
-    assert lengths == [600, 300, 100]
-    visited = [min(place + TILE_SPAN, lengths[row]) for row, place in plan.query_tiles.tolist()]
-    assert visited == sorted(visited, reverse=True)
-    visiting = [lengths[row] - place for row, place in plan.key_tiles.tolist()]
-    assert visiting == sorted(visiting, reverse=True)
 
 
 def test_mistakes_are_named():
