@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from commons.cli.answer import Answer, AnswerTable, Section
 from commons.cli.pictures import COLORS, THEMES, Picture, svg_of, write_page
-from commons.cli.simulate.pictures import band_edges
+from commons.cli.simulate.command import LengthOptions
+from commons.cli.simulate.pictures import band_edges, pictures_of
+from commons.cli.simulate.simulation import Simulation, simulate
 from tests.helpers.documents.pages import read_page
 
 LENGTHS = ["simulate", "--lengths", "lognormal:130:1.4:8192", "--ranks", "4", "8", "--steps", "8", "--batch-size", "4"]
@@ -99,6 +102,37 @@ def test_text_and_marks_stand_out(theme):
         ("surface", "raised"), ("ink", "muted", "before", "after", "third", "fourth")
     ):
         assert contrast(colors[surface], colors[name]) >= 4.5, (surface, name)
+
+
+def axes_of(simulation):
+    axes = [Figure().subplots() for _ in range(4)]
+    for picture, each in zip(pictures_of(simulation), axes, strict=True):
+        picture.draw(each)
+    return axes
+
+
+def test_pictures_of_a_simulation_draw_its_numbers():
+    source = LengthOptions(batch_size=4).read("lognormal:130:1.4:8192")
+    simulation = simulate(source, (4, 8), (2,), 8)
+    fewer, largest = simulation.comparisons
+    loads, bands, gain, steps = axes_of(simulation)
+    ratios = largest.ways[0].loads / largest.ways[0].loads.mean(axis=1, keepdims=True)
+    assert loads.lines[0].get_ydata()[:-1] == pytest.approx(np.sort(ratios, axis=1)[:, ::-1].mean(axis=0))
+    assert steps.lines[0].get_ydata() == pytest.approx(ratios.max(axis=1))
+    of_rows, of_cost = np.array([bar.get_height() for bar in bands.patches]).reshape(2, -1)
+    is_longest = source.tokens >= band_edges(source.tokens)[-2]
+    assert of_rows[-1] == pytest.approx(is_longest.mean()) and of_rows.sum() == pytest.approx(1)
+    assert of_cost[-1] == pytest.approx(source.costs[is_longest].sum() / source.costs.sum())
+    lines = {line.get_label().split(" (≈")[0]: line.get_ydata() for line in gain.lines}
+    speed_ups = {way.name: (fewer.speed_up(other), largest.speed_up(way)) for other, way in zip(fewer.ways, largest.ways)}
+    del speed_ups["as loaded"]
+    assert {name: tuple(values) for name, values in lines.items()} == speed_ups | {
+        "equal ranks": (fewer.equal, largest.equal)
+    }
+    alone = axes_of(Simulation(source, (largest,)))[2]
+    names = [label.get_text() for label in alone.get_yticklabels()]
+    widths = [bar.get_width() for bar in alone.patches]
+    assert dict(zip(names, widths, strict=True)) == {name: values[1] for name, values in speed_ups.items()}
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=50))
