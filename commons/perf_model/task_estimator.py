@@ -64,7 +64,7 @@ class AttentionTask(ABC):
         take_python_scalars(self)
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(item.default, bool) or value is None:
+            if isinstance(item.default, bool) or (value is None and item.default is None):
                 continue
             require_at_least(item.name, value, 1, optional=item.default is None)
 

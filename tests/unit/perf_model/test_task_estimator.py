@@ -115,6 +115,9 @@ def test_lengths_that_are_wrong_are_refused(arguments, message):
     ("make", "message"),
     [
         (lambda: HSTUAttentionTask(0, 1, 1), "hidden_size is 0"),
+        (lambda: HSTUAttentionTask(None, 1, 1), "hidden_size is None; it must be an integer of at least 1: correct"),
+        (lambda: HSTUAttentionTask(8, 2, 4, num_layers=None), "num_layers is None; it must be an integer"),
+        (lambda: HSTUAttentionTask(8, 2, 4, max_attn_len=0), "max_attn_len is 0; it must be an .*, or leave it out"),
         (lambda: HSTUAttentionTask(8, 2, 4, value_dim=0), "value_dim is 0"),
         (lambda: HSTUAttentionTask(8, 2, 4, value_dim=-1), "value_dim is -1"),
         (lambda: SelfAttentionTask(8, 3, 4, num_query_groups=2), "num_query_groups is 2, num_heads is 3"),
