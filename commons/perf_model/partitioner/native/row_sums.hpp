@@ -26,7 +26,7 @@ inline bool are_speeds_of(const Weight* speeds, Weight size, const Weight* loads
   const auto [slowest, fastest] = std::minmax_element(speeds, speeds + size);
   if (size == 0 || *slowest < 1 || *fastest > kMostSpeed) return false;
   const auto sum = std::accumulate(loads, loads + num_loads, static_cast<__int128>(0));
-  return sum * *fastest / *slowest < kMostLoad / 2;
+  return sum * *fastest / *slowest <= kMostLoad / 2;
 }
 
 // The sums of `values` by place; for null, the numbers of rows.

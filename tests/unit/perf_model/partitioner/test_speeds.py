@@ -1,6 +1,8 @@
 """Plans for ranks of different speeds: the largest load ÷ speed is small, and no plan goes below the bound."""
 
+from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import draw
 from commons.perf_model.partitioner import partition, partition_grid
+from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
 
 
 def slowest(workloads, assignment, speeds):
@@ -166,6 +169,15 @@ def test_what_cannot_follow_speeds_is_refused():
         partition([2**50, 1], 2, speeds=[1, 2**31 - 1])
     with pytest.raises(ValueError, match="speeds has shape"):
         partition_grid([1, 2], 2, 1, speeds=[1])
+
+
+def test_the_shuffler_takes_the_same_largest_workloads_at_speeds():
+    rows, speeds, most = np.array([1, 0]), np.array([2, 3]), (2**62 - 1) // 3  # × 3 ÷ 2 is just below 2^61
+    for total in (most, most + 1):
+        known = GatheredRows(rows, rows, np.array([total]), np.array([1]))
+        for plan in (partial(partition, [total], 2, speeds=speeds), partial(plan_shuffle, known, speeds=speeds)):
+            with nullcontext() if total == most else pytest.raises(ValueError, match=r"2\^61( or more)?: scale"):
+                plan()
 
 
 def test_what_a_plan_says_of_times():
