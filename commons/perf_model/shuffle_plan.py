@@ -161,13 +161,13 @@ class ShufflePlan:
         return self._head["digest"]
 
     @staticmethod
-    def of(gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0, pads: bool = True) -> ShufflePlan:
+    def of(gathered: GatheredRows, destination: np.ndarray, lower_bound: int = 0) -> ShufflePlan:
         """A ShufflePlan with given destinations, from another planner.
 
         Raises:
             ValueError: a destination that is not a place.
         """
-        plan = ShufflePlanner(gathered.num_ranks, gathered.steps, pads=pads).plan(gathered, destination)
+        plan = ShufflePlanner(gathered.num_ranks, gathered.steps).plan(gathered, destination)
         plan.lower_bound = lower_bound
         return plan
 

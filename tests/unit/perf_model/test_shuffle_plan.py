@@ -92,6 +92,9 @@ def test_a_plan_of_messages_is_that_of_the_rows(case, all_gather):
 def test_sums_of_a_plan_are_those_counted_by_hand(case, ranks_per_node, data):
     known = gathered_by_hand(case[0])
     places, rows = known.num_places, len(known.workloads)
+    firsts = np.cumsum(known.rows) - known.rows
+    ids = [first + row for first, real in zip(firsts, known.real_rows) for row in range(real)]
+    assert known.global_id.tolist() == ids
     destination = np.array(data.draw(st.lists(st.integers(0, places - 1), min_size=rows, max_size=rows)), np.int64)
     plan = ShufflePlanner(known.num_ranks, known.steps, ranks_per_node=ranks_per_node).plan(known, destination)
     for name, place in (("loads_before", known.home), ("loads_planned", destination), ("loads_after", destination)):
@@ -139,14 +142,18 @@ def test_a_plan_is_never_worse_than_staying(case, options, data):
     plan = plan_shuffle(known, **options, speeds=speeds)
     of_ranks = [1] * known.num_ranks if speeds is None else speeds.tolist()
     before, after = (slowest(known, at, of_ranks) for at in (known.home, plan.destination))
-    assert after <= before and plan.loads_after.sum() == known.workloads.sum()
-    assert sorted(np.bincount(plan.destination, minlength=known.num_places)) == sorted(plan.result_real_rows)
+    assert after <= before and plan.loads_after.sum() == known.workloads.sum() and plan.speeds is speeds
     if plan.changes:
         assert after < before and float((before - after) / before) >= options["min_gain"] - 1e-9
         counts = plan.result_real_rows
         assert known.steps > 1 or not options["equal_size"] or counts.max() - counts.min() <= 1
     else:
         assert np.array_equal(plan.destination, known.home)
+    observed = plan_shuffle(known, **options, speeds=speeds, carry_out=False)
+    assert np.array_equal(observed.destination, known.home) and np.array_equal(observed.planned, plan.planned)
+    assert observed.loads_after.tolist() == observed.loads_before.tolist()
+    sums = [int(known.workloads[plan.planned == place].sum()) for place in range(known.num_places)]
+    assert observed.loads_planned.tolist() == plan.loads_planned.tolist() == sums
     if speeds is None and after:
         assert plan.loads_planned.reshape(-1, known.steps).max(axis=0).sum() >= plan.lower_bound
 
@@ -184,6 +191,19 @@ def test_what_stops_a_plan_is_told():
     assert reads.plan_messages(messages_of(brought, 1, 0), 0) is None and reads.head["steps"] == 1
 
 
+def test_one_planner_plans_messages_rows_and_given_places_in_turn():
+    brought = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
+    known, messages, planner = gathered_by_hand(brought), messages_of(brought, 1, 9), ShufflePlanner(2, num_keys=2)
+    bare = GatheredRows(known.rows, known.real_rows, known.workloads, known.tokens)
+    planned = plan_shuffle(known).destination.tolist()
+    for _ in range(2):
+        assert planner.plan(known, np.array([1, 1, 1])).destination.tolist() == [1, 1, 1] != planned
+        assert planner.plan_messages(messages, 9).destination.tolist() == planned
+        assert planner.plan(bare).destination.tolist() == planned
+        planner.plan(known, np.array([1, 1, 1]))
+        assert planner.plan(known).destination.tolist() == planned
+
+
 def test_answers_grow_with_the_batches():
     rng = np.random.default_rng(0)
     planner = ShufflePlanner(2, parts=PARTS, allocate=allocate)
@@ -216,7 +236,8 @@ def test_what_is_no_plan_is_refused():
     for destination in (np.array([0, 1, 2]), np.array([0, -1, 1]), np.array([0, 1])):
         with pytest.raises(ValueError, match="a number is out of its range|sizes do not match"):
             ShufflePlan.of(good, destination)
-    for changes in ({"rows": rows - 1}, {"real_rows": rows + 1}, {"real_rows": -rows}, {"tokens": ones[:2]}):
+    real_rows = [{"real_rows": rows + 1}, {"real_rows": -rows}]
+    for changes in (*real_rows, {"rows": rows - 1}, {"rows": rows[:1]}, {"tokens": ones[:2]}):
         with pytest.raises(ValueError, match="sizes do not match"):
             plan_shuffle(GatheredRows(**{**vars(good), **changes}))
     for parts in ([[1, 2, 1]], [[0, -5, 1]], [[2**62, 2**62, 1]]):
@@ -227,6 +248,8 @@ def test_what_is_no_plan_is_refused():
         planner = ShufflePlanner(2, parts=PARTS, allocate=allocate)
         with pytest.raises(ValueError, match="a gathered table"):
             planner.plan(GatheredRows(**{**vars(good), **changes}))
+    with pytest.raises(ValueError, match="speeds has 3 entries, there are 2 ranks; each has one: match them"):
+        plan_shuffle(good, speeds=ones)
     with pytest.raises(ValueError, match=r"the sum of workloads is \d+; it must be below 2\^62"):
         plan_shuffle(GatheredRows(rows, rows, ones << 61, ones))
     with pytest.raises(ValueError, match=r"tokens\[0\] is -1; values must be non-negative integers"):
