@@ -76,7 +76,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sources": (ctypes.c_char_p, ()),
     "compiler": (ctypes.c_char_p, ()),
     "plan": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
-    "lower_bound": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER)),
+    "lower_bound": (ctypes.c_int, (_POINTER, _POINTER, _POINTER)),
     "padded_groups": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER)),
     "refine": (ctypes.c_int, (_POINTER, _POINTER, _POINTER)),
     "shuffle": (ctypes.c_int, (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER)),
@@ -130,16 +130,16 @@ def make_plan(given: PlanArguments) -> tuple[np.ndarray, np.ndarray, int, int]:
     return assignment, loads, bound, most_tokens
 
 
-def lower_bound(workloads: np.ndarray, num_parts: int, equal_size: bool) -> int:
+def lower_bound(given: PlanArguments) -> int:
     """The lower bound of the largest load."""
-    bound = np.empty(1, np.int64)
-    _call("lower_bound", _at(_int64(workloads)), len(workloads), num_parts, equal_size, _at(bound))
-    return int(bound[0])
+    bound = ctypes.c_int64()
+    _call("lower_bound", ctypes.byref(given), ctypes.byref(bound))
+    return bound.value
 
 
-def refine(given: PlanArguments, home: np.ndarray) -> np.ndarray:
-    """Swap samples of the assignment `home`, int64 `(n,)`, under its cap, until its largest load is near the bound."""
-    refined = home.copy()
+def refine(given: PlanArguments) -> np.ndarray:
+    """Swap samples of `home`, under the cap, until its largest load is near the bound; int64 `(n,)`."""
+    refined = np.empty(given.num_rows, np.int64)
     _call("refine", ctypes.byref(given), _at(refined))
     return refined
 

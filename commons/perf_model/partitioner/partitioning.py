@@ -11,7 +11,7 @@ from commons.checks import as_count
 from commons.perf_model.loads import imbalance, sum_by_rank, times_of
 from commons.perf_model.partitioner import core
 from commons.perf_model.partitioner.arguments import CheckedArguments, plan_of
-from commons.perf_model.partitioner.inputs import as_int64_workloads
+from commons.perf_model.partitioner.inputs import as_home, as_int64_workloads
 
 
 class Dealt:
@@ -178,21 +178,20 @@ def refine(
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
         [1, 0, 0, 1]
     """
-    given = CheckedArguments(
-        workloads, k_partitions, equal_size=False, tokens=tokens, max_tokens=max_tokens, home=assignment
-    )
-    home, weights = given.arrays["home"], given.arrays["tokens"]
-    assert home is not None  # noqa: S101  it was given
+    weights = as_int64_workloads(workloads)
+    home = as_home(assignment, len(weights), as_count(k_partitions, "k_partitions", 1), "assignment")
+    given = CheckedArguments(weights, k_partitions, equal_size=False, tokens=tokens, max_tokens=max_tokens, home=home)
     if len(home) == 0:
         return home
-    if weights is not None and given.has_cap:
-        most = int(sum_by_rank(home, weights, given.num_parts).max())
+    sizes = given.arrays["tokens"]
+    if sizes is not None and given.has_cap:
+        most = int(sum_by_rank(home, sizes, given.num_parts).max())
         if most > given.max_tokens:
             raise ValueError(
                 f"assignment has a partition of {most} tokens, max_tokens is {given.max_tokens}; the assignment must "
                 "keep it: pass one that does, or raise max_tokens"
             )
-    return core.refine(given, home)
+    return core.refine(given)
 
 
 def karmarkar_karp(workloads: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -230,6 +229,5 @@ def lower_bound(workloads: Any, k_partitions: int, equal_size: bool = True) -> i
         >>> lower_bound([9, 9, 9, 1], 2)  # one partition holds two of the nines
         18
     """
-    weights = as_int64_workloads(workloads)
-    k = as_count(k_partitions, "k_partitions", 1)
-    return core.lower_bound(weights, k, bool(equal_size)) if len(weights) else 0
+    given = CheckedArguments(workloads, k_partitions, equal_size=equal_size)
+    return core.lower_bound(given) if given.num_rows else 0

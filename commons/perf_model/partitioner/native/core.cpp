@@ -157,25 +157,22 @@ int evenrank_plan(const PlanArguments* given, Weight* assignment, Weight* loads,
   });
 }
 
-int evenrank_lower_bound(const Weight* workloads, Weight num_rows, Weight num_parts, Weight equal_size, Weight* bound,
-                         char* error) {
+int evenrank_lower_bound(const PlanArguments* given, Weight* bound, char* error) {
   return guarded(error, [&] {
-    require_sizes(num_rows, num_parts);
-    const auto problem =
-        Problem::of(values_of<Weights>(workloads, num_rows), static_cast<Index>(num_parts), equal_size != 0);
-    *bound = counting_bound(problem).load;
+    const Request request = request_of(*given);
+    *bound = counting_bound(Problem::of(request.workloads, request.num_parts, request.equal_size)).load;
   });
 }
 
-// Swaps rows of a plan until its largest load is near the bound. In and out: assignment (num_rows,).
+// Swaps rows of the plan `home` until its largest load is near the bound. Out: assignment (num_rows,).
 int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error) {
   return guarded(error, [&] {
     const Request request = request_of(*given);
     const auto problem = Problem::of(request.workloads, request.num_parts, request.equal_size);
     const Cap cap = request.cap_by_row(problem.order);
     const Weight target = near(counting_bound(problem).load);
-    const auto parts = values_of<Indices>(assignment, given->num_rows);
-    const Indices refined = problem.by_sample(refine(problem, take(parts, problem.order), target, cap));
+    const Indices parts = refine(problem, take(request.home, problem.order), target, cap);
+    const Indices refined = problem.by_sample(parts);
     std::copy(refined.begin(), refined.end(), assignment);
   });
 }

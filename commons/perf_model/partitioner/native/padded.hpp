@@ -24,7 +24,7 @@ class PaddedGroups {
     for (Weight row = 0; row < num_rows; ++row) sums_[row + 1] = sums_[row] + static_cast<Sum>(costs[row]);
   }
 
-  // The sizes of the fewest groups that cost at most `limit` each; `limit` is at least the cost of the heaviest row.
+  // The least number of groups that cost at most `limit` each; `limit` is at least the cost of the heaviest row.
   Weight fewest(Weight limit) const { return fewest_of({0, num_rows_}, limit, num_rows_); }
 
   // The sizes of `num_groups` groups whose largest cost is minimal; `high` is a limit that such groups keep. With several
@@ -158,7 +158,7 @@ class PaddedGroups {
     return high;
   }
 
-  // Visits the groups of a range within a limit; stops after more than `most` groups.
+  // The least number of groups of a range within a limit; counts to `most` + 1 at most.
   Weight fewest_of(const Range& rows, Weight limit, Weight most) const {
     Weight groups = 0;
     for (Weight begin = rows.begin; begin < rows.end && groups <= most; begin += most_from(begin, rows.end, limit)) {
@@ -172,7 +172,7 @@ class PaddedGroups {
     return costs_[begin] == 0 ? rest : std::min(rest, limit / costs_[begin]);
   }
 
-  // The fewest groups within a limit; the costliest are halved until there are `num_groups`.
+  // The sizes of the fewest groups within a limit; the costliest are halved until there are `num_groups`.
   Weights sizes_within(const Range& rows, Weight limit, Weight num_groups) const {
     std::priority_queue<std::tuple<Weight, Weight, Weight>> divisible;  // cost, begin, size
     std::vector<std::pair<Weight, Weight>> groups;                      // begin, size

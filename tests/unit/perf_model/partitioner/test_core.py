@@ -44,16 +44,18 @@ def test_many_rows_are_the_same_without_the_gil():
 def test_arrays_of_another_type_are_refused():
     for values in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], [0, 0, 0]):
         with pytest.raises(TypeError, match="it reads contiguous int64 arrays of 1-d: convert it"):
-            core.lower_bound(values, 2, True)
+            core.all_within(values, 2, 2)
     with pytest.raises(ValueError, match="at least one row and one partition"):
-        core.lower_bound(np.zeros(3, np.int64), 0, True)
+        core.lower_bound(CheckedArguments([], 2))
 
 
 def test_refine_refuses_a_start_that_breaks_what_it_keeps():
-    with pytest.raises(ValueError, match=r"home\[1\] is 2; a home is a partition in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"assignment\[1\] is 2; a home is a partition in \[0, 2\)"):
         refine([1, 2, 3], [0, 2, 1], 2)
     with pytest.raises(ValueError, match="a partition of 20 tokens, max_tokens is 6"):
         refine([1] * 4, [0] * 4, 2, tokens=[5] * 4, max_tokens=6)
+    with pytest.raises(ValueError, match="assignment is None; one value per row is needed"):  # was an AssertionError
+        refine([1, 2], None, 2)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 5), st.data())

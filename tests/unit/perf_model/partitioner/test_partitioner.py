@@ -174,8 +174,10 @@ def test_bad_arguments(keywords, message):
     assert "\n" not in str(error.value)
 
 
-def test_arguments_are_checked_without_rows_too():
+def test_arguments_are_checked_without_rows_and_for_a_bound_too():
     with pytest.raises(ValueError, match="method is 'greedy'"):
         partition([], 2, method="greedy")
     with pytest.raises(ValueError, match="home has 1 entries, there are 0 rows"):
         partition([], 2, home=[0])
+    with pytest.raises(ValueError, match="k_partitions × steps is 18446744073709551618 × 1; there must be fewer"):
+        lower_bound([5, 5, 5], 2**64 + 2)  # was the bound of two partitions
