@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-_WIDEST = 2**62  # no row is as long as this window
 _LARGEST_GROUP = 2**31  # no row has as many targets, and the pairs of such a group still fit into int64
 
 
@@ -51,7 +50,7 @@ def attention_pairs(
     seqlen, num_targets, num_contextual = as_wide(seqlen), as_wide(num_targets), as_wide(num_contextual)
     target_group_size = min(target_group_size, _LARGEST_GROUP)
     if max_attn_len is not None:
-        window = _least(seqlen, min(max_attn_len, _WIDEST))
+        window = _least(seqlen, max_attn_len)
         return _pairs_in_window(seqlen, num_targets, num_contextual, window, causal, target_group_size)
     if not causal:
         return seqlen * seqlen

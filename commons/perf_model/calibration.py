@@ -123,8 +123,8 @@ class Calibration:
         checks = []
         if task is not None:
             # A file older than an option of the task lacks it, and was measured with its default.
-            options = [item for item in dataclasses.fields(task) if item.kw_only and item.default is not None]
-            measured_model = {item.name: item.default for item in options} | self.model
+            options = {item.name: item.default for item in dataclasses.fields(task) if item.kw_only}
+            measured_model = options | self.model
             checks.append(("model", measured_model, describe_task(task)))
         if device is not None:
             checks.append(("device", dataclasses.asdict(self.device), dataclasses.asdict(device)))
@@ -152,8 +152,8 @@ class Calibration:
         lines = ["# What a step costs: per_step + per_row · rows + per_token · tokens + per_pair · Σ pairs"]
         for name, values in sections.items():
             lines += ["", f"[{name}]"] if name else []
-            # JSON and TOML write strings, numbers and booleans alike. TOML has no null, so None is left out.
-            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+            # JSON and TOML write strings, numbers and booleans alike.
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         return "\n".join(lines) + "\n"
 
 

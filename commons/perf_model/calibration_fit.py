@@ -143,7 +143,6 @@ def _fit(terms: np.ndarray, times: np.ndarray) -> np.ndarray:
     """Non-negative coefficients of least relative error; columns are scaled, because they differ by many decades."""
     relative = terms / times[:, None]
     scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0] = 1.0
     solution, _ = nnls(relative / scale, np.ones(len(times)))
     return solution / scale
 
