@@ -150,6 +150,7 @@ def test_huge_costs_are_exact():
     work = [2**60 + 1, 2**60, 5]
     groups = padded_groups(work, num_groups=2)
     assert costs_of(work, groups) == [2**60 + 1, 2 * 2**60]
+    assert padded_groups(work, max_cost=2**64, max_rows=2**64).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,8 @@ def test_huge_costs_are_exact():
         ([1, 7], {"max_cost": 6}, "row 1 alone costs 7, max_cost is 6; a row is never split: raise max_cost, or"),
         ([1] * 5, {"num_groups": 2, "max_rows": 2}, "num_groups is 2, max_rows 2; 5 rows do not fit into these groups"),
         ([2**61, 1, 1, 1], {"num_groups": 1}, r"have up to 4 rows; the product must be below 2\^63: scale"),
+        ([1] * 6, {"num_groups": 3, "steps": 2}, "steps is 2, num_groups 3; all steps have equally many groups: make"),
+        ([1] * 6, {"max_cost": 3, "steps": 2}, "steps is 2, num_groups None; all steps have equally many groups: make"),
         ([1.5], {"num_groups": 1}, r"workloads\[0\] is 1.5; values must be non-negative integers"),
     ],
 )
