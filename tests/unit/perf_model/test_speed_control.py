@@ -82,9 +82,7 @@ def test_speeds_stay_between_half_and_all_of_the_fastest():
     assert speeds.min() == speeds[-1, SLOW] == SLOWEST and speeds.max() == FASTEST
 
 
-@pytest.mark.parametrize(
-    "factors", [slow_between(0, 600, 1.0), slow_between(0, 600, 1.04), slow_between(100, 108, 3.0)]
-)
+@pytest.mark.parametrize("factors", [slow_between(0, 600, 1.04), slow_between(100, 108, 3.0)])
 def test_small_differences_and_short_disturbances_change_nothing(factors):
     assert changes_of(run(4, 600, factors)[0]) == 0
 

@@ -43,17 +43,11 @@ CASES = st.builds(
 
 @settings(max_examples=24)
 @given(CASES, st.booleans(), st.sampled_from([8, 5, 2**31 - 1]), st.sampled_from([0.0, 0.01, 0.1]))
-def test_windows_keep_what_those_of_few_parts_keep(case, equal_size, ranks_per_node, slack):
-    check_window(case, equal_size, ranks_per_node, slack)
-
-
-@settings(max_examples=24)
-@given(CASES, st.booleans(), st.sampled_from([8, 5, 2**31 - 1]), st.sampled_from([0.0, 0.01, 0.1]))
-def test_a_cap_that_rows_keep_at_home_is_kept(case, equal_size, ranks_per_node, slack):
+def test_windows_keep_what_those_of_few_parts_keep_and_a_cap_that_rows_keep_at_home(case, even, ranks_per_node, slack):
+    check_window(case, even, ranks_per_node, slack)
     workloads, tokens, num_parts, steps, home_step, home = case
-    cell = np.array(home) * steps + home_step
-    cap = int(np.bincount(cell, weights=tokens).max())
-    options = {"equal_size": equal_size, "ranks_per_node": ranks_per_node, "slack": slack, "max_tokens": cap}
+    cap = int(np.bincount(np.array(home) * steps + home_step, weights=tokens).max())
+    options = {"equal_size": even, "ranks_per_node": ranks_per_node, "slack": slack, "max_tokens": cap}
     grid = partition_grid(workloads, num_parts, steps, tokens=tokens, home=home, home_step=home_step, **options)
     assert np.bincount(grid.assignment * steps + grid.step, weights=tokens).max() <= cap
 

@@ -23,10 +23,6 @@ def slowest(workloads, assignment, speeds):
     return max(Fraction(load * max(speeds), speed) for load, speed in zip(loads, speeds))
 
 
-def rounded_up(time):
-    return -(-time.numerator // time.denominator)
-
-
 def is_even(assignment, k):
     counts = np.bincount(assignment, minlength=k)
     return counts.max() - counts.min() <= 1
@@ -34,27 +30,33 @@ def is_even(assignment, k):
 
 @st.composite
 def small_cases(draw):
-    k = draw(st.integers(2, 3))
-    workloads = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 50]), min_size=1, max_size=7))
-    speeds = draw(st.lists(st.integers(1, 100), min_size=k, max_size=k))
-    return workloads, speeds, draw(st.booleans())
+    """Workloads, speeds, steps and whether counts are equal, so few that every plan can be tried."""
+    ranks, steps, most = draw(st.sampled_from([(2, 1, 7), (3, 1, 7), (2, 2, 5), (1, 3, 6)]))
+    workloads = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 50]), min_size=1, max_size=most))
+    return workloads, draw(st.lists(st.integers(1, 100), min_size=ranks, max_size=ranks)), steps, draw(st.booleans())
 
 
 @given(case=small_cases())
-def test_no_assignment_goes_below_the_bound_and_the_plan_is_near_the_best(case):
-    workloads, speeds, equal_size = case
-    k = len(speeds)
-    plan = partition(workloads, k, equal_size=equal_size, speeds=speeds)
-    best = min(
-        slowest(workloads, each, speeds)
-        for each in product(range(k), repeat=len(workloads))
-        if not equal_size or is_even(np.array(each), k)
-    )
-    reached = slowest(workloads, plan.assignment, speeds)
-    assert plan.lower_bound <= rounded_up(best) <= rounded_up(reached)
-    assert not equal_size or is_even(plan.assignment, k)
-    assert plan.times.max() == rounded_up(reached) or plan.speeds is None
-    assert reached <= 2 * best  # what a plan by swaps cannot always reach is below 1 % of such cases, see below
+def test_no_plan_goes_below_the_bound_and_the_one_found_is_near_the_best(case):
+    workloads, speeds, steps, equal_size = case
+    ranks, rows = len(speeds), np.arange(len(workloads))
+    grid = partition_grid(workloads, ranks, steps, equal_size=equal_size, speeds=speeds)
+
+    def is_allowed(cells):
+        counts = np.bincount(cells, minlength=ranks * steps)
+        has_rows = steps == 1 or counts.min() >= min(1, len(rows) // len(counts))
+        return counts.max() - counts.min() <= 1 if equal_size else has_rows
+
+    def total(cells):
+        loads = np.zeros((steps, ranks), np.int64)
+        np.add.at(loads.reshape(-1), cells, workloads)
+        return sum(max(-(-int(load) * max(speeds) // speed) for load, speed in zip(step, speeds)) for step in loads)
+
+    plans = map(list, product(range(ranks * steps), repeat=len(rows)))
+    best = min(total(cells) for cells in plans if is_allowed(cells))
+    found = grid.step * ranks + grid.assignment
+    assert is_allowed(found) and grid.lower_bound <= best <= total(found) == grid.sum_of_largest
+    assert steps > 1 or total(found) <= 2 * best
 
 
 def test_small_cases_are_mostly_optimal():
@@ -85,16 +87,13 @@ def test_counts_caps_and_the_bound_are_kept(workloads, speeds, data):
     assert np.bincount(plan.assignment, tokens, k).max() <= cap
 
 
-@given(workloads=many, k=st.integers(1, 8), speed=st.integers(1, 10**6), equal_size=st.booleans())
-def test_equal_speeds_change_nothing(workloads, k, speed, equal_size):
-    without, equal = (partition(workloads, k, equal_size=equal_size, speeds=each) for each in (None, [speed] * k))
-    assert (without.assignment == equal.assignment).all() and without.lower_bound == equal.lower_bound
-    assert equal.imbalance == without.imbalance and equal.optimality_gap == without.optimality_gap
-    without, equal = (
-        partition_grid(workloads, k, 2, equal_size=equal_size, speeds=each) for each in (None, [speed] * k)
-    )
+@given(workloads=many, k=st.integers(1, 8), speed=st.integers(1, 10**6), steps=st.integers(1, 2), even=st.booleans())
+def test_equal_speeds_change_nothing(workloads, k, speed, steps, even):
+    plan = partial(partition_grid, workloads, k, steps, equal_size=even)
+    without, equal = plan(), plan(speeds=[speed] * k)
     assert (without.step == equal.step).all() and (without.assignment == equal.assignment).all()
     assert without.lower_bound == equal.lower_bound and without.sum_of_largest == equal.sum_of_largest
+    assert equal.imbalance == without.imbalance and equal.speeds is None
 
 
 @pytest.mark.parametrize("kind", ["zipf", "lognormal"])
@@ -106,27 +105,6 @@ def test_usual_lengths_come_within_a_five_hundredth_of_the_bound(kind, equal_siz
         speeds = np.random.default_rng(seed).integers(500, 1001, ranks)
         plan = partition(lengths * (lengths + 500), ranks, equal_size=equal_size, speeds=speeds)
         assert plan.optimality_gap <= 0.002
-
-
-@given(seed=st.integers(0, 2**32), equal_size=st.booleans())
-def test_no_grid_goes_below_its_bound(seed, equal_size):
-    rng = np.random.default_rng(seed)
-    ranks, steps, rows = int(rng.integers(1, 4)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
-    workloads, speeds = rng.integers(0, 50, ranks * steps * rows), rng.integers(1, 20, ranks)
-    grid = partition_grid(workloads, ranks, steps, equal_size=equal_size, speeds=speeds)
-
-    def sum_of_slowest(cells):
-        return sum(
-            slowest(workloads[cells // ranks == s], cells[cells // ranks == s] % ranks, speeds.tolist())
-            for s in range(steps)
-        )
-
-    own = grid.step * ranks + grid.assignment
-    assert not equal_size or is_even(own, ranks * steps)
-    assert sum_of_slowest(own) <= grid.sum_of_largest < sum_of_slowest(own) + steps  # each rounded up
-    for _ in range(20):
-        other = rng.permutation(np.repeat(np.arange(ranks * steps), rows))
-        assert grid.lower_bound <= rounded_up(sum_of_slowest(other)) + steps - 1
 
 
 def test_rows_stay_at_home_where_that_costs_little():
@@ -153,12 +131,12 @@ def test_rows_stay_at_home_where_that_costs_little():
         ([1, float("inf")], "speeds[1] is inf; "),
         ([True, 1], "speeds[0] is True; "),
         ([2**31, 1], f"speeds[0] is {2**31}; "),
-        (["fast", 1], "speeds"),
+        (["fast", 1], "speeds[0] is fast; "),
     ],
 )
 def test_speeds_that_are_refused(speeds, message):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        partition([1, 2, 3], 2, speeds=np.array(speeds, dtype=object) if "fast" not in speeds else speeds)
+    with pytest.raises(ValueError) as caught:
+        partition([1, 2, 3], 2, speeds=np.array(speeds, dtype=object))  # a list of True and 1 is one of integers
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -181,8 +159,7 @@ def test_the_shuffler_takes_the_same_largest_workloads_at_speeds():
 
 
 def test_what_a_plan_says_of_times():
-    plan = partition([7, 5, 4, 4, 3, 1], 2, speeds=[2, 1])
-    assert plan.loads.tolist() == [16, 8] and plan.times.tolist() == [16, 16]
+    plan = partition([7, 5, 4, 4, 3, 1], 2, speeds=[2, 1])  # its times: the docstring
     assert plan.imbalance == 0.0 and plan.optimality_gap == 0.0 and "largest time" in repr(plan)
     alone = partition([6, 0], 2, speeds=[2, 1])
     assert alone.times.tolist() == [6, 0] and alone.imbalance == pytest.approx(6 * 1.5 / 6 - 1)
