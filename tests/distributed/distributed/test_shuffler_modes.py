@@ -112,7 +112,6 @@ def test_rows_without_elements_move(transport):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("nothing", "no error"),
         ("weights", "changed the content of features (weights)"),
         ("rows", "put fields of different rows together"),
     ],
@@ -133,7 +132,6 @@ def test_verify_notices_damage_on_any_rank(damage, message):
     spoilt = on_rank(1, mock.patch.object(Part, "read", damaged))
     with spoilt, closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
         assert message in error_of(shuffler.shuffle, batch)
-        assert damage != "nothing" or shuffler.last_stats.moved
 
 
 @dataclasses.dataclass

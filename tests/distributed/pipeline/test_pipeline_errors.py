@@ -281,17 +281,22 @@ def test_a_staged_iterator_that_was_replaced_says_so():
         while evaluation.progress(others) is not None:
             pass
         said = error_of(lambda: [training.progress(source) for _ in range(9)])
+        balanced_iter(own_batches(2, first=40), shuffler)
+        assert next(others, None) is None  # which had ended before
     assert said.startswith("ValueError: this iterator was replaced by a later balanced_iter of the same shuffler")
 
 
 @on("two_ranks", timeout=60)
 def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline():
-    """A training pipeline in the middle of its data, and an evaluation that reads on a thread, with one shuffler."""
+    """A training pipeline in the middle of its data, and an evaluation that reads on a thread; a third has ended."""
     model, optimizer = models.build_sharded()
     shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
     device = torch.device("cpu")
     trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
     evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
+    staged, source = staged_pipeline(shuffler), balanced_iter(own_batches(1, first=60), shuffler)
+    while staged.progress(source) is not None:
+        pass
     training = own_batches(6)
     trainer.progress(training)
     said = "ValueError: .* already drives a BalancedTrainPipelineSparseDist whose data has not ended"
