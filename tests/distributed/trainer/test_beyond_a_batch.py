@@ -343,8 +343,8 @@ def test_tensor_parallel_peers_draw_the_same_batches():
     for tensor_parallel_size in (2, 1):
         with model_parallel(tensor_parallel_size):
             epochs = epochs_of(DataLoader(range(4), batch_size=None))
-            seeds = of_all([epochs.open(0, EPOCH_START)._base_seed])
-        assert len(set(seeds)) == 2 // tensor_parallel_size
+            seeds = of_all([epochs.open(epoch, EPOCH_START)._base_seed for epoch in (0, 1)])
+        assert len(set(seeds)) == 4 // tensor_parallel_size
 
 
 def _table_of(data, run_dir, **changes):

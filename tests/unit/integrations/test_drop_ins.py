@@ -34,6 +34,8 @@ def test_areal_s_allocators(values, capacity, min_groups, divisor):
         assert all(groups) and len(groups) >= fewest and len(groups) % divisor == 0
         assert max(sum(values[row] for row in group) for group in groups) <= capacity
         assert len(groups) <= len(ffd_allocate(values, capacity, min_groups or 1, divisor))
+    sizes = [len(group) for group in areal.kk_allocate(values, capacity * 2, equal_size=True)]
+    assert sum(sizes) == len(values) and max(sizes) - min(sizes) <= 1
     with pytest.raises(RuntimeError, match="above the capacity|capacity is"):
         areal.ffd_allocate([capacity + 1], capacity, 1)
     with pytest.raises(ValueError, match="packing_algorithm is 'best'"):
