@@ -151,8 +151,8 @@ def learning_rate_factor(args: OptimizationArgs, done: int, total: int, own: int
     `done` counts updates or rows before this update, `total` those of the run, `own` those of this update.
 
     >>> args = OptimizationArgs(warmup_steps=2, lr_schedule="cosine", min_lr_ratio=0.1)
-    >>> [round(learning_rate_factor(args, update, 6), 3) for update in range(7)]
-    [0.333, 0.667, 1.0, 0.868, 0.55, 0.232, 0.1]
+    >>> [round(learning_rate_factor(args, update, 6), 3) for update in range(8)]
+    [0.333, 0.667, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
     """
     if done < args.warmup_steps:
         return (done + own) / (args.warmup_steps + own)

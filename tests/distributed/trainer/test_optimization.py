@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from contextlib import closing
@@ -16,7 +17,7 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.loop import TrainingLoop
-from commons.trainer.optimize.updates import StepUpdate
+from commons.trainer.optimize.updates import FiniteLossGuard, StepUpdate
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models.torchrec_model import (
     LEARNING_RATE,
@@ -151,6 +152,11 @@ def test_accumulated_gradients_are_exact_in_the_parameters_dtype(dtype, largest,
     precision = max(torch.finfo(dtype).eps / 2, steps * min(2.0**-24, torch.finfo(dtype).eps))
     exact = weighed.sum(0) / sum(counts)
     torch.testing.assert_close(-parameter.detach().double(), exact, rtol=1.01 * precision, atol=0)
+    before = parameter.detach().clone()
+    for step in range(steps):  # no loss term on any rank: nothing is divided by zero
+        parameter.grad = torch.zeros_like(parameter)
+        update.after_step(step, 0)
+    assert torch.equal(parameter.detach(), before)
 
 
 def run_scaled(*args, **kwargs):
@@ -173,14 +179,14 @@ def test_gradients_are_clipped(two_ranks, tmp_path):
 
 def test_all_learning_rates_follow_the_schedule(two_ranks, tmp_path):
     schedule = {"warmup_steps": 2, "lr_schedule": "cosine", "min_lr_ratio": 0.1}
-    for accumulation in (1, 2):
+    for accumulation, steps, next_factor in ((1, 6, 0.1), (2, 11, 0.231802)):  # of 11 steps, the last update has one
         answers = two_ranks.run(
-            run_loop, str(tmp_path), build_sharded, 6 * accumulation, accumulation_steps=accumulation, **schedule
+            run_loop, str(tmp_path), build_sharded, steps, accumulation_steps=accumulation, **schedule
         )
         for _, _, seen, fused in answers:
             factors = [rate / LEARNING_RATE for rate, _ in seen]
             assert factors == pytest.approx([1 / 3, 2 / 3, 1.0, 0.868198, 0.55, 0.231802], abs=1e-5)
-            assert fused == pytest.approx([LEARNING_RATE * 0.1] * len(fused))  # of the update that would follow
+            assert fused == pytest.approx([LEARNING_RATE * next_factor] * len(fused))  # of the step that would follow
     constant = two_ranks.run(run_loop, str(tmp_path), build_sharded, 3)
     assert all(rate == LEARNING_RATE for _, _, seen, _ in constant for rate, _ in seen)
 
@@ -208,8 +214,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
         assert "continue from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
 
 
-def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path):
-    answers = two_ranks.run(run_loop, str(tmp_path), build_sharded, 40, kill_at=3, accumulation_steps=5)
+@on_two_ranks
+def test_the_first_loss_that_is_not_finite_is_named():
+    guard, of_this_rank = FiniteLossGuard(CPU), (1.0, -math.inf)[dist.get_rank()]
+    for step, loss in enumerate((1.0, of_this_rank, math.nan, 1.0), 1):
+        guard.record(step, torch.tensor(loss))
+    assert "the loss of rank 1 is not finite at step 2; " in error_of(guard.check)
+
+
+@pytest.mark.parametrize("kill_at", [3, 4])  # without waiting, one of these runs would end within an accumulation
+def test_sigterm_waits_for_the_end_of_an_accumulation(two_ranks, tmp_path, kill_at):
+    answers = two_ranks.run(run_loop, str(tmp_path), build_sharded, 40, kill_at=kill_at, accumulation_steps=5)
     assert len({steps for steps, *_ in answers}) == 1
     steps = answers[0][0]
     assert steps % 5 == 0 and steps < 40

@@ -118,6 +118,8 @@ def test_clipping_sees_unscaled_gradients():
     weight.grad = torch.tensor([3.0, 4.0]) * 8.0
     update(optimizer, scaler, max_grad_norm=2.5)
     assert weight.tolist() == pytest.approx([-4.5, -6.0], abs=1e-5)
+    update(optimizer, scaler)  # without any gradient, of which torch's GradScaler makes an error
+    assert weight.tolist() == pytest.approx([-4.5, -6.0], abs=1e-5) and scaler.get_scale() == 8.0
 
 
 def test_one_overflow_clears_all_tables_of_the_rank():
