@@ -122,9 +122,14 @@ def test_a_row_that_nobody_has_trained_is_a_problem(tmp_path, lost):
 def test_a_trial_depends_on_the_seed_and_its_number_alone():
     for store in ("agent", "rank0", "both"):
         names = kinds_for(store)
-        drawn = [draw(7, number, store, 3.0, names) for number in range(len(names))]
-        assert {trial.kind for trial in drawn} == set(names)  # every kind has its turn
+        drawn = [draw(7, number, store, 3.0, names) for number in range(8 * len(names))]
+        assert {trial.kind for trial in drawn[: len(names)]} == set(names)  # every kind has its turn
         assert draw(7, 5, store, 3.0, names) == drawn[5]
+        for trial in drawn:
+            kind = trial.of_kind
+            assert store in ("both", trial.store) and trial.store in kind.stores and trial.place in kind.places
+            assert 0 <= trial.rank < (1 if kind.rank_0 else trial.world_size)
+            assert trial.call in ((0,) if trial.place == kinds.CONSTRUCTION else kind.calls)
 
 
 def test_every_kind_has_its_act():
@@ -151,6 +156,8 @@ def test_one_episode_is_run_without_the_shufflers_that_follow_all(monkeypatch):
     )
     monkeypatch.setattr(sys, "argv", ["soak", "--episode", "17"])
     assert soak.main() == 0 and asked == [((20_000, 4, 0, 0), {"episode": 17})]
+    looks += [dataclasses.replace(looks[0], step=step, threads=step) for step in (80, 90)]
+    assert soak.main() == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,6 +197,11 @@ def test_rows_that_are_lost_are_told(trained):
         require_equal(np.array([(2, 7), (1, 5)], np.uint64), np.array(trained, np.uint64), "here")
 
 
+def test_memory_of_large_blocks_counts():
+    before, kept = Footprint.now(0), np.ones(2**23)  # 64 MiB, which malloc maps by themselves
+    assert Footprint.now(1).in_use_kib - before.in_use_kib > 2**15 and kept[0]
+
+
 def test_what_grows_is_told():
     flat = [Footprint(step, 1000 + step % 300, 10**6, 5000, 9, 20, 3) for step in range(0, 20_000, 100)]
     assert abs(per_10k(flat, "in_use_kib")) < 100 and growth(flat) == {"threads": 0, "descriptors": 0, "groups": 0}
@@ -204,10 +216,12 @@ def test_what_grows_is_told():
         for look in flat
     ]
     assert 9_900 < per_10k(rising, "in_use_kib") < 10_100
-    assert soak.problems_of([RankReport(Totals(), flat, [])]) == []
-    assert soak.problems_of([RankReport(Totals(), rising, flat)]) == [
-        f"rank 0: {per_10k(rising, 'in_use_kib'):.0f} more KiB of memory in use per 10,000 steps; the limit is 1,024",
-        "rank 0: 20000 more of Python's blocks per 10,000 steps; the limit is 10,000",
-        "rank 0: 20000 more KiB of resident memory per 10,000 steps; the limit is 16,384",
-        "rank 0: 2 more threads after all steps",
+    early = [dataclasses.replace(look, threads=12) if look.step < 6000 else look for look in rising]
+    assert growth(early)["threads"] == 0  # as many as there were in the second quarter
+    assert soak.problems_of([RankReport(Totals(), flat, flat), RankReport(Totals(), rising, rising)]) == [
+        f"rank 1: {per_10k(rising, 'in_use_kib'):.0f} more KiB of memory in use per 10,000 steps; the limit is 1,024",
+        "rank 1: 20000 more of Python's blocks per 10,000 steps; the limit is 10,000",
+        "rank 1: 20000 more KiB of resident memory per 10,000 steps; the limit is 16,384",
+        "rank 1: 2 more threads after all steps",
+        "rank 1: 2 more threads after all shufflers",
     ]
