@@ -49,9 +49,7 @@ class SIDGRBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
             num_layers=num_layers,
             ffn_hidden_size=ffn_hidden_size,
         )
-        # Explicit, for the comparison with a calibration, which has the width explicitly.
-        width = 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
-        self.task = SelfAttentionTask(hidden_size, num_heads, head_dim, num_layers, ffn_hidden_size=width)
+        self.task = SelfAttentionTask(hidden_size, num_heads, head_dim, num_layers, ffn_hidden_size=ffn_hidden_size)
         super().__init__(options, pg_group)
         self.cost = self.calibrated(self.task)
 

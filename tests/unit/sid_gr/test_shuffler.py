@@ -127,6 +127,16 @@ def test_derived_dimensions_and_defaults_of_generation():
     assert made.codebook_sizes == (4, 4, 4) and run.sid.codebook_sizes == (500,) * 4
 
 
+def test_costs_of_a_decoder_that_ranks_share_cannot_be_measured(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[trainer]\ntrain_batch_size = 4\neval_batch_size = 4\n[dataset]\ndataset_name = 'sid-random'\n"
+        "max_history_seqlen = 8\n[model]\ntensor_model_parallel_size = 2\n"
+    )
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 2; costs are measured in one process"):
+        SIDGRRecipe.load(path, torch.device("cpu"))
+
+
 def test_a_map_is_needed_for_real_items(tmp_path):
     assert SIDArgs(num_random_items=7, codebook_sizes=(2, 4)).load_map("sid-random", seed=1).num_items == 7
     with pytest.raises(ValueError, match="sid.map_path is not set; 'sid-ml-1m' needs the SIDs of its items"):
