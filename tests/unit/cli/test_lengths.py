@@ -47,7 +47,8 @@ def test_every_kind_of_file_reads_alike(here):
         column = "n" if name in named else None
         assert read(name, column) == VALUES, name
         shuffled = LengthReading(column).find(name).take(4, np.random.default_rng(0))
-        assert sorted(shuffled.tolist()) == sorted(VALUES) and shuffled.dtype == np.int64
+        assert sorted(shuffled.tolist()) == sorted(VALUES) != shuffled.tolist() != VALUES
+        assert shuffled.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -70,11 +71,11 @@ def test_files_of_other_programs(here, name, content, column):
 
 def test_a_name_is_no_pattern_and_a_folder_no_column(here):
     (here / "day=3").mkdir()
-    for name in ("n[1]", "n1", "day=3/n"):
+    for name in ("n[1]", "n1", "day=3/n", "n:1"):  # also no distribution
         write(here / f"{name}.csv", "n\n5\n" if name != "n1" else "n\n7\n")
         write(here / f"{name}.jsonl", '{"n": 5}\n' if name != "n1" else '{"n": 7}\n')
-        pq.write_table(pa.table({"n": [5 if name != "n1" else 7]}), f"{name}.parquet")
-    for name in ("n[1]", "day=3/n"):
+        pq.write_table(pa.table({"n": [5 if name != "n1" else 7]}), here / f"{name}.parquet")
+    for name in ("n[1]", "day=3/n", "n:1"):
         assert [read(f"{name}.{kind}") for kind in ("csv", "jsonl", "parquet")] == [[5]] * 3
 
 
@@ -111,7 +112,8 @@ def test_drawn_lengths_follow_what_was_named(here):
     normal = np.log(LengthReading().find("lognormal:130:1.4").take(100_000, rng))
     assert abs(np.median(normal) - np.log(130)) < 0.02 and abs(normal.std() - 1.4) < 0.02
     assert LengthReading().find("lognormal:130:1.4:512").take(1000, rng).max() == 512
-    zipf = LengthReading().find("zipf:1.2:4096").take(100_000, rng)
+    zipf, other = (LengthReading().find("zipf:1.2:4096").take(100_000, rng) for _ in range(2))
+    assert (zipf != other).any()
     assert zipf.min() == 1 and zipf.max() == 4096
     assert abs((zipf == 1).mean() - 0.179) < 0.01  # 1 ÷ ζ(1.2)
 
@@ -129,13 +131,19 @@ FILES = [
             "zipf:0.9:4096",
             "zipf:1e300:7",
             "zipf:1.2:0.5",
+            "zipf:1:9",
+            "zipf:1.2:9.5",
+            "zipf:1.2:1e10",
+            "lognormal:inf:1",
             "lognormal:-1:1",
             "zipf:x:9",
             "lognormal:1:99",
         )
     ),
-    ("zipf:1.2:9", None, ["--column", "n"], "belong to a file"),
-    ("zipf:1.2:9", None, ["--group-by", "n"], "belong to a file"),
+    *(
+        ("zipf:1.2:9", None, flags, "belong to a file")
+        for flags in (["--column", "n"], ["--group-by", "n"], ["--in-order"], ["--with-replacement"])
+    ),
     ("a.csv", b"user,n\na,5\n", [], "has the columns user, n; lengths are in one column: name it by --column"),
     ("a.csv", b"user,n\na,5\n", ["--column", "m"], "has no column 'm'; it has user, n"),
     ("a.csv", b"user,n\na,5\n", ["--group-by", "user", "--column", "n"], "--column is n and --group-by is user"),
@@ -160,7 +168,10 @@ FILES = [
     ("nulls.csv", b"length,count\n3,0\n", [], "all counts are 0"),
     ("many.csv", b"length,count\n" + b"3,9007199254740992\n" * 1024, [], "add up to 9223372036854775808; there are"),
     ("minus.csv", b"length,count\n5,-1\n", [], "of minus.csv holds '-1' in row 1, counted from 1; a count is an"),
-    ("drawn.csv", b"length,count\n5,1\n", ["--in-order"], "drawn.csv is a histogram, from which rows are drawn"),
+    *(
+        ("drawn.csv", b"length,count\n5,1\n", [flag], "drawn.csv is a histogram, from which rows are drawn")
+        for flag in ("--in-order", "--with-replacement")
+    ),
     ("two.csv", b"n\n3\n4\n", [], "two.csv has 2 rows, a step of 2 ranks needs 64: lower --ranks"),
     ("two.csv", b"n\n3\n4\n", ["--with-replacement", "--in-order"], "exclude each other"),
     ("half.jsonl", b'{"n": 3}\n\n{"n":\n', [], "half.jsonl cannot be read (Malformed JSON"),
@@ -214,19 +225,32 @@ ZIPF = ["--lengths", "zipf:1.2:9"]
 OPTIONS = [
     ([*ZIPF, "--ranks", "0"], "balancing needs 2 ranks and a step"),
     ([*ZIPF, "--task", "bert"], "--task"),
-    ([*ZIPF, "--batch-size", "0"], "batch_size is 0"),
-    ([*ZIPF, "--hidden-size", "-1"], "hidden_size is -1"),
-    ([*ZIPF, "--mfu", "1.5"], "mfu is 1.5"),
+    ([*ZIPF, "--steps", "0"], "balancing needs 2 ranks and a step"),
+    *(
+        ([*ZIPF, "--" + name.replace("_", "-"), value], f"{name} is {value}")
+        for name, value in (
+            ("batch_size", "0"),
+            ("bytes_per_token", "0"),
+            ("tokens_per_item", "0"),
+            ("extra_tokens", "-1"),
+            ("max_length", "0"),
+            ("seed", "-1"),
+            ("hidden_size", "-1"),
+            ("max_attn_len", "0"),
+            ("link_gbps", "-1"),
+            ("mfu", "1.5"),
+            ("mfu", "0.0"),
+        )
+    ),
     ([*ZIPF, "--task", "transformer", "--concat-ux"], "dimensions of HSTU: leave them out"),
     ([*ZIPF, "--task", "tokens", "--max-attn-len", "9"], "dimensions of HSTU: leave them out"),
-    ([*ZIPF, "--max-attn-len", "0"], "max_attn_len is 0"),
-    ([*ZIPF, "--link-gbps", "-1"], "link_gbps is -1"),
     ([*ZIPF, "--task", "tokens", "--peak-tflops", "9"], "the peak is in operations and not in tokens"),
     ([*ZIPF, "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),
     ([*ZIPF, "--config", "run.toml"], "--config is run.toml and --lengths is zipf:1.2:9; simulate"),
     ([*ZIPF, "--steps", "1000000000"], "lower --steps"),
     ([], "simulate needs exactly one of them"),
     (["--config", "run.toml", "--batch-size", "8"], "--batch-size belongs to --lengths"),
+    ([*ZIPF, "--model", "hstu", "--shuffler.slack", "0.1"], "--model, --shuffler belongs to --config"),
 ]
 
 

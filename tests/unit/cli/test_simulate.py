@@ -48,18 +48,26 @@ FLAGS = ["--lengths", "lengths.npy", "--batch-size", "8", "--steps", "16", "--wi
 
 
 @pytest.mark.parametrize(
-    ("flags", "per_item", "more", "window"),
-    [(["--tokens-per-item", "2", "--extra-tokens", "3"], 2, 3, None), (["--max-attn-len", "50"], 1, 0, 50)],
+    ("flags", "per_item", "more", "dimensions", "described"),
+    [
+        (["--tokens-per-item", "2", "--extra-tokens", "3"], 2, 3, {}, ""),
+        (["--max-attn-len", "50"], 1, 0, {"max_attn_len": 50}, ", attention within 50 tokens"),
+        (
+            ["--value-dim", "16", "--concat-ux"],
+            *(1, 0, {"value_dim": 16, "concat_ux": True}, ", values × 16, output of [u, x, y]"),
+        ),
+    ],
 )
-def test_figures_are_those_of_the_rows(histories, asked, flags, per_item, more, window):
+def test_figures_are_those_of_the_rows(histories, asked, flags, per_item, more, dimensions, described):
     answer = asked("simulate", *FLAGS, "--ranks", "4", "--in-order", *flags)
     ways = ways_of(answer)
     assert list(ways) == WAYS and answer["ranks"][0]["steps"] == 16
-    assert ("4 heads × 64, attention within 50 tokens" in answer["task"]) == (window is not None)
+    assert answer["task"] == f"hstu, hidden 256, 8 layers, 4 heads × 64{described}"
     tokens = as_loaded(histories * per_item + more, 4, 8)
-    work = HSTUAttentionTask(256, 4, 64, 8, max_attn_len=window).get_workloads(tokens)
+    work = HSTUAttentionTask(256, 4, 64, 8, **dimensions).get_workloads(tokens)
     loads = work.sum(2)
-    assert ways["as loaded"]["largest_to_mean"] == pytest.approx((loads.max(1) / loads.mean(1)).mean())
+    ratios = loads.max(1) / loads.mean(1)
+    assert ways["as loaded"]["largest_to_mean"] == pytest.approx(ratios.mean())
     assert ways["as loaded"]["tokens_to_mean"] == pytest.approx(tokens.sum(2).max() / tokens.sum(2).mean())
     assert answer["ranks"][0]["speed_up_of_equal_ranks"] == pytest.approx(loads.max(1).sum() / loads.mean(1).sum())
     for name, method in (("refined", "refined"), ("Karmarkar-Karp", "karmarkar_karp")):
@@ -67,8 +75,11 @@ def test_figures_are_those_of_the_rows(histories, asked, flags, per_item, more, 
         assert ways[name]["speed_up"] == pytest.approx(loads.max(1).sum() / largest, rel=1e-3)
     bound = sum(lower_bound(step.ravel(), 4) for step in work)
     assert ways["refined"]["possible_speed_up"] == pytest.approx(loads.max(1).sum() / bound)
+    assert ways["as loaded"]["largest_to_mean_p99"] == pytest.approx(np.quantile(ratios, 0.99))
     assert ways["as loaded"]["imbalance"] == pytest.approx(ways["as loaded"]["largest_to_mean"] - 1)
-    assert answer["lengths"]["tokens"]["max"] == tokens.max()
+    ordered = np.sort(tokens.ravel())  # 512 rows
+    quantiles = {"mean": tokens.mean(), "median": ordered[255], "p99": ordered[505], "max": ordered[-1]}
+    assert answer["lengths"]["tokens"] == pytest.approx(quantiles)
 
 
 def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, asked, told):
