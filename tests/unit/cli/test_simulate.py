@@ -145,7 +145,7 @@ def test_uneven_lengths_that_nothing_evens_are_not_called_even(here, asked):
     (here / "two.csv").write_text("1\n9\n")
     flags = ["--ranks", "2", "--batch-size", "1", "--task", "tokens"]
     advice = asked("simulate", "--lengths", "two.csv", *flags)["advice"]
-    assert "even as" not in advice["text"] and "1.80×" in advice["text"] and advice["options"] == ""
+    assert "even without" not in advice["text"] and "1.80×" in advice["text"] and advice["options"] == ""
 
 
 def test_a_package_that_is_not_installed_is_one_line(monkeypatch, mistake):
