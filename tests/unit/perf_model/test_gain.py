@@ -9,7 +9,17 @@ import torch
 
 from commons.datasets.random.distribution import LengthDistribution
 from commons.distributed.stats import ShuffleStats, stats_of_plan
-from commons.perf_model.gain import Comparison, LoadedRows, StepCost, compare_ways, deal
+from commons.perf_model.gain import (
+    SLACKS,
+    TRAINED_SLACK,
+    Budget,
+    Comparison,
+    DealtRows,
+    LoadedRows,
+    StepCost,
+    compare_ways,
+    deal,
+)
 from commons.perf_model.measured_saving import MeasuredSaving
 from commons.perf_model.peak_rates import peak_flops, peak_flops_of
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
@@ -134,6 +144,8 @@ def test_steps_are_dealt_as_they_are_planned():
     assert result.equal == pytest.approx(64 / 45) and rows.as_loaded.imbalance == pytest.approx((44 / 25 - 1) / 2)
     assert rows.largest_share.tolist() == [40 / 25, 10 / 20] and result.dominated == 1
     assert way.moved == {0.0: pytest.approx(7 / 90)} and way.sent_tokens == 4 / 2
+    _, sent = compared(rows_of([9, 4, 4], [1], [1], num_ranks=3), equal_size=False)
+    assert sent.loads.tolist() == [[9, 5, 5]] and sent.sent_tokens == 8  # by one rank, to two
     result, free = compared(rows, equal_size=False)
     assert free.loads.max(axis=1).tolist() == [40, 20] and result.possible(free) == pytest.approx(64 / 60)
 
@@ -149,6 +161,19 @@ def test_windows_are_planned_together():
     assert result.speed_up(way) == pytest.approx(94 / 56) and 94 / 56 <= result.possible(way) <= result.equal
     assert way.imbalance == pytest.approx((0 + 0 + 10 / 6 - 1) / 3)
     assert result.median_speed_up(way) is None  # steps have other rows
+    of_all = Comparison(rows, (rows.as_loaded, alone[1], way))
+    assert of_all.possible_of_batches == of_all.possible(alone[1]) < of_all.possible(way)
+
+
+def test_steps_without_work_do_not_count():
+    loads = np.array([[0, 0], [6, 2], [4, 4], [8, 0]])
+    loaded = DealtRows("as loaded", loads, tokens=loads)
+    dealt = DealtRows("balanced", np.array([[0, 0], [4, 4], [4, 4], [8, 0]]), tokens=loads)
+    assert loaded.imbalance == pytest.approx((6 / 4 + 4 / 4 + 8 / 4) / 3 - 1) and loaded.fullest == 8 / 3
+    result = Comparison(rows_of([0], [0], [6], [2]), (loaded, dealt))
+    assert result.median_speed_up(dealt) == 1  # of 6 / 4, 4 / 4 and 8 / 8
+    assert result.median_speed_up(dataclasses.replace(dealt, budget=Budget(rows=2, most_rows=2))) is None
+    assert result.dominated == 1  # 0 and 6 of means of 0 and 4
 
 
 def test_nothing_is_possible_where_one_row_is_all_there_is_or_rows_stay_at_unequal_counts():
@@ -184,8 +209,14 @@ def test_milliseconds_have_the_fixed_cost_of_a_step():
 def test_every_way_deals_all_rows():
     lengths = np.random.default_rng(1).integers(1, 500, 4 * 4 * 12)
     rows = LoadedRows.in_turn(lengths**2, lengths, 4, 4)
-    ways = list(compare_ways(rows, (2, 4, 64)))
-    assert [way.name for way in ways][1:] == ["Karmarkar-Karp", "refined", "free counts", "window of 2", "window of 4"]
+    ways = list(compare_ways(rows, (2, 12, 64)))
+    assert [way.name for way in ways][1:] == ["Karmarkar-Karp", "refined", "free counts", "window of 2", "window of 12"]
+    for way, options in zip(ways[2:], ({}, {"equal_size": False}, {"window": 2}, {"window": 12}), strict=True):
+        near = {slack: deal(rows, "near home", slack=slack, **options) for slack in SLACKS}
+        assert way.moved == {slack: each.moved[slack] for slack, each in near.items()}
+        assert way.sent_tokens == near[TRAINED_SLACK].sent_tokens and (way.loads == near[0.0].loads).all()
+    assert ways[1].bound == ways[2].bound > 0 and (first := rows.first_steps(5)).num_steps == 5
+    assert first.as_loaded.loads.tolist() == rows.as_loaded.loads[:5].tolist()
     for way in ways:
         assert way.loads.shape == (12, 4) and way.loads.sum() == (lengths**2).sum()
         assert way.tokens.sum() == lengths.sum()
