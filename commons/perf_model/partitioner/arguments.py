@@ -69,12 +69,11 @@ class CheckedArguments(PlanArguments):
                 raise ValueError(
                     f"max_tokens is {max_tokens}, tokens is None; a cap needs the tokens of each row: pass tokens"
                 )
-        loaded = None if home_step is None else as_home(home_step, rows, num_steps, "home_step", "step")
         self.arrays: dict[str, np.ndarray | None] = {
             "workloads": weights,
             "tokens": None if tokens is None else as_int64_workloads(tokens, "tokens", rows),
             "home": None if home is None else as_home(home, rows, k),
-            "home_step": loaded if num_steps > 1 else None,
+            "home_step": None if home_step is None else as_home(home_step, rows, num_steps, "home_step", "step"),
             "groups": None if groups is None else as_groups(groups, rows),
             "speeds": of_parts,
         }

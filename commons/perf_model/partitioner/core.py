@@ -193,12 +193,10 @@ def encode_rows(
     """The packed words of a rank's rows, see `GatheredRows`; None if a number or a size is wrong."""
     if workloads.shape != (rows,) or any(each.shape != (rows,) for each in kept):
         return None
-    if len(sums) != len(lengths):
-        raise ValueError("encode_rows: sizes do not match")
     arrays: list[np.ndarray] = []
     numbers = array("q")
     num_columns = 2 + len(kept)
-    for each, total in zip(lengths, sums):
+    for each, total in zip(lengths, sums, strict=True):
         if each.ndim != 2 or each.shape[1] != rows:
             return None
         arrays.append(read := np.ascontiguousarray(each, np.int64))

@@ -169,7 +169,7 @@ int evenrank_refine(const PlanArguments* given, Weight* assignment, char* error)
   return guarded(error, [&] {
     const Request request = request_of(*given);
     const auto problem = Problem::of(request.workloads, request.num_parts, request.equal_size);
-    const Cap cap = request.cap_by_row(problem.order);
+    const Cap cap = request.cap().in_order(problem.order);
     const Weight target = near(counting_bound(problem).load);
     const Indices parts = refine(problem, take(request.home, problem.order), target, cap);
     const Indices refined = problem.by_sample(parts);

@@ -58,8 +58,7 @@ class GridPlanner {
     Weight total = bound_.total;
     if (!problem_.keeps_limits(chosen.cells)) {
       // Only the bound for free sizes holds for loaded rows, or separate batches, of different sizes.
-      const Weight num_rows = static_cast<Weight>(problem_.weights.size());
-      total = bound_within({0, num_rows}).total;
+      total = bound_within(Limits::of(static_cast<Weight>(problem_.weights.size()), num_cells_, false)).total;
     }
     Weights loads = sum_by_rank(chosen.cells, request_.workloads, num_cells_);
     return {std::move(chosen.cells), std::move(loads), total, chosen.most_tokens};
@@ -186,7 +185,7 @@ class GridPlanner {
   Candidate lower_steps(Candidate best) const {
     Index failed = 0;
     Index step = 0;
-    Cap cap = request_.cap_by_row(problem_.order);
+    Cap cap = request_.cap().in_order(problem_.order);
     for (int tries = num_tries(); tries > 0; --tries, step = (step + 1) % request_.num_steps) {
       if (failed == request_.num_steps || best.total() <= good(bound_.total)) break;
       Weights wanted = best.largest;
@@ -260,17 +259,6 @@ class GridPlanner {
     return plan;
   }
 
-  // The rows of each batch that is not empty.
-  std::vector<Indices> rows_of_batches() const {
-    std::vector<Indices> batches(request_.num_steps);
-    for (std::size_t row = 0; row < request_.home_step.size(); ++row) {
-      batches[request_.home_step[row]].push_back(static_cast<Index>(row));
-    }
-    batches.erase(std::remove_if(batches.begin(), batches.end(), [](const Indices& rows) { return rows.empty(); }),
-                  batches.end());
-    return batches;
-  }
-
   // Whether `total` is below the sum of the bounds of the batches, so that separate plans cannot be better.
   bool is_below_batches(Weight total) const {
     std::vector<Weights> batches(request_.num_steps);
@@ -289,7 +277,8 @@ class GridPlanner {
   const Candidate& batches_alone() const {
     if (alone_) return *alone_;
     Indices cells(request_.workloads.size());
-    for (const Indices& rows : rows_of_batches()) {
+    for (const Indices& rows : rows_by_part(request_.home_step, request_.num_steps)) {
+      if (rows.empty()) continue;
       Request alone = request_.of_rows(rows);
       alone.num_steps = 1;
       const Plan plan = make_plan(alone);
@@ -348,7 +337,7 @@ class GridPlanner {
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);
     const Home home = home_by_row(request_, problem.order, sizes_of(request_));
-    Cap cap = request_.cap_by_row(problem.order);
+    Cap cap = request_.cap().in_order(problem.order);
     cap.limit = best.most_tokens;
     const Indices parts = near_home(problem, take(best.cells, problem.order), deal_at_home(problem, home, limit), home,
                                     limit, cap);

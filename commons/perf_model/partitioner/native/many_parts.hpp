@@ -291,7 +291,7 @@ inline std::optional<Indices> near_ranks_of_many(const Request& request, const P
     LoadedParts other = lowered_from(kMedium);
     if (excess_of(other.loads, limit) < excess_of(lowered.loads, limit) / 4) lowered = std::move(other);
   }
-  const Cap cap = request.cap_by_row(problem.order);
+  const Cap cap = request.cap().in_order(problem.order);
   const Indices swapped = take(lowered.parts, problem.order);
   if (num_above(lowered.loads, limit) == 0 && cap.keeps(swapped, problem.num_parts)) return std::move(lowered.parts);
   const std::optional<Indices> repaired = repair_start(problem, swapped, home, limit, cap);

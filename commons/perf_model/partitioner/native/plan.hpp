@@ -49,9 +49,8 @@ struct Request {
   Weight most_tokens(const Indices& parts, Index number) const {
     return max_tokens ? std::max(*max_tokens, largest_load(tokens, parts, number)) : 0;
   }
-  // The cap on tokens, if any; by sample, and by row in the order of a problem.
+  // The cap on tokens, if any.
   Cap cap() const { return max_tokens ? Cap{tokens, *max_tokens} : Cap{}; }
-  Cap cap_by_row(const Indices& order) const { return max_tokens ? Cap{take(tokens, order), *max_tokens} : Cap{}; }
 };
 
 // The cost of moving each sample, scaled so that kNodeCost times the sum fits into an int64. Only ratios matter.

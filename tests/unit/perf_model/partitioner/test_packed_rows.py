@@ -136,6 +136,8 @@ def test_what_a_rank_sends_is_put_together_unless_something_is_wrong():
         assert _own_rows(**changes) is None, changes
     with pytest.raises(ValueError, match="encode_rows: sizes do not match"):
         _own_rows(real_rows=5)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        _own_rows(sums=[40])
     with pytest.raises(ValueError, match="encode_rows: a key is out of its range"):
         _own_rows(counted=[3])
 
