@@ -45,6 +45,10 @@ def test_arrays_of_another_type_are_refused():
     for values in (np.zeros(3), np.zeros(3, np.int32), np.zeros(6, np.int64)[::2], [0, 0, 0]):
         with pytest.raises(TypeError, match="it reads contiguous int64 arrays of 1-d: convert it"):
             core.all_within(values, 2, 2)
+    by_column, ragged = np.ones((2, 2), np.int64, order="F"), np.zeros((2, 20), np.uint8)[:, :16].view(np.int64)
+    for words in (by_column, ragged, np.ones((2, 2), np.int32), np.ones(4, np.int64)):
+        with pytest.raises(ValueError, match=r"they are int64 \(num_ranks, n\): sizes do not match"):
+            core.rows_of_words(words)
     with pytest.raises(ValueError, match="at least one row and one partition"):
         core.lower_bound(CheckedArguments([], 2))
 
@@ -68,6 +72,7 @@ def test_refine_lowers_the_largest_load_and_keeps_the_cap(workloads, parts, data
     before, after = (np.bincount(each, weights=workloads, minlength=parts).max() for each in (start, refined))
     assert after <= before
     assert np.bincount(refined, weights=tokens, minlength=parts).max() <= cap
+    assert refine([], [], parts).tolist() == []
 
 
 def test_planning_lets_other_threads_run():

@@ -144,7 +144,9 @@ def test_numbers_that_are_no_groups(groups, said):
         partition([1, 2, 3], 2, groups=groups)
 
 
-def test_a_group_above_the_cap_is_named():
+def test_a_group_above_the_cap_is_named_and_one_at_the_cap_is_not():
     said = "group 7 has 9 tokens in 2 samples, max_tokens is 8; they stay together: raise max_tokens"
     with pytest.raises(ValueError, match=said):
         partition([1, 2, 3], 2, tokens=[4, 5, 6], max_tokens=8, groups=[7, 7, 1], equal_size=False)
+    plan = partition([1, 2, 3], 2, tokens=[4, 5, 6], max_tokens=9, groups=[7, 7, 1], equal_size=False)
+    assert sorted(plan.groups()) == [[0, 1], [2]]

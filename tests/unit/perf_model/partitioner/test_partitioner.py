@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.shared.lengths import draw
 from benchmarks.shared.plain import plain_karmarkar_karp
-from commons.perf_model.partitioner import as_int64_workloads, karmarkar_karp, lower_bound, partition
+from commons.perf_model.partitioner import Partition, as_int64_workloads, karmarkar_karp, lower_bound, partition
 
 
 def test_counting_bound_sees_what_the_mean_does_not():
@@ -72,6 +72,13 @@ def test_a_sample_above_the_cap_is_named_or_let_through():
         partition([1, 1, 1, 1], 2, **arguments)
     plan = partition([1, 1, 1, 1], 2, best_effort=True, **arguments)
     assert np.bincount(plan.assignment, arguments["tokens"]).max() == 102
+    at_the_cap = partition([1, 1, 1, 1], 2, equal_size=False, tokens=[3, 99, 3, 3], max_tokens=99)
+    assert sorted(at_the_cap.groups()) == [[0, 2, 3], [1]]
+
+
+def test_groups_of_more_partitions_than_16_bits_count():
+    groups = Partition(np.array([2**16, 0]), np.zeros(2**16 + 1, np.int64), 0).groups()
+    assert (groups[0], groups[-1], sum(map(len, groups))) == ([1], [0], 2)
 
 
 def test_a_cap_that_only_the_way_back_home_keeps_is_no_error():
@@ -92,6 +99,7 @@ def test_a_cap_that_only_the_way_back_home_keeps_is_no_error():
         np.array([3, 1, 2], np.uint64),
         np.array([3.0, 1.0, 2.0], np.float16),
         np.array([9, 3, 9, 1, 9, 2])[1::2],
+        np.array([3, 1.0, 2], dtype=object),
         torch.tensor([3, 1, 2]),
         torch.tensor([3, 1, 2], dtype=torch.int32),
         torch.tensor([3, 1, 2], dtype=torch.uint8),
@@ -124,6 +132,8 @@ def test_values_up_to_the_limit_are_exact():
         ([1.0, 2.5], r"workloads\[1\] is 2.5; values must be non-negative integers"),
         ([1, 2**63], r"workloads\[1\] is 9.223372036854776e\+18; values must be at most 9223372036854775807"),
         ([1, 2**70], r"workloads\[1\] is 1180591620717411303424; values must be at most"),
+        ([1, -(2**70)], r"workloads\[1\] is -1180591620717411303424; values must be non-negative"),
+        (np.array([1, 2**63], np.uint64), r"workloads\[1\] is 9223372036854775808; values must be at most"),
         ([1.0, 1e300], r"workloads\[1\] is 1e\+300; values must be at most"),
         ([2**61, 2**61], r"the sum of workloads is 4611686018427387904; it must be below 2\^62, .*: scale"),
         ([[1, 2], [3, 4]], r"workloads has shape \(2, 2\); one value per row is needed: flatten"),
