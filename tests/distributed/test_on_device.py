@@ -140,3 +140,5 @@ def test_a_trace_is_read_rightly():
         "kernels in a step": "2",
     }
     assert "gap before the first layer" in describe_trace(events[3:5])
+    busy = [event("kernel", "long", -1, 20), event("kernel", "next", 1, 1), events[3]]
+    assert describe_trace(busy)["gap before the first layer, the device idle"] == "0.000 ms"
