@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 
 import pytest
@@ -28,6 +30,8 @@ def _fail(how: str) -> object:
         os._exit(3)
     if how == "hangs":
         time.sleep(600)
+    if how == "unreadable":
+        time.sleep(0.5)  # so that this reply comes after the one that cannot be read
     return (lambda: None) if how == "unsendable" else "a reply to this call"
 
 
@@ -53,11 +57,16 @@ def test_what_goes_wrong_on_a_rank_is_named_and_the_next_call_has_fresh_ranks(po
     assert pool.run(dist.get_rank) == [0, 1]
 
 
-def test_a_rank_that_dies_between_two_calls_is_named(pool):
+@pytest.mark.parametrize("has_call", [False, True])
+def test_a_rank_that_dies_before_it_reads_a_call_is_named(pool, has_call):
     pool.run(dist.get_rank)
     victim = pool._ranks[1].process
-    victim.kill()
-    victim.join(30)
+    if has_call:
+        os.kill(victim.pid, signal.SIGSTOP)
+        threading.Timer(1.0, victim.kill).start()
+    else:
+        victim.kill()
+        victim.join(30)
     with pytest.raises(RankFailure, match="^rank 1 died with exit code -9$"):
         pool.run(dist.get_rank)
 
