@@ -51,13 +51,18 @@ def _windows(seed, sizes, window, options):
     with closing(SquareShuffler(ShufflerOptions(**options))) as shuffler:
         windowed = windowed_iter(iter(batches), shuffler, window)
         seen, stats, whole = [], [], []
+        num_rows = [windowed.num_rows(0)]  # before the first batch
         for batch in windowed:
+            num_rows.append(windowed.num_rows(len(seen)))
             seen.append(batch)
             stats.append(windowed.take_stats())
             if windowed.last_window not in whole:
                 whole.append(windowed.last_window)
         with pytest.raises(StopIteration):
             next(windowed)
+        assert windowed.num_rows(len(seen)) is None
+        of_stats = [None if each is None else each.num_rows for each in stats]
+        assert num_rows == of_stats[:1] + of_stats
         loads = [int(SquareShuffler.get_workloads(shuffler, batch)[: batch.actual_batch_size].sum()) for batch in seen]
     return {
         "before": [rows_as_values(batch) for batch in batches],
