@@ -331,3 +331,4 @@ def test_a_rank_that_fails_alone_is_quoted_by_the_others():
     quoted = "" if dist.get_rank() == 1 else "RankMissingError: rank 1 failed in the exchange of step 0: "
     said = error_of(shuffler.finish_shuffle, batch, handle)
     assert said.startswith(f"{quoted}ValueError: the handle of step 0 was started with"), said
+    assert (shuffler.failure is None) if dist.get_rank() == 1 else (said == f"RankMissingError: {shuffler.failure}")

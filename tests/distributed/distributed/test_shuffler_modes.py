@@ -165,7 +165,7 @@ def test_verify_takes_views_of_any_kind():
 
 @on_two_ranks
 def test_what_counts_as_a_token_can_be_said():
-    """Excess over a cap of one token: rows bring 3 values of key "a", 1 of key "b", and of the labels' key "c" 2 more."""
+    """Excess over a cap of one token; a row has 3 values of key "a", 1 of key "b", and 2 of the labels' key "c"."""
     lengths = torch.tensor([3, 3, 1, 1])
     features = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=lengths, stride=2)
     labels = KeyedJaggedTensor(keys=["c"], values=torch.arange(4), lengths=torch.tensor([2, 2]))
