@@ -377,6 +377,12 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     assert read[:6].sum() == in_turn[:6].sum()
     # A window that ends the epoch has the rows that are left.
     assert _of_steps(own, "loads_before")[6:].sum() == in_turn[6:].sum() == read[6:].sum()
+    for line in (line for line in lines(own) if "loss" in line):
+        before, after = max(line["loads_before"]), max(line["loads_after"])
+        mean = sum(line["loads_after"]) / 2
+        assert line["window"] == window and line["imbalance_after"] == pytest.approx(after / mean - 1)
+        assert line["predicted_saving"] == pytest.approx((before - after) / before)
+        assert line["optimality_gap"] == pytest.approx(after / line["lower_bound"] - 1)
 
     took = _of_steps(own, "own_ms", np.float64)  # each rank, for the rows that it read
     assert took.shape == (8, 2) and took.min() > 0
