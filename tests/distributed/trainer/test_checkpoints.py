@@ -369,6 +369,16 @@ def test_two_runs_do_not_mix_their_checkpoints(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000004"]
 
 
+@on_two_ranks
+def test_a_state_loaded_from_another_folder_has_yet_to_be_saved(tmp_path):
+    saving = {"ckpt_save_interval": 2, "ckpt_load_dir": str(tmp_path / "first")}
+    _checkpointer(**saving, ckpt_save_dir=str(tmp_path / "first"))[0].save(TrainProgress(2))
+    for name, is_saved in (("first", True), ("second", False)):
+        checkpoints, _ = _checkpointer(**saving, ckpt_save_dir=str(tmp_path / name))
+        checkpoints.resume()
+        assert checkpoints.has_saved(2) is is_saved
+
+
 def _speeds_after_resuming(folder, begin=None):
     """The speeds of a batch after loading a checkpoint, or saving one of these speeds."""
     with contextlib.closing(SquareShuffler(ShufflerOptions(speeds="measured"))) as shuffler:
