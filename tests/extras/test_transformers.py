@@ -69,14 +69,10 @@ def test_every_row_once_per_epoch_and_the_losses_of_one_process(of_ranks, traine
     assert of_ranks[0][name]["weight"] == pytest.approx(of_ranks[1][name]["weight"], rel=1e-9)
 
 
-def test_the_documented_line_is_the_padded_run(of_ranks):
+@pytest.mark.parametrize("name", ["documented", "split"])
+def test_the_documented_line_and_split_batches_of_all_ranks_are_the_padded_run(of_ranks, name):
     for rank in of_ranks:
-        assert rank["documented"] == rank["padded"]
-
-
-def test_split_batches_are_those_of_all_ranks(of_ranks):
-    for rank in of_ranks:
-        assert rank["split"] == rank["padded"]
+        assert rank[name] == rank["padded"]
 
 
 def test_a_step_keeps_its_rows_unless_a_window_shares_them(of_ranks):
@@ -125,16 +121,6 @@ def test_a_batch_size_that_does_not_fit_is_halved(trainers, tmp_path):
     assert len(trainer.seen) == trainer.state.max_steps == -(-90 // trainer._train_batch_size)
 
 
-def test_a_trainer_whose_loss_is_a_mean_per_micro_batch_is_refused(trainers, tmp_path):
-    class MeanTrainer(trainers.Trainer):
-        loss_is_scaled_for_ga = False
-
-    trainer = trainers.make_trainer(tmp_path, MeanTrainer)
-    with pytest.raises(ValueError, match="its loss is a mean over a micro-batch .*; micro-batches of MeanTrainer have"):
-        trainers.balanced(trainer).get_train_dataloader()
-    trainers.balanced(trainers.make_trainer(tmp_path, MeanTrainer), padded=False).get_train_dataloader()
-
-
 def test_processes_that_share_a_sample_are_refused(trainers, tmp_path):
     trainer = trainers.make_trainer(tmp_path)
     trainer.get_tp_size = lambda: 2
@@ -179,6 +165,15 @@ def test_what_computes_the_loss_decides_whether_rows_are_counted(trainers, tmp_p
         trainers.balanced(trainer).get_train_dataloader()
 
 
+def small(head):
+    """A model with this head."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = getattr(transformers, head)
+    return model(model.config_class(vocab_size=256, **sizes))
+
+
 @pytest.mark.parametrize(
     ("head", "why"),
     [
@@ -189,69 +184,58 @@ def test_what_computes_the_loss_decides_whether_rows_are_counted(trainers, tmp_p
     ],
 )
 def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(trainers, tmp_path, head, why):
-    import transformers
-
-    from evenrank.integrations.transformers import balanced
-
-    model = getattr(transformers, head)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    trainer = trainers.make_trainer(tmp_path, model=model(model.config_class(vocab_size=256, **sizes)))
+    trainer = trainers.make_trainer(tmp_path, model=small(head))
     if not trainer.model_accepts_loss_kwargs:  # as in older releases
         why = "the model takes no num_items_in_batch"
     with pytest.raises(ValueError, match=why):
-        balanced(trainer).get_train_dataloader()
-    balanced(trainer, padded=False).get_train_dataloader()
+        trainers.balanced(trainer).get_train_dataloader()
+    trainers.balanced(trainer, padded=False).get_train_dataloader()
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
-    balanced(trainer).get_train_dataloader()
+    trainers.balanced(trainer).get_train_dataloader()
 
 
-def test_a_compute_loss_of_a_subclass_must_use_the_count_of_items(tmp_path):
-    import transformers
+def test_a_loss_of_a_subclass_must_use_the_count_of_items(trainers, tmp_path):
+    class Mean(trainers.Trainer):
+        loss_is_scaled_for_ga = False
 
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, pad
-
-    class Weighted(transformers.Trainer):
+    class Weighted(trainers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return torch.nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"])
 
-    class Counted(transformers.Trainer):
+    class Counted(trainers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return model(**inputs).logits.sum() / num_items_in_batch
 
-    class Logged(transformers.Trainer):
+    class Logged(trainers.Trainer):
         def compute_loss(self, model, inputs, **kwargs):
             return super().compute_loss(model, inputs, **kwargs)
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.BertConfig(vocab_size=256, **sizes)
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    options = {"args": arguments, "train_dataset": make_rows(), "data_collator": pad}
-    bert = transformers.BertForSequenceClassification(config)
-    with pytest.raises(ValueError, match="compute_loss of Weighted does not use num_items_in_batch; micro-batches"):
-        balanced(Weighted(model=make_model(), **options)).get_train_dataloader()
-    with pytest.raises(ValueError, match="the (loss of BertForSequenceClassification is|model takes no)"):
-        balanced(Logged(model=bert, **options)).get_train_dataloader()
-    balanced(Counted(model=make_model(), **options)).get_train_dataloader()
-    balanced(Logged(model=make_model(), **options)).get_train_dataloader()
+    def load(kind, model=None, **options):
+        trainers.balanced(trainers.make_trainer(tmp_path, kind, model), **options).get_train_dataloader()
+
+    for kind, model, why in (
+        (Mean, None, "its loss is a mean over a micro-batch .*; micro-batches of Mean have different"),
+        (Weighted, None, "compute_loss of Weighted does not use num_items_in_batch; micro-batches"),
+        (Logged, small("BertForSequenceClassification"), "the (loss of BertForSequenceCl.* is|model takes no)"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            load(kind, model)
+        load(kind, model, padded=False)
+    load(Counted)
+    load(Logged)
 
 
-def test_a_data_set_is_read_by_its_length(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    from evenrank.integrations.transformers import balanced
-    from tests.extras.balanced_trainer import make_model, make_rows, pad
-
-    class Endless(torch.utils.data.Dataset):
+def test_a_data_set_is_read_by_its_length(trainers, tmp_path):
+    class Endless(data.Dataset):
         def __len__(self):
             return 20
 
         def __getitem__(self, row):
             assert row < 20, "a row behind the last one was read"
-            return make_rows(20)[row]
+            return trainers.make_rows(20)[row]
 
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
-    trainer = Trainer(model=make_model(), args=arguments, train_dataset=Endless(), data_collator=pad)
+    trainer, balanced = trainers.make_trainer(tmp_path, per_device_train_batch_size=2), trainers.balanced
+    trainer.train_dataset = Endless()
     assert len(balanced(trainer).get_train_dataloader()) == 10
     with pytest.raises(ValueError, match=r"cost\(lengths\) has 1 entries, there are 20 rows; one per row is needed"):
         balanced(trainer, cost=lambda lengths: lengths[:1]).get_train_dataloader()
