@@ -3,6 +3,7 @@
 import re
 import signal
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -39,19 +40,20 @@ def test_stats_are_averaged_over_steps():
 
 
 def test_numbers_are_of_the_steps_of_their_line_and_of_the_run(monkeypatch):
-    """Two ranks, one of which has no batches."""
+    """Two ranks, one of which has no batches in the first line, and the same as the other one in the second."""
     moments = iter([0.0, 0.1, 0.5, 0.7, 5.0, 5.4])  # steps of 100, 400 and 200 ms; of 400 ms, after an evaluation
     monkeypatch.setattr(times, "_now", lambda device: next(moments))
     monkeypatch.setattr(meters, "resolve_process_group", lambda: None)
-    monkeypatch.setattr(meters, "gather_numbers", lambda own, what, group: torch.stack([own, torch.zeros_like(own)]))
+    share = [0]
+    monkeypatch.setattr(meters, "gather_numbers", lambda own, what, group: torch.stack([own, own * share[0]]))
     monkeypatch.setattr(meters, "real_rows", lambda batch: 3)
     monkeypatch.setattr(meters.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(meters.dist, "get_rank", lambda: 0)
     recipe = Parts(TrainerArgs(1, 1, peak_tflops=2.0), None, None, (), None, flops=lambda batch: batch * 10**11)
     recipe.num_tokens = lambda batch: 50
     meter, taken = StepMeter(recipe), []
-    assert meter.take() == ({}, {})
-    for flops in ([1, 0, 2], [4]):
+    assert meter.take() == ({}, {}) and meters.of_all_ranks(5.0, torch.device("cpu")) == [5.0, None]
+    for share[0], flops in ((0, [1, 0, 2]), (1, [4])):
         meter.begin()
         for each in flops:
             meter.loaded(each)
@@ -63,10 +65,19 @@ def test_numbers_are_of_the_steps_of_their_line_and_of_the_run(monkeypatch):
         | {"tflops_per_rank": 0.15 / 0.7, "mfu": 0.075 / 0.7}
     )
     assert first[1] == pytest.approx({"ranks": 2, "steps": 3, "total_ms": 700.0})
-    assert (second[0]["step_ms"], second[0]["tflops_per_rank"]) == pytest.approx((400.0, 0.5))
+    assert (second[0]["step_ms"], second[0]["tflops_per_rank"]) == pytest.approx((400.0, 1.0))
     totals = meter.totals()
-    assert totals.pop("shuffle") == {"imbalance_before": 1.0}
-    assert totals == pytest.approx({"loss": 2.0, "step_ms": 300.0, "tokens_per_s": 200 / 1.1})
+    assert totals.pop("shuffle") == pytest.approx({"imbalance_before": 2 / 3})  # of three steps with any work
+    assert totals == pytest.approx({"loss": 2.0, "step_ms": 300.0, "tokens_per_s": 250 / 1.1})
+
+
+def test_the_measured_saving_is_that_of_the_largest_loads(monkeypatch):
+    meter = StepMeter(Parts(TrainerArgs(1, 1), None, None, (), None))
+    meter._saving = mock.Mock(**{"ms_per_load.return_value": 0.5})
+    meter._stats = [make_stats(largest_load_before=30, largest_load_after=10, measured_saving_ms=None)]
+    for rank, saved in ((0, 10.0), (1, None)):  # rank 0 writes the log
+        monkeypatch.setattr(meters.dist, "get_rank", lambda rank=rank: rank)
+        assert meter._shuffle([1.0]).get("measured_saving_ms") == saved
 
 
 class Event:
@@ -136,8 +147,9 @@ def test_of_many_ranks_every_tenth_line_has_each(monkeypatch, ranks, lines):
 def test_the_mean_loss_weighs_every_term_alike():
     sums = StepSums()
     assert sums.mean_loss == 0.0
-    sums.add(torch.tensor(6.0), 3)
     sums.add(torch.tensor(0.0), 0)
+    assert sums.mean_loss == 0.0
+    sums.add(torch.tensor(6.0), 3)
     sums.add(torch.tensor(1.0), 1)
     assert sums.mean_loss == 7.0 / 4
 
