@@ -131,12 +131,6 @@ def test_more_of_the_same_rows(pad):
     assert sum(of_all([real])) == 11
 
 
-def test_without_ranks():
-    share = scatter_balanced({"ids": dense([1, 2, 3])}, [1, 2, 3], trim=None)
-    assert torch.equal(share.batch["ids"], dense([1, 2, 3])) and share.bytes_received == 0
-    assert torch.equal(share.gather_back(share.batch)["ids"], dense([1, 2, 3]))
-
-
 @on_four_ranks
 def test_a_source_is_a_rank_of_its_group():
     group, dealt = dist.new_group([1, 3]), []

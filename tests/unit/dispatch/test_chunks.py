@@ -141,8 +141,10 @@ def test_chunks_are_a_sequence_with_a_short_repr():
     assert repr(chunks) == "BalancedChunks(4 of 2 to 3 rows, largest load 1.091 × the mean)"
 
 
-def test_shares_and_moved_rows_have_a_short_repr():
+def test_shares_and_moved_rows_without_ranks_and_their_short_repr():
     share = scatter_balanced({"ids": torch.arange(3)}, [3, 1, 2])
+    assert share.batch["ids"].tolist() == [0, 1, 2] and share.bytes_received == 0
+    assert share.gather_back(share.batch)["ids"].tolist() == [0, 1, 2]
     assert repr(share) == "BalancedShare(3 rows, largest load of a rank 1 × the mean)"
     padded = scatter_balanced(padded_batch([3, 1, 2], rows=4), [3, 1, 2, 0], pad=True)
     padded = dataclasses.replace(padded, imbalance=0.25)

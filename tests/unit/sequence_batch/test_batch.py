@@ -48,6 +48,12 @@ def test_loss_tokens_count_real_rows_only():
     features = KeyedJaggedTensor(keys=["item"], values=torch.arange(2), lengths=torch.tensor([1, 1, 0]))
     padded = make(features=features, labels=torch.zeros(3, 2), actual_batch_size=2)
     assert padded.num_loss_tokens() == 4
+    padded.labels = {"a": torch.zeros(3, 2), "b": features}
+    assert padded.num_loss_tokens() == 4 + 2
+
+
+def test_lengths_on_a_device_are_not_read():
+    make(features=make().features.to(torch.device("meta")), actual_batch_size=2)  # a padding row with a value
 
 
 @dataclasses.dataclass

@@ -211,16 +211,19 @@ def test_parts_that_state_other_padding_are_refused():
         row_counts(batch)
 
 
-@pytest.mark.parametrize("how", ["to", "to on a stream", "pin_memory"])
+COPIES = {
+    "to": lambda batch: batch.to(torch.device("cpu")),
+    "to on a stream": lambda batch: batch.to(torch.device("cpu"), data_copy_stream=torch.cpu.Stream()),
+    "pin_memory": lambda batch: batch.pin_memory(),
+}
+
+
+@pytest.mark.parametrize("how", list(COPIES))
 def test_copies_of_a_batch_take_its_branches_along(how, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     monkeypatch.setattr("torchrec.sparse.jagged_tensor.KeyedJaggedTensor.pin_memory", lambda kjt: kjt)
     batch = deep([3, 4])
-    result = {
-        "to": lambda: batch.to(torch.device("cpu")),
-        "to on a stream": lambda: batch.to(torch.device("cpu"), data_copy_stream=torch.cpu.Stream()),
-        "pin_memory": lambda: batch.pin_memory(),
-    }[how]()
+    result = COPIES[how](batch)
     assert as_values(result) == as_values(batch) and result.more is not batch.more
     recorded = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
@@ -240,12 +243,6 @@ def test_the_host_knows_the_lengths_of_nested_fields_that_went_to_a_device():
         assert lengths.device.type == "meta"
         assert host_copies.host_copy(lengths).tolist() == value_at(batch, path).lengths().tolist()
     assert on_device.more["td"].get("ids").device.type == "meta"
-
-
-def test_nested_labels_are_counted():
-    batch = deep([3, 4], 3)
-    batch.labels = {"a": dense([3, 4, 0]), "b": kjt([3, 4], 3)}
-    assert batch.num_loss_tokens() == 6 + batch.labels["b"].values().numel()
 
 
 # ------------------------------------------------------------------------------------- values of each rank's own

@@ -19,7 +19,7 @@ from commons.sequence_batch.fields import copy_batch
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.any_batches import concat_rows, there_and_back
-from tests.unit.sequence_batch.test_nested_batches import learned
+from tests.unit.sequence_batch.test_nested_batches import COPIES, learned
 
 
 @dataclass
@@ -82,19 +82,20 @@ REBUILT = {
 }
 
 
-@pytest.mark.parametrize("how", [*REBUILT, "index_select", "to", "to on a stream", "pin_memory", "copy"])
+WAYS = {
+    **REBUILT,
+    **COPIES,
+    "index_select": lambda batch: batch.index_select([0, 1, 2, 3]),
+    "copy": lambda batch: copy_batch(batch, {}),
+}
+
+
+@pytest.mark.parametrize("how", list(WAYS))
 def test_the_constructor_is_not_run_again(how, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     batch = from_one()
     assert batch.total == 6
-    result = {
-        **REBUILT,
-        "index_select": lambda batch: batch.index_select([0, 1, 2, 3]),
-        "to": lambda batch: batch.to(torch.device("cpu")),
-        "to on a stream": lambda batch: batch.to(torch.device("cpu"), data_copy_stream=torch.cpu.Stream()),
-        "pin_memory": lambda batch: batch.pin_memory(),
-        "copy": lambda batch: copy_batch(batch, {}),
-    }[how](batch)
+    result = WAYS[how](batch)
     assert result.labels.tolist() == result.position.tolist() == [0, 1, 2, 3]
     assert result.made.tolist() == [0, 2, 4, 6] and (result.unit, result.key_index) == ("s", {"item": 0})
     assert "total" not in vars(result)  # it is of the rows, and asked for again
