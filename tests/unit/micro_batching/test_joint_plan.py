@@ -154,7 +154,7 @@ def test_rows_stay_where_their_own_packing_is_as_good(lengths, rows_per_rank, bu
 
 @pytest.mark.parametrize(
     ("lengths", "groups"),
-    [([10, 0, 0], [0, 1, 0]), ([5, 3, 0], None)],
+    [([10, 0, 0], [0, 1, 0]), ([5, 0, 0], None)],
     ids=["all rows of rank 1 are in a group of rank 0", "a rank without tokens"],
 )
 def test_no_rank_is_left_without_a_row(lengths, groups):
@@ -172,6 +172,12 @@ def test_all_ranks_together_take_fewer_micro_batches():
     spec = MicroBatchSpec(max_tokens_per_mb=8)
     plan = plan_jointly(spec, lengths, None, rows_per_rank)
     assert plan.costs.shape == (2, 2) and plan.costs.max() <= 8
+
+
+def test_the_number_is_a_multiple_also_above_the_bound():
+    # Three micro-batches are needed, where the bound is two.
+    spec = MicroBatchSpec(max_tokens_per_mb=10, n_mbs_divisor=2)
+    assert plan_jointly(spec, np.array([4] * 5), None, np.array([5])).costs.shape == (1, 4)
 
 
 @pytest.mark.parametrize(
