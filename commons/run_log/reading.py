@@ -145,8 +145,8 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 def short_names(names: Sequence[str]) -> list[str]:
     """Names of runs without their common folder.
 
-    >>> short_names(["runs/a", "runs/b"])
-    ['a', 'b']
+    >>> short_names(["runs/a", "runs/b"]), short_names(["runs/a", "/b"])
+    (['a', 'b'], ['runs/a', '/b'])
     """
     paths = [Path(name) for name in names]
     if len({path.is_absolute() for path in paths}) > 1:

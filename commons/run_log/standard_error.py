@@ -37,7 +37,7 @@ def error_of_mean(total: float, squares: float, count: float) -> float:
     `total` is the sum of the values, `squares` the sum of their squares. For values of 0 and 1, such as the hits of
     HR@K, the result is √(p(1 − p) ÷ n).
 
-    >>> error_of_mean(7, 7, 100) == (0.07 * 0.93 / 100) ** 0.5
-    True
+    >>> error_of_mean(7, 7, 100) == (0.07 * 0.93 / 100) ** 0.5, error_of_mean(0.1 * 3, 0.01 * 3, 3)  # equal values
+    (True, 0.0)
     """
     return math.sqrt(max(0.0, squares / count - (total / count) ** 2) / count) if count else math.nan

@@ -82,6 +82,7 @@ def test_the_end_of_a_line_that_is_being_written_is_left_out(tmp_path, cut):
 def test_settings_and_summary_may_be_missing(tmp_path):
     folder = write_run(tmp_path, LINES, config=None, summary=False)
     (folder / "config.json").write_text("{")
+    (folder / "summary.json").write_text("[1]")
     log = RunLog(folder)
     assert [note.split(":")[0] for note in log.notes] == ["no readable config.json", "no readable summary.json"]
     assert RunReport(log).balancing == "balanced"
@@ -103,6 +104,7 @@ GOOD = json.dumps(LINES[0]) + "\n"
         (GOOD + "7\n", "line 2 is not a line of a log"),
         (GOOD + '{"schema": 1, "loss": 1.0}\n', "line 2 is not a line of a log \\(KeyError: 'step'\\)"),
         (GOOD + '{"step": 9, "schema": 2, "loss": 1.0}\n', "line 2 has schema 2; evenrank .* reads schema 1: use the"),
+        (GOOD + f'{{"step": {10**30}, "schema": 1}}\n', "line 2 is not a line of a log .OverflowError"),
         (GOOD + '{"step": 9, "schema": 1, "loss": "low"}\n', "line 2 is not a line of a log .*'low'"),
         (GOOD + '{"step": 9, "schema": 1, "loads_before": [1, "a"]}\n', "line 2 is not a line of a log"),
         ("\x00\x01\xff\n", "line 1 is not a line of a log"),
@@ -151,15 +153,18 @@ def test_infinity_is_not_known(tmp_path):
     """A loss that diverges makes no number of the report infinite."""
     folder = write_run(tmp_path, LINES)
     text = (folder / "log.jsonl").read_text()
-    (folder / "log.jsonl").write_text(re.sub('"loss": [^,]*', '"loss": Infinity', text))
-    json.dumps(RunReport(RunLog(folder)).to_dict(), allow_nan=False)
+    (folder / "log.jsonl").write_text(re.sub('("loss": |"loads_after": .)[^,]*', r"\1Infinity", text))
+    log = RunLog(folder)
+    assert all(math.isnan(loads[0]) and loads[1:].all() for loads in log.of_ranks["loads_after"])
+    json.dumps(RunReport(log).to_dict(), allow_nan=False)
 
 
 def test_numbers_that_are_not_known_are_null(tmp_path):
     lines = [
-        line | {"loss": None, "step_ms": None, "total_ms": None, "rows_per_s": None}
+        line | {"loss": None, "step_ms": None, "total_ms": None, "ranks": None}
         for line in map(line_of, [STEPS[:5], STEPS[5:]])
     ]
     report = RunReport(RunLog(write_run(tmp_path, lines)))
-    assert report.loss is None and report.speed.step_ms is None and report.step_time is None
+    assert report.loss is None and report.ranks is None and report.step_time is None
+    assert report.speed.step_ms is None and report.speed.rows_per_s is None
     assert report.gain.work is not None and report.gain.step is None

@@ -13,7 +13,7 @@ from commons.run_log.advice import advice_of, verdict_on, warning_of
 from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
-from commons.run_log.step_time import PARTS
+from commons.run_log.step_time import PARTS, fit_times
 from tests.helpers.jobs.run_logs import (
     EXCHANGE_MS,
     FIXED_MS,
@@ -38,6 +38,11 @@ def report_of(folder, steps=BALANCED, sizes=SIZES, config=None, **changes):
     return RunReport(RunLog(write_run(folder, lines, config_of() if config is None else config)))
 
 
+def unbalanced(folder, steps=AS_LOADED):
+    """The report of a run without a shuffler."""
+    return RunReport(RunLog(write_unlooked(folder, steps, SIZES)))
+
+
 def changed(figures, **changes):
     """A report or comparison with other numbers."""
     other = copy.copy(figures)
@@ -55,13 +60,15 @@ def sums(name, steps=BALANCED):
 
 
 def test_a_balanced_run(tmp_path):
-    report, timed = report_of(tmp_path), BALANCED[SIZES[0] :]
+    lines, timed = lines_of(BALANCED, SIZES), BALANCED[SIZES[0] :]
+    lines[0] |= {"wait_ms": 99.0, "exchange_ms": 99.0}  # in the warm-up
+    lines[1] |= {"ms_per_load": None}  # not yet known
+    report = RunReport(RunLog(write_run(tmp_path, lines)))
     assert (report.steps, report.ranks, report.rows_per_step, report.balancing) == (60, 4, 32, "balanced")
     gain = report.gain
     assert gain.work == pytest.approx(sums("largest_load_before") / sums("largest_load_after"))
     assert gain.possible == pytest.approx(sums("largest_load_before") / sums("lower_bound"))
     assert gain.worst_before >= gain.imbalance_before > gain.imbalance_after
-
     # A step without balancing would have had the time of AS_LOADED, whose rows are the same.
     unbalanced, balanced = sums("step_ms", AS_LOADED[SIZES[0] :]), sums("step_ms", timed)
     assert gain.step == pytest.approx(unbalanced / balanced)
@@ -103,20 +110,15 @@ def test_rows_read_by_their_work_gain_over_the_rows_dealt_in_turn(tmp_path):
     assert f"Reading the rows by their work makes the slowest rank {report.gain.work:.2f}× faster" in advice_of(report)
 
 
-def test_an_old_log_of_a_sampler_does_not_say_what_it_gained(tmp_path):
-    report = report_of(tmp_path, [as_read(step) for step in AS_LOADED], config=BY_WORK)
-    assert report.balancing == "observed" and report.by_work
-    assert "train a run without it and report both" in advice_of(report) and "leave it off" not in advice_of(report)
-
-
 @pytest.mark.parametrize("in_turn", [None, 1])
 @pytest.mark.parametrize("config", [BY_WORK, config_of(balance_batch=True, single_rank_load=True)])
 def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_path, in_turn, config):
     # They take the time of balanced ones, and look even; the runs differ in nothing else.
     steps = [as_read(step) for step in make_steps(exchanges=False)]
     config = config | {"trainer": config["trainer"] | {"single_rank_load": None}}
-    base = RunReport(RunLog(write_unlooked(tmp_path / "a", AS_LOADED, SIZES)))
+    base = unbalanced(tmp_path / "a")
     own = report_of(tmp_path / "b", steps, config=config, before_in_turn=in_turn)
+    assert in_turn or "train a run without it and report both" in advice_of(own)  # an old log: its gain is unknown
     (against,) = compare_runs([base, own])
     assert against.rows_per_s > 1.1
     for reports in ([base, own], [own, base]):
@@ -125,17 +127,17 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
         assert "leave it off" not in " ".join(lines)
 
 
-def test_an_exchange_that_stands_in_the_line_before_is_no_more_than_the_step(tmp_path):
-    report = report_of(tmp_path, exchange_ms=1e6)
-    time = report.step_time
-    assert time.total == pytest.approx(sum(time.parts().values())) and min(time.parts().values()) >= 0
-    assert report.gain.step == pytest.approx(0, abs=1e-9)
-    base = RunReport(RunLog(write_unlooked(tmp_path / "base", AS_LOADED, SIZES)))
-    assert "rows per second" in answer_of([base, report]).answer  # a step ratio of 0 divides nothing
+@pytest.mark.parametrize("changes", [{"exchange_ms": 1e6}, {"ms_per_load": 1.0}, {"lower_bound": 1e12}])
+def test_the_parts_of_a_step_are_no_more_than_the_step(tmp_path, changes):
+    report = report_of(tmp_path, **changes)
+    parts = report.step_time.parts().values()
+    assert sum(parts) == pytest.approx(report.step_time.total) and min(parts) >= 0
+    assert "exchange_ms" not in changes or report.gain.step == pytest.approx(0, abs=1e-9)
+    assert "rows per second" in answer_of([unbalanced(tmp_path / "base"), report]).answer  # a gain of 0 divides nothing
 
 
 def test_a_run_without_a_shuffler(tmp_path):
-    report = RunReport(RunLog(write_unlooked(tmp_path, AS_LOADED, SIZES)))
+    report = unbalanced(tmp_path)
     assert report.balancing == "off" and report.gain.work is None and report.background is None
     assert report.gain.imbalance_before == pytest.approx(np.mean([step["imbalance_before"] for step in AS_LOADED]))
     assert list(report.step_time.parts()) == ["the rest"]
@@ -150,13 +152,12 @@ def test_windows_are_exchanged_beside_the_steps(tmp_path):
 
 def test_a_slope_that_is_steeper_than_the_step_gains_no_more_than_the_loads(tmp_path):
     report = report_of(tmp_path, ms_per_load=1.0)
-    time = report.step_time
-    assert time.rest == 0 and sum(time.parts().values()) == pytest.approx(time.total)
-    assert 1 < report.gain.step <= report.gain.work
+    assert report.step_time.rest == 0 and 1 < report.gain.step <= report.gain.work
 
 
-def test_without_a_slope_a_step_has_only_what_was_measured(tmp_path):
-    report = report_of(tmp_path, ms_per_load=None)
+@pytest.mark.parametrize("slope", [None, 0.0])
+def test_without_a_slope_a_step_has_only_what_was_measured(tmp_path, slope):
+    report = report_of(tmp_path, ms_per_load=slope)
     assert list(report.step_time.parts()) == list(PARTS[2:]) and report.gain.step is None
 
 
@@ -181,10 +182,8 @@ def test_what_speeds_save_is_shown_with_the_rank_that_is_given_least(tmp_path):
     assert report.gain.speeds == pytest.approx(0.2)
     assert [(each.rank, each.speed) for each in report.given_less] == [(1, 0.5), (2, 0.75)]
     observed = report_of(tmp_path, steps, config=config_of(shuffler={"speeds": "observe"}))
-    shown = "20.0%, rank 1 at 0.50, 1 more", "20.0% if measured, rank 1 at 0.50, 1 more", ""
-    reports = [report, observed, report_of(tmp_path)]
-    rows = rows_of(reports)
-    assert rows["saved by speeds, of own work"] == shown
+    row = rows_of([report, observed, report_of(tmp_path)])["saved by speeds, of own work"]
+    assert row == ("20.0%, rank 1 at 0.50, 1 more", "20.0% if measured, rank 1 at 0.50, 1 more", "")
     assert report.to_dict()["given_less"][0] == {"rank": 1, "speed": 0.5}
 
 
@@ -193,64 +192,49 @@ def test_loads_of_a_run_by_speeds_are_not_compared_with_those_of_another(tmp_pat
     assert [each.work for each in compare_runs([runs[0], *runs])] == [pytest.approx(1.0), None]
 
 
-def test_loads_of_another_speed_are_no_time_that_does_not_follow(tmp_path):
-    speeds = [1024, 512, 1024, 1024]
-    steps = [
-        step | {"speeds": speeds, "own_ms": [load / each for load, each in zip(step["loads_after"], speeds)]}
-        for step in AS_LOADED
-    ]
-    fit = report_of(tmp_path, steps, BY_STEP).time_fit
-    assert fit.of == "ranks" and fit.r_squared == pytest.approx(1.0)
-
-
 def test_a_run_whose_ranks_have_changed(tmp_path):
-    later = [step | {"step": step["step"] + 60} for step in make_steps(ranks=2, speeds=[3.0, 1.0])]
-    report = report_of(tmp_path, [*make_steps(speeds=[1.0] * 4), *later], [10] * 11)
-    assert report.log.num_ranks == (4, 2) and report.ranks == 2
-    assert [each.rank for each in report.slow_ranks] == [1]
-    again = [step | {"step": step["step"] + 120} for step in make_steps()]  # as after a lost host has come back
-    report = report_of(tmp_path, [*make_steps(), *later, *again], [10] * 18)
-    assert report.log.num_ranks == (4, 2, 4) and report.ranks == 4
+    """As after a lost host has come back; speeds are those of the lines with the last number of ranks."""
+    two = make_steps(ranks=2, speeds=[3.0, 1.0])
+    steps = [*two, *make_steps(speeds=[1.0] * 4), *two]
+    steps = [step | {"step": number} for number, step in enumerate(steps, 1)]
+    report = report_of(tmp_path, steps, [10] * 18)
+    assert report.log.num_ranks == (2, 4, 2) and report.ranks == 2 and report.steps == 180
+    assert [(each.rank, each.speed) for each in report.slow_ranks] == [(1, pytest.approx(1 / 3))]
 
 
 SAME = {"largest_load_after": 5e8, "largest_load_before": 5e8}
 UNEVEN = SAME | {"imbalance_before": 1.2}
 SLOW_EXCHANGE = {"exchange_ms": 400.0, "step_ms": 900.0, "total_ms": 9000.0}
-REASONS = [
-    (SAME | {"gated": 0.9}, "in 90% of the steps the gain was below"),
-    (SAME | {"imbalance_before": 0.01}, "the ranks have even loads"),
-    (UNEVEN | {"lower_bound": 5e8}, "one row, or a few rows, that no plan can split: use a window"),
-    (UNEVEN | {"lower_bound": 3e8}, "no plan within the settings"),
-    (SLOW_EXCHANGE, "Balancing costs more than it saves: 400.5 ms"),
-    ({"imbalance_after": 0.3, "optimality_gap": 0.0}, "imbalance of 30% comes from rows that no plan can split"),
-    ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "the remaining imbalance is 30%: a smaller --trainer.shuffler"),
-]
+LITTLE_GAIN = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
 
 
-@pytest.mark.parametrize(("changes", "said"), REASONS)
-def test_why_a_run_gains_less(tmp_path, changes, said):
-    assert said in advice_of(report_of(tmp_path, **changes))
-
-
-def test_even_steps_and_windows_are_told_their_gain_alone(tmp_path):
-    for name, changes in (("even", {"imbalance_after": 0.01}), ("window", {"imbalance_after": 0.3, "window": 4})):
-        assert advice_of(report_of(tmp_path / name, **changes)).endswith("×.")
-
-
-def test_a_gate_is_advised_only_where_it_would_close(tmp_path):
-    assert "min-gain" not in advice_of(report_of(tmp_path / "much", **SLOW_EXCHANGE))
-    little = SLOW_EXCHANGE | {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
-    assert "(--trainer.shuffler.min-gain 0.05), or leave" in advice_of(report_of(tmp_path / "little", **little))
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (SAME | {"gated": 0.9}, "in 90% of the steps the gain was below"),
+        (SAME | {"imbalance_before": 0.01}, "the ranks have even loads without balancing, leave it off."),
+        (UNEVEN | {"lower_bound": 5e8}, "one row, or a few rows, that no plan can split: use a window"),
+        (UNEVEN | {"lower_bound": 3e8}, "no plan within the settings"),
+        (SLOW_EXCHANGE, "Balancing costs more than it saves: 400.5 ms"),
+        (SLOW_EXCHANGE, " ms; leave it off."),  # a gate would have no effect on steps that gain much
+        (SLOW_EXCHANGE | LITTLE_GAIN, "gain unbalanced (--trainer.shuffler.min-gain 0.05), or leave it off."),
+        ({"imbalance_after": 0.01}, "×."),  # nothing after the gain
+        ({"imbalance_after": 0.3, "window": 4}, "×."),
+        ({"imbalance_after": 0.3, "optimality_gap": 0.0}, "imbalance of 30% comes from rows that no plan can split"),
+        ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "the remaining imbalance is 30%: a smaller --trainer.shuf"),
+    ],
+)
+def test_why_a_run_gains_less(tmp_path, changes, expected):
+    assert expected in advice_of(report_of(tmp_path, **changes))
 
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
     assert "only one rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
-    even = [step | {"imbalance_before": 0.001} for step in AS_LOADED]
-    assert "leave it off" in advice_of(RunReport(RunLog(write_unlooked(tmp_path, even, SIZES))))
+    assert "leave it off" in advice_of(unbalanced(tmp_path, [step | {"imbalance_before": 0.001} for step in AS_LOADED]))
 
 
 def test_runs_beside_each_other(tmp_path):
-    base = RunReport(RunLog(write_unlooked(tmp_path / "a", AS_LOADED, SIZES)))
+    base = unbalanced(tmp_path / "a")
     shifted = [step | {"loss": step["loss"] + 1e-3 * (step["step"] == 60)} for step in BALANCED]
     other = report_of(tmp_path / "b", shifted, config=config_of(run_dir="y", seed=1))
     (against,) = compare_runs([base, other])
@@ -267,9 +251,8 @@ def test_runs_beside_each_other(tmp_path):
     assert "but its own steps show a gain of" in verdict_on(slower, base, other)
     # Against a run that is balanced, or dealt out by work, a run gains less than over its own rows as loaded.
     same = changed(against, rows_per_s=1.0)
-    assert verdict_on(same, other, other).endswith(f"trains 1.00× the rows per second of {base.log.name}.")
-    dealt = RunReport(RunLog(write_unlooked(tmp_path / "c", AS_LOADED, SIZES)))
-    assert "while its own" not in verdict_on(same, changed(dealt, by_work=True), other)
+    for balanced in (other, changed(base, by_work=True)):
+        assert verdict_on(same, balanced, other).endswith(f"trains 1.00× the rows per second of {base.log.name}.")
     apart = changed(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
     assert verdict_on(apart, base, other).endswith("besides balancing, they differ in ranks: 2 and 4 and 1 more.")
     json.dumps(against.to_dict())
@@ -313,19 +296,13 @@ def test_a_budget_is_compared_by_rows_and_not_by_steps(tmp_path):
 def test_runs_that_log_every_step_are_compared_step_by_step(tmp_path):
     """A machine that becomes slower and slower: each pair of steps still has the same ratio."""
     base, other = (
-        report_of(
-            tmp_path / name,
-            [step | {"step_ms": ratio * (100 + 10 * step["step"])} for step in steps],
-            BY_STEP,
-            config_of(enable_balanced_shuffler=name == "b"),
-        )
-        for name, steps, ratio in (("a", AS_LOADED, 1.25), ("b", BALANCED, 1.0))
+        report_of(tmp_path / name, [step | {"step_ms": ratio * (9 + step["step"])} for step in BALANCED], BY_STEP)
+        for name, ratio in (("a", 1.25), ("b", 1.0))
     )
     (beside,) = compare_runs([base, other])
     assert dataclasses.astuple(beside.each_step) == pytest.approx((1.25, 1.25, 1.25))
     assert compare_runs([base, report_of(tmp_path / "c")])[0].each_step is None  # lines of several steps
-    few, many = median_interval(np.array([1.0, 2.0, 9.0])), median_interval(np.arange(1001.0))
-    assert few == (1.0, 9.0) and many[0] < 500 < many[1] and many[1] - many[0] < 70
+    assert median_interval(np.array([1.0, 2.0, 9.0])) == (1.0, 9.0)
 
 
 @pytest.mark.parametrize("count", [6, 10, 20, 50, 84, 200, 1000])
@@ -338,16 +315,20 @@ def test_the_interval_of_a_median_has_its_confidence(count):
 
 
 def test_metrics_are_compared_with_their_standard_errors(tmp_path):
-    evaluated = ({"auc": 0.75, "auc_se": 0.03, "loss": 0.5, "HR@10": None}, {"auc": 0.8, "auc_se": 0.04, "loss": 0.4})
+    first = {"auc": 0.75, "auc_se": 0.03, "loss": 0.5, "loss_se": None, "log_se": 2.0, "HR@10": None}
+    evaluated = (first, {"auc": 0.8, "auc_se": 0.04, "loss": 0.4, "loss_se": 0.1, "log_se": 2.0})
     reports = []
     for name, metrics in zip("ab", evaluated):
         line = {"schema": 1, "step": 60, **{f"eval_{metric}": value for metric, value in metrics.items()}}
         reports.append(RunReport(RunLog(write_run(tmp_path / name, [*lines_of(BALANCED, SIZES), line]))))
     (against,) = compare_runs(reports)
-    assert against.evaluation == pytest.approx({"auc": 0.05, "loss": -0.1})
+    assert against.evaluation == pytest.approx({"auc": 0.05, "loss": -0.1, "log_se": 0})
     assert against.standard_errors == pytest.approx({"auc": 0.05})  # of 3, 4, 5
     rows = rows_of(reports)
-    assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == ("0.5000", "0.4000")
+    assert rows["eval auc"] == ("0.7500 ± 0.0300", "0.8000 ± 0.0400") and rows["eval loss"] == (
+        "0.5000",
+        "0.4000 ± 0.1000",
+    )
     assert rows["eval auc, difference"] == ("", "+5.0e-02 ± 5.0e-02") and "eval auc_se" not in rows
 
 
@@ -359,48 +340,54 @@ def of_loads(step):
     return [2e-6 * load + RNG.uniform(-2, 2) for load in step["loads_after"]]
 
 
-def padded(step):
-    return RNG.lognormal(3, 0.5, len(step["loads_after"])).tolist()
-
-
 def test_times_that_follow_the_loads(tmp_path):
     report = report_of(tmp_path, with_own(make_steps(), of_loads), BY_STEP)
     fit, log = report.time_fit, report.log
     loads, times = (np.concatenate(log.of_ranks[name][1:]) for name in ("loads_after", "own_ms"))
     assert (fit.of, fit.points) == ("ranks", len(loads)) == ("ranks", 59 * 4)
     assert fit.r_squared == pytest.approx(np.corrcoef(loads, times)[0, 1] ** 2) and fit.follows
+    assert (fit.ms_per_load, fit.fixed_ms) == pytest.approx(tuple(np.polyfit(loads, times, 1)))
     assert warning_of(report) == "" and report.to_dict()["time_fit"]["r_squared"] == fit.r_squared
 
 
+def test_times_of_ranks_of_another_speed_follow_the_loads(tmp_path):
+    steps = [step | {"speeds": [1024, 512, 1024, 1024]} for step in AS_LOADED]
+    steps = with_own(steps, lambda step: [load / each for load, each in zip(step["loads_after"], step["speeds"])])
+    fit = report_of(tmp_path, steps, BY_STEP).time_fit
+    assert fit.of == "ranks" and (fit.r_squared, fit.ms_per_load) == pytest.approx((1.0, 1 / 1024))
+
+
 def test_times_that_do_not_follow_the_loads(tmp_path):
-    report = report_of(tmp_path, with_own(make_steps(), padded), BY_STEP)
+    padded = with_own(make_steps(), lambda step: RNG.lognormal(3, 0.5, len(step["loads_after"])).tolist())
+    report = report_of(tmp_path, padded, BY_STEP)
     assert report.time_fit.r_squared < 0.1
     warning = warning_of(report)
     assert warning.startswith(f"Time does not follow the loads (R² {report.time_fit.r_squared:.2f}, ")
     assert "the model pads to its longest row, other work" in warning
     assert answer_of([report]).content["advice"][0] == warning
-    falling = with_own(make_steps(), lambda step: [1e3 - 1e-6 * load for load in step["loads_after"]])
-    assert report_of(tmp_path, falling, BY_STEP).time_fit.r_squared == 0
-
-
-def test_a_stall_is_left_out(tmp_path):
-    steps = with_own(make_steps(), of_loads)
-    steps[30]["own_ms"][2] = steps[40]["own_ms"][1] = 1e6
-    fit = report_of(tmp_path, steps, BY_STEP).time_fit
-    assert 59 * 4 - 3 <= fit.points <= 59 * 4 - 2 and fit.r_squared > 0.9
+    for slope in (-1e-6, 0.0):
+        steps = with_own(make_steps(), lambda step: [1e3 + slope * load for load in step["loads_after"]])
+        assert report_of(tmp_path, steps, BY_STEP).time_fit.r_squared == 0
 
 
 def test_an_old_log_is_fitted_by_its_steps(tmp_path):
-    fit = report_of(tmp_path, make_steps(count=40), BY_STEP).time_fit
-    assert (fit.of, fit.points) == ("steps", 39) and fit.r_squared == pytest.approx(1)
+    for steps, mode in ((BALANCED[:40], "balance"), (AS_LOADED[:40], "observe")):
+        fit = report_of(tmp_path, steps, BY_STEP, config_of(shuffler={"mode": mode})).time_fit
+        assert (fit.of, fit.points) == ("steps", 39) and fit.r_squared == pytest.approx(1)
     slow = [step | {"step_ms": float(RNG.lognormal(3, 0.5))} for step in make_steps(count=40)]
     report = report_of(tmp_path, slow, BY_STEP)
     assert report.time_fit.r_squared < 0.3 and "most of a step does not depend on the loads" in warning_of(report)
 
 
-@pytest.mark.parametrize("steps", [make_steps(count=20), make_steps(count=60, rows=400, sigma=0.2)])
-def test_few_points_or_equal_loads_say_nothing(tmp_path, steps):
-    assert report_of(tmp_path, steps, BY_STEP).time_fit is None
+@pytest.mark.parametrize(
+    ("count", "spread", "stalls", "points"),
+    [(20, 0.11, 0, 20), (19, 0.11, 0, None), (20, 0.09, 0, None), (100, 0.5, 5, 95), (100, 0.5, 6, 100)],
+)
+def test_few_points_and_equal_loads_make_no_fit_and_few_stalls_are_left_out(count, spread, stalls, points):
+    loads = 1 + spread * (-1.0) ** np.arange(count)
+    times = 2 * loads + np.where(np.arange(count) < stalls, 6e4, 0) + RNG.normal(0, 1e-3, count)
+    fit = fit_times("steps", loads, times)
+    assert (fit and fit.points) == points
 
 
 def test_ranks_and_lines_without_a_time(tmp_path):
