@@ -149,6 +149,16 @@ def test_a_state_of_another_loader(generated, tmp_path):
             make(generated).load_state_dict(other_state)
 
 
+def test_another_planner_matters_only_within_a_window(generated):
+    loader = make(generated, "window")
+    state = loader.state_dict()
+    state["sampler"]["plans"] = "other"
+    with pytest.raises(ValueError, match="state has plans other, this loader has"):
+        loader.load_state_dict(state | {"steps": 1})
+    loader.load_state_dict(state | {"row": 24})
+    assert loader.state_dict()["row"] == 24
+
+
 def test_places_before_the_first_are_refused(generated):
     sampler = make(generated).sampler
     with pytest.raises(ValueError, match="epoch is -1"):

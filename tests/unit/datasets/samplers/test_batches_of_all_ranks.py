@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.samplers.epoch import EPOCH_START, Place, ShardedBatchSampler
+from commons.perf_model.partitioner.core import SOURCES
 from tests.helpers.datasets.sampler_steps import steps_of
 
 
@@ -212,8 +213,34 @@ def test_groups_of_a_rank_that_are_few_come_again(caplog):
     assert "row 9 leaves 1 groups for 2 ranks" in caplog.text
 
 
-def test_another_grouping_is_another_sampler():
-    options = {"num_ranks": 2, "rank": 0}
+@pytest.mark.parametrize(
+    ("makers", "changes", "names"),
+    [
+        (EITHER, {"workloads": [1, 1, 1, 1, 1, 1, 1, 2]}, {"workloads"}),
+        (EITHER, {"workloads": [1] * 9}, {"workloads", "num_rows"}),
+        (EITHER, {"rank": 1}, {"rank"}),
+        (EITHER, {"num_ranks": 3}, {"world_size"}),
+        (EITHER, {"seed": 1}, {"seed"}),
+        (EITHER, {"shuffle": False}, {"shuffle"}),
+        (EITHER, {"drop_last": True}, {"drop_last"}),
+        (EITHER, {"padded": True}, {"padded"}),
+        (EITHER, {"speeds": [1, 2]}, {"speeds"}),
+        (EITHER, {"tokens": [1] * 8, "max_tokens": 7}, {"workloads", "max_tokens"}),
+        (EITHER, {"groups": [0, 1, 0, 1, 2, 3, 2, 3]}, {"workloads", "groups"}),
+        (BALANCED, {"batch_size": 4}, {"batch_size"}),
+        (BALANCED, {"window": 2}, {"window"}),
+        (BUDGET, {"budget_per_rank": 5}, {"budget_per_rank"}),
+        (BUDGET, {"max_rows": 2}, {"max_rows"}),
+    ],
+)
+def test_another_setting_is_another_sampler(makers, changes, names):
+    """Places of one are refused by the other."""
+    for make in makers:
+        first, other = make(workloads=[1] * 8).identity(), make(**{"workloads": [1] * 8} | changes).identity()
+        assert {name for name in first if first[name] != other[name]} == names and first["plans"] == SOURCES
+
+
+def test_other_groups_are_another_sampler():
     groupings = ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3])
-    first, other = (BalancedBatchSampler([1] * 8, 2, groups=groups, **options).identity() for groups in groupings)
-    assert first != other
+    first, other = (balanced_of(groups=groups).identity() for groups in groupings)
+    assert first["groups"] != other["groups"]
