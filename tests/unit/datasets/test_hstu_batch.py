@@ -98,10 +98,11 @@ class TestSequenceLengths:
                 candidates = 0 if batch.num_candidates is None else batch.num_candidates[row]
                 assert targets[row] == factor * candidates
 
-    def test_int32_lengths_do_not_overflow(self):
-        features = KeyedJaggedTensor(["item"], torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([3]).int())
-        tokens, _ = HSTUBatch(features, 1, {"item": 3}, item_feature_name="item").sequence_lengths()
-        assert tokens.dtype == torch.int64
+    @pytest.mark.parametrize("contextual", [[], ["age"]])
+    def test_int32_lengths_make_int64_tokens(self, contextual):
+        features = KeyedJaggedTensor(["item", "age"], torch.arange(4), lengths=torch.tensor([3, 1]).int())
+        batch = HSTUBatch(features, 1, {"item": 3, "age": 1}, contextual, item_feature_name="item")
+        assert [each.dtype for each in batch.sequence_lengths()] == [torch.int64] * 2
 
     def test_nothing_is_read_back_from_the_device(self):
         batch = _random_batch().to(torch.device("meta"))  # a meta tensor has no values: reading one raises

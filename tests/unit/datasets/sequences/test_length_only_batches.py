@@ -1,4 +1,4 @@
-"""Outlines: batches of all rows with their lengths alone, of which a shuffler tells the workloads of a data set."""
+"""Batches of lengths only, of all rows of a data set, from which a shuffler computes their workloads."""
 
 from unittest import mock
 

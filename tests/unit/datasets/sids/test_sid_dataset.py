@@ -30,8 +30,8 @@ ITEMS = [2, 3, 5, 7, 11, 13, 17]
 SID_MAP = SIDMap(np.array(ITEMS), random_sid_map(len(ITEMS), SIZES).codes, SIZES)
 
 
-def write(path, users, splits=None, column="item_id"):
-    columns = {column: pa.array(users, pa.list_(pa.int32()))}
+def write(path, users, splits=None, column="item_id", list_type=pa.list_):
+    columns = {column: pa.array(users, list_type(pa.int32()))}
     if splits is not None:
         columns["split"] = splits
     pq.write_table(pa.table(columns), path)
@@ -95,8 +95,10 @@ class TestParquetHistories:
         lengths = histories.lengths(users)
         return [part.tolist() for part in np.split(histories.tails(users, lengths), np.cumsum(lengths)[:-1])]
 
-    def test_with_splits_every_user_is_in_one(self, tmp_path):
-        path = write(tmp_path / "h.parquet", self.USERS, ["test", "train", "train", "test"])
+    @pytest.mark.parametrize("list_type", [pa.list_, pa.large_list])
+    def test_with_splits_every_user_is_in_one(self, tmp_path, list_type):
+        splits = ["test", "train", "train", "test"]
+        path = write(tmp_path / "h.parquet", self.USERS, splits, list_type=list_type)
         assert self.read(ParquetHistories(path, "item_id", "train")) == [[7], []]
         assert self.read(ParquetHistories(path, "item_id", "test")) == [[2, 3, 5], [11, 13]]
 
