@@ -105,6 +105,7 @@ class TestChecks:
             (lambda: random_batch(longest=-1), "max_history_length is -1"),
             (lambda: random_batch(most_candidates=-2), "max_candidate_length is -2"),
             (lambda: random_batch(sids=torch.zeros(4, 2).long()), r"sids have shape \(4, 2\), there are 3 codebooks"),
+            (lambda: random_batch(sids=torch.zeros(0, 3).long()), r"sids have shape \(0, 3\), there are 3 codebooks"),
             (lambda: GPTSIDBatch.random(2, [], 5, device="cpu"), "num_hierarchies is 0"),
             (lambda: GPTSIDBatch.random(2, [4, 0], 5, device="cpu"), "at least one code"),
             (lambda: build(ITEM, ITEM, history_feature_name="past"), "history_feature_name is 'past', the keys are"),
@@ -127,6 +128,9 @@ class TestChecks:
         with pytest.raises(ValueError, match=f"has code {code} in hierarchy {hierarchy}"):
             build(ITEM, ids)
         assert build(ITEM, ids, codebook_sizes=None).codebook_sizes is None  # unchecked
+
+    def test_codebook_sizes_are_a_list_on_every_rank(self):
+        assert build(ITEM, ITEM, codebook_sizes=tuple(SIZES)).codebook_sizes == SIZES
 
 
 class TestTokens:

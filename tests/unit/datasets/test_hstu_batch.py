@@ -21,10 +21,10 @@ def _random_batch(
 ) -> HSTUBatch:
     features = [
         FeatureConfig(["user", "country"], [50, 7], 1, is_jagged=False),
-        FeatureConfig(["hobbies"], [11], 3, is_jagged=True),
         FeatureConfig(["item", "action"], [100, 5], 9, True)
         if with_actions
         else FeatureConfig(["item"], [100], 9, True),
+        FeatureConfig(["hobbies"], [11], 3, is_jagged=True),  # contextual keys need not be adjacent
     ]
     names = "item", ["user", "country", "hobbies"], "action" if with_actions else None
     sizes = max_num_candidates, num_tasks, num_real
@@ -101,7 +101,8 @@ class TestSequenceLengths:
     @pytest.mark.parametrize("contextual", [[], ["age"]])
     def test_int32_lengths_make_int64_tokens(self, contextual):
         features = KeyedJaggedTensor(["item", "age"], torch.arange(4), lengths=torch.tensor([3, 1]).int())
-        batch = HSTUBatch(features, 1, {"item": 3, "age": 1}, contextual, item_feature_name="item")
+        candidates = {"max_num_candidates": 1, "num_candidates": torch.tensor([1]).int()}
+        batch = HSTUBatch(features, 1, {"item": 3, "age": 1}, contextual, item_feature_name="item", **candidates)
         assert [each.dtype for each in batch.sequence_lengths()] == [torch.int64] * 2
 
     def test_nothing_is_read_back_from_the_device(self):
