@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -212,6 +213,7 @@ def check(answer):
     most = result.possible(advised) or result.equal
     assert gain and gain[1] == f"{advice.speed_up:.2f}" and gain[2] == f"{most:.2f}"
     assert advice.text.endswith(".") and "leave" not in advice.text and advice.code
+    assert ("batch by batch, with equal counts)" in advice.text) == (advice.way != "refined")
     # What gains more is said, unless it is a larger change for less than 2 %, step by step.
     if candidates["constant cost"] >= WORTH * advice.speed_up:
         assert f"steps of constant cost (BudgetBatchSampler) gain {candidates['constant cost']:.2f}×" in advice.text
@@ -272,7 +274,11 @@ def test_steps_of_constant_cost_are_advised_with_what_gives_them():
 @pytest.mark.parametrize("lengths", ["zipf:1.2:4096", "lognormal:130:1.4:8192", "lognormal:1000:0.05", "zipf:3:9"])
 @pytest.mark.parametrize("batch_size", [1, 4, 32])
 def test_advice_on_real_plans(lengths, batch_size):
-    check(advise(lengths, batch_size, (4, 16), (2, 4), 16))
+    answer = advise(lengths, batch_size, (4, 16), (2, 4), 16)
+    check(answer)
+    for result in answer.comparisons:  # a budget is a batch of average rows, or the costliest row
+        work = result.rows.workloads
+        assert result.ways[-1].budget.rows == max(batch_size, math.ceil(work.max() / work.mean()))
 
 
 def test_a_window_that_lifts_nothing_is_not_said_to():
