@@ -19,6 +19,8 @@ from commons.perf_model.shuffle_plan import (
 )
 
 PARTS = np.array([[0, 2, 1], [-1, 1, 3]])
+# Two rows of one rank and one of another.
+BROUGHT = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
 
 
 def allocate(size):
@@ -158,6 +160,14 @@ def test_a_plan_is_never_worse_than_staying(case, options, data):
         assert plan.loads_planned.reshape(-1, known.steps).max(axis=0).sum() >= plan.lower_bound
 
 
+def test_a_gain_of_exactly_the_least_one_is_taken_and_speeds_are_in_the_digest():
+    rows = np.array([2, 2])
+    known = GatheredRows(rows, rows, np.array([2, 2, 1, 1]), np.ones(4, np.int64))
+    assert [plan_shuffle(known, min_gain=least).changes for least in (0.25, 0.26)] == [True, False]
+    plans = [plan_shuffle(known, speeds=np.array([1000, speed])) for speed in (1001, 1002)]
+    assert np.array_equal(plans[0].destination, plans[1].destination) and plans[0].digest() != plans[1].digest()
+
+
 @given(case=batches_of_ranks(), cap=st.integers(1, 300), data=st.data())
 def test_a_cap_is_kept_or_exceeded_no_more_than_at_home(case, cap, data):
     known = gathered_by_hand(case[0])
@@ -178,22 +188,20 @@ def test_without_padding_every_rank_has_a_row_if_there_are_enough(case, equal_si
 
 
 def test_what_stops_a_plan_is_told():
-    brought = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
     planner = ShufflePlanner(2, num_keys=2)
-    assert planner.plan_messages(messages_of(brought, 1, 1), 1) is None and planner.head["most_words"] > 1
+    assert planner.plan_messages(messages_of(BROUGHT, 1, 1), 1) is None and planner.head["most_words"] > 1
     needed = planner.head["most_words"]
-    messages = messages_of(brought, 1, needed)
+    messages = messages_of(BROUGHT, 1, needed)
     assert planner.plan_messages(messages, needed) is not None and planner.head["num_rows"] == 3
     messages[1, 0] = 7
     assert planner.plan_messages(messages, needed) is None and planner.head["other_steps"]
     assert planner.plan_messages(messages_of([[], []], 1, 4), 4) is None and planner.head["steps"] == 0
     reads = ShufflePlanner(2, num_keys=2, has_plan=False)
-    assert reads.plan_messages(messages_of(brought, 1, 0), 0) is None and reads.head["steps"] == 1
+    assert reads.plan_messages(messages_of(BROUGHT, 1, 0), 0) is None and reads.head["steps"] == 1
 
 
 def test_one_planner_plans_messages_rows_and_given_places_in_turn():
-    brought = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
-    known, messages, planner = gathered_by_hand(brought), messages_of(brought, 1, 9), ShufflePlanner(2, num_keys=2)
+    known, messages, planner = gathered_by_hand(BROUGHT), messages_of(BROUGHT, 1, 9), ShufflePlanner(2, num_keys=2)
     bare = GatheredRows(known.rows, known.real_rows, known.workloads, known.tokens)
     planned = plan_shuffle(known).destination.tolist()
     for _ in range(2):
@@ -223,8 +231,7 @@ def test_answers_grow_with_the_batches():
 )
 def test_messages_that_are_none_are_refused(place, number):
     """Whatever another rank has sent, nothing outside the message is read."""
-    brought = [[(2, 2, np.array([5, 6]), np.array([[1, 2], [3, 4]]))], [(1, 1, np.array([9]), np.array([[7], [8]]))]]
-    messages = messages_of(brought, 1, 10)
+    messages = messages_of(BROUGHT, 1, 10)
     messages[place] = number
     with pytest.raises(ValueError, match="a gathered table"):
         ShufflePlanner(2, num_keys=2).plan_messages(messages, 10)
@@ -248,6 +255,9 @@ def test_what_is_no_plan_is_refused():
         planner = ShufflePlanner(2, parts=PARTS, allocate=allocate)
         with pytest.raises(ValueError, match="a gathered table"):
             planner.plan(GatheredRows(**{**vars(good), **changes}))
+    for speeds in ([1, 2**31], [0, 1], [1, 2**60]):
+        with pytest.raises(ValueError, match=r"speeds are not positive integers below 2\^31"):
+            plan_shuffle(good, speeds=np.array(speeds))
     with pytest.raises(ValueError, match="speeds has 3 entries, there are 2 ranks; each has one: match them"):
         plan_shuffle(good, speeds=ones)
     with pytest.raises(ValueError, match=r"the sum of workloads is \d+; it must be below 2\^62"):

@@ -128,6 +128,12 @@ def test_groups_of_different_sizes_and_equal_counts_are_refused(rows):
         plan_shuffle(known, has_groups=True)
 
 
+def test_rows_without_a_column_of_groups_are_refused():
+    one = np.ones(1, np.int64)
+    with pytest.raises(ValueError, match="a gathered table: a size or column is out of its range"):
+        plan_shuffle(packed_rows(one, one, one, one, np.zeros((1, 0), np.int64)), has_groups=True)
+
+
 @pytest.mark.parametrize(
     "groups, said",
     [
