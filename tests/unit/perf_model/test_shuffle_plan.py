@@ -233,8 +233,11 @@ def test_messages_that_are_none_are_refused(place, number):
     """Whatever another rank has sent, nothing outside the message is read."""
     messages = messages_of(BROUGHT, 1, 10)
     messages[place] = number
-    with pytest.raises(ValueError, match="a gathered table"):
-        ShufflePlanner(2, num_keys=2).plan_messages(messages, 10)
+    more_batches = np.zeros_like(messages)  # whose second batch would have no rows
+    more_batches[:, 1] = 2
+    for each in (messages, more_batches):
+        with pytest.raises(ValueError, match="a gathered table"):
+            ShufflePlanner(2, num_keys=2).plan_messages(each, 10)
 
 
 def test_what_is_no_plan_is_refused():
