@@ -60,7 +60,7 @@ def _windows(seed, sizes, window, options):
                 whole.append(windowed.last_window)
         with pytest.raises(StopIteration):
             next(windowed)
-        assert windowed.num_rows(len(seen)) is None
+        assert windowed.num_rows(len(seen)) is None and shuffler.last_stats == stats[-1]
         of_stats = [None if each is None else each.num_rows for each in stats]
         assert num_rows == of_stats[:1] + of_stats
         loads = [int(SquareShuffler.get_workloads(shuffler, batch)[: batch.actual_batch_size].sum()) for batch in seen]

@@ -64,9 +64,10 @@ def test_a_slow_rank_is_named_once_and_within_fifty_steps(caplog, seed, ranks):
 
 
 def test_an_episode_ends_and_another_one_is_named_again(caplog):
-    rng, speeds = np.random.default_rng(0), equal(4)
+    rng, speeds, of_another_rank = np.random.default_rng(0), equal(4), RankSpeeds(range(4), 1, StepTimes())
     for step, loads in enumerate(steps_of(rng, 4, balanced=True, steps=300)):
-        look(speeds, step, times_of(rng, loads, slow=[2] if step < 100 or step >= 200 else []), loads)
+        times = times_of(rng, loads, slow=[2] if step < 100 or step >= 200 else [])
+        assert look(speeds, step, times, loads) == look(of_another_rank, step, times, loads)  # which warns of nothing
     assert [rank for rank, _ in named_in(caplog)] == [2, 2]
     assert "rank 2 is slow: at step" in caplog.text and "times what its load explains" in caplog.text
 
