@@ -66,6 +66,7 @@ def test_rows_of_torchtitan_s_batcher(tokens, dp_degree, local_batch_size):
     places = -(-len(rows) // (local_batch_size * dp_degree)) * dp_degree
     costs = [sum(tokens[each] ** 2 for each in row) for row in rows]
     assert costs[:places] == sorted(costs, reverse=True)[:places]
+    assert costs[places : 2 * places] == sorted(costs[places : 2 * places])  # the second turn is reversed
     assert torchtitan.assign_training_samples_to_rows(batcher, []) == []
 
 
