@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter
+from commons.pipeline.look_ahead import LookAhead
 from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import SampleBatch, head_of
@@ -269,6 +270,20 @@ def test_a_staged_pipeline_is_made_anew_after_an_error():
     # The good batch of rank 0 in the step of the error comes again.
     assert len(rows) == len(set(rows)) and set(ids_of((0, 3), (0, 20), (0, 21), (1, 20), (1, 21))) <= set(rows)
     shuffler.close()
+
+
+@on_two_ranks
+def test_the_error_of_a_replaced_iterator_ends_the_one_that_replaced_it():
+    """The replaced one had read the failing batch ahead; the good batch of that step comes again."""
+    with contextlib.closing(CubicShuffler(ShufflerOptions(mode="observe", timeout=30.0))) as shuffler:
+        first = LookAhead(own_batches(3, fails_at=1 if dist.get_rank() == 1 else None), shuffler)
+        firsts = [next(first).sample_id]
+        second = LookAhead(own_batches(2, first=20), shuffler, previous=first)
+        assert next(second, None) is None and second.ended
+        assert str(second.take_error()) == "rank 1: Injected: in the loader" and second.take_error() is None
+        rest = LookAhead(own_batches(2, first=40), shuffler, previous=second)
+        rows = of_all(itertools.chain(*firsts, *(batch.sample_id for batch in rest)))
+    assert sorted(map(int, rows)) == ids_of((0, 0), (1, 0), (0, 1), (0, 40), (0, 41), (1, 40), (1, 41))
 
 
 @on_two_ranks
