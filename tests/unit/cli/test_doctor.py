@@ -120,6 +120,10 @@ def test_what_a_package_needs_itself(versions, monkeypatch, said):
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'some_thing'")})
     versions["pyre-extensions"] = "0.0.32"
     assert "torchrec: pip install some-thing" in said(1)
+    versions["numpy"] = None
+    load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'numpy'")})
+    assert "torchrec note 1.8.0; not checked, because numpy cannot be imported" in said(1)
+    versions["numpy"] = "2.4.6"
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchrec.types'")})
     assert 'torchrec: pip install --force-reinstall --no-deps "torchrec==1.8.*"' in said(1)
 
@@ -191,7 +195,16 @@ def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, said):
 def test_gpus_that_torch_does_not_see(versions, monkeypatch, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
-    assert "driver note NVIDIA 580.65.06, and torch is built without CUDA" in said(0)
+    text = said(0)
+    assert "driver note NVIDIA 580.65.06, and torch is built without CUDA" in text
+    assert "driver: install the CUDA builds of torch" in text  # the driver is new enough for them
+    for version, name in (
+        ("driver of unknown version", "NVIDIA driver of unknown version"),
+        (None, "no NVIDIA driver"),
+    ):
+        monkeypatch.setattr(doctor, "_driver_version", lambda version=version: version)
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+        assert f"driver note {name}, and torch is built without CUDA" in said(0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     text = said(0)
