@@ -92,7 +92,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of candidates, and of kept items including candidates, for rows of given numbers of items."""
         candidates = np.minimum(lengths, self.max_candidate_length)
-        return candidates, np.minimum(lengths, self.max_history_length + candidates)
+        return candidates, np.minimum(lengths, self.max_items)
 
     def _code_lengths(self, candidates: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
         hierarchies = self.sid_map.num_hierarchies

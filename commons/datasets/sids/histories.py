@@ -112,7 +112,7 @@ class ParquetHistories:
             users = np.flatnonzero(table[SPLIT_COLUMN].to_numpy() == split)
         else:
             left_out = 1 if split == "train" else 0
-            self._ends = np.maximum(self._ends - left_out, self._starts)
+            self._ends = self._ends - left_out
             users = np.flatnonzero(self._ends > self._starts) if left_out else np.arange(len(self._ends))
         self._starts, self._ends = self._starts[users], self._ends[users]
 

@@ -18,6 +18,7 @@ from commons.datasets.public.movielens import SCHEMA
 from commons.datasets.sequences import file as sequence_file
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.event_columns import EventColumns
+from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sequences.own_parquet import preprocess_parquet, stored_schema
 from commons.datasets.sids import histories as sid_histories
 from commons.datasets.sids.dataset import SIDDataset
@@ -75,7 +76,8 @@ def test_rows_are_those_of_a_slow_assembly(users, most_history, most_candidates,
 class TestMistakes:
     def test_items_without_a_sid(self):
         users = Users([[2, 3], [4, 5, 6], [2], [8, 9, 9]])
-        with pytest.raises(ValueError) as caught:
+        two_chunks = mock.patch.object(sid_histories, "_USERS_PER_CHUNK", 2)
+        with two_chunks, pytest.raises(ValueError) as caught:
             SIDDataset(users, SID_MAP, batch_size=2, max_history_length=2)
         assert "5 items in a list have no SID" in str(caught.value)
         assert "item 4 of user 1, item 6 of user 1, item 8 of user 3; the map has 7 items" in str(caught.value)
@@ -168,6 +170,8 @@ class TestLoaders:
         ends = np.cumsum(kept)
         last = [codes[end - count : end] for end, count in zip(ends, kept - 6)]
         assert found.tolist() == np.concatenate(last).tolist()
+        assert loader.dataset.vocabulary_digests == {"sids": sid_map.digest}
+        assert loader.dataset.row_order == SequenceFile(generated, "ml-1m", []).metadata.row_order("user_id") != {}
 
     def test_mistakes(self, tmp_path):
         with pytest.raises(ValueError, match="sid_map is not given"):
