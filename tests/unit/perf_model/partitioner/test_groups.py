@@ -23,7 +23,8 @@ def grouped_rows(draw, same_size=False):
         groups = draw(st.lists(INT64, min_size=1, max_size=24))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count = len(groups)
-    return rng.integers(0, 1000, count), rng.integers(0, 50, count), np.array(groups, np.int64)
+    tokens = rng.integers(0, draw(st.sampled_from([2, 50])), count)  # few values, so that places tie
+    return rng.integers(0, 1000, count), tokens, np.array(groups, np.int64)
 
 
 def merged(groups, *columns):
