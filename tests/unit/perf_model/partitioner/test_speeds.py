@@ -39,24 +39,23 @@ def small_cases(draw):
 @given(case=small_cases())
 def test_no_plan_goes_below_the_bound_and_the_one_found_is_near_the_best(case):
     workloads, speeds, steps, equal_size = case
-    ranks, rows = len(speeds), np.arange(len(workloads))
+    ranks, rows = len(speeds), len(workloads)
     grid = partition_grid(workloads, ranks, steps, equal_size=equal_size, speeds=speeds)
 
-    def is_allowed(cells):
-        counts = np.bincount(cells, minlength=ranks * steps)
-        has_rows = steps == 1 or counts.min() >= min(1, len(rows) // len(counts))
-        return counts.max() - counts.min() <= 1 if equal_size else has_rows
+    def judged(plans):
+        """Whether each plan of `(plans, rows)` is allowed, and its total."""
+        is_in = plans[:, :, None] == np.arange(ranks * steps)
+        counts = is_in.sum(axis=1)
+        has_rows = (counts.min(axis=1) >= min(1, rows // counts.shape[1])) | (steps == 1)
+        loads = np.where(is_in, np.array(workloads)[:, None], 0).sum(axis=1).reshape(-1, steps, ranks)
+        total = (-(-loads * max(speeds) // np.array(speeds))).max(axis=2).sum(axis=1)
+        return np.ptp(counts, axis=1) <= 1 if equal_size else has_rows, total
 
-    def total(cells):
-        loads = np.zeros((steps, ranks), np.int64)
-        np.add.at(loads.reshape(-1), cells, workloads)
-        return sum(max(-(-int(load) * max(speeds) // speed) for load, speed in zip(step, speeds)) for step in loads)
-
-    plans = map(list, product(range(ranks * steps), repeat=len(rows)))
-    best = min(total(cells) for cells in plans if is_allowed(cells))
-    found = grid.step * ranks + grid.assignment
-    assert is_allowed(found) and grid.lower_bound <= best <= total(found) == grid.sum_of_largest
-    assert steps > 1 or total(found) <= 2 * best
+    is_allowed, totals = judged(np.array(list(product(range(ranks * steps), repeat=rows))))
+    (is_found_allowed,), (total,) = judged((grid.step * ranks + grid.assignment)[None])
+    best = totals[is_allowed].min()
+    assert is_found_allowed and grid.lower_bound <= best <= total == grid.sum_of_largest
+    assert steps > 1 or total <= 2 * best
 
 
 def test_small_cases_are_mostly_optimal():
