@@ -18,9 +18,9 @@ from tests.faults.trials import Trial, own_ids
 
 # How much later than the timeout a survivor's program may end.
 GRACE_SECONDS = 10.0
-# How long Python itself may take to end afterwards: 0.7 s of a core for all that a rank imports, and a dozen ranks may
-# end at a time.
-_FINALIZATION_SECONDS = 10.0
+# How long Python itself may take to end afterwards, which is long on a busy machine: 0.7 s of a core for all that a
+# rank imports, and a dozen ranks may end at a time.
+_FINALIZATION_SECONDS = 60.0
 # How long a trial may take to come to its fault, and one in which all go on to come to its end.
 _LIMIT_SECONDS = 90.0
 _POLL_SECONDS = 0.02
