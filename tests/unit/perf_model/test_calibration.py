@@ -133,7 +133,7 @@ terms = st.one_of(st.just(0.0), st.floats(-25, 3).map(lambda exponent: 10.0**exp
 
 @given(terms, terms, terms, st.lists(st.integers(0, 2**17), min_size=1, max_size=20))
 def test_workloads_are_times_in_whole_units_whose_sums_fit(per_row, per_token, per_pair, lengths):
-    """Sums of 1024 ranks × 32 rows in windows of 8, all of them long, whatever the coefficients."""
+    """The sum over 1024 ranks × 32 rows in windows of 8 fits into int64, however long the rows are."""
     longest_ms = per_row + per_token * 2**17 + per_pair * 2**34
     assume(1e-4 < longest_ms < 1e13)  # beyond, a calibration may be refused
     plain = SelfAttentionTask(64, 4, 16, causal=False)
