@@ -180,7 +180,7 @@ def test_a_changed_weight_and_a_changed_value_change_their_row_alone():
 
 
 @on_two_ranks
-def test_a_row_that_one_rank_has_changed_is_told_with_its_step():
+def test_a_row_that_one_rank_has_changed_is_reported_with_its_step():
     batches = [make_batch([10 * step + 1, 10 * step + 2], 3) for step in range(1, 8)]
     brought, trained = Steps(), Steps()
     for step, batch in enumerate(brought.noted(iter(batches))):
