@@ -138,9 +138,9 @@ def test_the_benchmark_of_learning_trains_hstu(monkeypatch, tmp_path, mode):
     monkeypatch.setattr(window_learning, "run_program", commands.append)
     with pytest.raises(FileNotFoundError, match="summary.json"):
         window_learning.measure_training("ranking", 1, mode, folder=tmp_path, data={1: tmp_path}, ranks=2, quick=True)
-    told = get_args_parser().parse_args(commands[0][3:])
-    assert (told.nproc_per_node, told.module, told.training_script) == ("2", True, "hstu.train")
-    trainer = load_config(TrainConfig, told.training_script_args).trainer
+    read = get_args_parser().parse_args(commands[0][3:])
+    assert (read.nproc_per_node, read.module, read.training_script) == ("2", True, "hstu.train")
+    trainer = load_config(TrainConfig, read.training_script_args).trainer
     assert (trainer.shuffle_window, trainer.balance_sampler) == (1 + 3 * ("window" in mode), mode == "budget")
 
 
