@@ -23,7 +23,8 @@ def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> N
     content: dict[str, Any] = {}
     if not trained and path.is_file():
         with contextlib.suppress(ValueError):
-            content = json.loads(path.read_text(encoding="utf-8"))
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            content = earlier if isinstance(earlier, dict) else {}
     write_whole(path, json.dumps({**content, **summary}, indent=2) + "\n")
 
 

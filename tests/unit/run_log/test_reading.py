@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.run_log.files import write_summary
 from commons.run_log.reading import RunLog, read_runs
 from commons.run_log.report import RunReport
 from tests.helpers.jobs.run_logs import CONFIG, line_of, lines_of, make_steps, write_run
@@ -168,3 +169,18 @@ def test_numbers_that_are_not_known_are_null(tmp_path):
     assert report.loss is None and report.ranks is None and report.step_time is None
     assert report.speed.step_ms is None and report.speed.rows_per_s is None
     assert report.gain.work is not None and report.gain.step is None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "kept"),
+    [('{"loss": 1.5, "steps": 8}', {"loss": 1.5}), ("{", {}), ("[1]", {}), ("null", {}), (None, {})],
+    ids=["a summary", "an incomplete one", "a list", "null", "none"],
+)
+def test_a_run_that_trains_no_step_keeps_an_earlier_summary(earlier, kept, tmp_path):
+    path = tmp_path / "summary.json"
+    if earlier is not None:
+        path.write_text(earlier)
+    write_summary(path, {"steps": 0}, trained=False)
+    assert json.loads(path.read_text()) == {**kept, "steps": 0}
+    write_summary(path, {"steps": 3}, trained=True)
+    assert json.loads(path.read_text()) == {"steps": 3}
